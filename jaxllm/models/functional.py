@@ -148,9 +148,7 @@ class Functional:
         if self.config.remat == "elementwise":
             return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*MATMUL_RESULTS))
         if sharding.axis_size("embed") > 1:
-            # Gathered weights are never kept for the backward pass: gathering again is what ZeRO-3 means.
-            policy = policies.save_anything_except_these_names(sharding.GATHERED_WEIGHT)
-            return jax.checkpoint(body, prevent_cse=False, policy=policy)
+            return jax.checkpoint(body, prevent_cse=False, policy=all_but_gathered_weights)
         return body
 
     def unembed(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "V D"]]:
@@ -178,6 +176,15 @@ class Functional:
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Hidden states before the head, and the context after this step: training, prefill and decode alike."""
         return self.blocks(params, self.embed(params, tokens), positions, ctx)
+
+
+def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A ``jax.checkpoint`` policy: weights are gathered again for the backward pass, which is what ZeRO-3 means.
+
+    Both the named value and what it names are left out: the gather itself, which ``save_anything_except_these_names``
+    would keep, for the name covers its own result only.
+    """
+    return primitive.name != "reshard" and params.get("name") != sharding.GATHERED_WEIGHT
 
 
 def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functional:

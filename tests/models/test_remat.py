@@ -1,0 +1,75 @@
+"""What is kept for the backward pass, read from the traced program: dots, residuals, gathered weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import sharding
+from jaxllm.models import functional
+from jaxllm.train import value_and_grad
+from tests import tiny
+from tests.models.jaxprs import equations
+
+LAYERS = 3
+# No two dimensions that a weight and an activation could share: rows and positions are 2 and 5.
+CONFIG = tiny.decoder(
+    dtype="float32", heads=2, kv_heads=1, head_dim=8, embed_dim=16, mlp=24, vocab_size=10, layers=LAYERS
+)
+
+
+@functools.cache
+def traced(remat: str, on: str = "") -> Any:
+    """The program of loss and gradients."""
+    model = functional(dataclasses.replace(CONFIG, remat=remat))
+    batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, CONFIG.vocab_size, packed=False))
+    run = jax.jit(value_and_grad(model))
+    if not on:
+        return run.trace(model.abstract(), batch).jaxpr
+    mesh = sharding.MeshSpec.parse(on).build(jax.devices()[:2])
+    abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh)))
+        return run.trace(abstract, batch).jaxpr
+
+
+def dots(jaxpr: Any) -> int:
+    return sum(e.primitive.name == "dot_general" for e in equations(jaxpr))
+
+
+def kept(jaxpr: Any) -> list[Any]:
+    """What the forward loop over layers hands to the backward one, a slice per layer."""
+    loops = [e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == LAYERS]
+    assert len(loops) == 2, "one forward, one backward"
+    forward = loops[0]
+    return [v.aval for v in forward.outvars[forward.params["num_carry"] :]]
+
+
+def size(jaxpr: Any) -> int:
+    return sum(math.prod(aval.shape) for aval in kept(jaxpr))
+
+
+def test_full_keeps_the_input_of_each_block_alone():
+    shapes = sorted(aval.shape for aval in kept(traced("full")) if jnp.issubdtype(aval.dtype, jnp.floating))
+    assert shapes == [(LAYERS, 2, 5, 16)]
+
+
+def test_elementwise_keeps_less_and_recomputes_no_matrix_product():
+    assert dots(traced("elementwise")) == dots(traced("none")) < dots(traced("full"))
+    assert size(traced("full")) < size(traced("elementwise")) < 0.6 * size(traced("none"))
+
+
+@pytest.mark.parametrize("remat", ["none", "elementwise", "full"])
+def test_gathered_weights_are_gathered_again(remat):
+    """ZeRO-3: were whole weights kept between the passes, every device would hold the whole model at once."""
+    for aval in kept(traced(remat, "fsdp=2")):
+        split = any("fsdp" in str(part) for part in aval.sharding.spec)
+        gain = math.prod(aval.shape) == LAYERS * CONFIG.embed_dim
+        assert split or gain, f"{aval.str_short()} is whole on every device"
+    assert dots(traced(remat, "fsdp=2")) == dots(traced(remat))
