@@ -17,14 +17,14 @@ from jaxllm._platform import prefer_cpu_without_accelerator
 if TYPE_CHECKING:
     import pallas_kernels as kernels
     import sharding
-    from jaxllm import checkpoint, compiler, config, data, hub, infer, models, optim, train
+    from jaxllm import checkpoint, compiler, config, data, hub, infer, models, optim, text, train
 
 __version__ = "0.1.0"
 
 _ROOMS = {
     **{
         name: f"jaxllm.{name}"
-        for name in ("checkpoint", "compiler", "config", "data", "hub", "infer", "models", "optim", "train")
+        for name in ("checkpoint", "compiler", "config", "data", "hub", "infer", "models", "optim", "text", "train")
     },
     "sharding": "sharding",
     "kernels": "pallas_kernels",
@@ -41,6 +41,7 @@ __all__ = [
     "models",
     "optim",
     "sharding",
+    "text",
     "train",
 ]
 

@@ -326,7 +326,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, where the user has not chosen a place for them."""
     import jax
 
-    from jaxllm.data.files import cache_root
+    from jaxllm.files import cache_root
 
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(cache_root("") / "xla"))

@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from jaxllm.data.baseline import BigramBaseline, bigram_baseline, bigram_baseline_of
     from jaxllm.data.batch import Batch
     from jaxllm.data.dataset import CursorMismatch, HeldoutDataset, TokenDataset
-    from jaxllm.data.files import DataError
     from jaxllm.data.loader import DataConfig, Dataset, load_dataset
     from jaxllm.data.prefetch import Prefetcher
-    from jaxllm.data.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
     from jaxllm.data.tokens import open_tokens, write_tokens
+    from jaxllm.files import DataError
+    from jaxllm.text import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
 
+# Tokenizers live in jaxllm.text; they are named here too, since every data set has one.
 _HOMES = {
-    "baseline": ("BigramBaseline", "bigram_baseline", "bigram_baseline_of"),
-    "batch": ("Batch",),
-    "dataset": ("CursorMismatch", "HeldoutDataset", "TokenDataset"),
-    "files": ("DataError",),
-    "loader": ("DataConfig", "Dataset", "load_dataset"),
-    "prefetch": ("Prefetcher",),
-    "tokenizer": ("ByteTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"),
-    "tokens": ("open_tokens", "write_tokens"),
+    "jaxllm.files": ("DataError",),
+    "jaxllm.text": ("ByteTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"),
+    "jaxllm.data.baseline": ("BigramBaseline", "bigram_baseline", "bigram_baseline_of"),
+    "jaxllm.data.batch": ("Batch",),
+    "jaxllm.data.dataset": ("CursorMismatch", "HeldoutDataset", "TokenDataset"),
+    "jaxllm.data.loader": ("DataConfig", "Dataset", "load_dataset"),
+    "jaxllm.data.prefetch": ("Prefetcher",),
+    "jaxllm.data.tokens": ("open_tokens", "write_tokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -58,7 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

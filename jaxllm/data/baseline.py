@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.data.loader import Dataset
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.data.tokens import TokenDocuments
+from jaxllm.text.tokenizer import Tokenizer
 
 EDGE = 256  # as x: start of the document; as y: its end
 OUTCOMES = 257

@@ -16,10 +16,10 @@ from jaxtyping import Int
 
 from jaxllm.data import shuffle
 from jaxllm.data.batch import Batch
-from jaxllm.data.files import digest
 from jaxllm.data.packing import Plan
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.data.tokens import TokenDocuments
+from jaxllm.files import digest
+from jaxllm.text.tokenizer import Tokenizer
 
 
 class CursorMismatch(ValueError):

@@ -6,11 +6,11 @@ from typing import Literal
 
 from jaxllm.data import corpus, shuffle
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
-from jaxllm.data.files import DataError, at, cache_root
 from jaxllm.data.packing import Plan, pack_concat, pack_documents
 from jaxllm.data.source import SEPARATOR, Documents, JsonlFiles, TextFiles, bundled, check_files, hold_out, kind_of
-from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxllm.data.tokens import TokenDocuments, open_tokens, tokenised
+from jaxllm.files import DataError, at, cache_root
+from jaxllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 HELDOUT_FRACTION = 0.05
 PACKINGS = {"concat": pack_concat, "documents": pack_documents}
@@ -159,7 +159,7 @@ def _open_tokenizer(config: DataConfig, train: Documents | None) -> Tokenizer:
         return load_tokenizer(config.tokenizer)
     if not size.isdecimal():
         raise ValueError(f"data.tokenizer is {config.tokenizer!r}; a trained one is 'bpe:SIZE', for example 'bpe:2048'")
-    from jaxllm.data.bpe import cached_bpe  # the library it needs takes time to import
+    from jaxllm.text.bpe import cached_bpe  # the library it needs takes time to import
 
     texts = (document.text for document in train)
     cache = cache_root(config.cache_dir)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.data import corpus
-from jaxllm.data.files import DataError, at, digest, file_sha256
+from jaxllm.files import DataError, at, digest, file_sha256
 
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".bin": "tokens"}
 SEPARATOR = corpus.SEPARATOR

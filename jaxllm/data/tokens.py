@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Integer
 
-from jaxllm.data.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
 from jaxllm.data.source import Document, Documents, smallest_hashes
-from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
+from jaxllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

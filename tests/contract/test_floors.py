@@ -21,9 +21,10 @@ PACKAGES = ("jaxllm", "pallas_kernels", "sharding", "recipes")
 FLOORS = [
     {"sharding"},
     {"pallas_kernels"},
-    {"jaxllm.config", "jaxllm.sharding", "jaxllm.kernels", "jaxllm._platform", "jaxllm._compat"},
+    {"jaxllm.config", "jaxllm.files", "jaxllm.sharding", "jaxllm.kernels", "jaxllm._platform", "jaxllm._compat"},
     {"jaxllm.models"},
     {"jaxllm.compiler"},
+    {"jaxllm.text"},
     {"jaxllm.parallel", "jaxllm.hub", "jaxllm.data", "jaxllm.optim", "jaxllm.checkpoint"},
     {"jaxllm.train", "jaxllm.infer"},
     {"jaxllm.plan", "jaxllm.serve"},

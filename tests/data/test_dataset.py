@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxllm.data.dataset import CursorMismatch, TokenDataset, make_heldout
 from jaxllm.data.packing import pack_concat, pack_documents
-from jaxllm.data.tokenizer import ByteTokenizer
 from jaxllm.data.tokens import TokenDocuments
+from jaxllm.text.tokenizer import ByteTokenizer
 
 
 def documents(lengths):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import data
-from jaxllm.data.tokenizer import ByteTokenizer
+from jaxllm.text.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.data import corpus
-from jaxllm.data.files import DataError
 from jaxllm.data.source import JsonlFiles, TextFiles, bundled, check_files, hold_out, kind_of
+from jaxllm.files import DataError
 
 
 def write(path, content):

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.data.files import DataError, atomic
 from jaxllm.data.source import JsonlFiles, TextFiles
-from jaxllm.data.tokenizer import ByteTokenizer
 from jaxllm.data.tokens import open_tokens, sidecar, tokenised, write_tokens
+from jaxllm.files import DataError, atomic
+from jaxllm.text.tokenizer import ByteTokenizer
 
 BYTE = ByteTokenizer()
 

@@ -15,8 +15,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxllm.data.files import DataError, at, atomic, digest, file_sha256, read_json
-from jaxllm.data.tokenizer import (
+from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json
+from jaxllm.text.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     ByteTokenizer,

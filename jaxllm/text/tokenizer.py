@@ -14,7 +14,7 @@ from typing import ClassVar, SupportsInt
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.data.files import DataError, at, digest, read_json, write_json
+from jaxllm.files import DataError, at, digest, read_json, write_json
 
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -201,6 +201,6 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     config = read_json(config_file) if config_file.is_file() else {}
     if config.get("jaxllm_tokenizer") == "byte":
         return ByteTokenizer()
-    from jaxllm.data.bpe import BPETokenizer  # the library it needs takes time to import
+    from jaxllm.text.bpe import BPETokenizer  # the library it needs takes time to import
 
     return BPETokenizer.from_file(file, config)

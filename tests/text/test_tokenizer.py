@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxllm.data.bpe import cached_bpe, train_bpe
-from jaxllm.data.files import DataError
-from jaxllm.data.tokenizer import ByteTokenizer, StreamDecoder, load_tokenizer
+from jaxllm.files import DataError
+from jaxllm.text.bpe import cached_bpe, train_bpe
+from jaxllm.text.tokenizer import ByteTokenizer, StreamDecoder, load_tokenizer
 
 TEXTS = [
     "the cat sat on the mat and the hat. " * 20,
