@@ -17,15 +17,24 @@ def cached_attention_reference(
     v_cache: Float[Array, "L B T K H"],
     layer: Int[Array, ""],
     positions: Int[Array, "B S"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B S N H"]:
     """Each query attends to the slots ``0 .. its position`` of its row; slot t holds the token at position t."""
     b, s, n, h = q.shape
     k, v = k_cache[layer], v_cache[layer]
     kv = k.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(b, s, kv, n // kv, h).astype(dtype) / math.sqrt(h)
+    grouped = q.reshape(b, s, kv, n // kv, h).astype(dtype) * (1 / math.sqrt(h) if scale is None else scale)
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(dtype))
-    visible = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    slots = jnp.arange(k.shape[1])[None, None, :]
+    visible = slots <= positions[:, :, None]
+    if window is not None:
+        visible &= slots > positions[:, :, None] - window
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)

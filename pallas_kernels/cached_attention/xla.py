@@ -1,7 +1,8 @@
 """Cached attention over chunks of slots, as far as the longest row reaches.
 
 A layer's slice of the cache is never copied whole: each chunk is read from the stacked cache by its offset, so
-temporary memory does not grow with the cache, and work follows the tokens held and not the slots reserved.
+temporary memory does not grow with the cache, and work follows the tokens held (of a sliding window, those in reach)
+and not the slots reserved.
 The running maximum and sum are those of online softmax (arXiv:1805.02867).
 
 Legend: L layers, B batch, S new tokens, T cache slots, C chunk, N query heads, K kv heads, G = N / K, H head dim.
@@ -23,6 +24,9 @@ def cached_attention(
     layer: Int[Array, ""],
     positions: Int[Array, "B S"],
     *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     chunk: int = 256,
 ) -> Float[Array, "B S N H"]:
     """Each query attends to the slots ``0 .. its position`` of its row; slot t holds the token at position t.
@@ -34,6 +38,7 @@ def cached_attention(
         k_cache, v_cache: stacked cache of all layers, this step's tokens already written.
         layer: which layer of the stack.
         positions: position of each query, >= 0 and < T.
+        scale, window, softcap: as in ``flash_attention``.
         chunk: slots read at a time; the last chunk overlaps its neighbour when T is not a multiple.
 
     Returns:
@@ -43,7 +48,7 @@ def cached_attention(
     slots, kv = k_cache.shape[2:4]
     chunk = min(chunk, slots)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(b, s, kv, n // kv, h).astype(dtype) / math.sqrt(h)
+    grouped = q.reshape(b, s, kv, n // kv, h).astype(dtype) * (1 / math.sqrt(h) if scale is None else scale)
     read_scores, read_values = (_scores_in_place, _values_in_place) if s == 1 else (_scores, _values)
     reach = jnp.max(positions) + 1
     row_last = jnp.max(positions, axis=1, keepdims=True)  # B 1
@@ -61,9 +66,14 @@ def cached_attention(
         start = jnp.minimum(first, slots - chunk)
         slot = start + offsets
         visible = (slot <= positions[:, :, None]) & (slot >= first)  # B S C
-        scores = jnp.where(visible[:, :, None, None], read_scores(grouped, read(k_cache, start)), -jnp.inf)
+        if window is not None:
+            visible &= slot > positions[:, :, None] - window
+        scores = read_scores(grouped, read(k_cache, start))
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(visible[:, :, None, None], scores, -jnp.inf)
+        # Half the lowest number until a query has seen a slot: every weight before that is then zero.
         new_top = jnp.maximum(top, scores.max(-1))
-        # Finite from the first chunk on: every query sees slot 0.
         weights = jnp.exp(scores - new_top[..., None])
         keep = jnp.exp(top - new_top)
         total = total * keep + weights.sum(-1)
@@ -72,8 +82,9 @@ def cached_attention(
         return new_top, total, out * keep[..., None] + read_values(weights, values)
 
     zeros = jnp.zeros_like(grouped)  # shares grouped's device placement inside a manual shard_map
-    start = (zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
-    _, total, out = jax.lax.fori_loop(0, (reach + chunk - 1) // chunk, body, start)
+    start = (zeros[..., 0] + 0.5 * float(jnp.finfo(dtype).min), zeros[..., 0], zeros)
+    begin = 0 if window is None else jnp.maximum(jnp.min(positions) - window + 1, 0) // chunk
+    _, total, out = jax.lax.fori_loop(begin, (reach + chunk - 1) // chunk, body, start)
     return (out / total[..., None]).reshape(q.shape).astype(q.dtype)
 
 

@@ -2,3 +2,4 @@
 
 from pallas_kernels.flash_attention.api import RESIDUALS as RESIDUALS
 from pallas_kernels.flash_attention.api import flash_attention as flash_attention
+from pallas_kernels.flash_attention.api import flash_attention_and_lse as flash_attention_and_lse

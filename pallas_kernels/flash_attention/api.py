@@ -1,11 +1,12 @@
 """Causal grouped-query attention: the operation, whoever computes it.
 
-Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim.
+Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TypedDict, Unpack
 
 from jaxtyping import Array, Float, Int
 
@@ -18,18 +19,45 @@ from pallas_kernels.flash_attention.xla import attention_xla
 IMPLEMENTATIONS = {"xla": attention_xla, "reference": attention_reference}
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of ``flash_attention_and_lse``, which explains them."""
+
+    sinks: Array | None
+    q_positions: Array | None
+    kv_positions: Array | None
+    q_segment_ids: Array | None
+    kv_segment_ids: Array | None
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    implementation: Implementation
+
+
 def flash_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
+    **options: Unpack[AttentionOptions],
+) -> Float[Array, "B S N V"]:
+    """``flash_attention_and_lse`` without the logsumexp: ``softmax(scale * q k^T + mask) v``."""
+    return flash_attention_and_lse(q, k, v, **options)[0]
+
+
+def flash_attention_and_lse(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
     *,
+    sinks: Float[Array, " N"] | None = None,
     q_positions: Int[Array, "B S"] | None = None,
     kv_positions: Int[Array, "B T"] | None = None,
     q_segment_ids: Int[Array, "B S"] | None = None,
     kv_segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "B S N H"]:
+) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
     """``softmax(scale * q k^T + mask) v`` for each head, query head n reading kv head ``n // (N / K)``.
 
     A key is visible to a query when it comes no later and, if segments are given, when both are in the same segment.
@@ -41,39 +69,53 @@ def flash_attention(
 
     Args:
         q: queries, rotated and not scaled.
-        k, v: keys and values; K divides N.
+        k, v: keys and values; K divides N. The head dim of values may differ (MLA, arXiv:2405.04434).
+        sinks: a score that each head always sees and that has no value: a share of the softmax that goes nowhere
+            (arXiv:2309.17453; as gpt-oss has it).
         q_positions, kv_positions: both or neither.
         q_segment_ids, kv_segment_ids: both or neither.
         scale: of the scores; ``1 / sqrt(H)`` when None.
+        window: a query sees its own position and the ``window - 1`` before it (arXiv:2004.05150).
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (arXiv:2408.00118, section 2).
         implementation: "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
-        The attended values in ``q.dtype``; the softmax is computed in at least float32. Differentiable in q, k and v.
-        The gradient recomputes the scores from the logsumexp (arXiv:2205.14135).
+        The attended values in ``q.dtype``, and the logsumexp of each query's scores, sink included, in at least
+        float32, as the softmax is: minus infinity where a query sees nothing.
+        Differentiable in q, k, v and sinks. The gradient recomputes the scores from the logsumexp (arXiv:2205.14135).
 
     Raises:
-        ValueError: shapes that do not go together, or half of a pair of arguments.
+        ValueError: shapes that do not go together, half of a pair of arguments, a window or a cap that is not positive.
         NotImplementedError: the implementation does not support these arguments.
     """
     _check(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    axes = varying_axes(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"flash_attention: {sinks.shape} sinks for {q.shape[2]} query heads; give one a head.")
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"flash_attention: {name} = {value}; give a positive number, or None for none.")
+    axes = varying_axes(q, k, v, sinks, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
 
     def widen(x: Array | None) -> Array | None:
         return None if x is None else vary_over(x, axes)
 
-    return dispatch(
+    out, lse = dispatch(
         "flash_attention",
         IMPLEMENTATIONS,
         implementation,
         vary_over(q, axes),
         vary_over(k, axes),
         vary_over(v, axes),
+        widen(sinks),
         q_positions=widen(q_positions),
         kv_positions=widen(kv_positions),
         q_segment_ids=widen(q_segment_ids),
         kv_segment_ids=widen(kv_segment_ids),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        window=window,
+        softcap=softcap,
     )
+    return out, lse
 
 
 def _check(

@@ -1,13 +1,14 @@
 """Causal grouped-query attention in bands of queries and blocks of keys, for any backend.
 
-The query axis is cut into at most ``BANDS`` static bands. By array index a band sees a prefix of the keys, so what lies
-above the diagonal is never computed. Within a band, blocks of ``BLOCK`` keys go through an online softmax
-(arXiv:1805.02867, arXiv:2205.14135). Scores in memory: B x N x band x min(T, BLOCK), linear in the sequence.
+The query axis is cut into at most ``BANDS`` static bands. By array index a band sees a prefix of the keys, or of a
+window's width before it, so what lies outside is never computed. Within a band, blocks of ``BLOCK`` keys go through
+an online softmax (arXiv:1805.02867, arXiv:2205.14135). Scores in memory: B x N x band x min(T, BLOCK), linear in the
+sequence.
 
 Queries of one kv head are rows of one product (R = G x band), so kv heads are never repeated. Measured on CPU in a
 train step of 8 x 512 tokens: 3.4 s with one softmax over all scores, 2.7 s this way; smaller bands gain nothing.
 
-Legend: B batch, S queries, T keys, N query heads, K kv heads, G = N / K, H head dim,
+Legend: B batch, S queries, T keys, N query heads, K kv heads, G = N / K, H head dim of keys, V of values,
 R = G x queries of a band.
 """
 
@@ -32,6 +33,14 @@ RESIDUALS = tuple(f"flash_attention_{part}" for part in ("q", "k", "v", "out", "
 """Names of what the backward pass reads, for ``jax.checkpoint`` policies."""
 
 
+class Options(NamedTuple):
+    """What does not change between traces."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
 class Mask(NamedTuple):
     """What decides visibility; by array index where there are no positions."""
 
@@ -40,13 +49,15 @@ class Mask(NamedTuple):
     q_segments: Int[Array, "B S"] | None
     kv_segments: Int[Array, "B T"] | None
 
-    def visible(self, first: int, rows: int, start: int | Array, size: int) -> Array:
+    def visible(self, window: int | None, first: int, rows: int, start: int | Array, size: int) -> Array:
         """Bool[B or 1, rows, size]: which of the keys from ``start`` each of the queries from ``first`` sees."""
         if self.q_positions is None or self.kv_positions is None:
             q_at, kv_at = first + jnp.arange(rows)[None], start + jnp.arange(size)[None]
         else:
             q_at, kv_at = _cut(self.q_positions, first, rows, 1), _cut(self.kv_positions, start, size, 1)
         seen = kv_at[:, None, :] <= q_at[:, :, None]
+        if window is not None:
+            seen = seen & (kv_at[:, None, :] > q_at[:, :, None] - window)
         if self.q_segments is not None and self.kv_segments is not None:
             q_in = _cut(self.q_segments, first, rows, 1)[:, :, None]
             kv_in = _cut(self.kv_segments, start, size, 1)[:, None, :]
@@ -55,10 +66,11 @@ class Mask(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Queries ``first .. first + rows``, which see no key from ``reach`` on."""
+    """Queries ``first .. first + rows``, which see no key outside ``start .. reach``."""
 
     first: int
     rows: int
+    start: int
     reach: int
 
     def of(self, x: Float[Array, "B K G S H"]) -> Float[Array, "B K R H"]:
@@ -74,22 +86,28 @@ class Band(NamedTuple):
 def attention_xla(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
+    sinks: Float[Array, " N"] | None,
     *,
     q_positions: Int[Array, "B S"] | None,
     kv_positions: Int[Array, "B T"] | None,
     q_segment_ids: Int[Array, "B S"] | None,
     kv_segment_ids: Int[Array, "B T"] | None,
     scale: float,
-) -> Float[Array, "B S N H"]:
-    """See ``flash_attention``."""
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
+    """See ``flash_attention``: (attended values, logsumexp)."""
     mask = Mask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    options = Options(scale, window, softcap)
     if q.shape[1] <= FEW_QUERIES < k.shape[1]:
-        return _few_queries(scale, q, k, v, mask)
-    return _banded(scale, q, k, v, mask)
+        return _few_queries(options, q, k, v, sinks, mask)
+    return _banded(options, q, k, v, sinks, mask)
 
 
-def _few_queries(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+def _few_queries(
+    options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+) -> tuple[Array, Array]:
     """One softmax, keys and values read as they lie.
 
     A batched product over kv heads would copy B T K H to B K T H first. Spreading each query over a row of zeros that
@@ -97,38 +115,50 @@ def _few_queries(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> Arra
     CPU at 16 rows x 1,024 keys x 4 kv heads: 2.6 ms against 14.8.
     """
     b, s, n, h = q.shape
-    t, kv = k.shape[1:3]
+    t, kv, hv = v.shape[1:]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     own = jnp.eye(kv, dtype=q.dtype)
     spread = jnp.einsum("bskgh,kl->bskglh", q.reshape(b, s, kv, n // kv, h), own).reshape(b, s * n, kv * h)
-    scores = jnp.einsum("brx,btx->brt", spread, k.reshape(b, t, kv * h), preferred_element_type=dtype) * scale
-    visible = jnp.repeat(mask.visible(0, s, 0, t), n, axis=1)
+    scores = jnp.einsum("brx,btx->brt", spread, k.reshape(b, t, kv * h), preferred_element_type=dtype) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
+    visible = jnp.repeat(mask.visible(options.window, 0, s, 0, t), n, axis=1)
     # A row that sees nothing keeps finite values on both sides of every where, so its gradient is zero and not nan.
     top = jnp.max(jnp.where(visible, scores, -jnp.inf), axis=-1, keepdims=True)
+    sink = None if sinks is None else jnp.tile(sinks.astype(dtype), s)[None, :, None]
+    if sink is not None:
+        top = jnp.maximum(top, sink)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
     weights = jnp.exp(jnp.where(visible, scores - top, -jnp.inf))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0.0, 1.0, total)).astype(v.dtype)
-    out = jnp.einsum("brt,btx->brx", weights, v.reshape(b, t, kv * h), preferred_element_type=dtype)
-    out = jnp.einsum("bskglh,kl->bskgh", out.reshape(b, s, kv, n // kv, kv, h), own.astype(dtype))
-    return out.reshape(q.shape).astype(q.dtype)
+    if sink is not None:
+        total += jnp.exp(sink - top)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    lse = jnp.where(total == 0.0, -jnp.inf, top + jnp.log(safe)).reshape(b, s, n)
+    weights = (weights / safe).astype(v.dtype)
+    out = jnp.einsum("brt,btx->brx", weights, v.reshape(b, t, kv * hv), preferred_element_type=dtype)
+    out = jnp.einsum("bskglh,kl->bskgh", out.reshape(b, s, kv, n // kv, kv, hv), own.astype(dtype))
+    return out.reshape(b, s, n, hv).astype(q.dtype), lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _banded(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> Array:
-    return _forward(scale, q, k, v, mask)[0]
+def _banded(options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask) -> tuple[Array, Array]:
+    return _forward(options, q, k, v, sinks, mask)[0]
 
 
-def _forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Any]:
+def _forward(
+    options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+) -> tuple[tuple[Array, Array], Any]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     q, k, v = _group(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
     q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), RESIDUALS, strict=False))
     outs, lses = [], []
-    for band in _bands(q.shape[3], k.shape[2], mask):
+    for band in _bands(q.shape[3], k.shape[2], mask, options.window):
         rows = band.of(q)
 
         def more_keys(carry: Any, start: Any, size: int, band: Band = band, rows: Array = rows) -> Any:
-            scores = _scores(scale, rows, _cut(k, start, size, 2), mask.visible(band.first, band.rows, start, size))
+            visible = mask.visible(options.window, band.first, band.rows, start, size)
+            scores, _ = _scores(options, rows, _cut(k, start, size, 2), visible)
             # In a row that has seen nothing the maximum is half the lowest score: its weights are exp(lowest / 2) = 0.
             top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _lowest(dtype) / 2)
             if carry is not None:
@@ -141,7 +171,12 @@ def _forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Ar
                 total, out = carry[1] * keep + total, carry[2] * keep + out
             return top, total, out
 
-        top, total, out = _over_keys(more_keys, None, band.reach)
+        top, total, out = _over_keys(more_keys, None, band)
+        if sinks is not None:
+            sink = _sink_rows(sinks.astype(dtype), k.shape[1], band)
+            highest = jnp.maximum(top, sink)
+            keep = jnp.exp(top - highest)
+            top, total, out = highest, total * keep + jnp.exp(sink - highest), out * keep
         safe = jnp.where(total > 0.0, total, 1.0)
         outs.append(band.groups(out / safe))
         # For a row that has seen nothing, a logsumexp that makes exp(score - lse) zero.
@@ -149,17 +184,21 @@ def _forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Ar
     out = _ungroup(jnp.concatenate(outs, axis=3)).astype(q.dtype)
     lse = jnp.concatenate(lses, axis=3)
     out, lse = checkpoint_name(out, RESIDUALS[3]), checkpoint_name(lse, RESIDUALS[4])
-    return out, (q, k, v, out, lse, mask)
+    lse_out = _ungroup(jnp.where(lse == -_lowest(dtype), -jnp.inf, lse))[..., 0]
+    return (out, lse_out), (q, k, v, sinks, out, lse, mask)
 
 
-def _backward(scale: float, residuals: Any, d_out: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, out, lse, mask = residuals
+def _backward(options: Options, residuals: Any, d_results: tuple[Array, Array]) -> tuple[Array | None, ...]:
+    q, k, v, sinks, out, lse, mask = residuals
+    d_out, d_lse = d_results
     dtype = lse.dtype
-    delta = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1, keepdims=True)
+    delta = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1, keepdims=True) - d_lse[..., None]
     delta, d_out = _group(delta, k.shape[1]), _group(d_out, k.shape[1])
+    # The logsumexp of a row that has seen nothing is minus infinity, and what reaches back through it may be nan.
+    delta = jnp.where(lse == -_lowest(dtype), 0.0, delta)
     d_k, d_v = jnp.zeros_like(k.mT, dtype), jnp.zeros_like(v.mT, dtype)
     d_qs = []
-    for band in _bands(q.shape[3], k.shape[2], mask):
+    for band in _bands(q.shape[3], k.shape[2], mask, options.window):
         parts = [band.of(x) for x in (q, d_out, lse, delta)]
         # Sums over queries are taken with the queries as columns: as products over their first dimension, scores
         # would be copied transposed on CPU. The barrier keeps the compiler from undoing that.
@@ -171,44 +210,69 @@ def _backward(scale: float, residuals: Any, d_out: Array) -> tuple[Array, Array,
             d_q, d_k, d_v = carry
             q_rows, d_rows, lse_rows, delta_rows = parts
             k_part, v_part = _cut(k, start, size, 2), _cut(v, start, size, 2)
-            scores = _scores(scale, q_rows, k_part, mask.visible(band.first, band.rows, start, size))
+            visible = mask.visible(options.window, band.first, band.rows, start, size)
+            scores, slope = _scores(options, q_rows, k_part, visible)
             weights = jnp.exp(scores - lse_rows)
             d_weights = _dot("bkrh,bkth->bkrt", d_rows, v_part)
-            d_scores = (weights * (d_weights - delta_rows) * scale).astype(q.dtype)
+            d_scores = (weights * (d_weights - delta_rows) * slope).astype(q.dtype)
             part = _dot("bkrt,bkth->bkrh", d_scores, k_part)
             d_k = _add(d_k, _dot("bkhr,bkrt->bkht", q_columns, d_scores), start)
             d_v = _add(d_v, _dot("bkhr,bkrt->bkht", d_columns, weights.astype(q.dtype)), start)
             return part if d_q is None else d_q + part, d_k, d_v
 
-        d_q, d_k, d_v = _over_keys(more_keys, (None, d_k, d_v), band.reach)
+        d_q, d_k, d_v = _over_keys(more_keys, (None, d_k, d_v), band)
         d_qs.append(band.groups(d_q))
     d_q = _ungroup(jnp.concatenate(d_qs, axis=3)).astype(q.dtype)
     d_k, d_v = jax.lax.optimization_barrier((d_k, d_v))
     d_k, d_v = d_k.transpose(0, 3, 1, 2), d_v.transpose(0, 3, 1, 2)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    d_sinks = None
+    if sinks is not None:
+        shares = jnp.exp(sinks.astype(dtype).reshape(1, k.shape[1], -1, 1, 1) - lse)
+        d_sinks = -jnp.sum(shares * delta, axis=(0, 3, 4)).reshape(-1).astype(sinks.dtype)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
 _banded.defvjp(_forward, _backward)
 
 
-def _bands(s: int, t: int, mask: Mask) -> list[Band]:
+def _bands(s: int, t: int, mask: Mask, window: int | None) -> list[Band]:
     rows = max(LEAST_BAND, -(-s // BANDS))
     by_index = mask.q_positions is None
-    return [Band(i, min(rows, s - i), min(i + rows, t) if by_index else t) for i in range(0, s, rows)]
+
+    def band(first: int) -> Band:
+        here = min(rows, s - first)
+        if not by_index:
+            return Band(first, here, 0, t)
+        return Band(first, here, 0 if window is None else max(0, first - window + 1), min(first + rows, t))
+
+    return [band(first) for first in range(0, s, rows)]
 
 
-def _over_keys(step: Callable[[Any, Any, int], Any], carry: Any, reach: int) -> Any:
-    """Folds ``step(carry, start, size)`` over blocks of the first ``reach`` keys; the first block may be short."""
-    odd = reach % BLOCK or BLOCK
-    carry = step(carry, 0, min(odd, reach))
-    blocks = (reach - odd) // BLOCK
-    return jax.lax.fori_loop(0, blocks, lambda i, c: step(c, odd + i * BLOCK, BLOCK), carry) if blocks > 0 else carry
+def _over_keys(step: Callable[[Any, Any, int], Any], carry: Any, band: Band) -> Any:
+    """Folds ``step(carry, start, size)`` over blocks of the keys a band sees; the first block may be short."""
+    odd = (band.reach - band.start) % BLOCK or BLOCK
+    first = min(odd, band.reach - band.start)
+    carry = step(carry, band.start, first)
+    begin = band.start + first
+    blocks = (band.reach - begin) // BLOCK
+    return jax.lax.fori_loop(0, blocks, lambda i, c: step(c, begin + i * BLOCK, BLOCK), carry) if blocks > 0 else carry
 
 
-def _scores(scale: float, rows: Array, k: Array, visible: Array) -> Float[Array, "B K R T"]:
-    scores = _dot("bkrh,bkth->bkrt", rows, k) * scale
+def _scores(
+    options: Options, rows: Array, k: Array, visible: Array
+) -> tuple[Float[Array, "B K R T"], Float[Array, "B K R T"] | float]:
+    """Scores with what is not visible at the lowest, and their derivative by the product of query and key."""
+    scores, slope = _dot("bkrh,bkth->bkrt", rows, k) * options.scale, options.scale
+    if options.softcap is not None:
+        part = jnp.tanh(scores / options.softcap)
+        scores, slope = options.softcap * part, options.scale * (1.0 - jnp.square(part))
     groups = scores.shape[2] // visible.shape[1]
-    return jnp.where(jnp.tile(visible, (1, groups, 1))[:, None], scores, _lowest(scores.dtype))
+    return jnp.where(jnp.tile(visible, (1, groups, 1))[:, None], scores, _lowest(scores.dtype)), slope
+
+
+def _sink_rows(sinks: Float[Array, " N"], kv_heads: int, band: Band) -> Float[Array, "1 K R 1"]:
+    """Each row's sink: rows of a band are its groups' queries, group by group."""
+    return jnp.repeat(sinks.reshape(1, kv_heads, -1), band.rows, axis=2)[..., None]
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

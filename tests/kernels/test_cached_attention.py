@@ -13,19 +13,23 @@ import pytest
 from pallas_kernels.cached_attention import cached_attention, cached_attention_reference
 
 L = 2
-run = jax.jit(cached_attention, static_argnames="chunk")
-reference = jax.jit(cached_attention_reference)
+STATIC = ("scale", "window", "softcap")
+run = jax.jit(cached_attention, static_argnames=("chunk", *STATIC))
+reference = jax.jit(cached_attention_reference, static_argnames=STATIC)
 
 
-def oracle(q, k, v, positions):
+def oracle(q, k, v, positions, scale=None, window=None, softcap=None):
     """One query at a time; q [B S N H], k and v [B T K H] of one layer."""
     out = np.zeros(q.shape)
     for b, s, n in np.ndindex(q.shape[:3]):
         head = n // (q.shape[2] // k.shape[2])
         end = positions[b, s] + 1
-        scores = k[b, :end, head] @ q[b, s, n] / np.sqrt(q.shape[3])
+        begin = 0 if window is None else max(0, end - window)
+        scores = k[b, begin:end, head] @ q[b, s, n] * (scale or 1 / np.sqrt(q.shape[3]))
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
-        out[b, s, n] = weights @ v[b, :end, head] / weights.sum()
+        out[b, s, n] = weights @ v[b, begin:end, head] / weights.sum()
     return out
 
 
@@ -66,6 +70,26 @@ def test_equals_a_loop_over_queries(shape, chunk, rng, float64):
         assert got.dtype == jnp.float64
         close(got, want, 1e-12)
         close(reference(*args), want, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 1}, {"window": 3}, {"window": 9}, {"softcap": 0.8, "scale": 0.9}], ids=str
+)
+@pytest.mark.parametrize("name", ["last chunk overlaps", "three query heads a kv head", "prefill of the whole cache"])
+def test_window_softcap_scale(options, name, rng, float64):
+    shape, chunk = SHAPES[name]
+    q, k, v, positions = inputs(rng, *shape)
+    want = oracle(q, k[1], v[1], positions, **options)
+    args = *map(jnp.asarray, (q, k, v)), jnp.int32(1), jnp.asarray(positions)
+    close(run(*args, chunk=chunk, **options), want, 1e-12)
+    close(reference(*args, **options), want, 1e-12)
+
+
+def test_rows_far_apart_in_a_window(rng, float64):
+    """The loop begins at the first slot any row needs; a row further on sees none of its first chunks."""
+    q, k, v, positions = inputs(rng, 3, 1, 40, 2, 1, 4, first=[11, 39, 25])
+    got = run(*map(jnp.asarray, (q, k, v)), jnp.int32(0), jnp.asarray(positions), chunk=4, window=5)
+    close(got, oracle(q, k[0], v[0], positions, window=5), 1e-12)
 
 
 @pytest.mark.parametrize("slots", [8, 10])
@@ -114,7 +138,7 @@ def test_bfloat16_rounds_once(rng):
     exact = oracle(*(np.asarray(x, np.float64) for x in (q, k[0], v[0])), positions)
     got = run(q, k, v, jnp.int32(0), jnp.asarray(positions), chunk=16)
     assert got.dtype == jnp.bfloat16
-    close(got, exact, 2**-9)  # half an ulp at most; arithmetic in bfloat16 would give several
+    close(got, exact, 2**-8)  # the unit roundoff: one rounding never exceeds it, arithmetic in bfloat16 would
 
 
 def test_without_jit_and_with_the_layer_as_an_argument(rng, float64):

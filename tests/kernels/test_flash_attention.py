@@ -2,7 +2,7 @@
 
 Bands and blocks are made tiny here, so that short sequences cross many of them.
 
-Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim.
+Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from pallas_kernels.flash_attention import RESIDUALS, flash_attention
+from pallas_kernels.flash_attention import RESIDUALS, flash_attention, flash_attention_and_lse
 from pallas_kernels.flash_attention.api import IMPLEMENTATIONS
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -32,6 +32,10 @@ class Case(NamedTuple):
     k: int
     h: int
     mask: str = "index"  # index, packed, positions, both
+    v: int | None = None  # head dim of values, where it differs
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
 
 CASES = {
@@ -49,6 +53,20 @@ CASES = {
     "more queries than keys": Case(2, 21, 5, 2, 1, 4, "positions"),
     "one query, many keys": Case(3, 1, 29, 6, 2, 4, "positions"),
     "few queries, many keys": Case(2, 3, 29, 4, 2, 4, "both"),
+    "window within a band": Case(2, 19, 19, 2, 1, 4, window=3),
+    "window of one": Case(1, 9, 9, 2, 1, 4, window=1),
+    "window over many bands": Case(2, 31, 31, 4, 2, 2, window=13),
+    "window longer than the row": Case(1, 11, 11, 2, 1, 4, window=50),
+    "window, packed": Case(2, 23, 23, 2, 2, 4, "packed", window=5),
+    "window, positions": Case(2, 9, 25, 2, 1, 4, "both", window=6),
+    "window, few queries": Case(2, 2, 25, 4, 2, 4, "positions", window=4),
+    "softcap": Case(2, 13, 13, 4, 2, 4, "packed", softcap=0.7),
+    "softcap, few queries": Case(2, 3, 29, 4, 2, 4, "both", softcap=0.7),
+    "sinks": Case(2, 13, 13, 4, 2, 4, "packed", sinks=True),
+    "sinks, few queries": Case(2, 3, 29, 4, 2, 4, "both", sinks=True),
+    "values of another size": Case(2, 15, 15, 4, 2, 6, v=4),
+    "values of another size, few queries": Case(1, 2, 15, 4, 2, 4, "positions", v=6),
+    "everything": Case(2, 21, 33, 6, 2, 4, "both", v=3, window=17, softcap=1.3, sinks=True),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -63,10 +81,12 @@ def small_pieces(monkeypatch):
 
 
 def draw(rng, case: Case, dtype=np.float64):
-    """(q, k, v, gradient of the output), and the mask's arguments; segment 0 and rows that see nothing occur."""
-    b, s, t, n, k, h, mask = case
-    q, d_out = rng.normal(size=(2, b, s, n, h)).astype(dtype)
-    keys, values = rng.normal(size=(2, b, t, k, h)).astype(dtype)
+    """(q, k, v, gradient of the output), and the other arguments; segment 0 and rows that see nothing occur."""
+    b, s, t, n, k, h, mask = case[:7]
+    q, keys, values, d_out = (
+        rng.normal(size=shape).astype(dtype)
+        for shape in ((b, s, n, h), (b, t, k, h), (b, t, k, case.v or h), (b, s, n, case.v or h))
+    )
     extra = {}
     if mask in ("positions", "both"):
         extra["q_positions"] = rng.integers(0, t, (b, s)).astype(np.int32)
@@ -75,37 +95,73 @@ def draw(rng, case: Case, dtype=np.float64):
         q_segments = np.sort(rng.integers(0, 4, (b, s)).astype(np.int32), axis=1)
         extra["q_segment_ids"] = q_segments
         extra["kv_segment_ids"] = q_segments if s == t else rng.integers(0, 4, (b, t)).astype(np.int32)
+    if case.sinks:
+        extra["sinks"] = rng.normal(size=n).astype(dtype)
     return [jnp.asarray(x) for x in (q, keys, values, d_out)], {name: jnp.asarray(x) for name, x in extra.items()}
 
 
-def oracle(q, k, v, q_positions=None, kv_positions=None, q_segment_ids=None, kv_segment_ids=None):
-    """One query at a time, in float64."""
+def static(case: Case) -> dict:
+    """The arguments that are not arrays."""
+    return {"window": case.window, "softcap": case.softcap}
+
+
+def oracle(
+    q,
+    k,
+    v,
+    q_positions=None,
+    kv_positions=None,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    sinks=None,
+    window=None,
+    softcap=None,
+):
+    """One query at a time, in float64: (output, logsumexp)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros(q.shape)
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, s, n in np.ndindex(q.shape[:3]):
         head = n // (q.shape[2] // k.shape[2])
-        seen = np.arange(k.shape[1]) <= s if q_positions is None else kv_positions[b] <= q_positions[b, s]
+        place = s if q_positions is None else q_positions[b, s]
+        places = np.arange(k.shape[1]) if kv_positions is None else kv_positions[b]
+        seen = places <= place
+        if window is not None:
+            seen = seen & (place - places < window)
         if q_segment_ids is not None:
             seen = seen & (kv_segment_ids[b] == q_segment_ids[b, s]) & (q_segment_ids[b, s] != 0)
         seen = np.flatnonzero(seen)
-        if len(seen):
-            scores = k[b, seen, head] @ q[b, s, n] / np.sqrt(q.shape[3])
+        scores = k[b, seen, head] @ q[b, s, n] / np.sqrt(q.shape[3])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        if sinks is not None:
+            scores = np.append(scores, sinks[n])
+        if len(scores):
             weights = np.exp(scores - scores.max())
-            out[b, s, n] = weights @ v[b, seen, head] / weights.sum()
-    return out
+            lse[b, s, n] = scores.max() + np.log(weights.sum())
+            out[b, s, n] = weights[: len(seen)] @ v[b, seen, head] / weights.sum()
+    return out, lse
 
 
-def forward_and_vjp(implementation, inputs, extra, **options):
-    """Output, and gradients of q, k, v, as one compiled program makes them."""
+def forward_and_vjp(implementation, inputs, extra, d_lse=None, **options):
+    """Output, and gradients of q, k, v (and sinks), as one compiled program makes them.
+
+    With ``d_lse``, the logsumexp and what reaches back through it too.
+    """
     q, k, v, d_out = inputs
 
     @jax.jit
-    def run(q, k, v, d_out, extra):
-        call = functools.partial(flash_attention, implementation=implementation, **extra, **options)
-        out, pull = jax.vjp(call, q, k, v)
-        return out, *pull(d_out)
+    def run(q, k, v, d_out, d_lse, extra):
+        sinks = {name: extra[name] for name in extra if name == "sinks"}
+        rest = {name: extra[name] for name in extra if name != "sinks"}
 
-    return run(q, k, v, d_out, extra)
+        def call(q, k, v, sinks):
+            out, lse = flash_attention_and_lse(q, k, v, **sinks, **rest, implementation=implementation, **options)
+            return (out, lse) if d_lse is not None else out
+
+        out, pull = jax.vjp(call, q, k, v, sinks)
+        return out, *pull(d_out if d_lse is None else (d_out, d_lse))
+
+    return run(q, k, v, d_out, d_lse, extra)
 
 
 def error(got, want) -> float:
@@ -117,40 +173,71 @@ def error(got, want) -> float:
 @cases
 def test_forward_is_the_loop(implementation, case, rng, float64):
     (q, k, v, _), extra = draw(rng, case)
-    out = jax.jit(functools.partial(flash_attention, implementation=implementation))(q, k, v, **extra)
-    assert out.dtype == jnp.float64
-    want = oracle(q, k, v, **{name: np.asarray(x) for name, x in extra.items()})
+    call = functools.partial(flash_attention_and_lse, implementation=implementation, **static(case))
+    out, lse = jax.jit(call)(q, k, v, **extra)
+    assert out.dtype == lse.dtype == jnp.float64
+    want, want_lse = oracle(q, k, v, **{name: np.asarray(x) for name, x in extra.items()}, **static(case))
     assert error(out, want) <= 1e-14
     # No visible key: zeros exactly, not an average of what must not be seen.
     np.testing.assert_array_equal(np.asarray(out)[(want == 0).all(-1)], 0.0)
+    some = want_lse > -np.inf
+    assert error(np.asarray(lse)[some], want_lse[some]) <= 1e-14
+    np.testing.assert_array_equal(np.asarray(lse)[~some], -np.inf)
 
 
 @cases
 def test_vjp_is_the_references(case, rng, float64):
     inputs, extra = draw(rng, case)
-    got, want = (forward_and_vjp(name, inputs, extra) for name in ("xla", "reference"))
-    assert all(np.isfinite(np.asarray(x)).all() for x in got)
+    got, want = (forward_and_vjp(name, inputs, extra, **static(case)) for name in ("xla", "reference"))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(got))
     assert error(got, want) <= 1e-14  # together: a lone token has no gradient in q and k at all
 
 
+@pytest.mark.parametrize("name", ["packed", "few queries, many keys", "everything"])
+def test_vjp_through_the_logsumexp(name, rng, float64):
+    """A query that sees nothing has none; whatever comes back through it, nan included, goes nowhere."""
+    case = CASES[name]
+    inputs, extra = draw(rng, case)
+    _, lse = oracle(*inputs[:3], **{n: np.asarray(x) for n, x in extra.items()}, **static(case))
+    clean = np.where(lse == -np.inf, 0.0, rng.normal(size=lse.shape))
+    dirty = np.where(lse == -np.inf, np.nan, clean)
+    d_lse = {"xla": clean if case.s <= 3 else dirty, "reference": clean}
+    got, want = (
+        forward_and_vjp(which, inputs, extra, jnp.asarray(d), **static(case))[1:] for which, d in d_lse.items()
+    )
+    assert error(got, want) <= 1e-14
+    without = forward_and_vjp("reference", inputs, extra, **static(case))[1:]
+    assert error(got[0], without[0]) > 0.01
+
+
 @implementations
-@pytest.mark.parametrize("name", ["odd length", "packed", "few queries, many keys"])
+@pytest.mark.parametrize("name", ["odd length", "packed", "few queries, many keys", "everything"])
 def test_vjp_is_the_derivative(implementation, name, rng, float64):
-    (q, k, v, _), extra = draw(rng, CASES[name])
-    call = functools.partial(flash_attention, implementation=implementation, **extra)
-    check_grads(jax.jit(call), (q, k, v), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+    case = CASES[name]
+    (q, k, v, _), extra = draw(rng, case)
+    arrays = (q, k, v, extra.pop("sinks")) if case.sinks else (q, k, v)
+
+    def call(q, k, v, sinks=None):
+        return flash_attention(q, k, v, sinks=sinks, implementation=implementation, **extra, **static(case))
+
+    check_grads(jax.jit(call), arrays, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-7)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["odd length", "positions and segments", "one query, many keys"])
+@pytest.mark.parametrize("name", ["odd length", "positions and segments", "one query, many keys", "everything"])
 def test_lower_precision(implementation, dtype, bound, name, rng):
     inputs, extra = draw(rng, CASES[name])
     low = [x.astype(dtype) for x in inputs]
-    got = forward_and_vjp(implementation, low, extra)
-    assert all(x.dtype == dtype for x in got)
-    assert error(got[0], oracle(*low[:3], **{n: np.asarray(x) for n, x in extra.items()})) <= bound
-    exact = forward_and_vjp("reference", [x.astype(np.float32) for x in low], extra)
+    options = static(CASES[name])
+    if "sinks" in extra:
+        extra["sinks"] = extra["sinks"].astype(dtype)
+    got = forward_and_vjp(implementation, low, extra, **options)
+    assert all(x.dtype == dtype for x in jax.tree.leaves(got))
+    assert error(got[0], oracle(*low[:3], **{n: np.asarray(x) for n, x in extra.items()}, **options)[0]) <= bound
+    if "sinks" in extra:
+        extra["sinks"] = extra["sinks"].astype(np.float32)
+    exact = forward_and_vjp("reference", [x.astype(np.float32) for x in low], extra, **options)
     assert error(got[1:], exact[1:]) <= 2 * bound
 
 
@@ -172,21 +259,22 @@ def test_a_document_is_bit_for_bit_its_own(implementation, rng, float64):
     changed = [jnp.where(mine, x, 7 * x + 1) for x in (q, k, v)]
     other = forward_and_vjp(implementation, [*changed, d_out * mine], extra)
     for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[:, 5:12], np.asarray(b)[:, 5:12])
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(np.asarray(x)[:, 5:12], np.asarray(y)[:, 5:12])
 
 
 @implementations
 def test_large_scores_do_not_overflow(implementation, rng):
     (q, k, v, d_out), extra = draw(rng, CASES["odd length"], np.float32)
     got = forward_and_vjp(implementation, [q, k, v, d_out], extra, scale=1e4)
-    assert all(np.isfinite(np.asarray(x)).all() for x in got)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(got))
 
 
 @implementations
 def test_scale(implementation, rng, float64):
     (q, k, v, _), extra = draw(rng, CASES["packed"])
     got = jax.jit(functools.partial(flash_attention, scale=0.3, implementation=implementation))(q, k, v, **extra)
-    want = oracle(q * 0.3 * 2, k, v, **{name: np.asarray(x) for name, x in extra.items()})  # H = 4: 1/2 by default
+    want, _ = oracle(q * 0.3 * 2, k, v, **{name: np.asarray(x) for name, x in extra.items()})  # H = 4: 1/2 by default
     assert error(got, want) <= 1e-14
 
 
@@ -232,19 +320,23 @@ def test_inside_shard_map_with_shared_keys(implementation, rng, float64):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     by_head, by_row = P("data", None, "tensor"), P("data")
 
-    def attend(q, k, v, segments):
-        return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=segments, implementation=implementation)
+    sinks = jnp.asarray(rng.normal(size=8))
+    split = P("tensor")
+
+    def attend(q, k, v, sinks, segments):
+        masks = {"q_segment_ids": segments, "kv_segment_ids": segments}
+        return flash_attention(q, k, v, sinks=sinks, **masks, implementation=implementation)
 
     @jax.jit
-    def run(q, k, v, d_out, segments):
-        mapped = jax.shard_map(attend, in_specs=(by_head, by_row, by_row, by_row), out_specs=by_head)
-        out, pull = jax.vjp(lambda *x: mapped(*x, segments), q, k, v)
+    def run(q, k, v, d_out, sinks, segments):
+        mapped = jax.shard_map(attend, in_specs=(by_head, by_row, by_row, split, by_row), out_specs=by_head)
+        out, pull = jax.vjp(lambda *x: mapped(*x, segments), q, k, v, sinks)
         return out, *pull(d_out)
 
     with jax.set_mesh(mesh):
         placed = [jax.reshard(x, s) for x, s in ((q, by_head), (k, by_row), (v, by_row), (d_out, by_head))]
-        got = jax.device_get(run(*placed, jax.reshard(segments, by_row)))
-    want = forward_and_vjp("reference", [q, k, v, d_out], {})
+        got = jax.device_get(run(*placed, jax.reshard(sinks, split), jax.reshard(segments, by_row)))
+    want = forward_and_vjp("reference", [q, k, v, d_out], {"sinks": sinks})
     assert all(error(a, b) <= 1e-14 for a, b in zip(got, want, strict=True))
 
 
