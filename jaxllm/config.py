@@ -111,6 +111,9 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
+        kinds = [arg for arg in args if dataclasses.is_dataclass(arg)]
+        if len(kinds) > 1 and isinstance(value, dict):
+            return _read(_member(kinds, value, where), value, where)
         errors = []
         for arg in args:
             if arg is not type(None):
@@ -136,3 +139,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}.")
     return value
+
+
+def _member(kinds: list[Any], value: dict[str, Any], where: str) -> Any:
+    """Which of several configurations has just these fields: all are written, so all must be there."""
+    fields = {kind: {field.name for field in dataclasses.fields(kind)} for kind in kinds}
+    for kind in kinds:
+        if fields[kind] == set(value):
+            return kind
+    legal = "; ".join(f"{kind.__name__}: {', '.join(sorted(names))}" for kind, names in fields.items())
+    raise ConfigError(f"{where}: the fields {', '.join(sorted(value))} are those of none of these: {legal}.")

@@ -15,7 +15,7 @@ from jaxllm.train import RunConfig
 def quickstart() -> RunConfig:
     """Four blocks of width 160, a vocabulary of 2,048, rows of 128 tokens."""
     block = BlockConfig(
-        attention=AttentionConfig(heads=5, kv_heads=5, head_dim=32, qk_norm=True), mlp=MlpConfig(hidden=448)
+        attention=AttentionConfig(heads=5, kv_heads=5, head_dim=32, qk_norm="head"), mlp=MlpConfig(hidden=448)
     )
     return RunConfig(
         name="quickstart",

@@ -12,7 +12,17 @@ import pytest
 from jaxllm import cli
 from jaxllm.config import ConfigError, closest, differences, digest, from_dict, leaf_paths, runtime_only, to_dict
 from jaxllm.data import DataConfig
-from jaxllm.models import BlockConfig, DecoderConfig, Llama3Scaling, MlpConfig, RopeConfig
+from jaxllm.models import (
+    BlockConfig,
+    DecoderConfig,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    MlpConfig,
+    RopeConfig,
+    YarnScaling,
+)
 from jaxllm.train import RunConfig
 
 
@@ -144,6 +154,25 @@ def test_a_scaled_rope_is_another_model():
     plain = RunConfig(model=DecoderConfig(pattern=(block,)))
     assert any("rope.scaling.factor" in d.path for d in differences(plain, scaled))
     assert digest(plain) != digest(scaled)
+
+
+SCALINGS = [
+    LinearScaling(2.0),
+    Llama3Scaling(),
+    YarnScaling(4.0, 128),
+    DynamicScaling(2.0, 64),
+    LongRopeScaling((1.0, 2.0), (3.0, 4.0), 32),
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: type(s).__name__)
+def test_one_of_several_kinds_is_read_back_as_itself(scaling):
+    assert from_dict(RopeConfig, to_dict(RopeConfig(scaling=scaling))) == RopeConfig(scaling=scaling)
+
+
+def test_fields_of_none_of_several_kinds():
+    with pytest.raises(ConfigError, match=r"rope.scaling: the fields factor, lengths are those of none of these.*Yarn"):
+        from_dict(RopeConfig, {"scaling": {"factor": 2.0, "lengths": 3}}, "rope")
 
 
 def test_paths_are_what_the_command_line_takes():

@@ -22,13 +22,13 @@ def decoder(
     vocab_size: int = 64,
     layers: int = 2,
     dtype: str = "float64",
-    qk_norm: bool = False,
-    bias: bool = False,
+    qk_norm: str = "none",
+    bias: str = "none",
     rope: RopeConfig | None = None,
     **fields: Any,
 ) -> DecoderConfig:
     """A small decoder; every size fits an axis of eight unless said otherwise."""
-    attention = AttentionConfig(heads, kv_heads, head_dim, rope or RopeConfig(), qk_norm, bias)
+    attention = AttentionConfig(heads, kv_heads, head_dim, rope or RopeConfig(), qk_norm, bias)  # type: ignore[arg-type]
     block = BlockConfig(attention, MlpConfig(mlp))
     return DecoderConfig(
         vocab_size=vocab_size,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models import DecoderConfig
-from jaxllm.models.context import KV_AXES, Q_AXES, TOKEN_AXES, LayerIndex, share_kv_heads
+from jaxllm.models.context import KV_AXES, Q_AXES, TOKEN_AXES, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels.cached_attention import cached_attention
 
 CACHE_AXES = ("layers", "batch", None, "act_kv_heads", None)
@@ -42,6 +42,7 @@ class DenseCache:
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K H"],
         positions: Int[Array, "B S"],
+        scoring: Scoring,
     ) -> tuple[Float[Array, "B S N H"], DenseCache]:
         """Writes k, v at their positions, in place where the cache is a loop's carry, then attends."""
 
@@ -51,7 +52,17 @@ class DenseCache:
             rows = jnp.arange(q.shape[0])[:, None]
             cache_k = cache_k.at[layer, rows, positions].set(k.astype(cache_k.dtype))
             cache_v = cache_v.at[layer, rows, positions].set(v.astype(cache_v.dtype))
-            return cached_attention(q, cache_k, cache_v, layer, positions), cache_k, cache_v
+            out = cached_attention(
+                q,
+                cache_k,
+                cache_v,
+                layer,
+                positions,
+                scale=scoring.scale,
+                window=scoring.window,
+                softcap=scoring.softcap,
+            )
+            return out, cache_k, cache_v
 
         run = sharding.shard_map(
             write_and_attend,

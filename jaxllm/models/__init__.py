@@ -2,6 +2,7 @@
 
 from jaxllm.models.attention import AttentionConfig as AttentionConfig
 from jaxllm.models.context import AttentionContext as AttentionContext
+from jaxllm.models.context import Scoring as Scoring
 from jaxllm.models.context import Segments as Segments
 from jaxllm.models.decoder import BlockConfig as BlockConfig
 from jaxllm.models.decoder import DecoderConfig as DecoderConfig
@@ -9,5 +10,10 @@ from jaxllm.models.functional import Functional as Functional
 from jaxllm.models.functional import functional as functional
 from jaxllm.models.functional import param_count as param_count
 from jaxllm.models.mlp import MlpConfig as MlpConfig
-from jaxllm.models.rope import Llama3Scaling as Llama3Scaling
 from jaxllm.models.rope import RopeConfig as RopeConfig
+from jaxllm.models.rope_scaling import DynamicScaling as DynamicScaling
+from jaxllm.models.rope_scaling import LinearScaling as LinearScaling
+from jaxllm.models.rope_scaling import Llama3Scaling as Llama3Scaling
+from jaxllm.models.rope_scaling import LongRopeScaling as LongRopeScaling
+from jaxllm.models.rope_scaling import RopeScaling as RopeScaling
+from jaxllm.models.rope_scaling import YarnScaling as YarnScaling

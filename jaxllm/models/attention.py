@@ -1,4 +1,4 @@
-"""Grouped-query self-attention (arXiv:2305.13245) with rotary positions, optional qk-norm and bias.
+"""Grouped-query self-attention (arXiv:2305.13245): rotary positions, windows, soft-caps, qk-norm and biases as values.
 
 What is attended *to* is the context's business (``jaxllm.models.context``): packed documents in training, a cache
 when generating. The layer hands it this step's q, k, v.
@@ -8,15 +8,17 @@ Legend: B batch, S sequence, D embed, N query heads, K kv heads, H head dim.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.context import AttentionContext, LayerIndex
-from jaxllm.models.norm import RMSNorm
+from jaxllm.models.context import AttentionContext, LayerIndex, Scoring
+from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import constant, normal, use
 from jaxllm.models.rope import RopeConfig, rotate, rotation
 
@@ -28,18 +30,25 @@ class AttentionConfig:
     Attributes:
         heads: query heads.
         kv_heads: key-value heads; divides ``heads``.
-        head_dim: size of a head; even.
-        rope: rotary embedding.
-        qk_norm: RMSNorm on each query and key head before rotation (arXiv:2302.05442; as Qwen3 has it).
-        bias: biases on the q, k, v projections (as Qwen2 has them).
+        head_dim: size of a head.
+        rope: rotary embedding; None for none (positions are learned, or there are none).
+        qk_norm: normalisation of queries and keys before rotation (arXiv:2302.05442): each head by itself (Qwen3,
+            Gemma 3), or all heads of a token together (OLMo 2).
+        bias: biases on the q, k, v projections (Qwen2), or on these and the output's (GPT-2).
+        window: how many positions a token sees, its own included (arXiv:2004.05150); None for all before it.
+        softcap: scores are bounded by it: ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        scale: of the scores; None for ``1 / sqrt(head_dim)``.
     """
 
     heads: int = 4
     kv_heads: int = 4
     head_dim: int = 64
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    qk_norm: bool = False
-    bias: bool = False
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    qk_norm: Literal["none", "head", "all"] = "none"
+    bias: Literal["none", "qkv", "all"] = "none"
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -50,8 +59,18 @@ class AttentionConfig:
             raise ValueError(
                 f"attention: kv_heads = {self.kv_heads} does not divide heads = {self.heads}; legal kv_heads: {legal}."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"attention: head_dim = {self.head_dim} is odd; rotary pairs need an even number.")
+        for name in ("window", "softcap", "scale"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"attention: {name} = {value}; give a positive number, or None.")
+        if self.rope is not None:
+            self.rope.dims(self.head_dim)
+
+    @property
+    def scoring(self) -> Scoring:
+        """How a context scores this layer's keys."""
+        scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+        return Scoring(scale, self.window, self.softcap)
 
 
 class Attention(nnx.Module):
@@ -62,6 +81,7 @@ class Attention(nnx.Module):
         config: AttentionConfig,
         embed_dim: int,
         *,
+        norm: NormKind,
         norm_eps: float,
         out_scale: float,
         dtype: jnp.dtype,
@@ -72,27 +92,36 @@ class Attention(nnx.Module):
         self.k = normal((d, k, h), ("embed", "kv_heads", "head_dim"), dtype, fan_in=d)
         self.v = normal((d, k, h), ("embed", "kv_heads", "head_dim"), dtype, fan_in=d)
         self.o = normal((n, h, d), ("heads", "head_dim", "embed"), dtype, fan_in=n * h, scale=out_scale)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(h, norm_eps, dtype, axis="head_dim")
-            self.k_norm = RMSNorm(h, norm_eps, dtype, axis="head_dim")
-        if config.bias:
+        if config.qk_norm == "head":
+            self.q_norm = Norm(norm, (h,), norm_eps, dtype, ("head_dim",))
+            self.k_norm = Norm(norm, (h,), norm_eps, dtype, ("head_dim",))
+        elif config.qk_norm == "all":
+            self.q_norm = Norm(norm, (n, h), norm_eps, dtype, ("heads", "head_dim"))
+            self.k_norm = Norm(norm, (k, h), norm_eps, dtype, ("kv_heads", "head_dim"))
+        if config.bias != "none":
             self.q_bias = constant(0.0, (n, h), ("heads", "head_dim"), dtype)
             self.k_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype)
             self.v_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype)
+        if config.bias == "all":
+            self.o_bias = constant(0.0, (d,), ("embed",), dtype)
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        config = self.config
         q = self._project(x, self.q, "act_heads")
         k = self._project(x, self.k, "act_kv_heads")
         v = self._project(x, self.v, "act_kv_heads")
-        if self.config.bias:
+        if config.bias != "none":
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
-        if self.config.qk_norm:
+        if config.qk_norm != "none":
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = rotation(self.config.rope, positions, self.config.head_dim, x.dtype)
-        out, ctx = ctx.attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, positions)
-        return sharding.project(out, use(self.o, x.dtype), ("batch", "seq", "act_embed"), contract=2), ctx
+        if config.rope is not None:
+            cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out, ctx = ctx.attend(layer, q, k, v, positions, config.scoring)
+        out = sharding.project(out, use(self.o, x.dtype), ("batch", "seq", "act_embed"), contract=2)
+        return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx
 
     def _project(self, x: Float[Array, "B S D"], weight: nnx.Param, heads: str) -> Float[Array, "B S N H"]:
         w = use(weight, x.dtype)

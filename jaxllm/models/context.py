@@ -9,6 +9,7 @@ Legend: B batch, S sequence, N query heads, K kv heads, H head dim.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -27,6 +28,21 @@ KV_AXES = ("batch", "seq", "act_kv_heads", None)
 TOKEN_AXES = ("batch", "seq")
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How one layer scores keys; known when the program is traced.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        window: how many positions a query sees, its own included; None for all before it.
+        softcap: bound of the scores, by tanh.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 @runtime_checkable
 class AttentionContext(Protocol):
     """A pytree with ``attend``."""
@@ -38,6 +54,7 @@ class AttentionContext(Protocol):
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K H"],
         positions: Int[Array, "B S"],
+        scoring: Scoring,
     ) -> tuple[Float[Array, "B S N H"], AttentionContext]:
         """Attends this step's queries to what this context holds, this step's keys included."""
         ...
@@ -61,17 +78,19 @@ class Segments:
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K H"],
         positions: Int[Array, "B S"],
+        scoring: Scoring,
     ) -> tuple[Float[Array, "B S N H"], Segments]:
         """Causal attention within each segment; ``layer`` makes no difference here."""
         k, v = share_kv_heads(k), share_kv_heads(v)
+        flash = functools.partial(flash_attention, scale=scoring.scale, window=scoring.window, softcap=scoring.softcap)
         if self.segment_ids is None:
-            attend = sharding.shard_map(flash_attention, (Q_AXES, KV_AXES, KV_AXES), Q_AXES)
+            attend = sharding.shard_map(flash, (Q_AXES, KV_AXES, KV_AXES), Q_AXES)
             return attend(q, k, v), self
 
         def packed(q: Array, k: Array, v: Array, segments: Array) -> Array:
             # Causal by place in the row: the same as by position within a document, and what lies above the
             # diagonal is then known before the program runs.
-            return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=segments)
+            return flash(q, k, v, q_segment_ids=segments, kv_segment_ids=segments)
 
         attend = sharding.shard_map(packed, (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES), Q_AXES)
         return attend(q, k, v, self.segment_ids), self

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models.attention import Attention, AttentionConfig
 from jaxllm.models.context import AttentionContext, LayerIndex
-from jaxllm.models.mlp import GatedMlp, MlpConfig
-from jaxllm.models.norm import RMSNorm
+from jaxllm.models.mlp import Mlp, MlpConfig
+from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import normal, use
 
 DTypeName = Literal["float32", "bfloat16", "float64"]
@@ -25,10 +25,16 @@ DTypeName = Literal["float32", "bfloat16", "float64"]
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One transformer block: pre-norm attention and pre-norm feed-forward, each with a residual."""
+    """One transformer block: attention and feed-forward, each with a residual.
+
+    Attributes:
+        norms: of each of the two, what is normalised: its input (arXiv:2002.04745), its output (OLMo 2), or both
+            ("sandwich", arXiv:2105.13290; Gemma 2).
+    """
 
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: MlpConfig = field(default_factory=MlpConfig)
+    norms: Literal["pre", "post", "sandwich"] = "pre"
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,12 @@ class DecoderConfig:
         pattern: the group of blocks that repeats through the remaining layers (Gemma's 5 local + 1 global);
             a remainder takes the group's first blocks.
         tied: the output head is the embedding.
-        norm_eps: added to the mean square in every RMSNorm.
+        learned_positions: rows of a learned position embedding, added to the tokens' (GPT-2): the longest sequence.
+            None for none.
+        embed_scale: what embeddings are multiplied by (Gemma: the square root of their width).
+        logit_softcap: bound of the logits, by tanh (Gemma 2).
+        norm: kind of every normalisation.
+        norm_eps: added to the mean square (or the variance) in every normalisation.
         param_dtype: what parameters are stored in.
         dtype: what matrix multiplications run in; norms, softmax and loss run in at least float32.
         remat: what the backward pass recomputes of a block: "none" keeps every intermediate value, "elementwise"
@@ -58,6 +69,10 @@ class DecoderConfig:
     prefix: tuple[BlockConfig, ...] = ()
     pattern: tuple[BlockConfig, ...] = (BlockConfig(),)
     tied: bool = True
+    learned_positions: int | None = None
+    embed_scale: float = 1.0
+    logit_softcap: float | None = None
+    norm: NormKind = "rms"
     norm_eps: float = 1e-5
     param_dtype: DTypeName = "float32"
     dtype: DTypeName = "float32"
@@ -68,6 +83,10 @@ class DecoderConfig:
         for name in ("vocab_size", "embed_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model: {name} = {getattr(self, name)}; give a positive number.")
+        for name in ("learned_positions", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"model: {name} = {value}; give a positive number, or None.")
         if not self.pattern:
             raise ValueError("model: pattern is empty; it needs at least one block.")
         if self.layers < len(self.prefix) + 1:
@@ -101,37 +120,60 @@ class DecoderConfig:
 
 
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; or with the norms after, or on both sides."""
 
     def __init__(self, config: BlockConfig, model: DecoderConfig):
         dtype = jnp.dtype(model.param_dtype)
         # Residual branches start smaller the more of them there are (GPT-2), so depth does not inflate the stream.
         out_scale = (2 * model.layers) ** -0.5
-        self.attention_norm = RMSNorm(model.embed_dim, model.norm_eps, dtype)
+
+        def norm() -> Norm:
+            return Norm(model.norm, (model.embed_dim,), model.norm_eps, dtype)
+
+        self.norms = config.norms
+        if config.norms != "post":
+            self.attention_norm, self.mlp_norm = norm(), norm()
+        if config.norms != "pre":
+            self.attention_out_norm, self.mlp_out_norm = norm(), norm()
         self.attention = Attention(
-            config.attention, model.embed_dim, norm_eps=model.norm_eps, out_scale=out_scale, dtype=dtype
+            config.attention,
+            model.embed_dim,
+            norm=model.norm,
+            norm_eps=model.norm_eps,
+            out_scale=out_scale,
+            dtype=dtype,
         )
-        self.mlp_norm = RMSNorm(model.embed_dim, model.norm_eps, dtype)
-        self.mlp = GatedMlp(config.mlp, model.embed_dim, out_scale=out_scale, dtype=dtype)
+        self.mlp = Mlp(config.mlp, model.embed_dim, out_scale=out_scale, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        attended, ctx = self.attention(self.attention_norm(x), positions, layer, ctx)
-        x = checkpoint_name(x + attended, "residual")
-        return x + self.mlp(self.mlp_norm(x)), ctx
+        pre, post = self.norms != "post", self.norms != "pre"
+        attended, ctx = self.attention(self.attention_norm(x) if pre else x, positions, layer, ctx)
+        x = checkpoint_name(x + (self.attention_out_norm(attended) if post else attended), "residual")
+        out = self.mlp(self.mlp_norm(x) if pre else x)
+        return x + (self.mlp_out_norm(out) if post else out), ctx
 
 
 class Embedding(nnx.Module):
-    """Token embedding."""
+    """Token embedding, and that of positions where they are learned."""
 
     def __init__(self, model: DecoderConfig):
-        dtype = jnp.dtype(model.param_dtype)
-        self.table = normal((model.vocab_size, model.embed_dim), ("vocab", "embed"), dtype, fan_in=model.embed_dim)
-        self.dtype = model.dtype
+        d, dtype = model.embed_dim, jnp.dtype(model.param_dtype)
+        self.table = normal((model.vocab_size, d), ("vocab", "embed"), dtype, fan_in=d)
+        self.learned = model.learned_positions is not None
+        if model.learned_positions is not None:
+            self.positions = normal((model.learned_positions, d), (None, "embed"), dtype, fan_in=d)
+        self.dtype, self.scale = model.dtype, model.embed_scale
 
-    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        return sharding.take(use(self.table, jnp.dtype(self.dtype)), tokens, out=("batch", "seq", "act_embed"))
+    def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        out, dtype = ("batch", "seq", "act_embed"), jnp.dtype(self.dtype)
+        x = sharding.take(use(self.table, dtype), tokens, out=out)
+        if self.scale != 1.0:
+            x = x * jnp.asarray(self.scale, dtype)
+        if self.learned:
+            x = x + sharding.take(use(self.positions, dtype), positions, out=out)
+        return x
 
 
 class Head(nnx.Module):
@@ -139,6 +181,6 @@ class Head(nnx.Module):
 
     def __init__(self, model: DecoderConfig):
         dtype = jnp.dtype(model.param_dtype)
-        self.norm = RMSNorm(model.embed_dim, model.norm_eps, dtype)
+        self.norm = Norm(model.norm, (model.embed_dim,), model.norm_eps, dtype)
         if not model.tied:
             self.weight = normal((model.vocab_size, model.embed_dim), ("vocab", "embed"), dtype, fan_in=model.embed_dim)

@@ -103,10 +103,10 @@ class Functional:
             "head": tree(self._modules["head"][1]),
         }
 
-    def embed(self, params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Token embeddings in compute dtype."""
+    def embed(self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Token embeddings in compute dtype, and position embeddings where the model learns them."""
         with sharding.use_rules(self.rules):
-            return nnx.merge(self._modules["embedding"][0], params["embedding"])(tokens)
+            return nnx.merge(self._modules["embedding"][0], params["embedding"])(tokens, positions)
 
     def blocks(
         self, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], ctx: AttentionContext
@@ -154,7 +154,8 @@ class Functional:
     def unembed(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "V D"]]:
         """The two factors of the logits: normalised hidden states and the output matrix.
 
-        Kept apart so that a loss can be computed in chunks and an engine can project only the rows it samples.
+        Kept apart so that a loss can be computed in chunks and an engine can project only the rows it samples; whoever
+        multiplies them applies ``config.logit_softcap`` (``cap_logits``).
         """
         with sharding.use_rules(self.rules):
             head = nnx.merge(self._modules["head"][0], params["head"])
@@ -169,13 +170,18 @@ class Functional:
         hidden, weight = self.unembed(params, hidden)
         with sharding.use_rules(self.rules):
             logits = sharding.einsum("bsd,vd->bsv", hidden, weight, out=("batch", "seq", "act_vocab"))
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return cap_logits(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), self.config.logit_softcap)
 
     def forward(
         self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Hidden states before the head, and the context after this step: training, prefill and decode alike."""
-        return self.blocks(params, self.embed(params, tokens), positions, ctx)
+        return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
+
+
+def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:
+    """Logits bounded by ``softcap`` through tanh; as they are when it is None."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -1,10 +1,11 @@
-"""Gated feed-forward layer, SwiGLU (arXiv:2002.05202).
+"""Feed-forward layer: gated (SwiGLU, GeGLU, arXiv:2002.05202) or plain.
 
 Legend: B batch, S sequence, D embed, F mlp.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,36 +16,63 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 import sharding
-from jaxllm.models.params import normal, use
+from jaxllm.models.params import constant, normal, use
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=True)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """Feed-forward layer: ``hidden`` is its width, ``activation`` the gate's nonlinearity."""
+    """Feed-forward layer.
+
+    Attributes:
+        hidden: its width.
+        activation: the nonlinearity; "gelu_tanh" is the approximation by tanh (arXiv:1606.08415).
+        gated: the activated projection multiplies a second one.
+        bias: biases on every projection.
+    """
 
     hidden: int = 768
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden < 1:
             raise ValueError(f"mlp: hidden = {self.hidden}; give a positive number.")
 
 
-class GatedMlp(nnx.Module):
-    """``down(activation(x @ gate) * (x @ up))``."""
+class Mlp(nnx.Module):
+    """``down(activation(x @ gate) * (x @ up))``, or ``down(activation(x @ up))`` without a gate."""
 
     def __init__(self, config: MlpConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, f = embed_dim, config.hidden
-        self.activation = config.activation
-        self.gate = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
+        self.config = config
         self.up = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
         self.down = normal((f, d), ("mlp", "embed"), dtype, fan_in=f, scale=out_scale)
+        if config.gated:
+            self.gate = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
+        if config.bias:
+            self.up_bias = constant(0.0, (f,), ("mlp",), dtype)
+            self.down_bias = constant(0.0, (d,), ("embed",), dtype)
+            if config.gated:
+                self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        inner = ("batch", "seq", "act_mlp")
-        gate = checkpoint_name(sharding.project(x, use(self.gate, x.dtype), inner), "gate")
-        up = checkpoint_name(sharding.project(x, use(self.up, x.dtype), inner), "up")
-        h = ACTIVATIONS[self.activation](gate) * up
-        return sharding.project(h, use(self.down, x.dtype), ("batch", "seq", "act_embed"))
+        activation = ACTIVATIONS[self.config.activation]
+        if self.config.gated:
+            h = activation(self._inner(x, "gate")) * self._inner(x, "up")
+        else:
+            h = activation(self._inner(x, "up"))
+        out = sharding.project(h, use(self.down, x.dtype), ("batch", "seq", "act_embed"))
+        return out + use(self.down_bias, x.dtype) if self.config.bias else out
+
+    def _inner(self, x: Float[Array, "B S D"], name: str) -> Float[Array, "B S F"]:
+        out = sharding.project(x, use(getattr(self, name), x.dtype), ("batch", "seq", "act_mlp"))
+        if self.config.bias:
+            out = out + use(getattr(self, f"{name}_bias"), x.dtype)
+        return checkpoint_name(out, name)

@@ -1,6 +1,8 @@
-"""RMSNorm (arXiv:1910.07467)."""
+"""Normalisation: RMSNorm (arXiv:1910.07467), with a gain or a gain less one, and LayerNorm (arXiv:1607.06450)."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +10,49 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import sharding
-from jaxllm.models.params import at_least_f32, constant
+from jaxllm.models.params import at_least_f32, constant, use
+from sharding import LogicalAxes
+
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+"""RMSNorm; RMSNorm that stores its gain less one, so that zero is neutral (Gemma); LayerNorm with a bias."""
 
 
-def rms_normalize(x: Float[Array, "*B D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """``x / rms(x) * gain`` over the last dimension, in at least float32, returned in ``x.dtype``."""
+def rms_normalize(x: Float[Array, "..."], gain: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """``x / rms(x) * gain`` over the gain's dimensions, the last of x; in at least float32, returned in ``x.dtype``."""
     h = x.astype(at_least_f32(x.dtype))
-    h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + eps)
+    h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=_last(gain), keepdims=True) + eps)
     return (h * gain.astype(h.dtype)).astype(x.dtype)
 
 
-class RMSNorm(nnx.Module):
-    """RMSNorm with a learned gain over a dimension whose logical axis is ``axis``."""
+def layer_normalize(
+    x: Float[Array, "..."], gain: Float[Array, "..."], bias: Float[Array, "..."], eps: float
+) -> Float[Array, "..."]:
+    """``(x - mean) / sqrt(variance + eps) * gain + bias``, over the same dimensions and in the same dtypes."""
+    h = x.astype(at_least_f32(x.dtype))
+    h = h - jnp.mean(h, axis=_last(gain), keepdims=True)
+    h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=_last(gain), keepdims=True) + eps)
+    return (h * gain.astype(h.dtype) + bias.astype(h.dtype)).astype(x.dtype)
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype, axis: str = "embed"):
-        self.gain = constant(1.0, (size,), (axis,), dtype)
-        self.eps = eps
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+def _last(gain: Array) -> tuple[int, ...]:
+    return tuple(range(-gain.ndim, 0))
+
+
+class Norm(nnx.Module):
+    """Normalisation over the last dimensions, of sizes ``shape`` and logical axes ``axes``."""
+
+    def __init__(
+        self, kind: NormKind, shape: tuple[int, ...], eps: float, dtype: jnp.dtype, axes: LogicalAxes = ("embed",)
+    ):
+        self.kind, self.eps = kind, eps
+        self.gain = constant(0.0 if kind == "rms_plus_one" else 1.0, shape, axes, dtype)
+        if kind == "layer":
+            self.bias = constant(0.0, shape, axes, dtype)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         gain = sharding.gather_weight(self.gain[...], *self.gain.get_metadata()["logical_axes"])
+        if self.kind == "layer":
+            return layer_normalize(x, gain, use(self.bias, gain.dtype), self.eps)
+        if self.kind == "rms_plus_one":
+            gain = 1.0 + gain.astype(at_least_f32(gain.dtype))
         return rms_normalize(x, gain, self.eps)

@@ -1,68 +1,79 @@
-"""Rotary position embedding (arXiv:2104.09864), half-split layout, with Llama 3's frequency scaling.
+"""Rotary position embedding (arXiv:2104.09864), half-split layout, over all of a head or its first dimensions.
 
-Legend: B batch, S sequence, N heads, H head dim.
+Legend: B batch, S sequence, N heads, H head dim, R rotated dims of a head.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.params import at_least_f32
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Frequency scaling of Llama 3.1 (arXiv:2407.21783, section 3.4.3; constants as released).
-
-    Wavelengths above ``original_length / low_freq_factor`` are stretched by ``factor``, those below
-    ``original_length / high_freq_factor`` are kept, those between are interpolated.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
+from jaxllm.models.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling, geometric, magnitude
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: ``theta`` is the base of the geometric series of wavelengths."""
+    """Rotary embedding.
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+        scaling: how frequencies change for longer sequences.
+        fraction: how much of each head is rotated, from its beginning; the rest passes unchanged (partial rotary).
+    """
 
     theta: float = 10000.0
-    scaling: Llama3Scaling | None = None
+    scaling: RopeScaling | None = None
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"rope: fraction = {self.fraction}; give a number above 0 and up to 1.")
+
+    def dims(self, head_dim: int) -> int:
+        """R: how many of a head's dimensions are rotated.
+
+        Raises:
+            ValueError: not a positive even number, or too few for the scaling.
+        """
+        dims = int(head_dim * self.fraction)
+        least = 4 if isinstance(self.scaling, DynamicScaling) else 2
+        if dims % 2 or dims < least:
+            raise ValueError(
+                f"rope: {dims} of {head_dim} dimensions would be rotated; rotary pairs need an even number, "
+                f"{least} or more."
+            )
+        return dims
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angular frequency of each of the ``head_dim // 2`` pairs, radians per position, float64."""
-    freq = config.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    s = config.scaling
-    if s is None:
-        return freq
-    wavelength = 2 * math.pi / freq
-    low, high = s.original_length / s.low_freq_factor, s.original_length / s.high_freq_factor
-    smooth = (s.original_length / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    between = (1 - smooth) * freq / s.factor + smooth * freq
-    return np.where(wavelength > low, freq / s.factor, np.where(wavelength < high, freq, between))
+def frequencies(
+    config: RopeConfig, head_dim: int, positions: Int[Array, "B S"], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """Angular frequency of each pair, radians per position: Float[R/2], or Float[B 1 R/2] where length matters."""
+    dims, s = config.dims(head_dim), config.scaling
+    if isinstance(s, (DynamicScaling, LongRopeScaling)):
+        return s.frequencies_at(config.theta, dims, positions.max(axis=1) + 1, dtype)[:, None]
+    return jnp.asarray(geometric(config.theta, dims) if s is None else s.frequencies(config.theta, dims), dtype)
 
 
 def rotation(
     config: RopeConfig, positions: Int[Array, "B S"], head_dim: int, dtype: jnp.dtype
-) -> tuple[Float[Array, "B S H2"], Float[Array, "B S H2"]]:
-    """Cosine and sine of every pair's angle at every position, in at least float32."""
+) -> tuple[Float[Array, "B S R2"], Float[Array, "B S R2"]]:
+    """Cosine and sine of every pair's angle at every position, times the scaling's magnitude, in at least float32."""
     dtype = at_least_f32(dtype)
-    angle = positions[..., None].astype(dtype) * jnp.asarray(frequencies(config, head_dim), dtype)
-    return jnp.cos(angle), jnp.sin(angle)
+    angle = positions[..., None].astype(dtype) * frequencies(config, head_dim, positions, dtype)
+    size = magnitude(config.scaling)
+    return size * jnp.cos(angle), size * jnp.sin(angle)
 
 
 def rotate(
-    x: Float[Array, "B S N H"], cos: Float[Array, "B S H2"], sin: Float[Array, "B S H2"]
+    x: Float[Array, "B S N H"], cos: Float[Array, "B S R2"], sin: Float[Array, "B S R2"]
 ) -> Float[Array, "B S N H"]:
-    """Rotates the pairs ``(x[i], x[i + H/2])`` by their angle; computed in at least float32, returned in x's dtype."""
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    """Rotates the pairs ``(x[i], x[i + R/2])`` by their angle; computed in at least float32, returned in x's dtype."""
+    half = cos.shape[-1]
+    a, b = x[..., :half].astype(cos.dtype), x[..., half : 2 * half].astype(cos.dtype)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)

@@ -6,6 +6,8 @@ two FLOPs; the backward pass costs twice the forward; recomputation does not cou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxllm.models import DecoderConfig
 
 # Dense bf16 peak per chip, FLOP/s, by a part of jax's device_kind.
@@ -23,25 +25,34 @@ PEAK_FLOPS = {
 }
 
 
-def forward_flops_per_token(config: DecoderConfig, context: float) -> float:
-    """FLOPs of one token's forward pass, attending to ``context`` tokens on average.
+def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
+    """FLOPs of one token's forward pass.
 
     Matrix multiplications only: two per weight, embedding look-up free, output head included, and
-    ``4 * heads * head_dim * context`` for scores and values.
+    ``4 * heads * head_dim`` for the score and the value of each token that is attended to.
+
+    Args:
+        attended: how many tokens one attends to on average under a window (None: no window).
     """
     d = config.embed_dim
     total = 2.0 * d * config.vocab_size
     for block in config.blocks:
         a = block.attention
         total += 2.0 * d * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
-        total += 4.0 * a.heads * a.head_dim * context
-        total += 2.0 * 3 * d * block.mlp.hidden
+        total += 4.0 * a.heads * a.head_dim * attended(a.window)
+        total += 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
     return total
 
 
+def causal_mean(seq_len: int, window: int | None) -> float:
+    """Tokens attended to on average in a row of ``seq_len``: all before it and itself, the window's length at most."""
+    w = min(seq_len, window or seq_len)
+    return (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
+
+
 def train_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """FLOPs of one token in training on rows of ``seq_len``: causal, so half the row is attended on average."""
-    return 3.0 * forward_flops_per_token(config, (seq_len + 1) / 2)
+    """FLOPs of one token in training on causal rows of ``seq_len`` tokens."""
+    return 3.0 * forward_flops_per_token(config, lambda window: causal_mean(seq_len, window))
 
 
 def peak_flops(device_kind: str) -> float | None:

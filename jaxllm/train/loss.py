@@ -42,11 +42,15 @@ def loss_sums(model: Functional, params: Any, batch: Any, *, z_loss: float = 0.0
     hidden, _ = model.forward(params, batch.tokens, batch.positions, ctx)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
-        return _sharded_sums(hidden, head, batch.targets, z_loss)
+        return _sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
 
 
 def _sharded_sums(
-    hidden: Float[Array, "B S D"], head: Float[Array, "V D"], targets: Int[Array, "B S"], z_loss: float
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B S"],
+    z_loss: float,
+    softcap: float | None,
 ) -> LossSums:
     token_axes = sharding.axis_names(*TOKENS)
     vocab_axes = sharding.axis_names("act_vocab")
@@ -60,6 +64,7 @@ def _sharded_sums(
             flat,
             weights,
             z_loss=z_loss,
+            softcap=softcap,
             vocab_axis=vocab_axes[0] if vocab_axes else None,
         )
         sums = (loss, stats.nll_sum, stats.z_sum, weights.sum())

@@ -38,6 +38,7 @@ def linear_cross_entropy(
     weights: Float[Array, " T"],
     *,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     vocab_axis: str | None = None,
     chunk: int | None = None,
     implementation: Implementation = None,
@@ -53,6 +54,7 @@ def linear_cross_entropy(
         targets: token ids. One outside [0, vocabulary) counts as a logit of zero: give it weight zero.
         weights: of the tokens; zero for those without a target.
         z_loss: weight of the squared log-partition function.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (arXiv:2408.00118, section 2).
         vocab_axis: mesh axis over which the vocabulary is split. Inside a ``jax.shard_map`` that checks varying axes
             (its default), where ``head`` varies over it; the sums are the same on all its shards.
         chunk: tokens whose logits are held at a time; None chooses.
@@ -64,11 +66,13 @@ def linear_cross_entropy(
         and weights; over axes that an operand is the same on, its gradient is summed.
 
     Raises:
-        ValueError: ``vocab_axis`` is not an axis that ``head`` varies over, or chunk < 1.
+        ValueError: ``vocab_axis`` is not an axis that ``head`` varies over, chunk < 1, or a cap that is not positive.
         NotImplementedError: the implementation does not support these arguments.
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"linear_cross_entropy: chunk = {chunk}; give at least one token, or None.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"linear_cross_entropy: softcap = {softcap}; give a positive number, or None for none.")
     if vocab_axis is not None and vocab_axis in varying_axes(weights, targets):
         raise ValueError(
             f"linear_cross_entropy: targets or weights vary over vocab_axis {vocab_axis!r}; every slice of the "
@@ -91,6 +95,7 @@ def linear_cross_entropy(
         vary_over(targets, over_tokens),
         vary_over(weights, over_tokens).astype(jnp.promote_types(hidden.dtype, jnp.float32)),
         z_loss=z_loss,
+        softcap=softcap,
         vocab_axis=vocab_axis,
         chunk=chunk,
     )

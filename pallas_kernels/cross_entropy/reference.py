@@ -17,6 +17,7 @@ def cross_entropy_reference(
     weights: Float[Array, " T"],
     *,
     z_loss: float,
+    softcap: float | None,
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
@@ -28,6 +29,8 @@ def cross_entropy_reference(
     if chunk is not None:
         raise NotImplementedError(f"the reference holds all {hidden.shape[0]} tokens' logits; chunk = {chunk}.")
     logits = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=weights.dtype)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     vocab = head.shape[0]
     first = 0 if vocab_axis is None else jax.lax.axis_index(vocab_axis) * vocab
     top = jax.lax.stop_gradient(logits.max(-1))

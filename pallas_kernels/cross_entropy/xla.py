@@ -27,6 +27,7 @@ class Options(NamedTuple):
     """What does not change between traces."""
 
     z_loss: float
+    softcap: float | None
     vocab_axis: str | None
     chunk: int
 
@@ -46,12 +47,13 @@ def cross_entropy_xla(
     weights: Float[Array, " T"],
     *,
     z_loss: float,
+    softcap: float | None,
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """See ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse)."""
     chunk = default_chunk(hidden.shape[0], head.shape[0]) if chunk is None else chunk
-    return tuple(_sums(Options(z_loss, vocab_axis, chunk), hidden, head, targets, weights))
+    return tuple(_sums(Options(z_loss, softcap, vocab_axis, chunk), hidden, head, targets, weights))
 
 
 def default_chunk(tokens: int, vocab: int) -> int:
@@ -108,6 +110,8 @@ class _Chunk(NamedTuple):
 def _chunk(options: Options, hidden: Array, head: Array, targets: Array, weights: Array) -> _Chunk:
     axis, vocab = options.vocab_axis, head.shape[0]
     logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=weights.dtype)
+    if options.softcap is not None:
+        logits = options.softcap * jnp.tanh(logits / options.softcap)
     local = targets if axis is None else targets - jax.lax.axis_index(axis) * vocab
     held = (local >= 0) & (local < vocab)
     top = jnp.max(logits, axis=-1)
@@ -127,7 +131,8 @@ def _chunk(options: Options, hidden: Array, head: Array, targets: Array, weights
         # A softmax times d loss / d lse, less one at the target.
         slope = weights * (1.0 + 2.0 * options.z_loss * lse) / total
         hit = jnp.arange(vocab) == local[:, None]
-        return exps * slope[:, None] - jnp.where(hit, weights[:, None], 0.0)
+        slopes = exps * slope[:, None] - jnp.where(hit, weights[:, None], 0.0)
+        return slopes if options.softcap is None else slopes * (1.0 - jnp.square(logits / options.softcap))
 
     sums = Sums(jnp.sum(weights * losses), jnp.sum(weights * nll), jnp.sum(weights * z))
     return _Chunk(sums, losses, d_logits)

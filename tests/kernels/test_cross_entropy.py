@@ -41,18 +41,20 @@ def draw(rng, tokens, embed, vocab, dtype=np.float64):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets), jnp.asarray(weights, dtype)
 
 
-def oracle(hidden, head, targets, weights, z_loss):
+def oracle(hidden, head, targets, weights, z_loss, softcap=None):
     """((loss, nll, z), gradients of hidden, head, weights), in float64."""
     hidden, head, weights = (np.asarray(x, np.float64) for x in (hidden, head, weights))
     targets = np.asarray(targets)
-    logits = hidden @ head.T
+    logits, slope = hidden @ head.T, 1.0
+    if softcap is not None:
+        logits, slope = softcap * np.tanh(logits / softcap), np.cosh(logits / softcap) ** -2
     top = logits.max(-1, keepdims=True)
     lse = (top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))[:, 0]
     hit = targets[:, None] == np.arange(head.shape[0])
     nll = lse - (hit * logits).sum(-1)
     losses = nll + z_loss * lse**2
     softmax = np.exp(logits - lse[:, None])
-    d_logits = weights[:, None] * (softmax * (1 + 2 * z_loss * lse)[:, None] - hit)
+    d_logits = weights[:, None] * (softmax * (1 + 2 * z_loss * lse)[:, None] - hit) * slope
     sums = weights @ losses, weights @ nll, weights @ lse**2
     return sums, (d_logits @ head, d_logits.T @ hidden, losses)
 
@@ -78,13 +80,13 @@ def errors(got, want):
 
 @ways
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_is_the_formula(way, shape, z_loss, rng, float64):
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (0.1, None), (0.1, 1.5)])
+def test_is_the_formula(way, shape, z_loss, softcap, rng, float64):
     arguments = draw(rng, *shape)
     implementation, chunk = way
-    options = {"z_loss": z_loss, "chunk": chunk, "implementation": implementation}
+    options = {"z_loss": z_loss, "softcap": softcap, "chunk": chunk, "implementation": implementation}
     sums, grads = loss_and_grads(arguments, **options)
-    want_sums, want_grads = oracle(*arguments, z_loss)
+    want_sums, want_grads = oracle(*arguments, z_loss, softcap)
     assert all(x.dtype == jnp.float64 for x in (*sums, *grads))
     assert errors(sums, want_sums) <= 1e-13
     assert errors(grads, want_grads) <= 1e-13

@@ -1,10 +1,11 @@
-"""A Llama forward in plain numpy, written from the papers and not from our code: one row, layer and head at a time.
+"""A decoder in plain numpy, written from the papers and not from our code: one row, layer and head at a time.
 
 Legend: S sequence, D embed, H head dim.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,25 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * gain
 
 
+def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * gain + bias
+
+
+def norm(config: DecoderConfig, params: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    if config.norm == "layer":
+        return layer_norm(x, params["gain"], params["bias"], config.norm_eps)
+    return rms_norm(x, params["gain"] + (config.norm == "rms_plus_one"), config.norm_eps)
+
+
 def rope(x: np.ndarray, positions: np.ndarray, config: RopeConfig) -> np.ndarray:
-    """``x`` [S H]: the halves are real and imaginary parts of H/2 numbers, turned by ``position * frequency``."""
+    """``x`` [S H]: the halves are real and imaginary parts of H/2 numbers, turned by ``position * frequency``.
+
+    Of a head that is rotated in part, its first dimensions are.
+    """
+    whole = int(x.shape[-1] * config.fraction)
+    if whole < x.shape[-1]:
+        first = rope(x[:, :whole], positions, RopeConfig(config.theta))
+        return np.concatenate([first, x[:, whole:]], axis=-1)
     half = x.shape[-1] // 2
     frequency = np.array([config.theta ** (-i / half) for i in range(half)])
     turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequency))
@@ -34,26 +52,55 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def attention(params: dict[str, Any], config: Any, x: np.ndarray, positions: np.ndarray, eps: float) -> np.ndarray:
+def attention(model: DecoderConfig, config: Any, params: dict[str, Any], x: np.ndarray, positions: Any) -> np.ndarray:
     """``x`` [S D], causal."""
+
+    def projected(name: str, heads: int) -> np.ndarray:
+        """[S heads H]"""
+        y = np.stack([x @ params[name][:, n] for n in range(heads)], axis=1)
+        y = y + params[f"{name}_bias"] if config.bias != "none" else y
+        if name == "v" or config.qk_norm == "none":
+            return y
+        weights = params[f"{name}_norm"]
+        if config.qk_norm == "head":
+            return norm(model, weights, y)
+        flat = {k: w.reshape(-1) for k, w in weights.items()}
+        return norm(model, flat, y.reshape(len(x), -1)).reshape(y.shape)
+
+    queries, keys, values = (
+        projected("q", config.heads),
+        projected("k", config.kv_heads),
+        projected("v", config.kv_heads),
+    )
     out = np.zeros_like(x)
     for n in range(config.heads):
         k = n * config.kv_heads // config.heads
-        query, key, value = x @ params["q"][:, n], x @ params["k"][:, k], x @ params["v"][:, k]
-        if config.bias:
-            query, key = query + params["q_bias"][n], key + params["k_bias"][k]
-            value = value + params["v_bias"][k]
-        if config.qk_norm:
-            query = rms_norm(query, params["q_norm"]["gain"], eps)
-            key = rms_norm(key, params["k_norm"]["gain"], eps)
-        query, key = rope(query, positions, config.rope), rope(key, positions, config.rope)
+        query, key, value = queries[:, n], keys[:, k], values[:, k]
+        if config.rope is not None:
+            query, key = rope(query, positions, config.rope), rope(key, positions, config.rope)
         for s in range(len(x)):
-            weights = softmax(key[: s + 1] @ query[s] / np.sqrt(config.head_dim))
-            out[s] += (weights @ value[: s + 1]) @ params["o"][n]
-    return out
+            first = 0 if config.window is None else max(0, s + 1 - config.window)
+            scores = key[first : s + 1] @ query[s] * (config.scale or 1 / np.sqrt(config.head_dim))
+            if config.softcap is not None:
+                scores = config.softcap * np.tanh(scores / config.softcap)
+            out[s] += (softmax(scores) @ value[first : s + 1]) @ params["o"][n]
+    return out + params["o_bias"] if config.bias == "all" else out
+
+
+def feed_forward(config: Any, params: dict[str, Any], x: np.ndarray) -> np.ndarray:
+    """``x`` [S D]."""
+    bias = lambda name: params[f"{name}_bias"] if config.bias else 0.0  # noqa: E731
+    activation = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}[config.activation]
+    up = x @ params["up"] + bias("up")
+    inner = activation(x @ params["gate"] + bias("gate")) * up if config.gated else activation(up)
+    return inner @ params["down"] + bias("down")
 
 
 def layers(config: DecoderConfig, params: Any) -> list[Any]:
@@ -74,13 +121,15 @@ def _index(weight: Any, repeat: int) -> Any:
 def logits(config: DecoderConfig, params: Any, tokens: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
     """Logits [S V] of one row of tokens; ``params`` as numpy arrays."""
     positions = np.arange(len(tokens)) if positions is None else positions
-    x, eps = params["embedding"]["table"][tokens], config.norm_eps
+    x = params["embedding"]["table"][tokens] * config.embed_scale
+    if config.learned_positions is not None:
+        x = x + params["embedding"]["positions"][positions]
     for block, layer in zip(config.blocks, layers(config, params), strict=True):
-        x = x + attention(
-            layer["attention"], block.attention, rms_norm(x, layer["attention_norm"]["gain"], eps), positions, eps
-        )
-        h = rms_norm(x, layer["mlp_norm"]["gain"], eps)
-        activation = {"silu": silu, "gelu": gelu}[block.mlp.activation]
-        x = x + (activation(h @ layer["mlp"]["gate"]) * (h @ layer["mlp"]["up"])) @ layer["mlp"]["down"]
+        before = lambda name, y, b=block, w=layer: y if b.norms == "post" else norm(config, w[name], y)  # noqa: E731
+        after = lambda name, y, b=block, w=layer: y if b.norms == "pre" else norm(config, w[name], y)  # noqa: E731
+        attended = attention(config, block.attention, layer["attention"], before("attention_norm", x), positions)
+        x = x + after("attention_out_norm", attended)
+        x = x + after("mlp_out_norm", feed_forward(block.mlp, layer["mlp"], before("mlp_norm", x)))
     table = params["embedding"]["table"] if config.tied else params["head"]["weight"]
-    return rms_norm(x, params["head"]["norm"]["gain"], eps) @ table.T
+    out = norm(config, params["head"]["norm"], x) @ table.T
+    return out if config.logit_softcap is None else config.logit_softcap * np.tanh(out / config.logit_softcap)

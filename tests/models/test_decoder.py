@@ -43,9 +43,58 @@ SMALL = {"embed_dim": 6, "head_dim": 4, "mlp": 10, "vocab_size": 11}
 ARCHITECTURES = {
     "plain, tied, one layer": {"heads": 2, "kv_heads": 2, "layers": 1},
     "GQA 4 to 2, untied": {"heads": 4, "kv_heads": 2, "tied": False},
-    "MQA 3 to 1, qk-norm, bias": {"heads": 3, "kv_heads": 1, "qk_norm": True, "bias": True},
+    "MQA 3 to 1, qk-norm, bias": {"heads": 3, "kv_heads": 1, "qk_norm": "head", "bias": "qkv"},
     "large eps, short wavelengths": {"heads": 2, "kv_heads": 1, "norm_eps": 0.1, "rope": RopeConfig(theta=3.0)},
+    "rotated in part": {"heads": 2, "kv_heads": 1, "rope": RopeConfig(theta=5.0, fraction=0.5)},
+    "gains less one": {"heads": 2, "kv_heads": 1, "norm": "rms_plus_one", "qk_norm": "head"},
+    "qk-norm over all heads": {"heads": 4, "kv_heads": 2, "qk_norm": "all"},
+    "scaled embeddings, bounded logits": {"heads": 2, "kv_heads": 1, "embed_scale": 2.5, "logit_softcap": 0.4},
 }
+ATTENTION = AttentionConfig(2, 1, 4, RopeConfig(10.0))
+BLOCKS = {
+    "window": BlockConfig(dataclasses.replace(ATTENTION, window=2), MlpConfig(5)),
+    "soft-cap and scale": BlockConfig(dataclasses.replace(ATTENTION, softcap=0.3, scale=0.9), MlpConfig(5)),
+    "norms after": BlockConfig(ATTENTION, MlpConfig(5), "post"),
+    "norms on both sides": BlockConfig(ATTENTION, MlpConfig(5, "gelu"), "sandwich"),
+    "all biases": BlockConfig(dataclasses.replace(ATTENTION, bias="all"), MlpConfig(5, bias=True)),
+    "no rotation, no gate": BlockConfig(dataclasses.replace(ATTENTION, rope=None), MlpConfig(5, "gelu_tanh", False)),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_every_value_of_a_block_equals_numpy_and_matters(block, rng, float64):
+    config = DecoderConfig(
+        vocab_size=11, embed_dim=6, layers=2, pattern=(block,), dtype="float64", param_dtype="float64"
+    )
+    params = quick.params(config)
+    tokens = rng.integers(0, 11, (2, 5))
+    want = np.stack([numpy_llama.logits(config, params, row) for row in tokens])
+    assert tiny.leaf_error(run(config, params, tokens), want) < 1e-12
+    plain = BlockConfig(ATTENTION, MlpConfig(5, block.mlp.activation, block.mlp.gated, block.mlp.bias), block.norms)
+    plain = dataclasses.replace(plain, attention=dataclasses.replace(ATTENTION, bias=block.attention.bias))
+    if plain != block:
+        other = dataclasses.replace(config, pattern=(plain,))
+        assert tiny.leaf_error(run(other, params, tokens), want) > 1e-3
+
+
+def test_layer_norms_and_learned_positions_equal_numpy(rng, float64):
+    """GPT-2: no rotation, biases everywhere; positions are rows of a table."""
+    block = BlockConfig(AttentionConfig(2, 2, 4, None, bias="all"), MlpConfig(5, "gelu_tanh", gated=False, bias=True))
+    config = DecoderConfig(
+        vocab_size=11,
+        embed_dim=6,
+        layers=2,
+        pattern=(block,),
+        norm="layer",
+        learned_positions=9,
+        dtype="float64",
+        param_dtype="float64",
+    )
+    params = quick.params(config)
+    tokens, positions = rng.integers(0, 11, (1, 4)), np.array([[5, 6, 7, 8]], np.int32)
+    got = run(config, params, tokens, positions)[0]
+    assert tiny.leaf_error(got, numpy_llama.logits(config, params, tokens[0], positions[0])) < 1e-12
+    assert tiny.leaf_error(got, numpy_llama.logits(config, params, tokens[0])) > 1e-3
 
 
 @pytest.mark.parametrize("fields", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -61,9 +110,9 @@ def test_equals_numpy_in_float64(fields, rng, float64):
 
 def test_a_mixture_of_blocks_equals_numpy(rng, float64):
     """Prefix, pattern and remainder, each block with its own heads, width, activation and rope; moved positions."""
-    first = BlockConfig(AttentionConfig(1, 1, 6, RopeConfig(50.0)), MlpConfig(3, "gelu"))
+    first = BlockConfig(AttentionConfig(1, 1, 6, RopeConfig(50.0)), MlpConfig(3, "gelu_tanh"))
     local = BlockConfig(AttentionConfig(4, 2, 4, RopeConfig(10.0)), MlpConfig(8))
-    wide = BlockConfig(AttentionConfig(2, 1, 4, RopeConfig(1e4), qk_norm=True), MlpConfig(5))
+    wide = BlockConfig(AttentionConfig(2, 1, 4, RopeConfig(1e4), qk_norm="head"), MlpConfig(5))
     config = DecoderConfig(
         vocab_size=11,
         embed_dim=6,
@@ -112,7 +161,7 @@ class Recorder:
     seen: Any
     calls: Any
 
-    def attend(self, layer, q, k, v, positions):
+    def attend(self, layer, q, k, v, positions, scoring):
         seen = self.seen.at[self.calls].set(layer)
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), Recorder(seen, self.calls + 1)
 
@@ -168,7 +217,7 @@ def mesh(text: str) -> Any:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "on"), [(4, 2, "data=2,tensor=4"), (8, 1, "tensor=8")])
 def test_fewer_kv_heads_than_tensor_shards_are_replicated_and_equal_one_device(heads, kv_heads, on, rng, float64):
-    config = tiny.decoder(heads=heads, kv_heads=kv_heads, head_dim=2, qk_norm=True, bias=True, layers=2)
+    config = tiny.decoder(heads=heads, kv_heads=kv_heads, head_dim=2, qk_norm="head", bias="qkv", layers=2)
     model = functional(config)
     params = quick.params(config)
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (2, 3)), jnp.int32)
@@ -206,7 +255,7 @@ def test_what_does_not_fit_the_mesh_is_refused_before_anything_is_allocated(fiel
         (lambda: AttentionConfig(heads=6, kv_heads=4), r"kv_heads = 4 does not divide heads = 6; .*\[1, 2, 3, 6\]"),
         (lambda: AttentionConfig(heads=4, kv_heads=0), "kv_heads = 0"),
         (lambda: AttentionConfig(heads=0, kv_heads=1), "heads = 0"),
-        (lambda: AttentionConfig(head_dim=7), "head_dim = 7 is odd"),
+        (lambda: AttentionConfig(head_dim=7), "7 of 7 dimensions would be rotated; rotary pairs need an even number"),
         (lambda: AttentionConfig(head_dim=0), "head_dim = 0"),
         (lambda: MlpConfig(hidden=0), "hidden = 0"),
         (lambda: DecoderConfig(vocab_size=0), "vocab_size = 0"),
@@ -242,7 +291,7 @@ def test_embed_blocks_and_head_compose_to_forward(rng):
 
     @quick.jit
     def pieces(params: Any) -> Any:
-        x = model.embed(params, tokens)
+        x = model.embed(params, tokens, positions)
         hidden, context = model.blocks(params, x, positions, Segments())
         whole, _ = model.forward(params, tokens, positions, Segments())
         assert context == Segments()

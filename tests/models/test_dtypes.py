@@ -14,7 +14,7 @@ from jaxllm.train import loss_sums, value_and_grad
 from tests import quick, tiny
 from tests.models.jaxprs import dtypes, equations
 
-CONFIG = tiny.decoder(vocab_size=32, qk_norm=True, bias=True, tied=False, remat="full")
+CONFIG = tiny.decoder(vocab_size=32, qk_norm="head", bias="qkv", tied=False, remat="full")
 
 
 def gradients(config: Any, accumulate: int = 1) -> Any:

@@ -25,8 +25,8 @@ CONFIG = tiny.decoder(
     mlp=96,
     vocab_size=512,
     layers=3,
-    bias=True,
-    qk_norm=True,
+    bias="qkv",
+    qk_norm="head",
 )
 
 
@@ -154,7 +154,7 @@ def test_values_do_not_depend_on_the_sharding():
 
 
 def test_values_do_not_depend_on_what_else_there_is():
-    attention = dataclasses.replace(CONFIG.pattern[0].attention, bias=False, qk_norm=False)
+    attention = dataclasses.replace(CONFIG.pattern[0].attention, bias="none", qk_norm="none")
     block = dataclasses.replace(CONFIG.pattern[0], attention=attention)
     other = flat(
         jax.device_get(functional(dataclasses.replace(CONFIG, pattern=(block,), tied=False)).init(jax.random.key(0)))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.models import Llama3Scaling, RopeConfig
-from jaxllm.models.rope import frequencies, rotate, rotation
+from jaxllm.models.rope import rotate, rotation
+from jaxllm.models.rope_scaling import geometric
 from tests.models import numpy_llama
 
 
@@ -77,7 +78,7 @@ LLAMA31 = {
 
 
 def test_llama3_scaling_has_the_released_frequencies():
-    got = frequencies(RopeConfig(theta=500000.0, scaling=Llama3Scaling()), 128)
+    got = Llama3Scaling().frequencies(500000.0, 128)
     assert got.dtype == np.float64
     assert got.shape == (64,)
     for pair, value in LLAMA31.items():
@@ -86,7 +87,7 @@ def test_llama3_scaling_has_the_released_frequencies():
 
 def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
     scaling = Llama3Scaling(factor=32.0, low_freq_factor=2.0, high_freq_factor=6.0, original_length=4096)
-    plain, scaled = (frequencies(RopeConfig(1e6, s), 256) for s in (None, scaling))
+    plain, scaled = geometric(1e6, 256), scaling.frequencies(1e6, 256)
     wavelength = 2 * math.pi / plain
     short, long = wavelength < 4096 / 6, wavelength > 4096 / 2
     assert short.any()

@@ -70,7 +70,7 @@ def test_equals_numpy_over_several_steps(config, rng, float64):
 
 
 def test_matrices_and_embeddings_decay_and_nothing_else():
-    config = tiny.decoder(qk_norm=True, bias=True, tied=False)
+    config = tiny.decoder(qk_norm="head", bias="qkv", tied=False)
     mask = decay_mask(functional(config).logical_axes())
     decays = {
         jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("segments/0/0/"): value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, Segments, functional
-from jaxllm.train.flops import PEAK_FLOPS, forward_flops_per_token, peak_flops, train_flops_per_token
+from jaxllm.train.flops import PEAK_FLOPS, causal_mean, forward_flops_per_token, peak_flops, train_flops_per_token
 from tests import tiny
 
 
@@ -22,12 +23,13 @@ def test_by_hand():
     q, k, v, o = 8 * 4 * 6, 8 * 2 * 6, 8 * 2 * 6, 4 * 6 * 8
     weights = q + k + v + o + 3 * 8 * 10 + 8 * 20
     attention = 4 * 6 * 7 + 4 * 6 * 7  # scores and values
-    assert forward_flops_per_token(config, 7) == 2 * (weights + attention)
+    flops = functools.partial(forward_flops_per_token, attended=lambda window: 7)
+    assert flops(config) == 2 * (weights + attention)
     assert train_flops_per_token(config, 13) == 3 * 2 * (weights + attention), "a row of 13: 7 tokens on average"
     two = dataclasses.replace(config, layers=2)
-    assert forward_flops_per_token(two, 7) - forward_flops_per_token(config, 7) == 2 * (weights - 8 * 20 + attention)
+    assert flops(two) - flops(config) == 2 * (weights - 8 * 20 + attention)
     # Untying the head adds parameters and no product.
-    assert forward_flops_per_token(dataclasses.replace(config, tied=False), 7) == forward_flops_per_token(config, 7)
+    assert flops(dataclasses.replace(config, tied=False)) == flops(config)
 
 
 def test_six_flops_per_parameter_and_token_for_large_models():
@@ -36,7 +38,22 @@ def test_six_flops_per_parameter_and_token_for_large_models():
         embed_dim=256, heads=4, kv_heads=4, head_dim=64, mlp=1024, layers=8, vocab_size=512, dtype="float32"
     )
     params = sum(leaf.size for leaf in jax.tree.leaves(functional(config).abstract()))
-    assert train_flops_per_token(config, 0) == pytest.approx(6 * params, rel=0.01)
+    assert 3 * forward_flops_per_token(config, lambda window: 0) == pytest.approx(6 * params, rel=0.01)
+
+
+@pytest.mark.parametrize(("seq_len", "window"), [(1, None), (13, None), (13, 1), (13, 5), (13, 13), (13, 40)])
+def test_tokens_attended_to(seq_len, window):
+    counts = [min(place, window or place) for place in range(1, seq_len + 1)]
+    assert causal_mean(seq_len, window) == pytest.approx(sum(counts) / seq_len)
+
+
+def test_windows_and_ungated_layers_cost_less():
+    """A layer without a window, one with: 12 of 13 tokens' worth of scores and values; one product in three less."""
+    full = BlockConfig(AttentionConfig(4, 2, 6), MlpConfig(10))
+    local = BlockConfig(AttentionConfig(4, 2, 6, window=2), MlpConfig(10, gated=False))
+    one, two = (DecoderConfig(vocab_size=20, embed_dim=8, layers=1, pattern=(block,)) for block in (full, local))
+    saved = 4 * 4 * 6 * (7 - causal_mean(13, 2)) + 2 * 8 * 10
+    assert train_flops_per_token(one, 13) - train_flops_per_token(two, 13) == pytest.approx(3 * saved)
 
 
 def test_xla_counts_the_same():
@@ -53,7 +70,9 @@ def test_xla_counts_the_same():
 
     lowered = jax.jit(logits).lower(model.abstract(), jnp.zeros((rows, seq_len), jnp.int32))
     counted = lowered.compile().cost_analysis()["flops"]
-    ours = rows * seq_len * forward_flops_per_token(config, seq_len)  # the mask saves nothing: all pairs are computed
+    ours = (
+        rows * seq_len * forward_flops_per_token(config, lambda window: seq_len)
+    )  # the mask saves nothing: all pairs are computed
     # Norms, softmax and gates come on top and are not ours to count.
     assert 1.0 <= counted / ours < 1.04
 
