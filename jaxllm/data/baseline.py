@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from jaxllm.data.loader import Dataset
 from jaxllm.data.tokens import TokenDocuments
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text import Tokenizer
 
 EDGE = 256  # as x: start of the document; as y: its end
 OUTCOMES = 257

@@ -19,7 +19,7 @@ from jaxllm.data.batch import Batch
 from jaxllm.data.packing import Plan
 from jaxllm.data.tokens import TokenDocuments
 from jaxllm.files import digest
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text import Tokenizer
 
 
 class CursorMismatch(ValueError):

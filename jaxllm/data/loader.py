@@ -10,7 +10,7 @@ from jaxllm.data.packing import Plan, pack_concat, pack_documents
 from jaxllm.data.source import SEPARATOR, Documents, JsonlFiles, TextFiles, bundled, check_files, hold_out, kind_of
 from jaxllm.data.tokens import TokenDocuments, open_tokens, tokenised
 from jaxllm.files import DataError, at, cache_root
-from jaxllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxllm.text import ByteTokenizer, Tokenizer, load_tokenizer
 
 HELDOUT_FRACTION = 0.05
 PACKINGS = {"concat": pack_concat, "documents": pack_documents}

@@ -23,7 +23,7 @@ from jaxtyping import Int, Integer
 
 from jaxllm.data.source import Document, Documents, smallest_hashes
 from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxllm.text.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+    from jaxllm.text.byte import ByteTokenizer
+    from jaxllm.text.gguf import tokenizer_from_gguf
+    from jaxllm.text.load import load_tokenizer
+    from jaxllm.text.template import ChatTemplate, TemplateError, load_template, template_from_gguf
+    from jaxllm.text.tokenizer import StreamDecoder, Tokenizer
 
 _HOMES = {
-    "tokenizer": ("ByteTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"),
+    "byte": ("ByteTokenizer",),
+    "gguf": ("tokenizer_from_gguf",),
+    "load": ("load_tokenizer",),
+    "template": ("ChatTemplate", "TemplateError", "load_template", "template_from_gguf"),
+    "tokenizer": ("StreamDecoder", "Tokenizer"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = ["ByteTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "ByteTokenizer",
+    "ChatTemplate",
+    "StreamDecoder",
+    "TemplateError",
+    "Tokenizer",
+    "load_template",
+    "load_tokenizer",
+    "template_from_gguf",
+    "tokenizer_from_gguf",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxllm.data.dataset import CursorMismatch, TokenDataset, make_heldout
 from jaxllm.data.packing import pack_concat, pack_documents
 from jaxllm.data.tokens import TokenDocuments
-from jaxllm.text.tokenizer import ByteTokenizer
+from jaxllm.text import ByteTokenizer
 
 
 def documents(lengths):

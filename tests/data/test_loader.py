@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import data
-from jaxllm.text.tokenizer import ByteTokenizer
+from jaxllm.text import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)

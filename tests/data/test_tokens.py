@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxllm.data.source import JsonlFiles, TextFiles
 from jaxllm.data.tokens import open_tokens, sidecar, tokenised, write_tokens
 from jaxllm.files import DataError, atomic
-from jaxllm.text.tokenizer import ByteTokenizer
+from jaxllm.text import ByteTokenizer
 
 BYTE = ByteTokenizer()
 

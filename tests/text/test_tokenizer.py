@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxllm.files import DataError
+from jaxllm.text import ByteTokenizer, StreamDecoder, load_tokenizer
 from jaxllm.text.bpe import cached_bpe, train_bpe
-from jaxllm.text.tokenizer import ByteTokenizer, StreamDecoder, load_tokenizer
 
 TEXTS = [
     "the cat sat on the mat and the hat. " * 20,

@@ -1,0 +1,124 @@
+"""The tokenizer inside a GGUF file, from the file's metadata.
+
+Keys and their meaning: GGUF's specification and llama.cpp's `llama-vocab.cpp`, which decides how text is split
+(`tokenizer.ggml.pre`) and what a key means that is absent.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.files import DataError
+from jaxllm.text import definition, splits
+from jaxllm.text.library import LibraryTokenizer
+
+# tokenizer.ggml.pre -> splits.SPLITS. Names that llama.cpp treats alike are listed alike.
+_PRE = {
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe", "exaone4", "trillion"), "gpt2"),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "smollm"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), "llama3"),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), "llama3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), "qwen2"),
+    "qwen35": "qwen35",
+    "tekken": "tekken",
+    **dict.fromkeys(("gpt-4o", "llama4"), "o200k"),
+    "default": "ggml-default",
+}
+# Those whose words are tokens before they are merges, and those that begin a text with bos unless told otherwise.
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
+_ADD_BOS = _WHOLE_WORDS
+
+# Kinds of token, `tokenizer.ggml.token_type`.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# Ids of tokens that end a turn, and names of such tokens in files that do not have the ids.
+_END_KEYS = ("eot_token_id", "eom_token_id")
+_END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metadata") -> LibraryTokenizer:
+    """The tokenizer that a GGUF file's metadata describes: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
+
+    Args:
+        metadata: keys and values of the file, arrays as sequences.
+        where: what to call the file in errors.
+
+    Raises:
+        DataError: a key is missing or does not fit, or the kind is one that is not known; names it.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        what = "holds no tokenizer" if kind is None else f"tokenizer.ggml.model is {kind!r}"
+        raise DataError(f"{where}: {what}; legal: 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE)")
+    tokens = [str(token) for token in _need(metadata, "tokens", where)]
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
+        raise DataError(f"{where}: tokenizer.ggml.tokens has {twice!r} twice")
+    types = [int(one) for one in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
+    if len(types) != len(tokens):
+        raise DataError(f"{where}: {len(tokens)} tokens, but tokenizer.ggml.token_type has {len(types)} entries")
+    bos, eos = (_token(metadata, f"{name}_token_id", tokens, where) for name in ("bos", "eos"))
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    default_bos = kind == "llama" or pre in _ADD_BOS
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", default_bos)) and bos is not None
+    begin = (tokens[bos], bos) if adds_bos and bos is not None else None
+    make = _byte_level if kind == "gpt2" else _sentencepiece
+    ends = [_token(metadata, key, tokens, where) for key in _END_KEYS]
+    named = [n for n, token in enumerate(tokens) if token in _END_NAMES and types[n] in (CONTROL, USER_DEFINED)]
+    return LibraryTokenizer(
+        make(metadata, tokens, types, begin, where),
+        bos=None if bos is None else tokens[bos],
+        eos=None if eos is None else tokens[eos],
+        where=where,
+        adds_bos=adds_bos,
+        stop_ids=[*(one for one in ends if one is not None), *named],
+    )
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], bos: tuple[str, int] | None, where: str
+) -> str:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _PRE:
+        raise DataError(f"{where}: tokenizer.ggml.pre is {pre!r}, an unknown way to split text; known: {sorted(_PRE)}")
+    split = _PRE[pre]
+    merges = [str(merge).split(" ") for merge in _need(metadata, "merges", where)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    for merge in merges:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
+            raise DataError(f"{where}: tokenizer.ggml.merges has {' '.join(merge)!r}, which joins no two tokens to one")
+    return definition.tokenizer_json(
+        definition.bpe(vocab, merges, whole_words=pre in _WHOLE_WORDS),
+        added=_added(tokens, types),
+        normalizer=splits.normalizer(split),
+        pre_tokenizer=splits.pre_tokenizer(split),
+        decoder=definition.BYTE_LEVEL,
+        bos=bos,
+    )
+
+
+def _added(tokens: list[str], types: list[int], *, rstrip: bool = False) -> list[dict[str, Any]]:
+    return [
+        definition.added_token(index, token, special=kind != USER_DEFINED, rstrip=rstrip)
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+
+
+def _need(metadata: Mapping[str, Any], key: str, where: str) -> Any:
+    name = f"tokenizer.ggml.{key}"
+    if name not in metadata:
+        raise DataError(f"{where}: {name} is missing; without it there is no tokenizer of this kind")
+    return metadata[name]
+
+
+def _token(metadata: Mapping[str, Any], key: str, tokens: list[str], where: str) -> int | None:
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if found is not None and not 0 <= int(found) < len(tokens):
+        raise DataError(f"{where}: tokenizer.ggml.{key} is {found}, outside the {len(tokens)} tokens")
+    return None if found is None else int(found)
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], bos: tuple[str, int] | None, where: str
+) -> str:
+    raise DataError(f"{where}: SentencePiece")
