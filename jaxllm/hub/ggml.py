@@ -50,13 +50,14 @@ def dequantize(kind: Kind, data: UInt8[np.ndarray, " bytes"], out: Float[np.ndar
     blocks, rows = data.view(kind.layout), out.reshape(-1, kind.values)
     step = max(1, CHUNK // kind.values)
     buffer = None if out.dtype == np.float32 else np.empty((min(step, len(blocks)), kind.values), np.float32)
-    for begin in range(0, len(blocks), step):
-        some, into = blocks[begin : begin + step], rows[begin : begin + step]
-        if buffer is None:
-            kind.decode(some, into)
-        else:
-            kind.decode(some, buffer[: len(some)])
-            into[...] = buffer[: len(some)]
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged scales: whoever uses the values sees to them
+        for begin in range(0, len(blocks), step):
+            some, into = blocks[begin : begin + step], rows[begin : begin + step]
+            if buffer is None:
+                kind.decode(some, into)
+            else:
+                kind.decode(some, buffer[: len(some)])
+                into[...] = buffer[: len(some)]
 
 
 def _float(field: np.ndarray) -> np.ndarray:

@@ -92,19 +92,17 @@ class GgufTensor:
             raise ValueError(f"{self.name} is {self.kind}: its values are made when asked for, they cannot be a view.")
         return self._read(0, self.size, np.dtype(dtype or self.dtype)).reshape(self.shape)
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        """A new array of some rows of the first dimension; only theirs is read.
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        """A new array of a part, a slice of each dimension; of the first dimension only the slice's rows are read.
 
         The pages of the file are let go afterwards, so reading all of a large tensor in parts needs little memory.
         """
-        begin, end, step = rows.indices(len(self))
-        if step != 1:
-            raise IndexError(f"{self.name}: rows are read in steps of one, not {step}.")
-        end = max(begin, end)
+        rows, rest = split_index(index, self)
         row = self.size // len(self)
         if row % self._kind.values:  # one dimension: blocks lie across what would be rows
-            return np.asarray(self)[begin:end]
-        return self._read(begin * row, end * row, self.dtype).reshape(end - begin, *self.shape[1:])
+            return np.asarray(self)[rows.start : rows.stop]
+        part = self._read(rows.start * row, rows.stop * row, self.dtype).reshape(len(rows), *self.shape[1:])
+        return part[(slice(None), *rest)]
 
     def _read(self, begin: int, end: int, dtype: np.dtype) -> np.ndarray:
         """Values ``begin`` to ``end``, at the ends of blocks, in a new flat array."""
@@ -133,6 +131,15 @@ class GgufTensor:
         first -= first % mmap.PAGESIZE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def split_index(index: slice | tuple[slice, ...], tensor: Any) -> tuple[range, tuple[slice, ...]]:
+    """The rows and what to take of them of an index of slices."""
+    rows, *rest = index if isinstance(index, tuple) else (index,)
+    begin, end, step = rows.indices(len(tensor))
+    if step != 1:
+        raise IndexError(f"{tensor.name}: rows are read in steps of one, not {step}.")
+    return range(begin, max(begin, end)), tuple(rest)
 
 
 @dataclass(frozen=True, eq=False)
