@@ -1,99 +1,41 @@
 """Configurations of other libraries' model families, both ways.
 
-Every field of a ``config.json`` is read, known to say nothing about the mathematics, or legal at one value only.
-Anything else is an error: a field that is not understood is never taken for its default.
+A family is a function from the fields of its ``config.json`` to our configuration, and a table of weights. What a
+missing field means is what transformers takes it for; sizes are never guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from jaxllm.config import closest
 from jaxllm.hub.errors import HubError
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, Llama3Scaling, MlpConfig, RopeConfig
+from jaxllm.hub.fields import Fields
+from jaxllm.hub.mapping import GEMMA, GPT2, LLAMA, OLMO2, PHI3, Table
+from jaxllm.hub.rotary import read_rope, rope_config
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 
-SILENT = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "initializer_range",
-        "is_llama_config",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "pad_token_id",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "use_cache",
-    }
-)
-"""Fields that say nothing about the forward pass; an export carries them over."""
-
-READ = frozenset(
-    {
-        "head_dim",
-        "hidden_act",
-        "hidden_size",
-        "intermediate_size",
-        "layer_types",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "tie_word_embeddings",
-        "vocab_size",
-    }
-)
-"""Fields that ``decoder_config`` reads."""
-
-ONLY = {
-    "attention_bias": (False,),
-    "attention_dropout": (0.0, 0),
-    "mlp_bias": (False,),
-    "pretraining_tp": (1,),
-    "rope_interleaved": (False,),
-    "sliding_window": (None,),
-    "use_sliding_window": (False,),
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Fields that are legal at these values only, until the model has what they ask for."""
+"""transformers' names of activations."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one family of the Llama line from another.
+    """One family: its configuration in our terms, and where its weights are."""
 
-    Attributes:
-        bias: q, k and v projections have biases.
-        qk_norm: queries and keys are normalised.
-        tied: what a missing ``tie_word_embeddings`` means.
-        head_dim: head size where the config gives none; None: hidden_size / heads.
-        ignores: fields that this family's own code does not look at.
-    """
-
-    bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-    head_dim: int | None = None
-    ignores: frozenset[str] = frozenset()
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    # With use_sliding_window false, transformers takes no notice of the window's size.
-    "qwen2": Family(bias=True, ignores=frozenset({"sliding_window"})),
-    "qwen3": Family(qk_norm=True, head_dim=128, ignores=frozenset({"sliding_window"})),
-}
+    config: Callable[[Fields], DecoderConfig]
+    table: Table
 
 
 def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
@@ -101,86 +43,252 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
 
     Raises:
         HubError: an unknown family (names the known), a field that is missing, not understood, or at a value that the
-            model cannot do yet.
+            model cannot do.
+    """
+    fields = Fields(given)
+    try:
+        config = family(given).config(fields)
+    except HubError:
+        raise
+    except ValueError as error:
+        raise HubError(f"config.json: {error}") from None
+    fields.finish()
+    return config
+
+
+def family(given: Mapping[str, Any]) -> Family:
+    """The family that a ``config.json`` names.
+
+    Raises:
+        HubError: not one of the known.
     """
     kind = given.get("model_type")
     if kind not in FAMILIES:
         raise HubError(f"model_type is {kind!r}.{closest(str(kind), FAMILIES)} Known: {', '.join(sorted(FAMILIES))}.")
-    family = FAMILIES[kind]
-    check_fields(given, family)
-    read = _reader(given)
-    heads, embed = read("num_attention_heads", int), read("hidden_size", int)
-    head_dim = given.get("head_dim") or family.head_dim or embed // heads
-    attention = AttentionConfig(
+    return FAMILIES[kind]
+
+
+def _attention(fields: Fields, head_dim: int | None = None) -> AttentionConfig:
+    """Heads as the Llama line names them.
+
+    Args:
+        head_dim: where the config gives none; None: hidden_size / heads.
+    """
+    heads = fields.need("num_attention_heads", int)
+    return AttentionConfig(
         heads=heads,
-        kv_heads=given.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        rope=rope_config(given),
-        qk_norm=family.qk_norm,
-        bias=family.bias,
+        kv_heads=fields.get("num_key_value_heads", int, heads),
+        head_dim=fields.get("head_dim", int, head_dim) or fields.need("hidden_size", int) // heads,
     )
-    if (act := read("hidden_act", str)) != "silu":
-        raise HubError(f"hidden_act is {act!r}; {kind} models here have 'silu'.")
+
+
+def _mlp(fields: Fields, *names: str) -> MlpConfig:
+    """A gated layer; its activation is the first of these fields that is there."""
+    name = next((n for n in names if fields.given.get(n) is not None), names[0])
+    act = fields.need(name, str)
+    fields.skip(*names)
+    return MlpConfig(fields.need("intermediate_size", int), activation(name, act))
+
+
+def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
+    """Our name of an activation."""
+    if name not in ACTIVATIONS:
+        raise HubError(f"config.json: {field} is {name!r}; known: {', '.join(sorted(ACTIVATIONS))}.")
+    return ACTIVATIONS[name]
+
+
+def _decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
+    """What the Llama line's configs have in common."""
+    layers = fields.need("num_hidden_layers", int)
+    every = [blocks] * layers if isinstance(blocks, BlockConfig) else blocks
+    prefix, pattern = repeating(every)
     return DecoderConfig(
-        vocab_size=read("vocab_size", int),
-        embed_dim=embed,
-        layers=read("num_hidden_layers", int),
-        pattern=(BlockConfig(attention, MlpConfig(read("intermediate_size", int))),),
-        tied=bool(given.get("tie_word_embeddings", family.tied)),
-        norm_eps=float(read("rms_norm_eps", (int, float))),
+        vocab_size=fields.need("vocab_size", int),
+        embed_dim=fields.need("hidden_size", int),
+        layers=layers,
+        prefix=prefix,
+        pattern=pattern,
+        norm_eps=fields.need("rms_norm_eps", float),
+        **more,
     )
 
 
-def check_fields(given: Mapping[str, Any], family: Family) -> None:
-    """Refuses every field that is not understood or not at a legal value."""
-    for name, value in given.items():
-        if name in SILENT or name in READ or name in family.ignores:
-            continue
-        if name not in ONLY:
-            raise HubError(
-                f"config.json has the field {name!r} = {value!r}, which is not understood. If it does not change the "
-                "forward pass, remove it; otherwise this model cannot be loaded yet."
-            )
-        if value not in ONLY[name]:
-            legal = " or ".join(map(repr, ONLY[name]))
-            raise HubError(f"config.json: {name} = {value!r} is not supported yet; legal: {legal}.")
-    if any(kind != "full_attention" for kind in given.get("layer_types") or ()):
-        raise HubError("config.json: layer_types has layers other than 'full_attention', which are not supported yet.")
+def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], tuple[BlockConfig, ...]]:
+    """(prefix, shortest pattern) whose repetition, its last one perhaps cut short, gives these layers."""
+
+    def period(layers: Sequence[BlockConfig]) -> int:
+        return next(p for p in range(1, len(layers) + 1) if all(b == layers[i % p] for i, b in enumerate(layers)))
+
+    # Layers of one kind, then a pattern: either may be all there is.
+    alike = next((i for i, b in enumerate(blocks) if b != blocks[0]), len(blocks))
+    whole = period(blocks)
+    if alike < len(blocks) and (rest := period(blocks[alike:])) < whole:
+        return tuple(blocks[:alike]), tuple(blocks[alike : alike + rest])
+    return (), tuple(blocks[:whole])
 
 
-def rope_config(given: Mapping[str, Any]) -> RopeConfig:
-    """Rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    values = dict(given.get("rope_parameters") or {})
-    if not values:
-        values = {"rope_theta": given.get("rope_theta", 10000.0), **(given.get("rope_scaling") or {})}
-    kind = values.pop("rope_type", values.pop("type", "default"))
-    values.pop("type", None)
-    theta = float(values.pop("rope_theta", given.get("rope_theta", 10000.0)))
-    if kind == "default":
-        scaling = None
-    elif kind == "llama3":
-        try:
-            scaling = Llama3Scaling(
-                factor=float(values.pop("factor")),
-                low_freq_factor=float(values.pop("low_freq_factor")),
-                high_freq_factor=float(values.pop("high_freq_factor")),
-                original_length=int(values.pop("original_max_position_embeddings")),
-            )
-        except KeyError as error:
-            raise HubError(f"config.json: llama3 rope scaling lacks {error}.") from None
-    else:
-        raise HubError(f"config.json: rope_type {kind!r} is not supported yet; legal: 'default', 'llama3'.")
-    if values:
-        raise HubError(f"config.json: the rotary embedding has {', '.join(values)}, not understood for {kind!r}.")
-    return RopeConfig(theta, scaling)
+def _windows(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
+    """Which layers have a sliding window: ``layer_types``, or where there is none, by layer."""
+    layers = fields.need("num_hidden_layers", int)
+    kinds = fields.get("layer_types", list, None)
+    if kinds is None:
+        return [default(i) for i in range(layers)]
+    if len(kinds) != layers or (wrong := set(kinds) - {FULL, SLIDING}):
+        what = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else f"{sorted(wrong)}"
+        raise HubError(f"config.json: layer_types has {what}; legal: {FULL!r} or {SLIDING!r} for each layer.")
+    return [kind == SLIDING for kind in kinds]
 
 
-def _reader(given: Mapping[str, Any]) -> Callable[[str, Any], Any]:
-    def read(name: str, kind: Any) -> Any:
-        if name not in given:
-            raise HubError(f"config.json lacks {name!r}.{closest(name, given)}")
-        if not isinstance(given[name], kind) or isinstance(given[name], bool):
-            raise HubError(f"config.json: {name} = {given[name]!r} is not a number of the right kind or a name.")
-        return given[name]
+def _llama(fields: Fields) -> DecoderConfig:
+    fields.only("pretraining_tp", 1)
+    fields.only("rope_interleaved", False)
+    bias = fields.get("attention_bias", bool, False)
+    attention = replace(_attention(fields), rope=rope_config(fields), bias="all" if bias else "none")
+    mlp = replace(_mlp(fields, "hidden_act"), bias=fields.get("mlp_bias", bool, False))
+    return _decoder(fields, BlockConfig(attention, mlp), tied=fields.get("tie_word_embeddings", bool, False))
 
-    return read
+
+def _mistral(fields: Fields) -> DecoderConfig:
+    window = fields.get("sliding_window", int, None)
+    attention = replace(_attention(fields), rope=rope_config(fields), window=window)
+    block = BlockConfig(attention, _mlp(fields, "hidden_act"))
+    return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
+
+
+def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
+    fields.only("use_mrope", False)
+    attention = replace(attention, rope=rope_config(fields))
+    window = fields.get("sliding_window", int, None) if fields.get("use_sliding_window", bool, False) else None
+    first = fields.get("max_window_layers", int, 28)
+    # With use_sliding_window false, transformers takes no notice of the window's size.
+    fields.skip("sliding_window")
+    local = _windows(fields, lambda layer: window is not None and layer >= first)
+    if window is None and any(local):
+        raise HubError(
+            "config.json: layer_types names sliding layers, but use_sliding_window and sliding_window do not."
+        )
+    mlp = _mlp(fields, "hidden_act")
+    blocks = [BlockConfig(replace(attention, window=window if here else None), mlp) for here in local]
+    return _decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
+
+
+def _qwen2(fields: Fields) -> DecoderConfig:
+    return _qwen(fields, replace(_attention(fields), bias="qkv"))
+
+
+def _qwen3(fields: Fields) -> DecoderConfig:
+    bias = fields.get("attention_bias", bool, False)
+    attention = _attention(fields, head_dim=128)
+    return _qwen(fields, replace(attention, qk_norm="head", bias="all" if bias else "none"))
+
+
+def _gemma(fields: Fields, blocks: Sequence[BlockConfig]) -> DecoderConfig:
+    fields.only("use_bidirectional_attention", False, None)
+    return _decoder(
+        fields,
+        blocks,
+        tied=fields.get("tie_word_embeddings", bool, True),
+        embed_scale=math.sqrt(fields.need("hidden_size", int)),
+        logit_softcap=fields.get("final_logit_softcapping", float, None),
+        norm="rms_plus_one",
+    )
+
+
+def _gemma_attention(fields: Fields) -> AttentionConfig:
+    bias = fields.get("attention_bias", bool, False)
+    scale = fields.need("query_pre_attn_scalar", float) ** -0.5
+    return replace(_attention(fields, head_dim=256), scale=scale, bias="all" if bias else "none")
+
+
+def _gemma2(fields: Fields) -> DecoderConfig:
+    attention = replace(
+        _gemma_attention(fields), rope=rope_config(fields), softcap=fields.get("attn_logit_softcapping", float, None)
+    )
+    window = fields.need("sliding_window", int)
+    mlp = _mlp(fields, "hidden_activation", "hidden_act")
+    local = _windows(fields, lambda layer: layer % 2 == 0)
+    blocks = [BlockConfig(replace(attention, window=window if here else None), mlp, "sandwich") for here in local]
+    return _gemma(fields, blocks)
+
+
+def _gemma3(fields: Fields) -> DecoderConfig:
+    # transformers has the field and does not look at it.
+    fields.only("attn_logit_softcapping", None)
+    attention = replace(_gemma_attention(fields), qk_norm="head")
+    window = fields.need("sliding_window", int)
+    period = fields.get("sliding_window_pattern", int, fields.get("_sliding_window_pattern", int, 6))
+    fields.skip("_sliding_window_pattern")
+    full_theta = fields.get("rope_theta", float, 1_000_000.0)
+    local_theta = fields.get("rope_local_base_freq", float, 10_000.0)
+    both = fields.get("rope_parameters", Mapping, {})
+    scaling = fields.get("rope_scaling", Mapping, None)
+    full_rope = read_rope(both.get(FULL) or scaling or {}, fields, full_theta)
+    local_rope = read_rope(both.get(SLIDING) or {}, fields, local_theta)
+    if extra := sorted(set(both) - {FULL, SLIDING}):
+        raise HubError(f"config.json: rope_parameters has {', '.join(extra)}; legal: {FULL}, {SLIDING}.")
+    mlp = _mlp(fields, "hidden_activation", "hidden_act")
+    full = BlockConfig(replace(attention, rope=full_rope), mlp, "sandwich")
+    near = BlockConfig(replace(attention, rope=local_rope, window=window), mlp, "sandwich")
+    return _gemma(
+        fields, [near if here else full for here in _windows(fields, lambda layer: (layer + 1) % period != 0)]
+    )
+
+
+def _phi3(fields: Fields) -> DecoderConfig:
+    fields.only("attention_bias", False)
+    fields.only("mlp_bias", False)
+    fields.only("lm_head_bias", False)
+    fields.only("full_attn_mod", 1)
+    fields.only("interpolate_factor", 1)
+    fields.skip("original_max_position_embeddings")  # read where a scaling asks for it
+    given = fields.given.get("rope_parameters") or fields.given.get("rope_scaling")
+    if given and given.get("rope_type", given.get("type")) in ("su", "yarn"):
+        # Early names of LongRoPE in this family.
+        renamed = {**given, "rope_type": "longrope"}
+        fields.given = {**fields.given, "rope_parameters": renamed}
+    window = fields.get("sliding_window", int, None)
+    attention = replace(_attention(fields), rope=rope_config(fields), window=window)
+    block = BlockConfig(attention, _mlp(fields, "hidden_act"))
+    return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
+
+
+def _olmo2(fields: Fields) -> DecoderConfig:
+    bias = fields.get("attention_bias", bool, False)
+    attention = replace(_attention(fields), rope=rope_config(fields), qk_norm="all", bias="all" if bias else "none")
+    block = BlockConfig(attention, _mlp(fields, "hidden_act"), "post")
+    return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
+
+
+def _gpt2(fields: Fields) -> DecoderConfig:
+    fields.only("scale_attn_weights", True)
+    fields.only("scale_attn_by_inverse_layer_idx", False)
+    fields.only("reorder_and_upcast_attn", False)  # a matter of precision, which here is always the higher
+    fields.only("add_cross_attention", False)
+    embed, heads = fields.need("n_embd", int), fields.need("n_head", int)
+    act = fields.need("activation_function", str)
+    mlp = MlpConfig(
+        fields.get("n_inner", int, 4 * embed), activation("activation_function", act), gated=False, bias=True
+    )
+    return DecoderConfig(
+        vocab_size=fields.need("vocab_size", int),
+        embed_dim=embed,
+        layers=fields.need("n_layer", int),
+        pattern=(BlockConfig(AttentionConfig(heads, heads, embed // heads, None, bias="all"), mlp),),
+        tied=fields.get("tie_word_embeddings", bool, True),
+        learned_positions=fields.need("n_positions", int),
+        norm="layer",
+        norm_eps=fields.need("layer_norm_epsilon", float),
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "gemma2": Family(_gemma2, GEMMA),
+    "gemma3_text": Family(_gemma3, GEMMA),
+    "gpt2": Family(_gpt2, GPT2),
+    "llama": Family(_llama, LLAMA),
+    "mistral": Family(_mistral, LLAMA),
+    "olmo2": Family(_olmo2, OLMO2),
+    "phi3": Family(_phi3, PHI3),
+    "qwen2": Family(_qwen2, LLAMA),
+    "qwen3": Family(_qwen3, LLAMA),
+}

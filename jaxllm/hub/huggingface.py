@@ -6,8 +6,8 @@ Neither torch nor transformers is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,34 @@ from jax.sharding import Mesh
 import sharding
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.families import decoder_config
-from jaxllm.hub.mapping import Place, places
+from jaxllm.hub.families import decoder_config, family
+from jaxllm.hub.mapping import Part, Table, Theirs, layout
 from jaxllm.models import DecoderConfig, functional
 
-NOT_WEIGHTS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-"""Tensors of older exports that are computed, not learned; ignored by these endings."""
+NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+"""Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total)."""
+
+
+Tensors = Mapping[str, Any]
+"""By name, arrays or what makes an array of a slice: anything with ``shape``, ``[slices]`` and ``__array__``."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What an export needs beside parameters to give back the files that were loaded.
+
+    Attributes:
+        tensors: what is not learned, by name.
+        twice: names under which a tensor is saved a second time -> its own name.
+        bare: names lack the family's prefix.
+    """
+
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    twice: Mapping[str, str] = field(default_factory=dict)
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,11 +56,13 @@ class HubModel:
         config: the architecture, in our terms.
         params: its parameters.
         source: the ``config.json`` it came with, which an export carries over.
+        carried: what else an export carries over.
     """
 
     config: DecoderConfig
     params: Any
-    source: dict[str, Any]
+    source: Mapping[str, Any]
+    carried: Carried = Carried()
 
 
 def load_hf(
@@ -53,6 +74,7 @@ def load_hf(
         directory: has config.json and model.safetensors, or shards with an index.
         mesh: where the parameters go; one device by default.
         dtype: what parameters are stored and computed in.
+        progress: called for every parameter.
 
     Raises:
         HubError: an unknown family, a configuration that is not understood, a tensor that is missing, not used, or of
@@ -61,20 +83,38 @@ def load_hf(
     """
     directory = Path(directory)
     source = read_config(directory)
+    decoder_config(source)  # what cannot be understood is refused before weights are looked for
+    tensors = safetensors.open_model(directory)
+    return load_tensors(source, tensors, mesh=mesh, dtype=dtype, progress=progress)
+
+
+def load_tensors(
+    source: Mapping[str, Any],
+    tensors: Tensors,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> HubModel:
+    """A model from a ``config.json`` and its tensors; see ``load_hf``."""
     config = replace(decoder_config(source), param_dtype=dtype, dtype=dtype)  # type: ignore[arg-type]
     model = functional(config)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     leaves = paths(abstract)
-    tensors = safetensors.open_model(directory)
-    table = match(config, leaves, tensors)
+    found, carried = match(family(source).table, config, leaves, tensors)
+    sources: dict[str, list[tuple[Any, Part]]] = {path: [] for path in leaves}
+    for name, theirs in found.items():
+        for part in theirs.parts:
+            sources[part.path].append((tensors[name], part))
     loaded: dict[str, jax.Array] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
             progress(path, done, len(leaves))
-        loaded[path] = place_leaf(leaf, [(tensors[name], place) for name, place in table[path]], path)
+        loaded[path] = place_leaf(leaf, sources[path], path)
+        safetensors.release(tensors)
     params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
-    return HubModel(config, params, source)
+    return HubModel(config, params, source, carried)
 
 
 def export_hf(
@@ -82,25 +122,36 @@ def export_hf(
 ) -> None:
     """Writes a model as transformers writes it; the inverse of ``load_hf``, byte for byte at the same dtype.
 
-    Nothing is left behind if it fails.
+    One tensor at a time is held beside the parameters. Nothing is left behind if it fails.
 
     Raises:
         HubError: the directory exists, or the disk refuses.
     """
     leaves = paths(model.params)
-    names = sorted(places(model.config, leaves), key=lambda item: item[0])
+    carried = model.carried
+    names = layout(family(model.source).table, model.config, leaves, bare=carried.bare)
+    order = sorted({**names, **carried.tensors, **carried.twice})
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for done, (name, place) in enumerate(names):
+        for done, name in enumerate(order):
             if progress is not None:
-                progress(name, done, len(names))
-            leaf = leaves[place.path]
-            array = np.asarray(leaf if place.row is None else leaf[place.row])
-            yield name, place.entry.to_theirs(array)
+                progress(name, done, len(order))
+            own = carried.twice.get(name, name)
+            yield name, to_theirs(names[own], leaves) if own in names else np.asarray(carried.tensors[own])
 
-    config = model.source | {"dtype": model.config.param_dtype}
+    key = "torch_dtype" if "torch_dtype" in model.source else "dtype"
+    config = {**model.source, key: model.config.param_dtype}
     files = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
     safetensors.write_model(Path(directory), tensors(), files, shard_bytes)
+
+
+def to_theirs(tensor: Theirs, leaves: Mapping[str, Any]) -> np.ndarray:
+    """One of their tensors, of our leaves."""
+    pieces = []
+    for part in tensor.parts:
+        leaf = leaves[part.path]
+        pieces.append(part.piece.to_theirs(np.asarray(leaf if part.row is None else leaf[part.row])))
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=tensor.parts[0].axis)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -124,49 +175,51 @@ def paths(tree: Any) -> dict[str, Any]:
 
 
 def match(
-    config: DecoderConfig, leaves: dict[str, Any], tensors: dict[str, np.ndarray]
-) -> dict[str, list[tuple[str, Place]]]:
-    """Our path -> their tensors in stacking order, once every name and shape agrees.
+    table: Table, config: DecoderConfig, leaves: dict[str, Any], tensors: Tensors
+) -> tuple[dict[str, Theirs], Carried]:
+    """Their tensors by name, once every name and shape agrees, and what is not a parameter.
 
     Raises:
         HubError: lists what is missing, what is left over, what has another shape.
     """
-    table: dict[str, list[tuple[str, Place]]] = {path: [] for path in leaves}
-    for name, place in places(config, leaves):
-        table[place.path].append((name, place))
-    wanted = {name: place for entries in table.values() for name, place in entries}
-    extra = sorted(n for n in tensors if n not in wanted and not n.endswith(NOT_WEIGHTS))
+    bare = not any(name.startswith(table.prefix) for name in tensors)
+    wanted = layout(table, config, leaves, bare=bare)
+    carried = {n: np.asarray(tensors[n]) for n in tensors if f".{n}".endswith(NOT_WEIGHTS) and n not in wanted}
+    extra = sorted(set(tensors) - set(wanted) - set(carried))
+    twice: dict[str, str] = {}
     if config.tied and "lm_head.weight" in extra:
-        # Some exports hold the tied matrix twice; that is fine as long as it is the same matrix.
-        if not np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-            raise HubError("lm_head.weight differs from model.embed_tokens.weight, but the config ties them.")
+        # Some files hold the tied matrix twice; that is fine as long as it is the same matrix.
+        table_name = next(n for n, t in wanted.items() if t.parts[0].path == "embedding/table")
+        if table_name in tensors and not np.array_equal(tensors["lm_head.weight"], tensors[table_name]):
+            raise HubError(f"lm_head.weight differs from {table_name}, but the config ties them.")
         extra.remove("lm_head.weight")
+        twice = {"lm_head.weight": table_name}
     missing = sorted(set(wanted) - set(tensors))
     if missing or extra:
         parts = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
         parts += [f"not used: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
         raise HubError(f"the tensors are not those of this architecture; {'; '.join(parts)}.")
-    for name, place in wanted.items():
-        leaf = leaves[place.path]
-        shape = place.entry.their_shape(leaf.shape if place.row is None else leaf.shape[1:])
-        if tensors[name].shape != shape:
-            raise HubError(f"{name} has shape {list(tensors[name].shape)}; the config asks for {list(shape)}.")
-    return table
+    for name, theirs in wanted.items():
+        if tuple(tensors[name].shape) != theirs.shape:
+            raise HubError(f"{name} has shape {list(tensors[name].shape)}; the config asks for {list(theirs.shape)}.")
+    return wanted, Carried(carried, twice, bare)
 
 
-def place_leaf(leaf: Any, sources: list[tuple[np.ndarray, Place]], path: str) -> jax.Array:
-    """One of our leaves from their tensors, each device's slice copied and converted on its own."""
+def place_leaf(leaf: Any, sources: list[tuple[Any, Part]], path: str) -> jax.Array:
+    """One of our leaves from their tensors, each device's slice copied and converted on its own, layer by layer."""
     stacked = sources[0][1].row is not None
 
     def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
         index = index or (slice(None),) * len(leaf.shape)
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        rows = sources[index[0]] if stacked else sources
         inner = index[1:] if stacked else index
-        parts = [np.asarray(place.entry.to_ours(array, shape)[inner], dtype=leaf.dtype) for array, place in rows]
-        value = np.stack(parts) if stacked else parts[0]
-        if not np.isfinite(value.astype(np.float32, copy=False)).all():
-            raise HubError(f"{path} holds values that are not finite; the file is damaged or the model diverged.")
+        rows = sources[index[0]] if stacked else sources
+        shape = [len(range(*i.indices(size))) for i, size in zip(index, leaf.shape, strict=True)]
+        value = np.empty(shape, leaf.dtype)
+        for row, (tensor, part) in enumerate(rows):
+            here = value[row] if stacked else value
+            here[...] = part.piece.to_ours(np.asarray(tensor[part.place]), part.shape)[inner]
+            if not np.isfinite(here).all():
+                raise HubError(f"{path} holds values that are not finite; the file is damaged or the model diverged.")
         return value
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)

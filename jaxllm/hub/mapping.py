@@ -1,7 +1,8 @@
 """Weights by their names and shapes elsewhere: one declarative table a family, used in both directions.
 
-An entry says which of our dimensions make up each of theirs. ``((1, 2), (0,))`` for our q[D, N, H] means that theirs is
-[N*H, D]: our dimensions 1 and 2 merged, then 0. Both directions are views until a slice is copied.
+An entry says which of our weights make up one of theirs, and which of our dimensions each of its dimensions: the groups
+``((1, 2), (0,))`` for our q[D, N, H] mean that theirs is [N*H, D], our dimensions 1 and 2 merged, then 0. Both
+directions are views until a slice is copied. A fused tensor has several pieces, one after another along an axis.
 
 Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One weight: our path, their name (``{layer}`` where there is one for each layer), and how dimensions group."""
+class Piece:
+    """One of our weights inside one of theirs: its path, and how its dimensions group into theirs."""
 
-    ours: str
-    theirs: str
+    path: str
     groups: Groups
 
     def to_ours(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -44,56 +44,205 @@ class Entry:
         return tuple(math.prod(shape[dim] for dim in group) for group in self.groups)
 
 
-LAYER = "model.layers.{layer}."
-SAME, SWAPPED, HEADS_OUT, HEADS_IN = ((0,),), ((1,), (0,)), ((1, 2), (0,)), ((2,), (0, 1))
+@dataclass(frozen=True)
+class Entry:
+    """One of their tensors: its name, with ``{layer}`` where each layer has one, and its pieces along ``axis``."""
 
-BLOCK = (
-    Entry("attention_norm/gain", LAYER + "input_layernorm.weight", SAME),
-    Entry("attention/q", LAYER + "self_attn.q_proj.weight", HEADS_OUT),
-    Entry("attention/k", LAYER + "self_attn.k_proj.weight", HEADS_OUT),
-    Entry("attention/v", LAYER + "self_attn.v_proj.weight", HEADS_OUT),
-    Entry("attention/o", LAYER + "self_attn.o_proj.weight", HEADS_IN),
-    Entry("attention/q_bias", LAYER + "self_attn.q_proj.bias", ((0, 1),)),
-    Entry("attention/k_bias", LAYER + "self_attn.k_proj.bias", ((0, 1),)),
-    Entry("attention/v_bias", LAYER + "self_attn.v_proj.bias", ((0, 1),)),
-    Entry("attention/q_norm/gain", LAYER + "self_attn.q_norm.weight", SAME),
-    Entry("attention/k_norm/gain", LAYER + "self_attn.k_norm.weight", SAME),
-    Entry("mlp_norm/gain", LAYER + "post_attention_layernorm.weight", SAME),
-    Entry("mlp/gate", LAYER + "mlp.gate_proj.weight", SWAPPED),
-    Entry("mlp/up", LAYER + "mlp.up_proj.weight", SWAPPED),
-    Entry("mlp/down", LAYER + "mlp.down_proj.weight", SWAPPED),
+    name: str
+    pieces: tuple[Piece, ...]
+    axis: int = 0
+
+
+def one(name: str, path: str, groups: Groups) -> Entry:
+    """A tensor that is one of our weights."""
+    return Entry(name, (Piece(path, groups),))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The weights of a family.
+
+    Attributes:
+        prefix: what the names of the inner model begin with; files saved from it alone lack it.
+        layer: what the names of a block's tensors begin with, after the prefix.
+        block: entries of a block, our paths within it, their names within a layer.
+        whole: entries outside of blocks, their names whole.
+    """
+
+    prefix: str
+    layer: str
+    block: tuple[Entry, ...]
+    whole: tuple[Entry, ...]
+
+    def with_block(self, *entries: Entry, without: tuple[str, ...] = ()) -> Table:
+        """This table with other entries for the weights that ``entries`` name, and none for those in ``without``."""
+        changed = {piece.path for entry in entries for piece in entry.pieces} | set(without)
+        kept = tuple(e for e in self.block if not changed & {piece.path for piece in e.pieces})
+        return replace(self, block=(*kept, *entries))
+
+
+VECTOR, MATRIX, SWAPPED = ((0,),), ((0,), (1,)), ((1,), (0,))
+HEADS_OUT, HEADS_IN, HEADS = ((1, 2), (0,)), ((2,), (0, 1)), ((0, 1),)
+
+LLAMA = Table(
+    prefix="model.",
+    layer="layers.{layer}.",
+    block=(
+        one("input_layernorm.weight", "attention_norm/gain", VECTOR),
+        one("self_attn.q_proj.weight", "attention/q", HEADS_OUT),
+        one("self_attn.k_proj.weight", "attention/k", HEADS_OUT),
+        one("self_attn.v_proj.weight", "attention/v", HEADS_OUT),
+        one("self_attn.o_proj.weight", "attention/o", HEADS_IN),
+        one("self_attn.q_proj.bias", "attention/q_bias", HEADS),
+        one("self_attn.k_proj.bias", "attention/k_bias", HEADS),
+        one("self_attn.v_proj.bias", "attention/v_bias", HEADS),
+        one("self_attn.o_proj.bias", "attention/o_bias", VECTOR),
+        one("self_attn.q_norm.weight", "attention/q_norm/gain", VECTOR),
+        one("self_attn.k_norm.weight", "attention/k_norm/gain", VECTOR),
+        one("post_attention_layernorm.weight", "mlp_norm/gain", VECTOR),
+        one("mlp.gate_proj.weight", "mlp/gate", SWAPPED),
+        one("mlp.up_proj.weight", "mlp/up", SWAPPED),
+        one("mlp.down_proj.weight", "mlp/down", SWAPPED),
+        one("mlp.gate_proj.bias", "mlp/gate_bias", VECTOR),
+        one("mlp.up_proj.bias", "mlp/up_bias", VECTOR),
+        one("mlp.down_proj.bias", "mlp/down_bias", VECTOR),
+    ),
+    whole=(
+        one("model.embed_tokens.weight", "embedding/table", MATRIX),
+        one("model.norm.weight", "head/norm/gain", VECTOR),
+        one("lm_head.weight", "head/weight", MATRIX),
+    ),
 )
-"""A block of the Llama line: Llama, Mistral, Qwen2 (biases), Qwen3 (q and k norms), SmolLM2."""
+"""The Llama line: Llama, SmolLM2, Mistral, Qwen2 (biases), Qwen3 (q and k norms)."""
 
-WHOLE = (
-    Entry("embedding/table", "model.embed_tokens.weight", ((0,), (1,))),
-    Entry("head/norm/gain", "model.norm.weight", SAME),
-    Entry("head/weight", "lm_head.weight", ((0,), (1,))),
+GEMMA = LLAMA.with_block(
+    one("post_attention_layernorm.weight", "attention_out_norm/gain", VECTOR),
+    one("pre_feedforward_layernorm.weight", "mlp_norm/gain", VECTOR),
+    one("post_feedforward_layernorm.weight", "mlp_out_norm/gain", VECTOR),
+)
+
+OLMO2 = LLAMA.with_block(
+    one("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
+    one("self_attn.k_norm.weight", "attention/k_norm/gain", HEADS),
+    one("post_attention_layernorm.weight", "attention_out_norm/gain", VECTOR),
+    one("post_feedforward_layernorm.weight", "mlp_out_norm/gain", VECTOR),
+    without=("attention_norm/gain", "mlp_norm/gain"),
+)
+
+PHI3 = LLAMA.with_block(
+    Entry(
+        "self_attn.qkv_proj.weight",
+        (Piece("attention/q", HEADS_OUT), Piece("attention/k", HEADS_OUT), Piece("attention/v", HEADS_OUT)),
+    ),
+    Entry("mlp.gate_up_proj.weight", (Piece("mlp/gate", SWAPPED), Piece("mlp/up", SWAPPED))),
+)
+
+# GPT-2 stores its projections as [in, out].
+GPT2 = Table(
+    prefix="transformer.",
+    layer="h.{layer}.",
+    block=(
+        one("ln_1.weight", "attention_norm/gain", VECTOR),
+        one("ln_1.bias", "attention_norm/bias", VECTOR),
+        Entry(
+            "attn.c_attn.weight", tuple(Piece(f"attention/{name}", ((0,), (1, 2))) for name in ("q", "k", "v")), axis=1
+        ),
+        Entry("attn.c_attn.bias", tuple(Piece(f"attention/{name}_bias", HEADS) for name in ("q", "k", "v"))),
+        one("attn.c_proj.weight", "attention/o", ((0, 1), (2,))),
+        one("attn.c_proj.bias", "attention/o_bias", VECTOR),
+        one("ln_2.weight", "mlp_norm/gain", VECTOR),
+        one("ln_2.bias", "mlp_norm/bias", VECTOR),
+        one("mlp.c_fc.weight", "mlp/up", MATRIX),
+        one("mlp.c_fc.bias", "mlp/up_bias", VECTOR),
+        one("mlp.c_proj.weight", "mlp/down", MATRIX),
+        one("mlp.c_proj.bias", "mlp/down_bias", VECTOR),
+    ),
+    whole=(
+        one("transformer.wte.weight", "embedding/table", MATRIX),
+        one("transformer.wpe.weight", "embedding/positions", MATRIX),
+        one("transformer.ln_f.weight", "head/norm/gain", VECTOR),
+        one("transformer.ln_f.bias", "head/norm/bias", VECTOR),
+        one("lm_head.weight", "head/weight", MATRIX),
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one of their tensors belongs: the path of our leaf, its table entry, and its row in the stack."""
+class Part:
+    """Where one of our weights, in one layer, lies in one of their tensors.
+
+    Attributes:
+        path: of our leaf.
+        row: of the leaf's stack of layers; None where it has none.
+        shape: of our weight in one layer.
+        piece: how its dimensions group.
+        begin: first index along ``axis`` of their tensor.
+        axis: of their tensor.
+    """
 
     path: str
-    entry: Entry
     row: int | None
+    shape: tuple[int, ...]
+    piece: Piece
+    begin: int
+    axis: int
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The slice of their tensor."""
+        size = self.piece.their_shape(self.shape)[self.axis]
+        return (*(slice(None),) * self.axis, slice(self.begin, self.begin + size))
 
 
-def places(config: DecoderConfig, leaves: dict[str, Any]) -> Iterator[tuple[str, Place]]:
-    """(their name, where it belongs) for every one of our ``leaves`` (path -> array or shape)."""
-    blocks = {entry.ours: entry for entry in BLOCK}
-    whole = {entry.ours: entry for entry in WHOLE}
-    first = [0]
-    for group, repeats in config.segments:
-        first.append(first[-1] + len(group) * repeats)
-    for path in leaves:
-        if path in whole:
-            yield whole[path].theirs, Place(path, whole[path], None)
+@dataclass(frozen=True)
+class Theirs:
+    """One of their tensors: its shape, and our weights in it, in order."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def layout(table: Table, config: DecoderConfig, leaves: dict[str, Any], *, bare: bool = False) -> dict[str, Theirs]:
+    """Their tensors by name, for a model with these ``leaves`` (path -> array or shape).
+
+    Args:
+        bare: names lack the table's prefix.
+
+    Raises:
+        ValueError: a leaf that the table has no place for: the architecture is not of this family.
+    """
+    out: dict[str, Theirs] = {}
+    for entry, within, row, layer in _entries(table, config):
+        if f"{within}{entry.pieces[0].path}" not in leaves:
             continue
-        _, segment, slot, rest = path.split("/", 3)
-        group, repeats = config.segments[int(segment)]
+        name = entry.name.format(layer=layer)
+        out[name.removeprefix(table.prefix) if bare else name] = _theirs(entry, within, row, leaves)
+    placed = {part.path for tensor in out.values() for part in tensor.parts}
+    if lost := sorted(set(leaves) - placed):
+        raise ValueError(f"the table of names has no place for {', '.join(lost[:5])}.")
+    return out
+
+
+def _entries(table: Table, config: DecoderConfig) -> Iterator[tuple[Entry, str, int | None, int | None]]:
+    """(entry with its whole name, what our paths begin with, row, layer)."""
+    yield from ((entry, "", None, None) for entry in table.whole)
+    layer = 0
+    for s, (group, repeats) in enumerate(config.segments):
         for row in range(repeats):
-            layer = first[int(segment)] + row * len(group) + int(slot)
-            yield blocks[rest].theirs.format(layer=layer), Place(path, blocks[rest], row)
+            for slot in range(len(group)):
+                for entry in table.block:
+                    whole = replace(entry, name=table.prefix + table.layer + entry.name)
+                    yield whole, f"segments/{s}/{slot}/", row, layer
+                layer += 1
+
+
+def _theirs(entry: Entry, within: str, row: int | None, leaves: dict[str, Any]) -> Theirs:
+    parts: list[Part] = []
+    begin, shape = 0, ()
+    for piece in entry.pieces:
+        path = within + piece.path
+        ours = tuple(leaves[path].shape if row is None else leaves[path].shape[1:])
+        shape = piece.their_shape(ours)
+        parts.append(Part(path, row, ours, piece, begin, entry.axis))
+        begin += shape[entry.axis]
+    return Theirs((*shape[: entry.axis], begin, *shape[entry.axis + 1 :]), tuple(parts))

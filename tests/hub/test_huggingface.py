@@ -1,88 +1,99 @@
-"""Models saved by transformers: the same logits, and back to the same bytes."""
+"""Models saved by transformers, to their bytes and back; what is wrong with them, by name.
+
+That they compute the same is proven by ``tests/proofs/real_models``.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import sharding
 from jaxllm.hub import HubError, decoder_config, export_hf, load_hf
+from jaxllm.hub.families import FAMILIES
 from jaxllm.hub.safetensors import open_model, write_model
-from jaxllm.infer import empty_cache
-from jaxllm.models import Segments, functional
-from tests import quick, tiny
+from jaxllm.models import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from tests.hub import peers
 
-FIXTURES = Path(__file__).parent / "fixtures"
-FAMILIES = sorted(p.name for p in FIXTURES.iterdir() if p.is_dir())
-
-
-@pytest.fixture(params=FAMILIES)
-def directory(request: pytest.FixtureRequest) -> Path:
-    return FIXTURES / request.param
-
-
-def logits(config: Any, params: Any, tokens: np.ndarray) -> np.ndarray:
-    model = functional(config)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _ = quick.jit(model.forward)(params, jnp.asarray(tokens), positions, Segments())
-    return np.asarray(model.head(params, hidden))
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 40,
+    "max_position_embeddings": 128,
+    "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16},
+}
+Saved = Callable[[str], Path]
 
 
-def test_logits_are_those_of_transformers(directory: Path) -> None:
-    reference = np.load(directory / "reference.npz")
-    loaded = load_hf(directory)
-    assert tiny.leaf_error(logits(loaded.config, loaded.params, reference["tokens"]), reference["logits"]) < 2e-6
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A model of a family, saved by transformers; not to be written to."""
+    made: dict[str, Path] = {}
+
+    def save(family: str) -> Path:
+        if family not in made:
+            made[family] = peers.peer(family, 0).save(tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return save
 
 
-def test_prefill_and_cached_decode_are_those_of_transformers(directory: Path) -> None:
-    reference = np.load(directory / "reference.npz")
-    tokens = reference["tokens"]
-    loaded = load_hf(directory)
-    model = functional(loaded.config)
-    step = quick.jit(model.forward)
-    cache = empty_cache(loaded.config, tokens.shape[0], tokens.shape[1])
-    parts = []
-    for begin, end in ((0, 10), *((i, i + 1) for i in range(10, tokens.shape[1]))):
-        positions = jnp.broadcast_to(jnp.arange(begin, end, dtype=jnp.int32), (tokens.shape[0], end - begin))
-        hidden, cache = step(loaded.params, jnp.asarray(tokens[:, begin:end]), positions, cache)
-        parts.append(np.asarray(model.head(loaded.params, hidden)))
-    assert tiny.leaf_error(np.concatenate(parts, axis=1), reference["logits"]) < 2e-6
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose sizes fit eight devices."""
+    directory = tmp_path_factory.mktemp("llama")
+    model = peers.transformers.LlamaForCausalLM(peers.transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink()
+    return directory
+
+
+def test_every_family_has_a_peer() -> None:
+    assert {peers.peer(name, 0).config["model_type"] for name in peers.FAMILIES} == set(FAMILIES)
+
+
+def same_files(before: Path, after: Path) -> None:
+    """Every tensor to the byte, every field of the configuration."""
+    old, new = open_model(before), open_model(after)
+    assert set(old) == set(new)
+    for name, array in old.items():
+        assert array.dtype == new[name].dtype, name
+        assert array.shape == new[name].shape, name
+        assert array.tobytes() == new[name].tobytes(), name
+    assert json.loads((before / "config.json").read_text()) == json.loads((after / "config.json").read_text())
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "fsdp=4,tensor=2", "tensor=4,data=2"])
-def test_round_trip_is_equal_to_the_byte(directory: Path, mesh: str, tmp_path: Path) -> None:
+def test_round_trip_on_meshes_is_equal_to_the_byte(llama: Path, mesh: str, tmp_path: Path) -> None:
     spec = sharding.MeshSpec.parse(mesh)
     devices = jax.devices()[: np.prod([size for _, size in spec.axes])]
-    loaded = load_hf(directory, mesh=spec.build(devices))
-    export_hf(loaded, tmp_path / "out", shard_bytes=6000)
-    before, after = open_model(directory), open_model(tmp_path / "out")
+    export_hf(load_hf(llama, mesh=spec.build(devices)), tmp_path / "out", shard_bytes=6000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    assert set(before) == set(after)
-    for name, array in before.items():
-        assert array.dtype == after[name].dtype, name
-        assert array.tobytes() == after[name].tobytes(), name
-    assert json.loads((directory / "config.json").read_text()) == json.loads(
-        (tmp_path / "out" / "config.json").read_text()
-    )
+    same_files(llama, tmp_path / "out")
 
 
-def test_each_device_holds_its_slice_only(tmp_path: Path) -> None:
-    loaded = load_hf(FIXTURES / "llama3", mesh=sharding.MeshSpec.parse("fsdp=4,tensor=2").build())
+def test_each_device_holds_its_slice_only(llama: Path) -> None:
+    loaded = load_hf(llama, mesh=sharding.MeshSpec.parse("fsdp=4,tensor=2").build())
     q = loaded.params["segments"]["0"]["0"]["attention"]["q"]
     assert {shard.data.shape for shard in q.addressable_shards} == {(3, 16 // 4, 4 // 2, 8)}
 
 
-def test_bfloat16_files_keep_their_bits(tmp_path: Path) -> None:
-    tensors = {n: a.astype(ml_dtypes.bfloat16) for n, a in open_model(FIXTURES / "qwen2").items()}
-    config = (FIXTURES / "qwen2" / "config.json").read_text().replace("float32", "bfloat16")
+def test_bfloat16_files_keep_their_bits(saved: Saved, tmp_path: Path) -> None:
+    tensors = {n: a.astype(ml_dtypes.bfloat16) for n, a in open_model(saved("gemma2")).items()}
+    config = (saved("gemma2") / "config.json").read_text().replace("float32", "bfloat16")
     write_model(tmp_path / "in", tensors.items(), {"config.json": config}, 2**30)
     export_hf(load_hf(tmp_path / "in", dtype="bfloat16"), tmp_path / "out")
     after = open_model(tmp_path / "out")
@@ -90,9 +101,9 @@ def test_bfloat16_files_keep_their_bits(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(llama: Path, tmp_path: Path) -> Path:
     """A model's directory to damage."""
-    return Path(shutil.copytree(FIXTURES / "llama3", tmp_path / "model"))
+    return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
 def rewrite(directory: Path, change: Any) -> None:
@@ -112,17 +123,26 @@ def reconfigure(directory: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: reconfigure(d, model_type="lama"), "Did you mean 'llama'.*qwen3"),
+        (lambda d: reconfigure(d, model_type="lama"), "Did you mean 'llama'.*gemma2.*qwen3"),
         (lambda d: reconfigure(d, logit_scale=0.5), "'logit_scale' = 0.5, which is not understood"),
-        (lambda d: reconfigure(d, sliding_window=4096), "sliding_window = 4096 is not supported yet; legal: None"),
-        (lambda d: reconfigure(d, rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn'"),
-        (lambda d: reconfigure(d, rope_parameters={"rope_type": "default", "beta": 1}), "beta, not understood"),
-        (lambda d: reconfigure(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (lambda d: reconfigure(d, pretraining_tp=2), "pretraining_tp = 2 is not supported; legal: 1"),
+        (lambda d: reconfigure(d, hidden_size="16"), "hidden_size = '16' is not of the kind int"),
+        (lambda d: reconfigure(d, attention_bias=1), "attention_bias = 1 is not of the kind bool"),
+        (lambda d: reconfigure(d, num_hidden_layers=None), "lacks 'num_hidden_layers'"),
+        (lambda d: reconfigure(d, num_key_value_heads=3), "kv_heads = 3 does not divide heads = 4"),
+        (lambda d: reconfigure(d, head_dim=7), "7 of 7 dimensions would be rotated"),
+        (
+            lambda d: reconfigure(d, rope_parameters={"rope_type": "mrope"}),
+            "rope_type 'mrope'; known: default, dynamic",
+        ),
+        (lambda d: reconfigure(d, rope_parameters={"rope_type": "linear"}), "rotary embedding lacks 'factor'"),
+        (lambda d: reconfigure(d, rope_parameters={"rope_type": "default", "beta": 1}), "the field 'beta' = 1, which"),
+        (lambda d: reconfigure(d, hidden_act="relu2"), "hidden_act is 'relu2'; known: gelu"),
         (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
         (lambda d: (d / "config.json").unlink(), "no config.json"),
         (lambda d: rewrite(d, lambda t: t.pop("model.norm.weight")), "missing: model.norm.weight"),
         (lambda d: rewrite(d, lambda t: t.update({"extra.weight": t["model.norm.weight"]})), "not used: extra.weight"),
-        (lambda d: reconfigure(d, intermediate_size=32), "mlp.down_proj.weight has shape .16, 24.; .* .16, 32."),
+        (lambda d: reconfigure(d, intermediate_size=32), "mlp.gate_proj.weight has shape .24, 16.; .* .32, 16."),
         (
             lambda d: rewrite(d, lambda t: t["model.layers.1.mlp.up_proj.weight"].__setitem__((0, 0), np.nan)),
             "mlp/up holds values that are not finite",
@@ -149,23 +169,39 @@ def test_what_is_wrong_is_named(copy: Path, damage: Any, message: str) -> None:
         load_hf(copy)
 
 
-def test_tensors_that_are_computed_are_ignored(copy: Path) -> None:
-    inverse = np.ones(4, np.float32)
+def test_tensors_that_are_computed_are_carried_through(copy: Path, tmp_path: Path) -> None:
+    inverse = np.arange(4, dtype=np.float32)
     rewrite(copy, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": inverse}))
-    load_hf(copy)
+    export_hf(load_hf(copy), tmp_path / "out")
+    same_files(copy, tmp_path / "out")
 
 
-def test_a_tied_head_saved_twice_must_be_the_same(tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(FIXTURES / "llama_tied", tmp_path / "model"))
+def test_a_tied_head_saved_twice_must_be_the_same(saved: Saved, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved("smollm2"), tmp_path / "model"))
     rewrite(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
-    load_hf(copy)
+    export_hf(load_hf(copy), tmp_path / "out")
+    same_files(copy, tmp_path / "out")
     rewrite(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     with pytest.raises(HubError, match=r"lm_head.weight differs"):
         load_hf(copy)
 
 
-def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
-    loaded = load_hf(FIXTURES / "llama3")
+def test_files_of_the_inner_model_keep_their_names(saved: Saved, tmp_path: Path) -> None:
+    """GPT-2 as it was first released: no prefix, and causal masks among the weights."""
+    copy = Path(shutil.copytree(saved("gpt2"), tmp_path / "model"))
+
+    def strip(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = np.tril(np.ones((1, 1, 8, 8), np.float32))
+
+    rewrite(copy, strip)
+    export_hf(load_hf(copy), tmp_path / "out")
+    same_files(copy, tmp_path / "out")
+
+
+def test_a_failed_export_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+    loaded = load_hf(llama)
 
     def fail(name: str, done: int, total: int) -> None:
         if done == 5:
@@ -179,9 +215,22 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
         export_hf(loaded, tmp_path / "out")
 
 
-def test_earlier_rope_fields_mean_the_same() -> None:
-    new = json.loads((FIXTURES / "llama3" / "config.json").read_text())
-    rope = dict(new["rope_parameters"])
-    old = {k: v for k, v in new.items() if k != "rope_parameters"}
-    old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    assert decoder_config(old) == decoder_config(new)
+ROPES = [
+    ({"rope_type": "linear", "factor": 2.0}, LinearScaling),
+    ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling),
+    ({k: v for k, v in LLAMA3.items() if k != "rope_theta"}, Llama3Scaling),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, YarnScaling),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, LongRopeScaling),
+]
+
+
+@pytest.mark.parametrize(("rope", "kind"), ROPES)
+def test_earlier_rope_fields_mean_the_same(rope: dict[str, Any], kind: type) -> None:
+    rest = {k: v for k, v in LLAMA.items() if k != "rope_parameters"}
+    rest |= {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    new = rest | {"rope_parameters": rope | {"rope_theta": 77.0}}
+    older = rest | {"rope_theta": 77.0, "rope_scaling": rope}
+    oldest = rest | {"rope_theta": 77.0}
+    oldest |= {"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in rope.items()}}
+    assert isinstance(decoder_config(new).pattern[0].attention.rope.scaling, kind)
+    assert decoder_config(older) == decoder_config(oldest) == decoder_config(new)

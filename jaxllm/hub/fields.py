@@ -1,0 +1,108 @@
+"""Reading a ``config.json`` without ever guessing: a field is read, known to be silent, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.config import closest
+from jaxllm.hub.errors import HubError
+
+SILENT = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "max_position_embeddings",
+        "model_type",
+        "n_ctx",
+        "pad_token_id",
+        "resid_pdrop",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+"""Fields that say nothing about the forward pass (dropout is for training alone); an export carries them over."""
+
+
+class Fields:
+    """The fields of a ``config.json``; remembers which were read."""
+
+    def __init__(self, given: Mapping[str, Any], where: str = "config.json"):
+        self.given, self.where = given, where
+        self._read = set(SILENT)
+
+    def need(self, name: str, kind: Any) -> Any:
+        """A field that must be there.
+
+        Raises:
+            HubError: it is missing, or not of this kind.
+        """
+        if self.given.get(name) is None:
+            raise HubError(f"{self.where} lacks {name!r}.{closest(name, self.given)}")
+        return self.get(name, kind, None)
+
+    def get(self, name: str, kind: Any, default: Any) -> Any:
+        """A field, or ``default`` where it is missing or null.
+
+        Raises:
+            HubError: not of this kind; a bool is no number, a whole number is a float.
+        """
+        self._read.add(name)
+        value = self.given.get(name)
+        if value is None:
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise HubError(f"{self.where}: {name} = {value!r} is not of the kind {getattr(kind, '__name__', kind)}.")
+        return value
+
+    def only(self, name: str, *legal: Any) -> None:
+        """A field that is legal at these values only, until the model has what others ask for.
+
+        Raises:
+            HubError: it is there and has another value.
+        """
+        self._read.add(name)
+        if name in self.given and self.given[name] not in legal:
+            values = " or ".join(map(repr, legal))
+            raise HubError(f"{self.where}: {name} = {self.given[name]!r} is not supported; legal: {values}.")
+
+    def skip(self, *names: str) -> None:
+        """Fields that this family does not look at, or only in cases that do not arise here."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """Refuses every field that was not read.
+
+        Raises:
+            HubError: names the field.
+        """
+        for name, value in self.given.items():
+            if name not in self._read:
+                raise HubError(
+                    f"{self.where} has the field {name!r} = {value!r}, which is not understood. If it does not "
+                    "change the forward pass, remove it; otherwise this model cannot be loaded yet."
+                )

@@ -1,0 +1,267 @@
+"""Tiny random models made and run by transformers, the reference for what another library's files mean.
+
+transformers works in float32 in places whatever its weights are; inside ``float64`` its own code runs in float64
+throughout, so that it can be compared to nine digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    import transformers
+    from torch.overrides import TorchFunctionMode
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+LENGTH = 24
+"""Tokens of a reference text."""
+SHORT = 14
+"""Tokens within the original length of every rotary scaling drawn here."""
+
+COMMON = {"vocab_size": 40, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+class _Float64(TorchFunctionMode):
+    """Turns every request for float32 into one for float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wider = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
+        return func(*map(wider, args), **{k: wider(v) for k, v in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """transformers' code in float64, models made inside included."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _sizes(rng: np.random.Generator, head_dim: bool = True) -> dict[str, Any]:
+    heads, kv_heads = [(2, 1), (4, 2), (3, 3), (6, 2)][rng.integers(4)]
+    head = int(rng.choice([4, 8]))
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": int(heads * (head if not head_dim else rng.choice([2, 4]))),
+        "intermediate_size": int(rng.integers(9, 20)),
+        "tie_word_embeddings": bool(rng.integers(2)),
+        "max_position_embeddings": 128,
+    }
+    return sizes | ({"head_dim": head} if head_dim else {})
+
+
+def _rope(rng: np.random.Generator, *kinds: str) -> dict[str, Any]:
+    """Parameters of a rotary embedding whose scaling is felt within LENGTH."""
+    kind, theta = str(rng.choice(kinds)), float(rng.choice([100.0, 10000.0]))
+    base = {"rope_type": kind, "rope_theta": theta}
+    magnitudes = {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.1}
+    yarns = [{}, {"truncate": False, "beta_fast": 8.0}, *magnitudes]
+    original = {"original_max_position_embeddings": 16}
+    return (
+        base
+        | {
+            "default": {},
+            "linear": {"factor": 3.0},
+            "dynamic": {"factor": 2.0},
+            "llama3": original | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "yarn": original | {"factor": 4.0} | yarns[rng.integers(4)],
+        }[kind]
+    )
+
+
+def _ropes(rng: np.random.Generator) -> dict[str, Any]:
+    rope = _rope(rng, "default", "linear", "dynamic", "llama3", "yarn")
+    return {"rope_parameters": rope} | ({"max_position_embeddings": 16} if rope["rope_type"] == "dynamic" else {})
+
+
+def _kinds(rng: np.random.Generator, layers: int) -> list[str]:
+    return [["full_attention", "sliding_attention"][i] for i in rng.integers(2, size=layers)]
+
+
+def _llama(rng: np.random.Generator) -> Any:
+    bias = {"attention_bias": bool(rng.integers(2)), "mlp_bias": bool(rng.integers(2))}
+    return transformers.LlamaConfig(**COMMON | _sizes(rng) | _ropes(rng) | bias)
+
+
+def _smollm2(rng: np.random.Generator) -> Any:
+    more = {"tie_word_embeddings": True, "rope_interleaved": False, "is_llama_config": True}
+    rope = {"rope_parameters": _rope(rng, "default")}
+    return transformers.LlamaConfig(**COMMON | _sizes(rng, head_dim=False) | rope | more)
+
+
+def _mistral(rng: np.random.Generator) -> Any:
+    window = [None, 1, 5, 40][rng.integers(4)]
+    return transformers.MistralConfig(**COMMON | _sizes(rng) | _ropes(rng), sliding_window=window)
+
+
+def _qwen2(rng: np.random.Generator) -> Any:
+    return transformers.Qwen2Config(**COMMON | _sizes(rng, head_dim=False) | _ropes(rng) | _some_windows(rng))
+
+
+def _qwen3(rng: np.random.Generator) -> Any:
+    more = _some_windows(rng) | {"attention_bias": bool(rng.integers(2))}
+    return transformers.Qwen3Config(**COMMON | _sizes(rng) | _ropes(rng) | more)
+
+
+def _some_windows(rng: np.random.Generator) -> dict[str, Any]:
+    if rng.integers(2):
+        return {"use_sliding_window": False, "sliding_window": 4}
+    window = {"use_sliding_window": True, "sliding_window": int(rng.integers(1, 9))}
+    return window | [{"max_window_layers": 1}, {"layer_types": _kinds(rng, 3)}][rng.integers(2)]
+
+
+def _gemma2(rng: np.random.Generator) -> Any:
+    more = {
+        "sliding_window": int(rng.integers(1, 9)),
+        "query_pre_attn_scalar": int(rng.integers(4, 20)),
+        "attn_logit_softcapping": [None, 2.0][rng.integers(2)],
+        "final_logit_softcapping": [None, 3.0][rng.integers(2)],
+        "num_hidden_layers": int(rng.integers(1, 5)),
+        "rope_parameters": _rope(rng, "default"),
+    }
+    return transformers.Gemma2Config(**COMMON | _sizes(rng) | more)
+
+
+def _gemma3(rng: np.random.Generator) -> Any:
+    ropes = {"full_attention": _rope(rng, "default", "linear"), "sliding_attention": _rope(rng, "default")}
+    more = {
+        "sliding_window": int(rng.integers(1, 9)),
+        "query_pre_attn_scalar": int(rng.integers(4, 20)),
+        "final_logit_softcapping": [None, 3.0][rng.integers(2)],
+        "rope_parameters": ropes,
+    }
+    layers = int(rng.integers(1, 9))
+    pattern = [{"layer_types": _kinds(rng, layers)}, {}, {"sliding_window_pattern": 2}][rng.integers(3)]
+    return transformers.Gemma3TextConfig(**COMMON | _sizes(rng) | more | pattern | {"num_hidden_layers": layers})
+
+
+def _phi3(rng: np.random.Generator) -> Any:
+    sizes = _sizes(rng, head_dim=False)
+    head = sizes["hidden_size"] // sizes["num_attention_heads"]
+    partial = float(rng.choice([0.5, 1.0]))
+    rope = _rope(rng, "default") | {"partial_rotary_factor": partial}
+    more: dict[str, Any] = {"sliding_window": [None, 5][rng.integers(2)]}
+    if rng.integers(2):
+        pairs = int(head * partial) // 2
+        factors = {f"{name}_factor": rng.uniform(1, 4, pairs).tolist() for name in ("short", "long")}
+        rope |= {"rope_type": "longrope"} | factors
+        more |= {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    return transformers.Phi3Config(**COMMON | sizes | {"rope_parameters": rope} | more)
+
+
+def _olmo2(rng: np.random.Generator) -> Any:
+    return transformers.Olmo2Config(**COMMON | _sizes(rng, head_dim=False) | _ropes(rng))
+
+
+def _gpt2(rng: np.random.Generator) -> Any:
+    heads = int(rng.choice([1, 2, 3]))
+    return transformers.GPT2Config(
+        vocab_size=40,
+        n_layer=3,
+        n_head=heads,
+        n_embd=heads * int(rng.choice([3, 4])),
+        n_positions=32,
+        n_inner=[None, 11][rng.integers(2)],
+        activation_function=str(rng.choice(["gelu_new", "gelu"])),
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=bool(rng.integers(4)),
+    )
+
+
+FAMILIES = {
+    "llama": _llama,
+    "smollm2": _smollm2,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "gpt2": _gpt2,
+}
+"""Family -> a random configuration of it."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model of transformers and a text it has read.
+
+    Attributes:
+        model: the torch module, in float32.
+        tokens: Int[2 LENGTH].
+    """
+
+    model: Any
+    tokens: np.ndarray
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What its config.json holds."""
+        return self.model.config.to_dict()
+
+    def save(self, directory: Path) -> Path:
+        """Writes config.json and model.safetensors."""
+        self.model.save_pretrained(directory)
+        (directory / "generation_config.json").unlink(missing_ok=True)
+        return directory
+
+    def logits(self, tokens: np.ndarray | None = None) -> np.ndarray:
+        """Float32[B S V]."""
+        return logits_of(self.model, self.tokens if tokens is None else tokens)
+
+    def wide(self) -> Any:
+        """The same model with float64 everywhere; use it inside ``float64()``."""
+        model = type(self.model)(self.model.config).eval()
+        model.load_state_dict({n: t.to(torch.double) for n, t in self.model.state_dict().items()})
+        return model
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Float[B S V] of a torch model."""
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits.numpy()
+
+
+def gradients_of(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Gradients of the mean negative log-likelihood of each next token, by their names."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    logits = model(ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def peer(family: str, seed: int) -> Peer:
+    """A random model of a family; the same for the same seed."""
+    rng = np.random.default_rng([seed, *family.encode()])
+    config = FAMILIES[family](rng)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    gemma = family.startswith("gemma")  # adds one to its gains, and multiplies its embeddings
+    for parameter in model.parameters():
+        # Large enough that a wrong rotation, norm or window changes every logit, small enough for float32.
+        mean, scale = (0.0, 0.2 if gemma else 0.3) if parameter.dim() > 1 else (0.0 if gemma else 0.7, 0.2)
+        values = rng.normal(mean, scale, tuple(parameter.shape))
+        parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
+    return Peer(model, rng.integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32))

@@ -1,0 +1,181 @@
+"""Random models of every family, made by transformers: the same numbers here, and the same files back."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sharding
+from jaxllm.data import Batch
+from jaxllm.hub import export_hf, load_hf
+from jaxllm.hub.huggingface import load_tensors
+from jaxllm.infer import empty_cache
+from jaxllm.models import Segments, functional
+from jaxllm.train import value_and_grad
+from tests import quick, tiny
+from tests.hub import peers
+from tests.hub.test_huggingface import same_files
+from tests.proofs.harness import proof
+
+GAP = 1e-4
+"""Where the reference's best two logits are closer than this, which is best is not compared."""
+EXCLUDED = 0.01
+"""How much of a text may be left out for that."""
+
+
+def positions_of(tokens: np.ndarray) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+
+def full(config: Any, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits of the whole text at once."""
+    model = functional(config)
+    positions = positions_of(tokens)
+    run = quick.jit(lambda p, t: model.head(p, model.forward(p, t, positions, Segments())[0]))
+    return np.asarray(run(params, jnp.asarray(tokens)))
+
+
+def cached(config: Any, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits of a prefill and of one token after the other, against a cache."""
+    model = functional(config)
+    step = quick.jit(lambda p, t, at, cache: (lambda h: (model.head(p, h[0]), h[1]))(model.forward(p, t, at, cache)))
+    cache, parts, at = empty_cache(config, *tokens.shape), [], positions_of(tokens)
+    cuts = [0, 9, *range(10, tokens.shape[1] + 1)]
+    for begin, end in itertools.pairwise(cuts):
+        logits, cache = step(params, jnp.asarray(tokens[:, begin:end]), at[:, begin:end], cache)
+        parts.append(np.asarray(logits))
+    return np.concatenate(parts, axis=1)
+
+
+def packed(config: Any, params: Any, documents: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits of documents packed in one row, padding at its end."""
+    model = functional(config)
+    tokens = np.concatenate([*documents, np.zeros(3, np.int32)])[None]
+    at = np.concatenate([*(np.arange(len(d)) for d in documents), np.zeros(3)]).astype(np.int32)[None]
+    segments = np.concatenate([*(np.full(len(d), i + 1) for i, d in enumerate(documents)), np.zeros(3)])
+    segments = segments.astype(np.int32)[None]
+    run = quick.jit(lambda p, t, at, ids: model.head(p, model.forward(p, t, at, Segments(ids))[0]))
+    logits = np.asarray(run(params, *map(jnp.asarray, (tokens, at, segments))))[0]
+    ends = np.cumsum([len(d) for d in documents])
+    return np.split(logits, ends)[:-1]
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest difference, by the largest logit."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def equal_in_float64(name: str, seed: int) -> dict[str, float]:
+    """Full forward, prefill and cached decode, packing with padding, gradients of the loss by leaf."""
+    peer = peers.peer(name, seed)
+    tokens, short = peer.tokens, peer.tokens[:, : peers.SHORT]
+    documents = [tokens[0, :9], tokens[1, : peers.SHORT], tokens[0, 5:6]]
+    with peers.float64():
+        model = peer.wide()
+        want, want_short = peers.logits_of(model, tokens), peers.logits_of(model, short)
+        alone = [peers.logits_of(model, d[None])[0] for d in documents]
+        gradients = peers.gradients_of(model, tokens)
+    assert want.dtype == np.float64
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_hf(peer.save(Path(folder) / "model"), dtype="float64")
+    config, params = loaded.config, loaded.params
+    targets = np.concatenate([tokens[:, 1:], np.full_like(tokens[:, :1], -1)], axis=1)
+    batch = Batch(tokens, targets, np.ones_like(tokens), np.asarray(positions_of(tokens)))
+    _, ours = quick.jit(value_and_grad(functional(config)))(params, jax.tree.map(jnp.asarray, batch))
+    theirs = load_tensors(loaded.source, gradients, dtype="float64").params
+    rows = packed(config, params, documents)
+    return {
+        "forward": error(full(config, params, tokens), want),
+        "decode": error(cached(config, params, short), want_short),
+        "packed": max(error(got, one) for got, one in zip(rows, alone, strict=True)),
+        "gradient": tiny.leaf_error(ours, theirs),
+    }
+
+
+def equal_in_float32(name: str, seed: int) -> dict[str, float]:
+    """The logits as people compute them; the likeliest token equal wherever the reference is not undecided."""
+    peer = peers.peer(name, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_hf(peer.save(Path(folder) / "model"))
+    want, want_short = peer.logits(), peer.logits(peer.tokens[:, : peers.SHORT])
+    got = full(loaded.config, loaded.params, peer.tokens)
+    best = np.sort(want, axis=-1)
+    decided = best[..., -1] - best[..., -2] > GAP
+    np.testing.assert_array_equal(got.argmax(-1)[decided], want.argmax(-1)[decided])
+    return {
+        "forward": error(got, want),
+        "decode": error(cached(loaded.config, loaded.params, peer.tokens[:, : peers.SHORT]), want_short),
+        "excluded": float(1 - decided.mean()),
+    }
+
+
+def round_trip(name: str, seed: int) -> None:
+    """In and out, on one device or split over several: the same bytes and fields, and transformers reads them."""
+    rng = np.random.default_rng(seed)
+    peer = peers.peer(name, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = peer.save(Path(folder) / "before"), Path(folder) / "after"
+        loaded = load_hf(before, mesh=_some_mesh(rng, peer.config))
+        export_hf(loaded, after, shard_bytes=int(rng.choice([3000, 10**6])))
+        same_files(before, after)
+        again = peers.transformers.AutoModelForCausalLM.from_pretrained(after, attn_implementation="eager").eval()
+        np.testing.assert_array_equal(peers.logits_of(again, peer.tokens), peer.logits())
+
+
+SPLIT = {
+    "tensor": ("num_attention_heads", "num_key_value_heads", "n_head", "intermediate_size", "n_inner", "vocab_size"),
+    "fsdp": ("hidden_size", "n_embd"),
+}
+"""Sizes that an axis splits."""
+
+
+def _some_mesh(rng: np.random.Generator, config: dict[str, Any]) -> Any:
+    """One device, or two or four where they divide the sizes."""
+    axes = {
+        axis: 2 if all((config.get(name) or 2) % 2 == 0 for name in names) else 1
+        for axis, names in SPLIT.items()
+        if rng.integers(2)
+    }
+    spec = sharding.MeshSpec.parse(",".join(f"{a}={n}" for a, n in axes.items()) or "data=1")
+    return spec.build(jax.devices()[: int(np.prod(list(axes.values()), initial=1))])
+
+
+def register(name: str) -> None:
+    """The three proofs of one family."""
+
+    @proof(
+        "real_models",
+        name=f"{name}_float64",
+        count=30,
+        sample=1,
+        bound={"forward": 1e-9, "decode": 1e-9, "packed": 1e-9, "gradient": 1e-9},
+        float64=True,
+    )
+    def in_float64(seed: int) -> dict[str, float]:
+        return equal_in_float64(name, seed)
+
+    @proof(
+        "real_models",
+        name=f"{name}_float32",
+        count=30,
+        sample=1,
+        bound={"forward": 1e-5, "decode": 1e-5, "excluded": EXCLUDED},
+    )
+    def in_float32(seed: int) -> dict[str, float]:
+        return equal_in_float32(name, seed)
+
+    @proof("real_models", name=f"{name}_round_trip", count=30, sample=1)
+    def both_ways(seed: int) -> None:
+        round_trip(name, seed)
+
+
+for _name in peers.FAMILIES:
+    register(_name)
