@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.files import DataError
 from jaxllm.text import definition, splits
 from jaxllm.text.library import LibraryTokenizer
+from jaxllm.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Pieces, bpe_definition
 
 # tokenizer.ggml.pre -> splits.SPLITS. Names that llama.cpp treats alike are listed alike.
 _PRE = {
@@ -26,9 +27,6 @@ _PRE = {
 # Those whose words are tokens before they are merges, and those that begin a text with bos unless told otherwise.
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
 _ADD_BOS = _WHOLE_WORDS
-
-# Kinds of token, `tokenizer.ggml.token_type`.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 # Ids of tokens that end a turn, and names of such tokens in files that do not have the ids.
 _END_KEYS = ("eot_token_id", "eom_token_id")
@@ -88,7 +86,7 @@ def _byte_level(
             raise DataError(f"{where}: tokenizer.ggml.merges has {' '.join(merge)!r}, which joins no two tokens to one")
     return definition.tokenizer_json(
         definition.bpe(vocab, merges, whole_words=pre in _WHOLE_WORDS),
-        added=_added(tokens, types),
+        added=Pieces(tokens, (), types).added(),
         normalizer=splits.normalizer(split),
         pre_tokenizer=splits.pre_tokenizer(split),
         decoder=definition.BYTE_LEVEL,
@@ -96,12 +94,28 @@ def _byte_level(
     )
 
 
-def _added(tokens: list[str], types: list[int], *, rstrip: bool = False) -> list[dict[str, Any]]:
-    return [
-        definition.added_token(index, token, special=kind != USER_DEFINED, rstrip=rstrip)
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-    ]
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], bos: tuple[str, int] | None, where: str
+) -> str:
+    architecture = str(metadata.get("general.architecture", ""))
+    scores = [float(score) for score in _need(metadata, "scores", where)]
+    if len(scores) != len(tokens):
+        raise DataError(f"{where}: {len(tokens)} tokens, but tokenizer.ggml.scores has {len(scores)} entries")
+    if architecture.startswith("gemma"):  # whose files' scores do not follow the merges; the order of tokens does
+        scores = [float(-index) for index in range(len(tokens))]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    if UNKNOWN not in types and unknown is not None:
+        types = [UNKNOWN if index == int(unknown) else kind for index, kind in enumerate(types)]
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return bpe_definition(
+        Pieces(tokens, scores, types),
+        normalizer=definition.prefixed_spaces(prefix),
+        prefix=prefix,
+        byte_fallback=BYTE in types,
+        bos=bos,
+        where=where,
+        rstrip=architecture == "phi3",
+    )
 
 
 def _need(metadata: Mapping[str, Any], key: str, where: str) -> Any:
@@ -116,9 +130,3 @@ def _token(metadata: Mapping[str, Any], key: str, tokens: list[str], where: str)
     if found is not None and not 0 <= int(found) < len(tokens):
         raise DataError(f"{where}: tokenizer.ggml.{key} is {found}, outside the {len(tokens)} tokens")
     return None if found is None else int(found)
-
-
-def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: list[str], types: list[int], bos: tuple[str, int] | None, where: str
-) -> str:
-    raise DataError(f"{where}: SentencePiece")

@@ -42,7 +42,7 @@ def load_tokenizer(path: Path | str, *, split: str | None = None) -> Tokenizer:
         from jaxllm.text.library import LibraryTokenizer
 
         return LibraryTokenizer.from_file(file, config)
-    from jaxllm.text import sentencepiece, tiktoken  # pyright: ignore
+    from jaxllm.text import sentencepiece, tiktoken
 
     data = file.read_bytes()
     if file.suffix == ".tiktoken" or tiktoken.is_tiktoken(data):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
@@ -256,8 +256,10 @@ class _Metered(NodeTransformer):
     def __init__(self, environment: jinja2.Environment):
         self._environment = environment
 
-    def _call(self, name: str, *arguments: nodes.Expr, at: nodes.Node) -> nodes.Call:
-        call = nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None, lineno=at.lineno)
+    def _call(self, name: str, *arguments: nodes.Node, at: nodes.Node) -> nodes.Call:
+        call = nodes.Call(
+            nodes.EnvironmentAttribute(name), cast(list[nodes.Expr], list(arguments)), [], None, None, lineno=at.lineno
+        )
         call.set_environment(self._environment)
         return call
 
@@ -280,10 +282,9 @@ class _Metered(NodeTransformer):
         node.nodes = [self._call("written", self._constant(child), at=child) for child in node.nodes]
         return node
 
-    def _constant(self, node: nodes.Node) -> nodes.Expr:
+    def _constant(self, node: nodes.Expr) -> nodes.Expr:
         """Text between the tags, as an expression like the others."""
         if not isinstance(node, nodes.TemplateData):
-            assert isinstance(node, nodes.Expr)
             return node
         constant = nodes.Const(node.data, lineno=node.lineno)
         constant.set_environment(self._environment)

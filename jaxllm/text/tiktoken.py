@@ -1,0 +1,165 @@
+"""tiktoken's vocabulary files: a token in base64 and its rank on each line.
+
+Such a file says neither how text is split into words nor which special tokens there are. Both are known for the
+published ones; another is opened only when told how it splits.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm.files import DataError, at
+from jaxllm.text import definition, splits
+from jaxllm.text.byte import byte_alphabet
+from jaxllm.text.layout import CONFIG_FILE, read_stop_ids, token_name
+from jaxllm.text.library import LibraryTokenizer
+
+_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
+
+
+@dataclass(frozen=True)
+class _Published:
+    """A published vocabulary: how it splits, its special tokens by id, and which of them begin and end."""
+
+    split: str
+    specials: Mapping[int, str]
+    eos: str
+    bos: str | None = None
+    stop: tuple[str, ...] = ()
+
+
+_END = "<|endoftext|>"
+_FILLS = {100258: "<|fim_prefix|>", 100259: "<|fim_middle|>", 100260: "<|fim_suffix|>", 100276: "<|endofprompt|>"}
+_LLAMA3 = {
+    **{0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>"},
+    **{6: "<|start_header_id|>", 7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"},
+}
+_LLAMA3_RESERVED = [n for n in range(256) if n not in _LLAMA3]
+_LLAMA3_ALL = _LLAMA3 | {n: f"<|reserved_special_token_{count}|>" for count, n in enumerate(_LLAMA3_RESERVED)}
+_QWEN = [_END, "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205))]
+
+# By the number of ranks and the rank of b"Hello": a file's name can be anything ("tokenizer.model").
+_PUBLISHED = {
+    (50256, 15496): _Published("gpt2", {50256: _END}, _END),
+    (50280, 15496): _Published("gpt2", {50256: _END}, _END),
+    (100256, 9906): _Published("cl100k", {100257: _END, **_FILLS}, _END),
+    (199998, 13225): _Published("o200k", {199999: _END, 200018: "<|endofprompt|>"}, _END),
+    (128000, 9906): _Published(
+        "llama3",
+        {128000 + n: name for n, name in _LLAMA3_ALL.items()},
+        "<|end_of_text|>",
+        "<|begin_of_text|>",
+        ("<|eot_id|>", "<|eom_id|>"),
+    ),
+    (151643, 9707): _Published("qwen2", {151643 + n: name for n, name in enumerate(_QWEN)}, _END, stop=("<|im_end|>",)),
+}
+
+
+def is_tiktoken(data: bytes) -> bool:
+    """Whether a file's content begins as such a file does."""
+    return _LINE.fullmatch(data[:1000].partition(b"\n")[0].strip()) is not None
+
+
+def open_tiktoken(file: Path, data: bytes, config: Mapping[str, Any], split: str | None) -> LibraryTokenizer:
+    """The tokenizer of a tiktoken file.
+
+    Args:
+        file: its path, for errors and for `generation_config.json` beside it.
+        data: its content.
+        config: the neighbouring tokenizer_config.json, or {}; its `added_tokens_decoder` names special tokens.
+        split: how text is split, by the names in `splits.SPLITS`; None for a published vocabulary.
+
+    Raises:
+        DataError: not such a file, or not one that is known and `split` is not given.
+    """
+    where = at(file)
+    ranks = _ranks(data, where)
+    known = _PUBLISHED.get((len(ranks), ranks.get(b"Hello", -1)))
+    if split is None and known is None:
+        raise DataError(
+            f"{where}: {len(ranks):,} tokens of no vocabulary that is known, so it is not known how text is split; "
+            f"give `split`, one of {', '.join(splits.SPLITS)}"
+        )
+    if split is not None and split not in splits.SPLITS:
+        raise DataError(f"{where}: no split {split!r}; legal: {', '.join(splits.SPLITS)}")
+    if known is not None and split not in (None, known.split):
+        raise DataError(f"{where}: this vocabulary splits as {known.split!r} does, not as {split!r}; leave `split` out")
+    split = split or (known.split if known else "")
+    added = _added(config, known, where)
+    names = {one["content"]: index for index, one in added.items()}
+    bos, eos = (token_name(config.get(f"{end}_token")) or (known and getattr(known, end)) for end in ("bos", "eos"))
+    if eos is None:
+        raise DataError(
+            f"{where}: which token ends a document? Put a {CONFIG_FILE} beside it with 'eos_token', "
+            "and 'added_tokens_decoder' with its id"
+        )
+    adds_bos = bool(config.get("add_bos_token", bos is not None)) and bos in names
+    stop_ids = [*read_stop_ids(file.parent), *(names[one] for one in (known.stop if known else ()) if one in names)]
+    text = _definition(ranks, added, split, (bos, names[bos]) if adds_bos and bos else None, where)
+    return LibraryTokenizer(text, bos=bos, eos=eos, where=where, adds_bos=adds_bos, stop_ids=stop_ids)
+
+
+def _ranks(data: bytes, where: str) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for row, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        found = _LINE.fullmatch(line.strip())
+        try:
+            token = base64.b64decode(found[1], validate=True) if found else b""
+        except binascii.Error:
+            token = b""
+        if found is None or not token:
+            raise DataError(f"{where}:{row}: not a token in base64 and its rank")
+        if token in ranks:
+            raise DataError(f"{where}:{row}: the token {token!r} again")
+        ranks[token] = int(found[2])
+    if len(set(ranks.values())) != len(ranks):
+        raise DataError(f"{where}: several tokens have the same rank")
+    return ranks
+
+
+def _added(config: Mapping[str, Any], known: _Published | None, where: str) -> dict[int, dict[str, Any]]:
+    """Added tokens by id: the configuration's, else those of the published vocabulary."""
+    listed = config.get("added_tokens_decoder")
+    if listed is None:
+        specials = known.specials if known else {}
+        return {index: definition.added_token(index, name, special=True) for index, name in specials.items()}
+    try:
+        return {
+            int(index): definition.added_token(int(index), one["content"], special=bool(one.get("special", True)))
+            for index, one in listed.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise DataError(f"{where}: 'added_tokens_decoder' of the {CONFIG_FILE} beside it is no ids to tokens") from None
+
+
+def _definition(
+    ranks: Mapping[bytes, int],
+    added: dict[int, dict[str, Any]],
+    split: str,
+    bos: tuple[str, int] | None,
+    where: str,
+) -> str:
+    alphabet = byte_alphabet()
+    spelt = {"".join(alphabet[byte] for byte in token): rank for token, rank in ranks.items()}
+    if both := set(ranks.values()) & added.keys():
+        raise DataError(f"{where}: the id {min(both)} is a token's rank and a special token's too")
+    # Ids that nothing has are given names, since the library numbers added tokens without gaps.
+    last_rank = max(ranks.values())
+    for index in set(range(max([last_rank, *added]))) - set(ranks.values()) - added.keys():
+        added[index] = definition.added_token(index, f"<|unused_{index}|>", special=True)
+    inside = {one["content"]: index for index, one in added.items() if index < last_rank}
+    merges = definition.merges_of(spelt, spelt)
+    return definition.tokenizer_json(
+        definition.bpe(spelt | inside, merges, whole_words=True),
+        added=list(added.values()),
+        normalizer=splits.normalizer(split),
+        pre_tokenizer=splits.pre_tokenizer(split),
+        decoder=definition.BYTE_LEVEL,
+        bos=bos,
+    )
