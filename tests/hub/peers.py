@@ -264,4 +264,5 @@ def peer(family: str, seed: int) -> Peer:
         mean, scale = (0.0, 0.2 if gemma else 0.3) if parameter.dim() > 1 else (0.0 if gemma else 0.7, 0.2)
         values = rng.normal(mean, scale, tuple(parameter.shape))
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
-    return Peer(model, rng.integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32))
+    # Not token 0, the padding: torch gives its embedding no gradient, wherever it stands.
+    return Peer(model, rng.integers(1, config.vocab_size, (2, LENGTH)).astype(np.int32))
