@@ -147,8 +147,10 @@ def _definition(
 ) -> str:
     alphabet = byte_alphabet()
     spelt = {"".join(alphabet[byte] for byte in token): rank for token, rank in ranks.items()}
-    if both := set(ranks.values()) & added.keys():
-        raise DataError(f"{where}: the id {min(both)} is a token's rank and a special token's too")
+    if taken := set(ranks.values()) & added.keys():
+        raise DataError(f"{where}: the id {min(taken)} is a token's rank and a special token's too")
+    if both := spelt.keys() & {one["content"] for one in added.values()}:
+        raise DataError(f"{where}: {min(both)!r} is a special token and a text's too; they cannot be told apart")
     # Ids that nothing has are given names, since the library numbers added tokens without gaps.
     last_rank = max(ranks.values())
     for index in set(range(max([last_rank, *added]))) - set(ranks.values()) - added.keys():
