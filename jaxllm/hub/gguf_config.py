@@ -158,6 +158,8 @@ def rope_parameters(entries: Entries, head_dim: int) -> dict[str, Any]:
     if (theta := entries.number("rope.freq_base", 10000.0)) == 0:
         raise entries.refuse("rope.freq_base", "it is positive")
     rope: dict[str, Any] = {"rope_theta": theta}
+    if rotary != head_dim and entries.arch != "phi3":
+        raise entries.refuse("rope.dimension_count", f"in this architecture it is that of the keys, {head_dim}")
     if rotary != head_dim:
         rope["partial_rotary_factor"] = rotary / head_dim
     kind, factor = entries.get("rope.scaling.type", "linear"), entries.number("rope.scaling.factor", 0.0) or 1.0
@@ -190,7 +192,8 @@ def _factors(entries: Entries, name: str, rotary: int) -> np.ndarray:
     """A tensor of one factor a rotated pair, by which its wavelength is stretched."""
     if name not in entries.tensors:
         raise HubError(f"{entries.path} has no tensor {name}, which its rotary embedding asks for.")
-    factors = np.asarray(entries.tensors[name], np.float64)
+    with np.errstate(invalid="ignore"):
+        factors = np.asarray(entries.tensors[name], np.float64)
     if factors.shape != (rotary // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
         raise HubError(f"{entries.path}: {name} is not {rotary // 2} positive factors.")
     return factors
@@ -209,11 +212,13 @@ def llama3_scaling(entries: Entries, theta: float, rotary: int) -> dict[str, Any
     between = (stretch > 1) & (stretch < factor)
     if between.any():
         smooth = (1 / stretch[between] - 1 / factor) / (1 - 1 / factor)
-        original = int(np.median(np.rint((3 * smooth + 1) / per_turn[between])))
-        expected = np.clip((original * per_turn - 1) / 3, 0, 1)
-        if np.allclose(1 / stretch, (1 - expected) / factor + expected, rtol=1e-4):
-            more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
-            return {"rope_type": "llama3", "factor": decimal(factor)} | more
+        with np.errstate(over="ignore"):
+            original = np.median(np.rint((3 * smooth + 1) / per_turn[between]))
+            expected = np.clip((original * per_turn - 1) / 3, 0, 1)
+        if original < 2**31 and np.allclose(1 / stretch, (1 - expected) / factor + expected, rtol=1e-4):
+            more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            more |= {"factor": decimal(factor), "original_max_position_embeddings": int(original)}
+            return {"rope_type": "llama3"} | more
     raise HubError(
         f"{entries.path}: rope_freqs.weight is not Llama 3's scaling of frequencies (with low and high frequency "
         "factors 1 and 4), the only one that is understood."

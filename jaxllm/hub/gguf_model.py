@@ -121,7 +121,8 @@ def unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 def minus_one(rows: np.ndarray) -> np.ndarray:
     """Norms as the model stores them that adds the one itself."""
-    return rows - np.ones((), rows.dtype)
+    with np.errstate(invalid="ignore"):  # damaged values: whoever uses them sees to them
+        return rows - np.ones((), rows.dtype)
 
 
 def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor | Changed]:

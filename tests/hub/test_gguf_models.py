@@ -385,6 +385,7 @@ def extra(name: str, values: Any) -> Any:
             entry("llama.attention.layer_norm_rms_epsilon", float("nan")),
             "epsilon = nan; it is a finite number, not negative",
         ),
+        (entry("llama.rope.dimension_count", 2), "dimension_count = 2; in this architecture it is that of the keys, 4"),
         (entry("llama.rope.freq_base", 0.0), "freq_base = 0.0; it is positive"),
         (entry("llama.rope.scaling.type", "su"), "scaling.type = 'su'; legal: none, linear, yarn, longrope"),
         (entry("llama.rope.scaling.yarn_attn_factor", 1.5), "yarn_attn_factor = 1.5; legal: 1"),
