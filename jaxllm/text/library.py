@@ -187,7 +187,8 @@ class LibraryTokenizer(Tokenizer):
             if unknown.any():
                 offsets = library.encode(text, add_special_tokens=False).offsets
                 spans = [text[begin:end] for (begin, end), one in zip(offsets, unknown, strict=True) if one]
-                wrong = [span for span in spans if span != self.special_names.get(self._unknown_id or 0)]
+                own_name = None if library is self._plain else self.special_names.get(self._unknown_id or 0)
+                wrong = [span for span in spans if span != own_name]
                 if wrong:
                     raise DataError(f"{self._where}: this vocabulary cannot spell {wrong[0]!r}")
 
