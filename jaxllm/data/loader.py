@@ -33,7 +33,8 @@ class DataConfig:
     heldout_fraction: float | None = None
     """Share of the source to hold out; None is 0.05, or none with `heldout` files. The bundled corpus has its split."""
     tokenizer: str = "bpe:2048"
-    """"byte", "bpe:SIZE" (trained on the source, then cached), or the path of a saved tokenizer or tokenizer.json."""
+    """"byte", "bpe:SIZE" (trained on the source, then cached), the path of a saved tokenizer or its file, or "model":
+    that of the model a run begins from."""
     seq_len: int = 256
     """Tokens per sequence."""
     batch_size: int = 16
@@ -72,12 +73,14 @@ class Dataset:
     """One line for a log: documents, tokens, bytes per token, rows, padding."""
 
 
-def load_dataset(config: DataConfig) -> Dataset:
+def load_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Opens, tokenises (or takes from the cache) and packs what `config` names.
+
+    tokenizer: the one to use where `config.tokenizer` is "model".
 
     Raises DataError naming file and row for data that cannot be used, ValueError for settings that do not go together.
     """
-    train, heldout, tokenizer = _token_documents(config)
+    train, heldout, tokenizer = _token_documents(config, tokenizer)
     plan = _pack(train, config)
     identity = {
         "content": train.content_hash,
@@ -103,7 +106,9 @@ def load_dataset(config: DataConfig) -> Dataset:
     return Dataset(config, training, evaluation, tokenizer, summary)
 
 
-def _token_documents(config: DataConfig) -> tuple[TokenDocuments, TokenDocuments | None, Tokenizer]:
+def _token_documents(
+    config: DataConfig, given: Tokenizer | None
+) -> tuple[TokenDocuments, TokenDocuments | None, Tokenizer]:
     """(training, held-out, tokenizer)."""
     cache = cache_root(config.cache_dir)
     if _listed(config.source) == (corpus.NAME,):
@@ -114,11 +119,11 @@ def _token_documents(config: DataConfig) -> tuple[TokenDocuments, TokenDocuments
         kind = kind_of(files, config.source_format)
         if kind == "tokens":
             _refuse(config, "a token file", "separator", "text_field")
-            return _token_files(config, files)
+            return _token_files(config, files, given)
         _refuse(config, *(("text files", "text_field") if kind == "text" else ("JSONL files", "separator")))
         texts = _text_files(config, files, kind)
     train, heldout = texts
-    tokenizer = _open_tokenizer(config, train)
+    tokenizer = _open_tokenizer(config, train, given)
     return tokenised(train, tokenizer, cache), heldout and tokenised(heldout, tokenizer, cache), tokenizer
 
 
@@ -132,12 +137,12 @@ def _text_files(config: DataConfig, files: tuple[Path, ...], kind: str) -> tuple
 
 
 def _token_files(
-    config: DataConfig, files: tuple[Path, ...]
+    config: DataConfig, files: tuple[Path, ...], given: Tokenizer | None
 ) -> tuple[TokenDocuments, TokenDocuments | None, Tokenizer]:
     if config.tokenizer.startswith("bpe:"):
         raise DataError(f"{at(files[0])}: holds tokens already, so {config.tokenizer!r} cannot be trained on it; "
                         "set `tokenizer` to 'byte' or the path of the tokenizer it was made with")  # fmt: skip
-    tokenizer = _open_tokenizer(config, None)
+    tokenizer = _open_tokenizer(config, None, given)
     train = open_tokens(_single(files), tokenizer)
     if config.heldout:
         return train, open_tokens(_single(_heldout_files(config, "tokens")), tokenizer), tokenizer
@@ -151,7 +156,11 @@ def _heldout_files(config: DataConfig, kind: str) -> tuple[Path, ...]:
     return files
 
 
-def _open_tokenizer(config: DataConfig, train: Documents | None) -> Tokenizer:
+def _open_tokenizer(config: DataConfig, train: Documents | None, given: Tokenizer | None) -> Tokenizer:
+    if config.tokenizer == "model":
+        if given is None:
+            raise DataError("data.tokenizer is 'model', but the run begins from no model; set `init_from`, or name one")
+        return given
     name, _, size = config.tokenizer.partition(":")
     if config.tokenizer == "byte":
         return ByteTokenizer()

@@ -187,11 +187,18 @@ class Part:
     begin: int
     axis: int
 
-    @property
-    def place(self) -> tuple[slice, ...]:
-        """The slice of their tensor."""
-        size = self.piece.their_shape(self.shape)[self.axis]
-        return (*(slice(None),) * self.axis, slice(self.begin, self.begin + size))
+    def read(self, tensor: Any, inner: tuple[slice, ...]) -> np.ndarray:
+        """The part ``inner`` of our weight; of their tensor only the rows that hold it are asked for."""
+        first = self.piece.groups[0][0]  # ours, outermost in their rows
+        span = range(*inner[first].indices(self.shape[first]))
+        size = self.piece.their_shape(self.shape)
+        each = size[0] // self.shape[first]
+        begins = [self.begin if axis == self.axis else 0 for axis in range(len(size))]
+        rows = slice(begins[0] + span.start * each, begins[0] + span.stop * each)
+        place = (rows, *(slice(begin, begin + n) for begin, n in zip(begins[1:], size[1:], strict=True)))
+        shape = (*self.shape[:first], len(span), *self.shape[first + 1 :])
+        rest = (*inner[:first], slice(None), *inner[first + 1 :])
+        return self.piece.to_ours(np.asarray(tensor[place]), shape)[rest]
 
 
 @dataclass(frozen=True)

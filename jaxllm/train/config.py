@@ -18,6 +18,8 @@ class RunConfig:
     Attributes:
         name: the run's name, and its directory's.
         model: the architecture; its vocab_size must hold the tokenizer's.
+        init_from: a model to begin from instead of random parameters: a directory, a .gguf file, ``smollm2`` or
+            ``hf:ORG/NAME``. ``model`` must be its architecture (``open_source(find_model(NAME)).config``).
         data: what to train on, and the batch.
         optim: the optimizer and its schedule.
         steps: optimizer steps; the schedule is spread over them.
@@ -33,6 +35,7 @@ class RunConfig:
 
     name: str = runtime_only("run")
     model: DecoderConfig = field(default_factory=DecoderConfig)
+    init_from: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     steps: int = 1000
@@ -49,6 +52,11 @@ class RunConfig:
         for name, least in (("steps", 1), ("accumulate", 1), ("log_every", 1), ("eval_every", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}; give {least} or more.")
+        if self.model.learned_positions is not None and self.data.seq_len > self.model.learned_positions:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len}, but the model has learned {self.model.learned_positions} "
+                "positions (model.learned_positions); choose no more."
+            )
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")
         if self.data.batch_size % self.accumulate:

@@ -19,6 +19,7 @@ from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
+from jaxllm.train.begin import load_params, source_of
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
@@ -75,7 +76,8 @@ class Run:
         check_batch(config, self.mesh, self.model.rules)
         self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
-        self.data: Dataset = load_dataset(config.data)
+        self.source = source_of(config.init_from, config.model) if config.init_from else None
+        self.data: Dataset = load_dataset(config.data, self.source and self.source.tokenizer)
         check_vocabulary(config, self.data.tokenizer)
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
@@ -100,6 +102,7 @@ class Run:
         """What a checkpoint carries beside the state."""
         return {
             "config": to_dict(self.config),
+            "source": None if self.source is None else dict(self.source.source),
             "cursor": self.data.train.cursor(step),
             "tokenizer": self.data.tokenizer.fingerprint,
             "versions": versions(),
@@ -123,6 +126,8 @@ def train(config: RunConfig) -> Finished:
         state, first = start_state(run, checkpointer)
         files.write_json(files.config, to_dict(config))
         run.data.tokenizer.save(files.tokenizer)
+        if run.source is not None and run.source.template is not None:
+            run.source.template.save(files.tokenizer)
         files.keep_metrics(first)
         with make_view(run, first) as view, stop_signals() as stopping:
             describe(run, view, first)
@@ -198,7 +203,10 @@ def non_finite(values: dict[str, float], number: int, checkpointer: Checkpointer
 def start_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, int]:
     """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
     if checkpointer.latest() is None:
-        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract), 0
+        params = None
+        if run.source is not None:
+            params = load_params(run.source, run.config.model, run.mesh, shardings_of(run.abstract.params))
+        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
         check_resumable(checkpointer.read_meta(), run.config, run.directory.path)
     found = checkpointer.resume(run.abstract)

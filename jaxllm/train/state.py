@@ -52,13 +52,19 @@ def abstract_state(model: Functional, optimizer: optax.GradientTransformation, m
 
 
 def init_state(
-    model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, abstract: TrainState
+    model: Functional,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int,
+    abstract: TrainState,
+    params: Any = None,
 ) -> TrainState:
-    """A fresh state, every array born in its shard."""
+    """A fresh state, every array born in its shard; with ``params`` instead of random ones where they are given."""
 
     params_key, run_key = jax.random.split(jax.random.key(seed))
     with jax.set_mesh(mesh):
-        params = model.init(params_key, sharding.shardings_of(abstract.params))
+        if params is None:
+            params = model.init(params_key, sharding.shardings_of(abstract.params))
         return TrainState(
             params=params,
             opt_state=jax.jit(optimizer.init, out_shardings=sharding.shardings_of(abstract.opt_state))(params),

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import sharding
 from jaxllm.hub import HubError, load_hf
 from jaxllm.hub.families import decoder_config, family
-from jaxllm.hub.gguf import open_gguf
+from jaxllm.hub.gguf import GgufTensor, open_gguf
 from jaxllm.hub.gguf_config import decimal, hf_config
 from jaxllm.hub.gguf_model import Changed, find_smollm2, hf_tensors, load_gguf, minus_one, unpermute
 from jaxllm.hub.huggingface import paths
@@ -303,6 +303,24 @@ def test_halves_on_a_mesh(kind: Ggml, layout: str, saved: Any, tmp_path: Path) -
         gguf.quants.quantize(np.array(open_model(saved("llama_tied"))["model.embed_tokens.weight"]), kind), kind
     )
     assert np.array_equal(table, rounded)
+
+
+def test_a_device_decodes_only_its_rows(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(saved("llama"), tmp_path / "m.gguf")
+    asked: dict[str, set[int]] = {}
+    whole = GgufTensor.__getitem__
+
+    def spy(tensor: GgufTensor, index: Any) -> np.ndarray:
+        part = whole(tensor, index)
+        asked.setdefault(tensor.name, set()).add(len(part))
+        return part
+
+    monkeypatch.setattr(GgufTensor, "__getitem__", spy)
+    load_gguf(file, mesh=sharding.MeshSpec.parse("tensor=2,data=4").build())
+    assert asked["blk.0.attn_q.weight"] == {4 // 2 * 8}
+    assert asked["blk.0.attn_k.weight"] == {2 // 2 * 8}
+    assert asked["blk.0.ffn_up.weight"] == {24 // 2}
+    assert asked["blk.0.ffn_down.weight"] == {16}  # split along what a row holds
 
 
 def test_progress_counts_every_parameter(saved: Any, tmp_path: Path) -> None:

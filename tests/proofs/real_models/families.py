@@ -25,6 +25,7 @@ from tests.proofs.harness import proof
 
 GAP = 1e-4
 """Where the reference's best two logits are closer than this, which is best is not compared."""
+ROUNDING = 2e-6
 EXCLUDED = 0.01
 """How much of a text may be left out for that."""
 
@@ -112,9 +113,23 @@ def equal_in_float64(name: str, seed: int) -> dict[str, float]:
     }
 
 
+def well_conditioned(name: str, seed: int) -> peers.Peer:
+    """A random model whose logits float32 can tell: transformers' own are within ROUNDING of its float64 ones.
+
+    Others, one in fifty or so, would compare the rounding of two programs.
+    """
+    for attempt in range(seed, seed + 20):
+        peer = peers.peer(name, attempt)
+        with peers.float64():
+            exact = peers.logits_of(peer.wide(), peer.tokens)
+        if error(peer.logits().astype(np.float64), exact) < ROUNDING:
+            return peer
+    raise AssertionError(f"20 ill-conditioned draws of {name} in a row from seed {seed}")
+
+
 def equal_in_float32(name: str, seed: int) -> dict[str, float]:
     """The logits as people compute them; the likeliest token equal wherever the reference is not undecided."""
-    peer = peers.peer(name, seed)
+    peer = well_conditioned(name, seed)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_hf(peer.save(Path(folder) / "model"))
     want, want_short = peer.logits(), peer.logits(peer.tokens[:, : peers.SHORT])
