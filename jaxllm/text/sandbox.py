@@ -2,14 +2,11 @@
 
 jinja2's sandbox keeps a template away from Python's internals; it does not keep it from running for ever or from
 filling the memory. Here every template is rewritten after parsing so that each loop turn, each value it makes and
-each piece it writes is counted, on whatever thread it runs. Single operations whose result may be far larger than
-what goes in ("a" * 10**9, padding, formatting, `**`) are sized before they run. The limits are far above what the
-longest conversation needs.
+each piece it writes is counted (`meter.py`), on whatever thread it runs. Single operations whose result may be far
+larger than what goes in ("a" * 10**9, padding, formatting, `**`) are sized before they run.
 """
 
 import json
-import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -24,101 +21,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_SOURCE = 1_000_000
-"""Characters of a template."""
-MAX_OUTPUT = 16_000_000
-"""Characters that a template may write, captured text included."""
-MAX_VALUE = 16_000_000
-"""Size of one value: characters, and entries counted through all levels."""
-MAX_MADE = 400_000_000
-"""Size of all values made on the way."""
-MAX_STEPS = 1_000_000
-"""Turns of loops, calls and operations."""
-MAX_SECONDS = 10.0
-MAX_WIDTH = 100_000
-"""A number given to a function that pads, repeats or formats."""
-MAX_BITS = 10_000
-"""Bits of a whole number."""
+from jaxllm.text.meter import MAX_BITS, MAX_SOURCE, LimitExceeded, Meter, check_format, check_method, joinable
 
 # Filters that take their time over each character.
 _SLOW = frozenset({"pprint", "striptags", "title", "urlize", "wordcount", "wordwrap", "xmlattr"})
 _MAX_SLOW = 1_000_000
-# Filters that make more than they are given, by a number or a text among their arguments.
-_WIDENING = frozenset({"batch", "center", "format", "indent", "replace", "round", "slice", "tojson", "urlize"})
-_WIDENING_METHODS = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "rjust", "to_bytes", "zfill"})
-
-
-class LimitExceeded(jinja2.TemplateError):
-    """A template does more than any conversation needs."""
+# Filters that make more than they are given: once by a number or a text among their arguments, or by a text for
+# each character.
+_WIDENING = frozenset({"batch", "center", "indent", "round", "slice"})
+_INSERTING = frozenset({"urlize", "wordwrap"})
 
 
 class TemplateRefused(jinja2.TemplateError):
     """The template itself refuses the conversation, by `raise_exception`."""
-
-
-class Meter:
-    """What one rendering has used."""
-
-    def __init__(self) -> None:
-        self._steps = self._made = self._written = 0
-        self._deadline = time.monotonic() + MAX_SECONDS
-        self._sizes: dict[int, tuple[Any, int]] = {}  # with the value itself, so that no other gets its id
-
-    def step(self) -> None:
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise LimitExceeded(f"it does not come to an end: more than {MAX_STEPS:,} steps")
-        if self._steps % 64 == 0 and time.monotonic() > self._deadline:
-            raise LimitExceeded(f"it runs for more than {MAX_SECONDS:g} s")
-
-    def made(self, value: Any) -> Any:
-        """Counts a value that the template made, and hands it on."""
-        self.step()
-        size = self.size(value)
-        self._made += size
-        if size > MAX_VALUE or self._made > MAX_MADE:
-            raise LimitExceeded(f"it makes too much on the way: a value of size {size:,}, {self._made:,} in all")
-        return value
-
-    def written(self, value: Any) -> Any:
-        """Counts what is written, and hands it on."""
-        self.step()
-        self._written += self.size(value)
-        if self._written > MAX_OUTPUT:
-            raise LimitExceeded(f"it writes more than {MAX_OUTPUT:,} characters")
-        return value
-
-    def size(self, value: Any) -> int:
-        """Characters of a text; for a list or mapping the sum over its entries, as if they were written out."""
-        if isinstance(value, str | bytes):
-            return len(value)
-        if isinstance(value, int):
-            if value.bit_length() > MAX_BITS:
-                raise LimitExceeded(f"it makes a number of {value.bit_length():,} bits")
-            return 1
-        if isinstance(value, type({}.items()) | type({}.keys()) | type({}.values())):
-            value = value.mapping
-        if not isinstance(value, list | tuple | Mapping):
-            return 1
-        if (known := self._sizes.get(id(value))) is not None:
-            return known[1]
-        entries = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-        total = 1 + len(entries) + sum(self.size(one) for one in entries)
-        self._sizes[id(value)] = (value, total)
-        return total
-
-    def check_widening(self, arguments: Iterable[Any], times: int) -> None:
-        """Sizes in advance what padding or formatting makes: at most the widest argument, `times` times."""
-        widest = 1
-        for argument in arguments:
-            if isinstance(argument, int | float) and abs(argument) > MAX_WIDTH:
-                raise LimitExceeded(f"it asks for a width of {argument:g}")
-            widest = max(widest, abs(int(argument)) if isinstance(argument, int | float) else self.size(argument))
-        self.check_size(widest * max(times, 1))
-
-    def check_size(self, size: int) -> None:
-        if size > MAX_VALUE:
-            raise LimitExceeded(f"it would make a value of size {size:,}")
 
 
 _METER: ContextVar[Meter] = ContextVar("meter")
@@ -176,8 +91,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(left, int) and isinstance(right, int) and abs(left) > 1:
             if left.bit_length() * abs(right) > MAX_BITS:
                 raise LimitExceeded(f"it makes a number of {left.bit_length() * abs(right):,} bits")
-        elif operator == "%" and isinstance(left, str):
-            _check_format(meter, left, right if isinstance(right, tuple) else (right,))
+        elif operator == "%" and isinstance(left, str | bytes):
+            check_format(meter, str(left), right if isinstance(right, tuple) else (right,))
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(times, int) and not isinstance(many, int | float):
@@ -188,38 +103,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str | bytes | int | float):
-            args = _check_method(_METER.get(), owner, name, args, kwargs)
+            args = check_method(_METER.get(), owner, name, args, kwargs)
         return super().call(context, function, *args, **kwargs)
-
-
-def _check_method(
-    meter: Meter, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Sizes what a method of a text or number would make; the arguments, with iterators written out."""
-    given = [*args, *kwargs.values()]
-    if name in ("format", "format_map"):
-        _check_format(meter, owner, given)
-    elif name in _WIDENING_METHODS:
-        meter.check_widening(given, owner.count("\t") if name == "expandtabs" else 1)
-    elif name == "replace" and len(args) > 1:
-        meter.check_size(len(owner) + owner.count(args[0]) * len(args[1]))
-    elif name == "join" and args:
-        return (_joinable(meter, owner, args[0]), *args[1:])
-    elif name == "translate" and args:
-        meter.check_size(len(owner) * meter.size(args[0]))
-    return args
-
-
-def _check_format(meter: Meter, text: str, arguments: Iterable[Any]) -> None:
-    """Widths stand in the format itself or among the arguments; each field may use the widest."""
-    widths = [int(digits[:9]) for digits in re.findall(r"\d+", text)]
-    meter.check_widening([*widths, *arguments], text.count("%") + text.count("{"))
-
-
-def _joinable(meter: Meter, separator: Any, entries: Iterable[Any]) -> list[Any]:
-    listed = list(entries)
-    meter.check_size(meter.size(listed) + len(listed) * meter.size(separator))
-    return listed
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,14 +117,21 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name in _SLOW and meter.size(value) > _MAX_SLOW:
             raise LimitExceeded(f"it gives {name} a text of {meter.size(value):,} characters")
         if name == "format":
-            _check_format(meter, str(value), given)
+            check_format(meter, str(value), given)
         elif name == "replace" and len(given) > 1:
             meter.check_size(meter.size(value) + str(value).count(str(given[0])) * len(str(given[1])))
         elif name == "join":
             separator = given[0] if given else ""
-            args = (*args[:skip], _joinable(meter, separator, value), *args[skip + 1 :])
+            args = (*args[:skip], joinable(meter, separator, value), *args[skip + 1 :])
+        elif name == "sum":
+            listed = list(value)
+            args = (*args[:skip], listed, *args[skip + 1 :])
+            if any(isinstance(one, list | tuple) for one in given):  # each addition copies what there is
+                meter.check_size(len(listed) * meter.size(listed))
         elif name in _WIDENING:
-            meter.check_widening(given, str(value).count("\n") + 1 if name == "indent" else meter.size(value))
+            meter.check_widening(given, str(value).count("\n") + 1 if name == "indent" else 1)
+        elif name in _INSERTING:
+            meter.check_widening([one for one in given if isinstance(one, str)], meter.size(value))
         return meter.made(function(*args, **kwargs))
 
     if skip:
@@ -374,7 +266,17 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """jinja2's own would write `<` as an HTML escape."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    meter = _METER.get()
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    meter.check_widening([indent or 0, *(separators or ())], 1)
+    if indent is None and separators is None:
+        return encoder.encode(value)
+    parts, size = [], 0
+    for part in encoder.iterencode(value):
+        parts.append(part)
+        size += len(part)
+        meter.check_size(size)
+    return "".join(parts)
 
 
 def _strftime_now(form: str) -> str:

@@ -231,7 +231,10 @@ def loaded_by(statement: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
-HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "numpy", "matplotlib", "tokenizers", "tyro", "rich"}
+HEAVY = {
+    *("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "numpy", "matplotlib", "tokenizers", "jinja2"),
+    *("tyro", "rich"),
+}
 
 
 def test_import_is_light():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxllm.files import DataError
-from jaxllm.text import ChatTemplate, TemplateError, load_template, sandbox
+from jaxllm.text import ChatTemplate, TemplateError, load_template, meter
 from tests.text import templates
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -72,6 +72,16 @@ ATTACKS = {
     "formatting": ("{{ '%999999999d' % 1 }}", "width"),
     "formatting by a filter": ("{{ '%*d' | format(999999999, 1) }}", "width"),
     "formatting by a method": ("{{ '{:>999999999}'.format(1) }}", "width"),
+    "formatting bytes": ("{{ '%999999999d'.encode() % 1 }}", "width"),
+    "a width from a field": ("{{ '{0:{1[a]}}'.format(1, {'a': 10 ** 9}) }}", "width of a field from another"),
+    "indented JSON": (
+        "{% set n = namespace(a=[]) %}{% for i in range(200) %}{% set n.a = [n.a] %}{% endfor %}"
+        "{{ n.a | tojson(indent=9999) }}",
+        "would make a value",
+    ),
+    "separated JSON": ("{{ range(9999) | list | tojson(separators=('a' * 9999, ':')) }}", "would make a value"),
+    "wrapping": ("{{ ('a ' * 9999) | wordwrap(1, wrapstring='b' * 9999) }}", "would make a value"),
+    "adding lists": ("{{ ([[1] * 99] * 9999) | sum(start=[]) }}", "would make a value"),
     "indenting": ("{{ ('a\n' * 9999) | indent(99999) }}", "would make a value"),
     "rounding": ("{{ 1.5 | round(999999999, 'ceil') }}", "width"),
     "replacing": ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", "would make a value"),
@@ -94,21 +104,21 @@ ATTACKS = {
     "no type": ("{{ 'a' + 1 }}", "TypeError"),
     "no syntax": ("a\n{% if %}", r"\(line 2\)"),
     "no filter": ("{{ 1 | nothing }}", "No filter named 'nothing'"),
-    "a long source": ("x" * (sandbox.MAX_SOURCE + 1), "characters long"),
+    "a long source": ("x" * (meter.MAX_SOURCE + 1), "characters long"),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_a_template_may_not_do(name, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 60_000)  # the tests' type checks are slow
+    monkeypatch.setattr(meter, "MAX_STEPS", 60_000)  # the tests' type checks are slow
     source, message = ATTACKS[name]
     with pytest.raises(TemplateError, match=message):
         render(source)
 
 
 def test_time_is_limited_off_the_main_thread_too(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 10**12)
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(meter, "MAX_STEPS", 10**12)
+    monkeypatch.setattr(meter, "MAX_SECONDS", 0.2)
     caught = []
 
     def work():
@@ -134,7 +144,7 @@ def test_a_long_conversation_is_within_the_limits():
 
 
 def test_renderings_do_not_share_their_limits(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 2000)
+    monkeypatch.setattr(meter, "MAX_STEPS", 2000)
     template = ChatTemplate("{% for i in range(900) %}{{ i }}{% endfor %}")
     assert len({template.render(HELLO) for _ in range(5)}) == 1
 
