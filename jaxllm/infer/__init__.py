@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.infer.cache import DenseCache, empty_cache
+    from jaxllm.infer.chat import Chat
     from jaxllm.infer.generate import Generator
     from jaxllm.infer.load import LoadedModel, ModelNotFoundError, load_model
     from jaxllm.infer.sampler import sample
 
 _HOMES = {
     "cache": ("DenseCache", "empty_cache"),
+    "chat": ("Chat",),
     "generate": ("Generator",),
     "load": ("LoadedModel", "ModelNotFoundError", "load_model"),
     "sampler": ("sample",),
@@ -18,6 +20,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Chat",
     "DenseCache",
     "Generator",
     "LoadedModel",

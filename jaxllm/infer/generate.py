@@ -73,13 +73,21 @@ class Generator:
         Ends early when every row has made one of ``stop_ids``; what a row makes after its own is to be ignored.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, nothing to make, a negative temperature.
+            ValueError: an empty prompt, a token outside the vocabulary, nothing to make, a negative temperature, more
+                tokens than the model has learned positions.
         """
         lengths = [len(p) for p in prompts]
         check_request(prompts, max_tokens, temperature, stop_ids, self.vocab_size)
+        most = self.model.config.learned_positions
+        if most is not None and max(lengths) + max_tokens > most:
+            raise ValueError(
+                f"{max(lengths)} tokens of prompt and {max_tokens} new ones are {max(lengths) + max_tokens}; the model "
+                f"has learned {most} positions. Give a shorter prompt or fewer new tokens."
+            )
         padded = np.zeros((len(prompts), bucket(max(lengths))), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
+            row[len(prompt) :] = prompt[-1]
         slots = bucket(max(lengths) + max_tokens)
         key, heat = jax.random.key(seed), jnp.float32(temperature)
         last = jnp.asarray(lengths, jnp.int32) - 1
@@ -89,16 +97,19 @@ class Generator:
         position = last + 1
         fresh = token[:, None]
         while True:
+            later = None
+            if made == 0:
+                # Decoding may have to be compiled first, and the first token is there already.
+                yield np.asarray(fresh)
             if made + fresh.shape[1] < max_tokens:
                 # The next block is on its way before this one is looked at.
                 later, token, position, cache = self._decode(
                     self.params, token, position, key, heat, cache, count=self.block
                 )
-            else:
-                later = None
             out = np.asarray(fresh)[:, : max_tokens - made]
+            if made > 0:
+                yield out
             made += out.shape[1]
-            yield out
             stopped |= np.isin(out, list(stop_ids)).any(axis=1)
             if later is None or stopped.all():
                 return
@@ -116,9 +127,13 @@ def prefill(
     slots: int,
     vocab_size: int,
 ) -> tuple[Int[Array, " B"], AttentionContext]:
-    """Runs the prompts (padded on the right) and samples the token after position ``last`` of each."""
+    """Runs the prompts and samples the token after position ``last`` of each.
+
+    A prompt is filled up with its last token, which stays at position ``last``: what it writes to the cache is what is
+    there, and no row is longer than its prompt, which matters to rotary scalings that look at the length.
+    """
     batch, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    positions = jnp.minimum(jnp.arange(length, dtype=jnp.int32), last[:, None])
     hidden, cache = model.forward(params, tokens, positions, empty_cache(model.config, batch, slots))
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # only the row that is sampled is projected
     logits = next_logits(model, params, hidden, vocab_size)

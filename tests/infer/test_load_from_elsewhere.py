@@ -1,42 +1,151 @@
-"""`jaxllm generate` on a directory in Hugging Face's layout."""
+"""`jaxllm generate` and `jaxllm chat` on models in other libraries' files."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm import cli
-from jaxllm.data import ByteTokenizer, DataError
-from jaxllm.hub import HubModel, decoder_config, export_hf
-from jaxllm.infer import ModelNotFoundError, load_model
+from jaxllm.files import DataError
+from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, find_model
+from jaxllm.infer import Chat, Generator, ModelNotFoundError, load_model
+from jaxllm.text import ByteTokenizer
 from tests import quick
 
-FIXTURES = Path(__file__).parents[1] / "hub" / "fixtures"
+SOURCE = {
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "vocab_size": 272,
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|bos|>' if m.role == 'user' else '' }}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
-def save(directory: Path, vocab_size: int) -> None:
-    source = json.loads((FIXTURES / "qwen2" / "config.json").read_text()) | {"vocab_size": vocab_size}
+def save(directory: Path, template: str = "", **fields: Any) -> str:
+    source = SOURCE | fields
     config = decoder_config(source)
     export_hf(HubModel(config, quick.params(config), source), directory)
     ByteTokenizer().save(directory)
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
+    return str(directory)
 
 
 def test_generate_writes_with_a_model_from_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    save(tmp_path / "model", 272)
-    assert cli.main(["generate", str(tmp_path / "model"), "--prompt", "Hello", "--max-tokens", "4"]) == 0
+    model = save(tmp_path / "model")
+    assert cli.main(["generate", model, "--prompt", "Hello", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("Hello")
-    assert cli.main(["eval", str(tmp_path / "model")]) == 2
+    assert cli.main(["eval", model]) == 2
     assert "was not trained here" in capsys.readouterr().err
+    assert cli.main(["chat", model, "--message", "Hi"]) == 2
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "model", 100)
     with pytest.raises(DataError, match="272 tokens, but the model's embedding has 100 rows"):
-        load_model(tmp_path / "model")
+        load_model(save(tmp_path / "model", vocab_size=100))
 
 
-def test_a_directory_that_is_neither_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"no checkpoints/.*safetensors"):
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no checkpoints/.*safetensors.*\.gguf"):
         load_model(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(HubError, match="pickle files can run any code"):
+        load_model(tmp_path / "model.bin")
+    (tmp_path / "model.txt").write_text("hello")
+    with pytest.raises(HubError, match=r"model.txt"):
+        load_model(tmp_path / "model.txt")
+
+
+def test_a_hub_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(HubError, match=r"hf:some/model: .* pip install 'jaxllm\[hf\]'"):
+        find_model("hf:some/model")
+
+
+def test_the_conversation_is_what_the_template_makes_of_it(tmp_path: Path) -> None:
+    """Each answer goes on from everything said before; special tokens are tokens, and stop it."""
+    chat = Chat(load_model(save(tmp_path / "model", TEMPLATE)), [{"role": "system", "content": "S"}], max_tokens=6)
+    first = "".join(chat.say("one"))
+    assert chat.messages[1:] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}]
+    ids = chat.tokens([*chat.messages, {"role": "user", "content": "<|bos|>"}])
+    text = f"system:S\n<|bos|>user:one\nassistant:{first}\n<|bos|>user:<|bos|>\nassistant:"
+    assert ids == ByteTokenizer().encode(text, specials=True).tolist()
+    assert ids.count(256) == 3
+    asked = list(chat.say("two"))
+    assert len(chat.messages) == 5
+    assert chat.messages[-1]["content"] == "".join(asked)
+
+
+def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+    chat = Chat(load_model(save(tmp_path / "model", TEMPLATE)), max_tokens=40, temperature=0.0)
+    whole = list(chat.say("one"))
+    assert len(whole) > 1
+    chat.messages.clear()
+    answer = chat.say("one")
+    piece = next(answer)
+    answer.close()
+    assert chat.messages == [{"role": "user", "content": "one"}, {"role": "assistant", "content": piece}]
+
+
+def test_a_conversation_that_is_too_long_is_refused_and_forgotten(tmp_path: Path) -> None:
+    chat = Chat(load_model(save(tmp_path / "model", TEMPLATE, max_position_embeddings=40)), max_tokens=500)
+    assert sum(len(piece.encode()) for piece in chat.say("hello")) <= 40
+    chat.messages.clear()
+    with pytest.raises(DataError, match="has 71 tokens, and the model reads 40 at most"):
+        list(chat.say("x" * 54))
+    assert chat.messages == []
+
+
+def test_chat_reads_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(tmp_path / "model", TEMPLATE)
+    settings = ["--max-tokens", "3", "--temperature", "0"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n/what\n/clear\none\n/exit\nnever\n"))
+    assert cli.main(["chat", model, *settings]) == 0
+    out, err = capsys.readouterr()
+    assert "no command /what" in err
+    lines = out.splitlines()
+    assert cli.main(["chat", model, "--message", "one", *settings]) == 0
+    answer = capsys.readouterr().out.splitlines()
+    assert lines == answer * 2, "cleared, the second answer is the first again; nothing follows /exit"
+
+
+def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
+    fields = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 272, "layer_norm_epsilon": 1e-5}
+    source = {"model_type": "gpt2", "activation_function": "gelu_new", **fields}
+    config = decoder_config(source)
+    export_hf(HubModel(config, quick.params(config), source), tmp_path / "model")
+    ByteTokenizer().save(tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    assert loaded.longest == 16
+    generator = Generator(loaded.model, loaded.params)
+    assert sum(block.shape[1] for block in generator.stream([[1, 2, 3]], 13)) == 13
+    with pytest.raises(ValueError, match="3 tokens of prompt and 14 new ones are 17; the model has learned 16"):
+        next(generator.stream([[1, 2, 3]], 14))
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"}], ids=str)
+def test_padding_to_a_bucket_does_not_lengthen_a_prompt(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """Rotary scalings look at a sequence's length: that of the prompt, not of the program that reads it."""
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [3.0, 9.0]} if rope["rope_type"] == "longrope" else {}
+    rope = rope | factors | {"rope_theta": 100.0}
+    loaded = load_model(save(tmp_path / "model", rope_parameters=rope, max_position_embeddings=12))
+    plain = load_model(save(tmp_path / "plain", rope_parameters={"rope_theta": 100.0}))
+    prompt = np.random.default_rng(0).integers(0, 256, 7).tolist()
+    first, second = (next(Generator(m.model, m.params).stream([prompt], 5)) for m in (loaded, plain))
+    np.testing.assert_array_equal(first, second)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["rope_parameters"] == rope

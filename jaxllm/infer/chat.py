@@ -1,0 +1,89 @@
+"""A conversation with a model through its chat template, its answers streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.files import DataError
+from jaxllm.infer import generate
+from jaxllm.infer.load import LoadedModel
+from jaxllm.text import StreamDecoder
+
+Message = dict[str, Any]
+"""With "role" and "content", as templates read them."""
+
+
+@dataclass
+class Chat:
+    """A conversation.
+
+    Attributes:
+        loaded: the model; it must have a chat template.
+        messages: what was said so far; begin it with a system message, if any.
+        max_tokens: of an answer, at most.
+        temperature: 0 takes the likeliest token each time.
+        seed: of the sampling; every answer has its own stream.
+    """
+
+    loaded: LoadedModel
+    messages: list[Message] = field(default_factory=list)
+    max_tokens: int = 512
+    temperature: float = 0.7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loaded.template is None:
+            raise DataError(
+                "this model has no chat template, so it was not trained to converse; "
+                "`jaxllm generate` continues a text with it."
+            )
+        vocab_size = min(self.loaded.tokenizer.vocab_size, self.loaded.model.config.vocab_size)
+        self._generator = generate.Generator(self.loaded.model, self.loaded.params, vocab_size=vocab_size)
+
+    def say(self, text: str) -> Generator[str, None, None]:
+        """Streams the answer to ``text``, which then belongs to the conversation.
+
+        A stream that is not read to its end leaves what was read as the answer.
+
+        Raises:
+            DataError: the template refuses the conversation, or it is too long for the model; nothing is kept of
+                ``text`` then.
+        """
+        ids = self.tokens([*self.messages, {"role": "user", "content": text}])
+        room = self.max_tokens
+        if self.loaded.longest is not None:
+            room = min(room, self.loaded.longest - len(ids))
+            if room < 1:
+                raise DataError(
+                    f"the conversation has {len(ids)} tokens, and the model reads {self.loaded.longest} at most; "
+                    "start a new one."
+                )
+        self.messages.append({"role": "user", "content": text})
+        said: list[str] = []
+        try:
+            for piece in self._answer(ids, room):
+                said.append(piece)
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    def tokens(self, messages: list[Message]) -> list[int]:
+        """The conversation as the model reads it, up to where its answer begins."""
+        assert self.loaded.template is not None
+        return [int(i) for i in self.loaded.tokenizer.encode(self.loaded.template.render(messages), specials=True)]
+
+    def _answer(self, ids: list[int], room: int) -> Iterator[str]:
+        stop = self.loaded.tokenizer.stop_ids
+        decoder = StreamDecoder(self.loaded.tokenizer, continues=True)
+        blocks = self._generator.stream(
+            [ids], room, temperature=self.temperature, seed=self.seed + len(self.messages), stop_ids=stop
+        )
+        for block in blocks:
+            row = [int(i) for i in block[0]]
+            ended = next((i for i, token in enumerate(row) if token in stop), None)
+            if piece := decoder.push(row[:ended]):
+                yield piece
+        if rest := decoder.flush():
+            yield rest
