@@ -6,9 +6,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.models import DecoderConfig, functional
+from jaxllm.models import DecoderConfig, Segments, functional
 
 _OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 12):  # later ones have no such option
@@ -28,3 +29,11 @@ def params(config: DecoderConfig, seed: int = 0, scale: float = 0.3) -> Any:
         return (scale * rng.normal(size=leaf.shape) + name.endswith("gain")).astype(leaf.dtype)
 
     return jax.tree.map_with_path(draw, model.abstract())
+
+
+def logits(config: DecoderConfig, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """Float[B S V] of whole texts, each row one document."""
+    model = functional(config)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    run = jit(lambda p, t: model.head(p, model.forward(p, t, positions, Segments())[0]))
+    return np.asarray(run(params, jnp.asarray(tokens)))

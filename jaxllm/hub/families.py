@@ -247,7 +247,7 @@ def _phi3(fields: Fields) -> DecoderConfig:
         renamed = {**given, "rope_type": "longrope"}
         fields.given = {**fields.given, "rope_parameters": renamed}
     window = fields.get("sliding_window", int, None)
-    attention = replace(_attention(fields), rope=rope_config(fields), window=window)
+    attention = replace(_attention(fields), rope=rope_config(fields, partial=True), window=window)
     block = BlockConfig(attention, _mlp(fields, "hidden_act"))
     return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 

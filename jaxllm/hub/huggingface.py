@@ -5,14 +5,16 @@ Neither torch nor transformers is needed.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,14 +23,11 @@ from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families import decoder_config, family
 from jaxllm.hub.mapping import Part, Table, Theirs, layout
+from jaxllm.hub.safetensors import Lazy, Progress
 from jaxllm.models import DecoderConfig, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total)."""
-
 
 Tensors = Mapping[str, Any]
 """By name, arrays or what makes an array of a slice: anything with ``shape``, ``[slices]`` and ``__array__``."""
@@ -104,10 +103,7 @@ def load_tensors(
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     leaves = paths(abstract)
     found, carried = match(family(source).table, config, leaves, tensors)
-    sources: dict[str, list[tuple[Any, Part]]] = {path: [] for path in leaves}
-    for name, theirs in found.items():
-        for part in theirs.parts:
-            sources[part.path].append((tensors[name], part))
+    sources = by_leaf(found, tensors)
     loaded: dict[str, jax.Array] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
@@ -129,21 +125,37 @@ def export_hf(
         HubError: the directory exists, or the disk refuses.
     """
     leaves = paths(model.params)
-    carried = model.carried
-    names = layout(family(model.source).table, model.config, leaves, bare=carried.bare)
-    order = sorted({**names, **carried.tensors, **carried.twice})
+    tensors = their_tensors(model.source, model.config, leaves, model.carried)
+    with safetensors.hub_directory(Path(directory)) as temporary:
+        safetensors.write_shards(temporary, tensors, shard_bytes, progress)
+        write_config(temporary, model.source, model.config.param_dtype)
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for done, name in enumerate(order):
-            if progress is not None:
-                progress(name, done, len(order))
-            own = carried.twice.get(name, name)
-            yield name, to_theirs(names[own], leaves) if own in names else np.asarray(carried.tensors[own])
 
-    key = "torch_dtype" if "torch_dtype" in model.source else "dtype"
-    config = {**model.source, key: model.config.param_dtype}
-    files = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
-    safetensors.write_model(Path(directory), tensors(), files, shard_bytes)
+def their_tensors(
+    source: Mapping[str, Any], config: DecoderConfig, leaves: Mapping[str, Any], carried: Carried
+) -> dict[str, Any]:
+    """What an export consists of, by their names, made of our ``leaves`` when it is asked for.
+
+    Raises:
+        HubError: the architecture has weights that the family has no name for.
+    """
+    try:
+        names = layout(family(source).table, config, leaves, bare=carried.bare)
+    except ValueError as error:
+        raise HubError(str(error)) from error
+    tensors: dict[str, Any] = {
+        name: Lazy(theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_theirs, theirs, leaves))
+        for name, theirs in names.items()
+    }
+    tensors |= carried.tensors
+    return tensors | {name: tensors[own] for name, own in carried.twice.items()}
+
+
+def write_config(directory: Path, source: Mapping[str, Any], dtype: str | None) -> None:
+    """Writes ``config.json``; ``dtype`` is what its tensors are in, None for what it says."""
+    key = "torch_dtype" if "torch_dtype" in source else "dtype"
+    config = {**source} | ({} if dtype is None else {key: dtype})
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def to_theirs(tensor: Theirs, leaves: Mapping[str, Any]) -> np.ndarray:
@@ -175,38 +187,89 @@ def paths(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
+@dataclass(frozen=True)
+class Names:
+    """How a file's tensors are those of an architecture, by names and shapes alone.
+
+    Attributes:
+        wanted: what the architecture consists of.
+        carried: names of what is not learned.
+        twice: as in ``Carried``.
+        bare: as in ``Carried``.
+        problems: what is missing, not used, or of another shape or type; each a sentence's end.
+    """
+
+    wanted: Mapping[str, Theirs]
+    carried: tuple[str, ...]
+    twice: Mapping[str, str]
+    bare: bool
+    problems: tuple[str, ...]
+
+
+def match_names(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors) -> Names:
+    """Compares names, shapes and types; no value is read."""
+    bare = not any(name.startswith(table.prefix) for name in tensors)
+    wanted = layout(table, config, leaves, bare=bare)
+    carried = tuple(n for n in tensors if f".{n}".endswith(NOT_WEIGHTS) and n not in wanted)
+    extra = sorted(set(tensors) - set(wanted) - set(carried))
+    twice: dict[str, str] = {}
+    if config.tied and "lm_head.weight" in extra:
+        extra.remove("lm_head.weight")
+        twice = {"lm_head.weight": next(n for n, t in wanted.items() if t.parts[0].path == "embedding/table")}
+    missing = sorted(set(wanted) - set(tensors))
+    problems = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
+    problems += [f"not used: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
+    for name, theirs in wanted.items():
+        if name not in tensors:
+            continue
+        shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
+        if shape != theirs.shape:
+            problems.append(f"{name} has shape {list(shape)}; the config asks for {list(theirs.shape)}")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            problems.append(f"{name} holds {dtype}; weights are floating point, and no quantised kind is read here")
+    return Names(wanted, carried, twice, bare, tuple(problems))
+
+
 def match(
-    table: Table, config: DecoderConfig, leaves: dict[str, Any], tensors: Tensors
-) -> tuple[dict[str, Theirs], Carried]:
+    table: Table, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors
+) -> tuple[Mapping[str, Theirs], Carried]:
     """Their tensors by name, once every name and shape agrees, and what is not a parameter.
 
     Raises:
         HubError: lists what is missing, what is left over, what has another shape.
     """
-    bare = not any(name.startswith(table.prefix) for name in tensors)
-    wanted = layout(table, config, leaves, bare=bare)
-    carried = {n: np.asarray(tensors[n]) for n in tensors if f".{n}".endswith(NOT_WEIGHTS) and n not in wanted}
-    extra = sorted(set(tensors) - set(wanted) - set(carried))
-    twice: dict[str, str] = {}
-    if config.tied and "lm_head.weight" in extra:
+    names = match_names(table, config, leaves, tensors)
+    if names.problems:
+        raise HubError(f"the tensors are not those of this architecture; {'; '.join(names.problems[:5])}.")
+    for name, own in names.twice.items():
         # Some files hold the tied matrix twice; that is fine as long as it is the same matrix.
-        table_name = next(n for n, t in wanted.items() if t.parts[0].path == "embedding/table")
-        if table_name in tensors and not np.array_equal(tensors["lm_head.weight"], tensors[table_name]):
-            raise HubError(f"lm_head.weight differs from {table_name}, but the config ties them.")
-        extra.remove("lm_head.weight")
-        twice = {"lm_head.weight": table_name}
-    missing = sorted(set(wanted) - set(tensors))
-    if missing or extra:
-        parts = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
-        parts += [f"not used: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
-        raise HubError(f"the tensors are not those of this architecture; {'; '.join(parts)}.")
-    for name, theirs in wanted.items():
-        if tuple(tensors[name].shape) != theirs.shape:
-            raise HubError(f"{name} has shape {list(tensors[name].shape)}; the config asks for {list(theirs.shape)}.")
-    return wanted, Carried(carried, twice, bare)
+        if not _equal(tensors[name], tensors[own]):
+            raise HubError(f"{name} differs from {own}, but the config ties them.")
+        safetensors.release(tensors)
+    return names.wanted, Carried({n: np.asarray(tensors[n]) for n in names.carried}, names.twice, names.bare)
 
 
-def place_leaf(leaf: Any, sources: list[tuple[Any, Part]], path: str) -> jax.Array:
+def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
+    """Whether two tensors hold the same values, compared some rows at a time."""
+    if tuple(a.shape) != tuple(b.shape):
+        return False
+    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.shape[0], rows))
+
+
+Source = tuple[Any, Part]
+"""One of their tensors and where our weight lies in it."""
+
+
+def by_leaf(found: Mapping[str, Theirs], tensors: Tensors) -> dict[str, list[Source]]:
+    """For each of our leaves what it is made of, layer by layer."""
+    sources: dict[str, list[Source]] = {}
+    for name, theirs in found.items():
+        for part in theirs.parts:
+            sources.setdefault(part.path, []).append((tensors[name], part))
+    return sources
+
+
+def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
     """One of our leaves from their tensors, each device's slice copied and converted on its own, layer by layer."""
     stacked = sources[0][1].row is not None
 
@@ -216,14 +279,38 @@ def place_leaf(leaf: Any, sources: list[tuple[Any, Part]], path: str) -> jax.Arr
         rows = sources[index[0]] if stacked else sources
         shape = [len(range(*i.indices(size))) for i, size in zip(index, leaf.shape, strict=True)]
         value = _aligned(shape, leaf.dtype)
-        for row, (tensor, part) in enumerate(rows):
-            here = value[row] if stacked else value
-            here[...] = part.read(tensor, inner)
-            if not np.isfinite(here).all():
-                raise HubError(f"{path} holds values that are not finite; the file is damaged or the model diverged.")
+        for row, source in enumerate(rows):
+            _read(source, inner, path, value[row] if stacked else value)
         return value
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
+
+
+def stream_leaf(leaf: Any, sources: list[Source], path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
+    """The same values as consecutive pieces in C order, on the host: a layer or less at a time."""
+    for tensor, part in sources:
+        first, size = part.shape[0], math.prod(part.shape) * leaf.dtype.itemsize
+        # Where our first dimension is not the outermost of theirs, reading a part of it would read all.
+        step = first if part.piece.groups[0][0] else max(1, first * piece_bytes // max(1, size))
+        for begin in range(0, first, step):
+            rows = slice(begin, min(first, begin + step))
+            value = np.empty((rows.stop - begin, *part.shape[1:]), leaf.dtype)
+            _read((tensor, part), (rows, *(slice(None),) * (len(part.shape) - 1)), path, value)
+            yield value
+        safetensors.release({path: tensor})
+
+
+def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) -> None:
+    """The part ``inner`` of our weight into ``out``, converted to its type.
+
+    Raises:
+        HubError: a value is not finite.
+    """
+    tensor, part = source
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = part.read(tensor, inner)
+    if not np.isfinite(out).all():
+        raise HubError(f"{path} holds values that are not finite; the file is damaged or the model diverged.")
 
 
 def _aligned(shape: list[int], dtype: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -209,7 +209,7 @@ class Theirs:
     parts: tuple[Part, ...]
 
 
-def layout(table: Table, config: DecoderConfig, leaves: dict[str, Any], *, bare: bool = False) -> dict[str, Theirs]:
+def layout(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], *, bare: bool = False) -> dict[str, Theirs]:
     """Their tensors by name, for a model with these ``leaves`` (path -> array or shape).
 
     Args:
@@ -243,7 +243,7 @@ def _entries(table: Table, config: DecoderConfig) -> Iterator[tuple[Entry, str, 
                 layer += 1
 
 
-def _theirs(entry: Entry, within: str, row: int | None, leaves: dict[str, Any]) -> Theirs:
+def _theirs(entry: Entry, within: str, row: int | None, leaves: Mapping[str, Any]) -> Theirs:
     parts: list[Part] = []
     begin, shape = 0, ()
     for piece in entry.pieces:

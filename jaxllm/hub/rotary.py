@@ -19,20 +19,23 @@ from jaxllm.models import (
 )
 
 
-def rope_config(fields: Fields, *, theta: float = 10000.0) -> RopeConfig:
+def rope_config(fields: Fields, *, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
     """The rotary embedding of a model that has one for all layers.
 
     Args:
         theta: the family's base where the config names none.
+        partial: whether the family can rotate a part of each head.
     """
     base = fields.get("rope_theta", float, theta)
     fraction = fields.get("partial_rotary_factor", float, 1.0)
     given = fields.get("rope_parameters", Mapping, None) or fields.get("rope_scaling", Mapping, None) or {}
     fields.skip("rope_scaling")
-    return read_rope(given, fields, base, fraction)
+    return read_rope(given, fields, base, fraction, partial=partial)
 
 
-def read_rope(given: Mapping[str, Any], fields: Fields, theta: float, fraction: float = 1.0) -> RopeConfig:
+def read_rope(
+    given: Mapping[str, Any], fields: Fields, theta: float, fraction: float = 1.0, *, partial: bool = False
+) -> RopeConfig:
     """One embedding's parameters; ``theta`` and ``fraction`` where they name none.
 
     Raises:
@@ -50,6 +53,8 @@ def read_rope(given: Mapping[str, Any], fields: Fields, theta: float, fraction: 
     else:
         raise HubError(f"{inner.where} has rope_type {kind!r}; known: default, {', '.join(sorted(SCALINGS))}.")
     inner.finish()
+    if fraction != 1 and not partial:  # with some scalings transformers would rotate a part, with others all of it
+        raise HubError(f"{inner.where} has partial_rotary_factor = {fraction}; legal in this family: 1.")
     return RopeConfig(theta, scaling, fraction)
 
 

@@ -139,7 +139,7 @@ def save(name: str, directory: Path) -> Path:
     rng = np.random.default_rng([*name.encode()])
     # Large enough that a wrong order of rows would change every logit.
     values = {n: rng.normal(0.0, 0.3, theirs.shape).astype(np.float32) for n, theirs in tensors.items()}
-    write_model(directory / name, values.items(), {"config.json": json.dumps(config)}, 2**30)
+    write_model(directory / name, values, {"config.json": json.dumps(config)}, 2**30)
     return directory / name
 
 

@@ -94,7 +94,7 @@ def test_each_device_holds_its_slice_only(llama: Path) -> None:
 def test_bfloat16_files_keep_their_bits(saved: Saved, tmp_path: Path) -> None:
     tensors = {n: a.astype(ml_dtypes.bfloat16) for n, a in open_model(saved("gemma2")).items()}
     config = (saved("gemma2") / "config.json").read_text().replace("float32", "bfloat16")
-    write_model(tmp_path / "in", tensors.items(), {"config.json": config}, 2**30)
+    write_model(tmp_path / "in", tensors, {"config.json": config}, 2**30)
     export_hf(load_hf(tmp_path / "in", dtype="bfloat16"), tmp_path / "out")
     after = open_model(tmp_path / "out")
     assert all(after[name].tobytes() == array.tobytes() for name, array in tensors.items())
@@ -112,7 +112,7 @@ def rewrite(directory: Path, change: Any) -> None:
     change(tensors)
     config = (directory / "config.json").read_text()
     shutil.rmtree(directory)
-    write_model(directory, tensors.items(), {"config.json": config}, 2**30)
+    write_model(directory, tensors, {"config.json": config}, 2**30)
 
 
 def reconfigure(directory: Path, **fields: Any) -> None:
