@@ -76,7 +76,7 @@ class Chat:
 
     def _answer(self, ids: list[int], room: int) -> Iterator[str]:
         stop = self.loaded.tokenizer.stop_ids
-        decoder = StreamDecoder(self.loaded.tokenizer, continues=True)
+        decoder = StreamDecoder(self.loaded.tokenizer)
         blocks = self._generator.stream(
             [ids], room, temperature=self.temperature, seed=self.seed + len(self.messages), stop_ids=stop
         )

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import jax
-from jax.sharding import Mesh
 
 from jaxllm.config import ConfigError, differences
 from jaxllm.hub import Source, find_model, open_source
@@ -32,9 +28,3 @@ def source_of(init_from: str, model: DecoderConfig) -> Source:
             "(the model's own -> the run's). Take it as it is: model=open_source(find_model(init_from)).config."
         )
     return source
-
-
-def load_params(source: Source, model: DecoderConfig, mesh: Mesh, shardings: Any) -> Any:
-    """The model's parameters in the run's dtype, where the run keeps them."""
-    loaded = source.load(mesh=mesh, dtype=model.param_dtype)
-    return jax.device_put(loaded.params, shardings)

@@ -19,7 +19,7 @@ from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
-from jaxllm.train.begin import load_params, source_of
+from jaxllm.train.begin import source_of
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
@@ -205,7 +205,7 @@ def start_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, int]:
     if checkpointer.latest() is None:
         params = None
         if run.source is not None:
-            params = load_params(run.source, run.config.model, run.mesh, shardings_of(run.abstract.params))
+            params = run.source.load(mesh=run.mesh, dtype=run.config.model.param_dtype).params
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
         check_resumable(checkpointer.read_meta(), run.config, run.directory.path)

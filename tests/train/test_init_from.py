@@ -1,0 +1,98 @@
+"""Training goes on from a model of another library, and what comes of it is a model of that library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.config import ConfigError
+from jaxllm.data import DataError
+from jaxllm.hub import HubModel, decoder_config, export_hf
+from jaxllm.infer import load_model
+from jaxllm.text import ByteTokenizer
+from jaxllm.train import ResumeError, train
+from tests import quick
+from tests.train import runs
+
+SOURCE = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "vocab_size": 272,
+}
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Path:
+    directory = tmp_path / "begin"
+    config = decoder_config(SOURCE)
+    export_hf(HubModel(config, quick.params(config, scale=0.1), SOURCE), directory)
+    ByteTokenizer().save(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return directory
+
+
+def config(folder: Path, begin: Path, **fields: Any) -> Any:
+    model = dataclasses.replace(decoder_config(SOURCE), remat="full")
+    more = {"model": model, "init_from": str(begin), "tokenizer": "model", "steps": 2} | fields
+    return runs.run_config(folder, **more)
+
+
+def test_a_run_begins_with_the_models_parameters(tmp_path: Path, begin: Path) -> None:
+    run = config(tmp_path, begin)
+    still = dataclasses.replace(
+        run, optim=dataclasses.replace(run.optim, schedule=dataclasses.replace(run.optim.schedule, peak=1e-12))
+    )
+    assert train(still).complete
+    trained = load_model(tmp_path / "runs" / "tiny")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), trained.params, load_model(begin).params
+    )
+    assert trained.template is not None
+    assert trained.template.render([{"role": "user", "content": "hi"}]) == "hi"
+    assert trained.source == json.loads((begin / "config.json").read_text())
+    assert trained.longest == 128
+
+
+def test_training_moves_on_from_there(tmp_path: Path, begin: Path) -> None:
+    assert train(config(tmp_path, begin)).complete
+    assert train(config(tmp_path, begin)).complete, "a finished run is not begun again"
+    before, after = load_model(begin).params, load_model(tmp_path / "runs" / "tiny").params
+    moved = [
+        float(np.abs(np.asarray(a) - np.asarray(b)).max())
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    ]
+    assert all(0 < m < 0.1 for m in moved)
+    with pytest.raises(ResumeError, match="init_from"):
+        train(config(tmp_path, begin, init_from="", tokenizer="byte"))
+
+
+def test_another_architecture_is_refused_field_by_field(tmp_path: Path, begin: Path) -> None:
+    other = dataclasses.replace(decoder_config(SOURCE), layers=3, norm_eps=1e-6)
+    with pytest.raises(ConfigError, match=r"model.layers: 2 -> 3\n  model.norm_eps: 1e-05 -> 1e-06") as raised:
+        train(config(tmp_path, begin, model=other))
+    assert "find_model" in str(raised.value)
+
+
+def test_a_tokenizer_of_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="begins from no model"):
+        train(runs.run_config(tmp_path, tokenizer="model"))
+
+
+def test_rows_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
+    base = runs.run_config(tmp_path)
+    with pytest.raises(ValueError, match="the model has learned 5 positions"):
+        dataclasses.replace(base, model=dataclasses.replace(base.model, learned_positions=5))
