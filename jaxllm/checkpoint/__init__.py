@@ -20,6 +20,7 @@ from jaxllm.checkpoint.errors import CheckpointNotFoundError as CheckpointNotFou
 if TYPE_CHECKING:
     from jaxllm.checkpoint.checkpointer import Checkpointer, Resumed
     from jaxllm.checkpoint.manifest import LeafRecord, Manifest
+    from jaxllm.checkpoint.writer import StreamedLeaf
 
 # Orbax takes 0.4 s to import: a program that only needs the config, such as `--help`, does not pay for it.
 _LAZY = {
@@ -27,6 +28,7 @@ _LAZY = {
     "Resumed": "jaxllm.checkpoint.checkpointer",
     "LeafRecord": "jaxllm.checkpoint.manifest",
     "Manifest": "jaxllm.checkpoint.manifest",
+    "StreamedLeaf": "jaxllm.checkpoint.writer",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "LeafRecord",
     "Manifest",
     "Resumed",
+    "StreamedLeaf",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import functools
 import json
 import logging
 import os
@@ -15,12 +15,13 @@ import jax
 import numpy as np
 
 from jaxllm.checkpoint import manifest as manifest_lib
-from jaxllm.checkpoint import store, tree
+from jaxllm.checkpoint import store, tree, writer
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.directory import Directory, write_synced
 from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError
 from jaxllm.checkpoint.manifest import LeafRecord, Manifest
-from jaxllm.checkpoint.reader import HASHERS, META, Reader
+from jaxllm.checkpoint.reader import META, Reader
+from jaxllm.checkpoint.writer import StreamedLeaf
 
 _log = logging.getLogger("jaxllm.checkpoint")
 _T = TypeVar("_T")
@@ -86,26 +87,45 @@ class Checkpointer:
             CheckpointError: the state is not savable (the message names the leaf), `meta` is not JSON, later steps are
                 on disk, or the disk refused.
         """
+        if (text := self._admit(step, meta)) is None:
+            return False
+        step, leaves = int(step), tree.snapshot(state)
+        write = functools.partial(writer.write_snapshot, leaves)
+        if not self.config.asynchronous:
+            self._write(step, text, write)
+            return True
+        self._writer = threading.Thread(target=self._write_caught, args=(step, text, write), name=f"save-{step}")
+        self._writer.start()
+        return True
+
+    def save_streamed(self, step: int, leaves: Mapping[str, StreamedLeaf], meta: Mapping[str, Any]) -> bool:
+        """`save` of a state that is never in memory as a whole: its leaves come by path, in pieces.
+
+        The checkpoint is the one that `save` makes of the same values. It is on disk when this returns.
+
+        Raises:
+            CheckpointError: as in `save`; its cause is what went wrong, if that was in the making of a piece.
+        """
+        if (text := self._admit(step, meta)) is None:
+            return False
+        self._write(int(step), text, functools.partial(writer.write_streamed, leaves))
+        return True
+
+    def _admit(self, step: int, meta: Mapping[str, Any]) -> str | None:
+        """`meta` as text if `step` can be saved now; None if it is on disk already."""
         self._require_writer()
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
             raise CheckpointError(f"step is {step!r}: give the number of finished steps, an int from 0.")
-        step, text = int(step), _meta_text(meta)
-        present = self.steps()
+        text, present = _meta_text(meta), self.steps()
         if step in present:
-            return False
+            return None
         if present and step < present[-1]:
             raise CheckpointError(
                 f"{self.directory} holds step {present[-1]}, later than step {step} to be saved, and would resume "
                 f"there. After restoring an older step call set_aside_after(step), or save into another directory."
             )
-        leaves = tree.snapshot(state)
-        if not self.config.asynchronous:
-            self._write(step, leaves, text)
-            return True
-        self._writer = threading.Thread(target=self._write_caught, args=(step, leaves, text), name=f"save-{step}")
-        self._writer.start()
-        return True
+        return text
 
     def wait(self) -> None:
         """Returns when no save is in flight.
@@ -246,6 +266,24 @@ class Checkpointer:
         meta = self._reader.meta(step, manifest)
         return self._restore(step, manifest, inside, abstract_params, prefix), meta
 
+    def map_leaves(self, step: int | None = None, *, prefix: str = "params") -> dict[str, np.ndarray]:
+        """One subtree's leaves by their path in it, verified, as read-only views of the checkpoint's files.
+
+        What is read of them is in memory only while it is used (`jaxllm.files.release`).
+
+        Args:
+            step: default: the newest.
+            prefix: as in `restore_params`; a subtree that was not saved has no leaves.
+
+        Raises:
+            CheckpointNotFoundError: no such step.
+            CheckpointCorruptError: naming leaf and file.
+        """
+        step = self._reader.existing(step)
+        manifest = self._reader.manifest(step)
+        inside = {p: leaf for p, leaf in manifest.leaves.items() if p.startswith(prefix + "/")}
+        return {p.removeprefix(prefix + "/"): a for p, a in self._reader.mapped(step, manifest, inside).items()}
+
     def resume(self, abstract_state: Any) -> Resumed | None:
         """Restores the newest good checkpoint, as `restore` does, reading it once.
 
@@ -283,20 +321,13 @@ class Checkpointer:
             return tree.nest({p[len(prefix) :].lstrip("/") or "value": leaf for p, leaf in placed.items()})
         return jax.tree.unflatten(jax.tree.structure(abstract), placed.values())
 
-    def _write(self, step: int, leaves: dict[str, tree.HostLeaf], meta: str) -> None:
-        """Writes, checks and commits one checkpoint, then applies retention."""
+    def _write(self, step: int, meta: str, write: Callable[[Path], dict[str, LeafRecord]]) -> None:
+        """Writes and commits one checkpoint, whose arrays `write` puts into a folder; then applies retention."""
         try:
             folder = self._files.begin(step)
-            with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:
-                hashes = dict(
-                    zip(
-                        leaves, pool.map(lambda leaf: manifest_lib.hash_array(leaf.array), leaves.values()), strict=True
-                    )
-                )
-            records = {p: LeafRecord(leaf.shape, leaf.dtype, hashes[p], leaf.key_impl) for p, leaf in leaves.items()}
-            store.write_arrays(folder, {p: leaf.array for p, leaf in leaves.items()})
+            records = write(folder)
             write_synced(folder / META, meta)
-            data_folders = [f"{store.leaf_folder(p)}/" for p in leaves]
+            data_folders = [f"{store.leaf_folder(p)}/" for p in records]
             manifest = Manifest(step, records, manifest_lib.scan_files(folder, data_folders))
             write_synced(folder / manifest_lib.NAME, manifest.to_json())
             self._files.commit(step)
@@ -309,9 +340,9 @@ class Checkpointer:
             ) from error
         self._retain(step)
 
-    def _write_caught(self, step: int, leaves: dict[str, tree.HostLeaf], meta: str) -> None:
+    def _write_caught(self, step: int, meta: str, write: Callable[[Path], dict[str, LeafRecord]]) -> None:
         try:
-            self._write(step, leaves, meta)
+            self._write(step, meta, write)
         except Exception as error:
             self._failure = error  # raised by the next save, wait or close
 

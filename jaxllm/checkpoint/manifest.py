@@ -89,7 +89,15 @@ class Manifest:
 
 
 def hash_bytes(data: bytes | memoryview) -> str:
-    return "sha256:" + hashlib.sha256(data).hexdigest()
+    return hash_pieces([data])
+
+
+def hash_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+    """Hash of bytes that come one piece after another."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return f"sha256:{digest.hexdigest()}"
 
 
 def hash_array(array: np.ndarray) -> str:

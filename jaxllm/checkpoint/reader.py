@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from jaxllm.checkpoint import store
 from jaxllm.checkpoint.directory import Directory
 from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from jaxllm.checkpoint.manifest import LeafRecord, Manifest
+from jaxllm.files import release
 
 META = "meta.json"
 HASHERS = min(8, os.cpu_count() or 1)
@@ -85,6 +86,29 @@ class Reader:
                 raise self._corrupt(step, "its values do not match the hash in the manifest", leaf=path)
         return arrays
 
+    def mapped(self, step: int, manifest: Manifest, wanted: Mapping[str, LeafRecord]) -> dict[str, np.ndarray]:
+        """The wanted leaves as read-only views of their files, compared with their hashes a piece at a time.
+
+        Raises:
+            CheckpointCorruptError: naming leaf and file.
+        """
+        folders = {store.leaf_folder(p): p for p in wanted}
+        names = [name for name in manifest.files if _folder(name) in folders]
+        self._check_files(step, manifest, names)
+        files = {folders[_folder(n)]: self._files.path(step) / n for n in names if not n.endswith("/.zarray")}
+        arrays: dict[str, np.ndarray] = {}
+        for path, leaf in wanted.items():
+            if leaf.empty:
+                arrays[path] = store.read_arrays(self._files.path(step), {path: leaf})[path]
+                continue
+            try:
+                arrays[path] = store.map_array(files[path], leaf)
+            except (KeyError, ValueError) as error:
+                raise self._corrupt(step, "its file does not hold its values", leaf=path) from error
+            if manifest_lib.hash_pieces(_pieces(arrays[path])) != leaf.hash:
+                raise self._corrupt(step, "its values do not match the hash in the manifest", leaf=path)
+        return arrays
+
     def is_whole(self, step: int) -> bool:
         """Whether the manifest is sound and every file has its size; contents are not read."""
         try:
@@ -132,6 +156,14 @@ class Reader:
         present = self._files.steps()
         held = f"it holds {_list(present)}" if present else "it holds none"
         return CheckpointNotFoundError(f"there is no checkpoint of step {step} in {self._files.root}: {held}.")
+
+
+def _pieces(array: np.ndarray, size: int = 2**24) -> Iterator[memoryview]:
+    """The bytes of a mapped array; those that were read are let go."""
+    data = array.reshape(-1).view(np.uint8)
+    for begin in range(0, data.size, size):
+        yield data[begin : begin + size].data
+        release([array])
 
 
 def _folder(name: str) -> str:

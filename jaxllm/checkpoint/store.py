@@ -41,6 +41,11 @@ def write_arrays(checkpoint: Path, arrays: Mapping[str, np.ndarray]) -> None:
         _handler().save(epath.Path(folder), args=ocp.args.PyTreeSave(_nested(stored)))
 
 
+def map_array(file: Path, leaf: LeafRecord) -> np.ndarray:
+    """A leaf's values as a read-only view of the file of its one chunk."""
+    return np.memmap(file, np.uint8, "r").view(_dtype(leaf.dtype)).reshape(leaf.shape)
+
+
 def read_arrays(checkpoint: Path, leaves: Mapping[str, LeafRecord]) -> dict[str, np.ndarray]:
     """Reads the named leaves. The bytes are not checked here.
 

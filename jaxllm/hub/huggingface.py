@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import sharding
+from jaxllm.files import release
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families import decoder_config, family
@@ -109,7 +110,7 @@ def load_tensors(
         if progress is not None:
             progress(path, done, len(leaves))
         loaded[path] = place_leaf(leaf, sources[path], path)
-        safetensors.release(tensors)
+        release(tensors.values())
     params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
     return HubModel(config, params, source, carried)
 
@@ -245,7 +246,7 @@ def match(
         # Some files hold the tied matrix twice; that is fine as long as it is the same matrix.
         if not _equal(tensors[name], tensors[own]):
             raise HubError(f"{name} differs from {own}, but the config ties them.")
-        safetensors.release(tensors)
+        release(tensors.values())
     return names.wanted, Carried({n: np.asarray(tensors[n]) for n in names.carried}, names.twice, names.bare)
 
 
@@ -297,7 +298,7 @@ def stream_leaf(leaf: Any, sources: list[Source], path: str, piece_bytes: int = 
             value = np.empty((rows.stop - begin, *part.shape[1:]), leaf.dtype)
             _read((tensor, part), (rows, *(slice(None),) * (len(part.shape) - 1)), path, value)
             yield value
-        safetensors.release({path: tensor})
+        release([tensor])
 
 
 def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,24 +77,6 @@ def open_file(file: Path) -> dict[str, np.ndarray]:
     spans = {name: _span(name, entry, len(data), file) for name, entry in header.items()}
     _check_cover(spans, len(data), file)
     return {n: data[begin:end].view(dtype).reshape(shape) for n, (dtype, shape, begin, end) in spans.items()}
-
-
-def release(tensors: Mapping[str, Any]) -> None:
-    """Lets the system take back the pages of mapped files that were read; they are read again when they are needed.
-
-    Otherwise every byte of a file that was ever looked at counts as memory of this process.
-    """
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    maps = {id(m): m for tensor in tensors.values() if (m := _map_under(tensor)) is not None}
-    for mapped in maps.values():
-        mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def _map_under(array: Any) -> mmap.mmap | None:
-    while isinstance(array, np.ndarray):
-        array = array.base
-    return array if isinstance(array, mmap.mmap) else None
 
 
 def _span(name: str, entry: Any, size: int, file: Path) -> tuple[np.dtype, tuple[int, ...], int, int]:
