@@ -48,7 +48,9 @@ def kept(jaxpr: Any) -> list[Any]:
     loops = [e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == LAYERS]
     assert len(loops) == 2, "one forward, one backward"
     forward = loops[0]
-    return [v.aval for v in forward.outvars[forward.params["num_carry"] :]]
+    body = forward.params["jaxpr"].out_avals
+    # A carry comes out as the body makes it, what is kept comes out stacked.
+    return [v.aval for v, one in zip(forward.outvars, body, strict=True) if v.aval.shape == (LAYERS, *one.shape)]
 
 
 def size(jaxpr: Any) -> int:
