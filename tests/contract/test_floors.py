@@ -140,6 +140,17 @@ def test_sharding_reads_flax_metadata_in_one_file():
     assert len(users) <= 1, users
 
 
+def test_what_only_tests_may_need():
+    """Other libraries' models are read without them."""
+    foreign = {"torch", "transformers", "gguf", "sentencepiece", "tiktoken", "accelerate", "safetensors"}
+    problems = []
+    for path in sources(*PACKAGES):
+        for module, line in imports(path):
+            if module.split(".")[0] in foreign:
+                problems.append(f"{path.relative_to(ROOT)}:{line}: imports {module}")
+    assert not problems, show(problems)
+
+
 def test_packages_do_not_import_tests_or_scripts():
     problems = []
     for path in sources(*PACKAGES):
