@@ -1,0 +1,61 @@
+"""Grouped matrix product, the arithmetic of a dropless mixture of experts: the operation, whoever computes it.
+
+Legend: M rows, E groups (experts), K columns of a row, N columns of the result.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import vary_over, varying_axes
+from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.grouped_matmul.ragged_dot import grouped_matmul_ragged_dot
+from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
+
+IMPLEMENTATIONS = {
+    "xla": grouped_matmul_xla,
+    "ragged_dot": grouped_matmul_ragged_dot,
+    "reference": grouped_matmul_reference,
+}
+
+
+def grouped_matmul(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "E K N"],
+    group_sizes: Int[Array, " E"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "M N"]:
+    """``lhs[m] @ rhs[e]`` for each row m, where e is the group it is in (arXiv:2211.15841).
+
+    The first ``group_sizes[0]`` rows are group 0, the next ``group_sizes[1]`` group 1, and so on. Groups may be empty.
+    Rows after the last group give zeros.
+
+    Args:
+        lhs: rows in the order of their groups.
+        rhs: one matrix a group.
+        group_sizes: not negative; their sum is at most M. Known when the program runs, not before.
+        implementation: "xla", "ragged_dot" (``jax.lax.ragged_dot``) or "reference"; see ``pallas_kernels._dispatch``.
+
+    Returns:
+        The products, accumulated in at least float32, in ``lhs.dtype``. Differentiable in lhs and rhs.
+
+    Raises:
+        ValueError: shapes that do not go together.
+        NotImplementedError: the implementation does not support these arguments.
+    """
+    if lhs.shape[1] != rhs.shape[1] or group_sizes.shape[0] != rhs.shape[0]:
+        raise ValueError(
+            f"grouped_matmul: rows of {lhs.shape[1]} columns, {rhs.shape[0]} matrices of {rhs.shape[1]} rows and "
+            f"{group_sizes.shape[0]} group sizes do not go together."
+        )
+    axes = varying_axes(lhs, rhs, group_sizes)
+    return dispatch(
+        "grouped_matmul",
+        IMPLEMENTATIONS,
+        implementation,
+        vary_over(lhs, axes),
+        vary_over(rhs, axes),
+        vary_over(group_sizes, axes),
+    )
