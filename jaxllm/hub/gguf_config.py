@@ -128,6 +128,7 @@ def hf_config(model: Gguf) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [arch.model_class],
         "model_type": arch.model_type,
+        "dtype": "float32",
         "head_dim": head_dim,
         "hidden_size": embed,
         "intermediate_size": entries.integer("feed_forward_length"),
@@ -141,8 +142,9 @@ def hf_config(model: Gguf) -> dict[str, Any]:
         "vocab_size": entries.integer("vocab_size", model.tensors["token_embd.weight"].shape[0]),
     }
     for name in ("bos", "eos", "padding"):
-        if isinstance(token := model.metadata.get(f"tokenizer.ggml.{name}_token_id"), int):
-            config[f"{name[:3]}_token_id"] = token
+        # None where there is none: transformers' families have defaults of their own, some beyond the vocabulary.
+        token = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config[f"{name[:3]}_token_id"] = token if isinstance(token, int) else None
     if "blk.0.attn_q.bias" in model.tensors and arch.model_type != "qwen2":
         config["attention_bias"] = True
     if "blk.0.ffn_down.bias" in model.tensors:

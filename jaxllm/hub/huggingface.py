@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,32 @@ def their_tensors(
     return tensors | {name: tensors[own] for name, own in carried.twice.items()}
 
 
+def cast(tensors: Tensors, dtype: str | None, names: Iterable[str]) -> dict[str, Any]:
+    """The tensors, those of these ``names`` in ``dtype`` (None: in their own) and seen to be finite as they are made.
+
+    Raises:
+        HubError: when one is made that has a value that is not finite, or would not be in ``dtype``.
+    """
+
+    def make(name: str, to: np.dtype) -> np.ndarray:
+        tensor = tensors[name]
+        value = np.asarray(tensor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            out = value.astype(to, copy=False)
+        if not np.isfinite(out).all():
+            if np.isfinite(value).all():
+                raise HubError(f"{name} has values beyond the range of {dtype}; choose another dtype.")
+            raise HubError(f"{name} holds values that are not finite; the file is damaged or the model diverged.")
+        release([value])
+        return out
+
+    out = dict(tensors)
+    for name in names:
+        to = tensors[name].dtype if dtype is None else jnp.dtype(dtype)
+        out[name] = Lazy(tuple(tensors[name].shape), to, functools.partial(make, name, to))
+    return out
+
+
 def write_config(directory: Path, source: Mapping[str, Any], dtype: str | None) -> None:
     """Writes ``config.json``; ``dtype`` is what its tensors are in, None for what it says."""
     key = "torch_dtype" if "torch_dtype" in source else "dtype"
@@ -165,7 +191,10 @@ def to_theirs(tensor: Theirs, leaves: Mapping[str, Any]) -> np.ndarray:
     for part in tensor.parts:
         leaf = leaves[part.path]
         pieces.append(part.piece.to_theirs(np.asarray(leaf if part.row is None else leaf[part.row])))
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=tensor.parts[0].axis)
+    out = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=tensor.parts[0].axis)
+    out = np.ascontiguousarray(out)
+    release(leaves[part.path] for part in tensor.parts)
+    return out
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -287,15 +316,15 @@ def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
 
 
-def stream_leaf(leaf: Any, sources: list[Source], path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
+def stream_leaf(sources: list[Source], dtype: np.dtype, path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
     """The same values as consecutive pieces in C order, on the host: a layer or less at a time."""
     for tensor, part in sources:
-        first, size = part.shape[0], math.prod(part.shape) * leaf.dtype.itemsize
+        first, size = part.shape[0], math.prod(part.shape) * dtype.itemsize
         # Where our first dimension is not the outermost of theirs, reading a part of it would read all.
         step = first if part.piece.groups[0][0] else max(1, first * piece_bytes // max(1, size))
         for begin in range(0, first, step):
             rows = slice(begin, min(first, begin + step))
-            value = np.empty((rows.stop - begin, *part.shape[1:]), leaf.dtype)
+            value = np.empty((rows.stop - begin, *part.shape[1:]), dtype)
             _read((tensor, part), (rows, *(slice(None),) * (len(part.shape) - 1)), path, value)
             yield value
         release([tensor])

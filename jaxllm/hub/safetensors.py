@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxllm.files import new_directory
+from jaxllm.files import new_directory, release
 from jaxllm.hub.errors import HubError
 
 INDEX = "model.safetensors.index.json"
@@ -233,7 +233,9 @@ def write_shards(
             for name in shard:
                 if progress is not None:
                     progress(name, done, len(tensors))
-                _write(out, np.asarray(tensors[name]), tensors[name])
+                array = np.asarray(tensors[name])
+                _write(out, array, tensors[name])
+                release([array])
                 done += 1
     if count > 1:
         index = {"metadata": {"total_size": sum(sum(s.values()) for s in shards)}, "weight_map": where}
