@@ -235,6 +235,37 @@ def _backward(options: Options, residuals: Any, d_results: tuple[Array, Array]) 
 _banded.defvjp(_forward, _backward)
 
 
+def block_gradients(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
+    out: Float[Array, "B S N V"],
+    lse: Float[Array, "B S N"],
+    d_out: Float[Array, "B S N V"],
+    *,
+    q_positions: Int[Array, "B S"] | None,
+    kv_positions: Int[Array, "B T"] | None,
+    q_segment_ids: Int[Array, "B S"] | None,
+    kv_segment_ids: Int[Array, "B T"] | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]]:
+    """Gradients of q, k, v through the scores of these keys, given output and logsumexp over all keys.
+
+    The parts that a sum over blocks of keys is made of, wherever the blocks are (``ring_attention``).
+    """
+    kv_heads = k.shape[2]
+    # A row that sees nothing anywhere: the marker that makes exp(score - lse) zero.
+    lse = jnp.where(lse == -jnp.inf, -_lowest(lse.dtype), lse)[..., None]
+    residuals = _group(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), None, out, _group(lse, kv_heads)
+    mask = Mask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    d_q, d_k, d_v, *_ = _backward(
+        Options(scale, window, softcap), (*residuals, mask), (d_out, jnp.zeros_like(lse[..., 0]))
+    )
+    return d_q, d_k, d_v
+
+
 def _bands(s: int, t: int, mask: Mask, window: int | None) -> list[Band]:
     rows = max(LEAST_BAND, -(-s // BANDS))
     by_index = mask.q_positions is None
