@@ -1,0 +1,6 @@
+"""Attention over a sequence split across devices, keys and values passed around a ring."""
+
+from pallas_kernels.ring_attention.api import ring_attention as ring_attention
+from pallas_kernels.ring_attention.layout import Layout as Layout
+from pallas_kernels.ring_attention.layout import order as order
+from pallas_kernels.ring_attention.layout import places as places

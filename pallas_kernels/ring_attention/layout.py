@@ -1,0 +1,51 @@
+"""Which places of a sequence each shard holds.
+
+- contiguous: shard r has the r-th part. Under a causal mask the last shard works at every step and the first at one.
+- zigzag: the sequence in 2 n chunks, shard r has the r-th and the r-th from the end; every step is half a step's work
+  for everyone (as Llama 3 trains, arXiv:2407.21783, section 3.3.2).
+- striped: shard r has every n-th place from r (arXiv:2311.09431).
+
+Legend: n shards, S places of a shard.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "striped")
+
+
+def places(layout: Layout, shard: int | Int[Array, ""], shards: int, size: int) -> Int[Array, " S"]:
+    """The places of the sequence that a shard holds, in the order it holds them.
+
+    Raises:
+        ValueError: an unknown layout, or an odd number of places for zigzag.
+    """
+    here = jnp.arange(size, dtype=jnp.int32)
+    if layout == "contiguous":
+        return shard * size + here
+    if layout == "striped":
+        return here * shards + shard
+    if layout != "zigzag":
+        raise ValueError(f"layout = {layout!r}; choose from {', '.join(LAYOUTS)}.")
+    if size % 2:
+        raise ValueError(f"zigzag: a shard of {size} tokens cannot be halved; give each an even number.")
+    half = size // 2
+    return jnp.where(here < half, shard * half + here, (2 * shards - 1 - shard) * half + here - half)
+
+
+def order(layout: Layout, shards: int, length: int) -> Int[np.ndarray, " length"]:
+    """Where each place of the split sequence comes from: ``tokens[:, order(...)]`` is to be split contiguously.
+
+    Raises:
+        ValueError: the length does not divide.
+    """
+    parts = 2 * shards if layout == "zigzag" else shards
+    if length % parts:
+        raise ValueError(f"{layout}: a sequence of {length} does not divide into {parts} parts; pad it to a multiple.")
+    return np.concatenate([np.asarray(places(layout, r, shards, length // shards)) for r in range(shards)])

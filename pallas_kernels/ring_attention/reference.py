@@ -1,0 +1,51 @@
+"""Ring attention without a ring: all keys and values gathered, then the definition.
+
+Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.flash_attention.reference import attention_reference
+from pallas_kernels.ring_attention.layout import Layout, places
+
+
+def ring_attention_reference(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
+    segment_ids: Int[Array, "B S"] | None,
+    sinks: Float[Array, " N"] | None,
+    *,
+    axis: str,
+    shards: int,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Float[Array, "B S N V"]:
+    """See ``ring_attention``."""
+    b, s = q.shape[:2]
+
+    def whole(x: Array) -> Array:
+        return jax.lax.all_gather(x, axis, axis=1, tiled=True)
+
+    here = places(layout, jax.lax.axis_index(axis), shards, s)
+    everywhere = jnp.concatenate([places(layout, r, shards, s) for r in range(shards)])
+    out, _ = attention_reference(
+        q,
+        whole(k),
+        whole(v),
+        sinks,
+        q_positions=jnp.broadcast_to(here, (b, s)),
+        kv_positions=jnp.broadcast_to(everywhere, (b, s * shards)),
+        q_segment_ids=segment_ids,
+        kv_segment_ids=None if segment_ids is None else whole(segment_ids),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out

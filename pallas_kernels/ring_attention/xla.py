@@ -1,0 +1,236 @@
+"""Ring attention from the blocks of ``flash_attention``, for any backend.
+
+At each step a shard attends to the keys it holds and passes them on; the parts are joined by their logsumexps. The
+backward pass goes around once more: gradients of keys and values travel with them, adding up, and come home at the end
+(arXiv:2310.01889). Sending and computing of a step do not depend on each other, so a compiler can overlap them.
+
+What a whole step cannot see is not computed: of a contiguous layout the steps with later keys, and all beyond a
+window's reach; of a zigzag one the half of every step that causality hides.
+
+Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import vary_over, varying_axes
+from pallas_kernels.flash_attention.xla import attention_xla, block_gradients
+from pallas_kernels.ring_attention.layout import Layout, places
+
+
+class Ring(NamedTuple):
+    """What does not change between traces."""
+
+    axis: str
+    shards: int
+    layout: Layout
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def steps(self, size: int) -> int:
+        """How many shards' keys a shard can see, its own included."""
+        if self.layout == "contiguous" and self.window is not None:
+            return min(self.shards, 1 + -(-(self.window - 1) // size))
+        return self.shards
+
+    def shift(self, tree: Any, by: int) -> Any:
+        """Hands what a shard has to the one ``by`` places further."""
+        to = [(r, (r + by) % self.shards) for r in range(self.shards)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, to), tree)
+
+
+class Keys(NamedTuple):
+    """What travels: keys, values, and their segments."""
+
+    k: Array
+    v: Array
+    segments: Array | None
+
+
+class Part(NamedTuple):
+    """The queries and keys of a step that can see one another: all of them, or one half."""
+
+    queries: slice
+    keys: slice
+
+
+def ring_attention_xla(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
+    segment_ids: Int[Array, "B S"] | None,
+    sinks: Float[Array, " N"] | None,
+    *,
+    axis: str,
+    shards: int,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Float[Array, "B S N V"]:
+    """See ``ring_attention``."""
+    return _ring(Ring(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
+    return _forward(ring, q, k, v, segments, sinks)[0]
+
+
+def _forward(
+    ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
+) -> tuple[Array, Any]:
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    own = Keys(k, v, segments)
+
+    def attend(keys: Keys, place: _Place, part: Part) -> Any:
+        """(output, logsumexp) of all queries; those outside the part have seen nothing."""
+        masks = place.masks(part, segments, keys.segments)
+        out, lse = attention_xla(
+            q[:, part.queries],
+            keys.k[:, part.keys],
+            keys.v[:, part.keys],
+            None,
+            **masks,
+            scale=ring.scale,
+            window=ring.window,
+            softcap=ring.softcap,
+        )
+        full = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(q.shape[:3], -jnp.inf, dtype)
+        return tuple(_into(whole, x.astype(dtype), part.queries) for whole, x in zip(full, (out, lse), strict=True))
+
+    def join(total: tuple[Array, Array], part: tuple[Array, Array]) -> tuple[Array, Array]:
+        top = jnp.maximum(total[1], part[1])
+        top = jnp.where(top == -jnp.inf, 0.0, top)
+        a, b = jnp.exp(total[1] - top), jnp.exp(part[1] - top)
+        whole = jnp.where(a + b == 0.0, 1.0, a + b)
+        out = (total[0] * a[..., None] + part[0] * b[..., None]) / whole[..., None]
+        return out, jnp.where(a + b == 0.0, -jnp.inf, top + jnp.log(whole))
+
+    nothing = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(q.shape[:3], -jnp.inf, dtype)
+    nothing = _vary_like(q, nothing)
+
+    def step(i: Array | int, total: tuple[Array, Array], keys: Keys) -> tuple[Array, Array]:
+        return join(total, _where_visible(ring, q, i, nothing, functools.partial(attend, keys)))
+
+    def body(carry: tuple[Any, Keys], i: Array) -> tuple[tuple[Any, Keys], None]:
+        total, keys = carry
+        return (step(i, total, keys), ring.shift(keys, 1)), None
+
+    last = ring.steps(q.shape[1]) - 1
+    (total, keys), _ = jax.lax.scan(body, (nothing, own), jnp.arange(last, dtype=jnp.int32))
+    out, lse = step(last, total, keys)
+    if sinks is not None:
+        with_sink = jnp.logaddexp(lse, sinks.astype(dtype))
+        out, lse = out * jnp.exp(lse - with_sink)[..., None], with_sink
+    out = out.astype(q.dtype)
+    return out, (q, k, v, segments, sinks, out, lse)
+
+
+def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, sinks, out, lse = residuals
+    dtype = lse.dtype
+
+    def gradients(keys: Keys, place: _Place, part: Part) -> Any:
+        """Of all queries, keys and values; those outside the part get none."""
+        rows = (x[:, part.queries] for x in (out, lse, d_out))
+        d_q, d_k, d_v = block_gradients(
+            q[:, part.queries],
+            keys.k[:, part.keys],
+            keys.v[:, part.keys],
+            *rows,
+            **place.masks(part, segments, keys.segments),
+            scale=ring.scale,
+            window=ring.window,
+            softcap=ring.softcap,
+        )
+        wholes = (jnp.zeros(x.shape, dtype) for x in (q, k, v))
+        at = part.queries, part.keys, part.keys
+        return tuple(_into(w, x.astype(dtype), i) for w, x, i in zip(wholes, (d_q, d_k, d_v), at, strict=True))
+
+    nothing = _vary_like(q, tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v)))
+
+    def step(i: Array | int, d_q: Array, keys: Keys, d_keys: tuple[Array, Array]) -> tuple[Array, Any]:
+        more = _where_visible(ring, q, i, nothing, functools.partial(gradients, keys))
+        return d_q + more[0], (d_keys[0] + more[1], d_keys[1] + more[2])
+
+    def body(carry: tuple[Array, Keys, Any], i: Array) -> tuple[Any, None]:
+        d_q, keys, d_keys = carry
+        d_q, d_keys = step(i, d_q, keys, d_keys)
+        return (d_q, *ring.shift((keys, d_keys), 1)), None
+
+    last = ring.steps(q.shape[1]) - 1
+    start = nothing[0], Keys(k, v, segments), nothing[1:]
+    (d_q, keys, d_keys), _ = jax.lax.scan(body, start, jnp.arange(last, dtype=jnp.int32))
+    d_q, d_keys = step(last, d_q, keys, d_keys)
+    d_k, d_v = ring.shift(d_keys, -last)
+    d_sinks = None
+    if sinks is not None:
+        delta = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1)
+        d_sinks = -jnp.sum(jnp.exp(sinks.astype(dtype) - lse) * delta, axis=(0, 1)).astype(sinks.dtype)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
+
+
+_ring.defvjp(_forward, _backward)
+
+
+class _Place(NamedTuple):
+    """Where in the sequence a shard's queries and the keys it holds are."""
+
+    queries: Int[Array, "B S"]
+    keys: Int[Array, "B S"]
+
+    def masks(self, part: Part, q_segments: Array | None, kv_segments: Array | None) -> dict[str, Array | None]:
+        """The arguments that decide visibility."""
+        rows = None if q_segments is None else q_segments[:, part.queries]
+        return {
+            "q_positions": self.queries[:, part.queries],
+            "kv_positions": self.keys[:, part.keys],
+            "q_segment_ids": rows,
+            "kv_segment_ids": None if kv_segments is None else kv_segments[:, part.keys],
+        }
+
+
+def _where_visible(
+    ring: Ring, q: Array, step: Array | int, nothing: Any, compute: Callable[[_Place, Part], Any]
+) -> Any:
+    """``compute(place, part)`` on what of a step can be seen; ``nothing`` where nothing can."""
+    batch, size = q.shape[:2]
+    mine = jax.lax.axis_index(ring.axis)
+    theirs = (mine - step) % ring.shards
+    both = (places(ring.layout, shard, ring.shards, size) for shard in (mine, theirs))
+    place = _Place(*(jnp.broadcast_to(x, (batch, size)) for x in both))
+    axes = varying_axes(*jax.tree.leaves(nothing))
+
+    def branch(part: Part) -> Callable[[], Any]:
+        return lambda: jax.tree.map(lambda x: vary_over(x, axes), compute(place, part))
+
+    everything, half = Part(slice(0, size), slice(0, size)), size // 2
+    if ring.layout == "striped":
+        return branch(everything)()
+    if ring.layout == "contiguous":
+        return jax.lax.cond(theirs <= mine, branch(everything), lambda: nothing)
+    # Zigzag. Of earlier shards the first half is before all queries here and the second after them; later shards'
+    # keys are all between this shard's first half and its second.
+    earlier, later = Part(slice(0, size), slice(0, half)), Part(slice(half, size), slice(0, size))
+    which = jnp.where(theirs == mine, 0, jnp.where(theirs < mine, 1, 2))
+    return jax.lax.switch(which, [branch(everything), branch(earlier), branch(later)])
+
+
+def _into(whole: Array, part: Array, rows: slice) -> Array:
+    """``whole`` with ``part`` at these rows."""
+    if part.shape[1] == whole.shape[1]:
+        return part
+    return jax.lax.dynamic_update_slice_in_dim(vary_over(whole, varying_axes(part)), part, rows.start, 1)
+
+
+def _vary_like(x: Array, tree: Any) -> Any:
+    return jax.tree.map(lambda y: vary_over(y, varying_axes(x)), tree)
