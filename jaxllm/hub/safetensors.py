@@ -135,14 +135,25 @@ def open_model(directory: Path) -> dict[str, np.ndarray]:
     where = read_index(index)
     tensors: dict[str, np.ndarray] = {}
     for shard in sorted(set(where.values())):
-        if not (directory / shard).exists():
-            raise HubError(f"{directory} lacks the shard {shard}, which {INDEX} names; copy it there.")
-        more = open_file(directory / shard)
-        if twice := sorted(tensors.keys() & more.keys()):
-            raise HubError(f"{directory / shard}: {twice[0]} is in an earlier shard too.")
-        tensors |= more
-    if missing := sorted(set(where) - set(tensors)):
-        raise HubError(f"{INDEX} promises {missing[0]} in {where[missing[0]]}, which does not have it.")
+        tensors |= open_shard(directory, shard, where, tensors)
+    return tensors
+
+
+def open_shard(
+    directory: Path, shard: str, where: Mapping[str, str], others: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The tensors of one shard, all that the index promises there, and none of those in ``others``.
+
+    Raises:
+        HubError: it is missing, damaged, or not what the index says.
+    """
+    if not (directory / shard).exists():
+        raise HubError(f"{directory} lacks the shard {shard}, which {INDEX} names; copy it there.")
+    tensors = open_file(directory / shard)
+    if twice := sorted(tensors.keys() & others.keys()):
+        raise HubError(f"{directory / shard}: {twice[0]} is in an earlier shard too.")
+    if missing := sorted(name for name, file in where.items() if file == shard and name not in tensors):
+        raise HubError(f"{INDEX} promises {missing[0]} in {shard}, which does not have it.")
     return tensors
 
 

@@ -114,11 +114,16 @@ def open_source(path: Path | str) -> Source:
             source = read_config(path)
             decoder_config(source)  # what cannot be understood is refused before weights are looked for
             return Source(path, "hf", source, safetensors.open_model(path))
-    if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
-        raise HubError(f"{path}: pickle files can run any code when opened and are refused; use safetensors or GGUF.")
+    refuse_pickle(path)
     model = open_gguf(path)
     source = hf_config(model)
     return Source(path, "gguf", source, hf_tensors(model, source), model)
+
+
+def refuse_pickle(file: Path) -> None:
+    """Raises HubError for a file whose name says that it is a pickle."""
+    if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        raise HubError(f"{file}: pickle files can run any code when opened and are refused; use safetensors or GGUF.")
 
 
 def find_model(name: Path | str) -> Path:

@@ -163,10 +163,7 @@ def _open_source(source: Source) -> Model:
             if source.template is not None:
                 source.template.save(folder)
 
-    if source.gguf is None:
-        there = any(file for pattern in READ for file in source.path.glob(pattern))
-    else:
-        there = "tokenizer.ggml.model" in source.gguf.metadata
+    there = has_tokenizer(source.path) if source.gguf is None else "tokenizer.ggml.model" in source.gguf.metadata
     types = {str(source.tensors[name].dtype) for name in found}
     return Model(
         config=source.config,
@@ -219,6 +216,11 @@ def _tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
         return {}
     stops = list(tokenizer.stop_ids)
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a directory has a tokenizer's file of a kind that is read here."""
+    return any(file for pattern in READ for file in folder.glob(pattern))
 
 
 def copy_words(folder: Path, out: Path) -> None:

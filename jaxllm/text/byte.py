@@ -30,6 +30,7 @@ class ByteTokenizer(Tokenizer):
     BOS, EOS = "<|bos|>", "<|eos|>"
     SPECIALS: ClassVar[list[str]] = [BOS, EOS, *(f"<|reserved_{n}|>" for n in range(14))]
 
+    kind = "bytes"
     vocab_size = 256 + len(SPECIALS)
     bos_id = 256
     eos_id = 257

@@ -65,6 +65,7 @@ class LibraryTokenizer(Tokenizer):
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{where}: not a tokenizer.json ({error})") from None
         self._byte_level, self.prefix_space = self._read_decoder()
+        self.kind = "byte-level BPE" if self._byte_level else f"SentencePiece {self._kind}"
         self._added = self._plain.get_added_tokens_decoder()
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
         self._vocabulary = {self._renamed.get(token, token): index for token, index in vocabulary.items()}

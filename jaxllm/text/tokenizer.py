@@ -21,12 +21,14 @@ from jaxllm.files import DataError
 class Tokenizer(ABC):
     """What every tokenizer offers.
 
+    kind: what it is, for people to read: "byte-level BPE".
     vocab_size: ids are 0 .. vocab_size - 1.
     bos_id, eos_id: begin and end of a document; None where the vocabulary has none.
     adds_bos: whether the model expects `start_id` before a prompt.
     prefix_space: whether text is encoded with a space before it, which decoding takes away.
     """
 
+    kind: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
