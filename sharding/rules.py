@@ -127,7 +127,7 @@ DEFAULT = Rules(
     (
         # Activations.
         ("batch", ("data", "fsdp")),
-        ("seq", ()),
+        ("seq", ("context",)),
         ("act_embed", ()),
         ("act_heads", ("tensor",)),
         ("act_kv_heads", ("tensor",)),
@@ -143,4 +143,5 @@ DEFAULT = Rules(
         ("mlp", ("tensor",)),
     )
 )
-"""Megatron's split of heads, feed-forward and vocabulary over ``tensor``; parameters stored split over ``fsdp``."""
+"""Megatron's split of heads, feed-forward and vocabulary over ``tensor``; parameters stored split over ``fsdp``; the
+sequence over ``context``, where attention goes around a ring."""

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.ring_attention import Layout, ring_attention
 
 LayerIndex = Int[Array, ""]
 """Which layer of the model is asking; traced, since layers are scanned."""
@@ -60,16 +61,18 @@ class AttentionContext(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class Segments:
     """The tokens of this call, causally, each document of a packed row on its own.
 
     Attributes:
         segment_ids: document number of each token, 0 for padding; None when every row is one document.
+        layout: which tokens a shard holds where the sequence is split over devices.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
+    layout: Layout = "contiguous"
 
     def attend(
         self,
@@ -81,19 +84,18 @@ class Segments:
         scoring: Scoring,
     ) -> tuple[Float[Array, "B S N H"], Segments]:
         """Causal attention within each segment; ``layer`` makes no difference here."""
-        k, v = share_kv_heads(k), share_kv_heads(v)
-        flash = functools.partial(flash_attention, scale=scoring.scale, window=scoring.window, softcap=scoring.softcap)
-        if self.segment_ids is None:
-            attend = sharding.shard_map(flash, (Q_AXES, KV_AXES, KV_AXES), Q_AXES)
-            return attend(q, k, v), self
+        rule = {"scale": scoring.scale, "window": scoring.window, "softcap": scoring.softcap}
+        split = sharding.axis_names("seq")
 
-        def packed(q: Array, k: Array, v: Array, segments: Array) -> Array:
+        def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
             # Causal by place in the row: the same as by position within a document, and what lies above the
             # diagonal is then known before the program runs.
-            return flash(q, k, v, q_segment_ids=segments, kv_segment_ids=segments)
+            if split:
+                return ring_attention(q, k, v, axis=split[0], layout=self.layout, segment_ids=segments, **rule)
+            return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=segments, **rule)
 
-        attend = sharding.shard_map(packed, (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES), Q_AXES)
-        return attend(q, k, v, self.segment_ids), self
+        attend = sharding.shard_map(local, (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES), Q_AXES)
+        return attend(q, share_kv_heads(k), share_kv_heads(v), self.segment_ids), self
 
 
 def share_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:

@@ -48,7 +48,7 @@ def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     check_batch(run, mesh, model.rules)
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    grads = value_and_grad(model, z_loss=run.z_loss, accumulate=run.accumulate)
+    grads = value_and_grad(model, z_loss=run.z_loss, accumulate=run.accumulate, layout=run.context_layout)
     step = jit_step(train_step(grads, transform, schedule(run.optim.schedule, run.steps)), abstract)
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")

@@ -9,6 +9,7 @@ from jaxllm.config import runtime_only
 from jaxllm.data import DataConfig
 from jaxllm.models.decoder import DecoderConfig
 from jaxllm.optim import OptimConfig
+from pallas_kernels.ring_attention.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class RunConfig:
         accumulate: micro-batches per step, to bound memory; divides data.batch_size.
         z_loss: weight of the squared log-partition function in the loss.
         seed: seed of the parameters and of the run's randomness.
-        mesh: devices by named axis ("fsdp=4,tensor=2") or a preset: dp, fsdp, tp, fsdp_tp.
+        mesh: devices by named axis ("fsdp=4,tensor=2,context=2") or a preset: dp, fsdp, tp, fsdp_tp.
+        context_layout: which tokens of a row a device gets where the mesh has a context axis
+            (``pallas_kernels.ring_attention.layout``).
         checkpoint: when to save and what to keep.
         log_every: steps between two lines of the log where there is no live view.
         eval_every: steps between two evaluations on held-out text; 0 evaluates at the end only.
@@ -43,6 +46,7 @@ class RunConfig:
     z_loss: float = 0.0
     seed: int = 0
     mesh: str = runtime_only("dp")
+    context_layout: Layout = runtime_only("zigzag")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})
     log_every: int = runtime_only(10)
     eval_every: int = runtime_only(0)

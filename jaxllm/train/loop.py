@@ -30,6 +30,7 @@ from jaxllm.train.receipt import make_receipt, versions
 from jaxllm.train.state import TrainState, abstract_state, init_state
 from jaxllm.train.step import jit_step, train_step
 from jaxllm.train.view import View
+from pallas_kernels.ring_attention import order
 from sharding import MeshSpec
 
 
@@ -91,7 +92,9 @@ class Run:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
         start = time.monotonic()
         rate = schedule(self.config.optim.schedule, self.config.steps)
-        grads = value_and_grad(self.model, z_loss=self.config.z_loss, accumulate=self.config.accumulate)
+        grads = value_and_grad(
+            self.model, z_loss=self.config.z_loss, accumulate=self.config.accumulate, layout=self.config.context_layout
+        )
         step = jit_step(train_step(grads, self.optimizer, rate), self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
@@ -243,6 +246,9 @@ def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
     """A micro-batch must divide over the mesh."""
     shape = (config.data.batch_size // config.accumulate, config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
+    shards = mesh.shape.get("context", 1)
+    if shards > 1:
+        order(config.context_layout, shards, config.data.seq_len)  # refuses lengths that do not divide
 
 
 def check_precision(config: RunConfig) -> None:

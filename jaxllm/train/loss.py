@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models import Functional, Segments
 from pallas_kernels.cross_entropy import linear_cross_entropy
+from pallas_kernels.ring_attention import Layout, order
 
 HIDDEN = ("batch", "seq", "act_embed")
 TOKENS = ("batch", "seq")
@@ -29,20 +30,39 @@ class LossSums(NamedTuple):
     count: Float[Array, ""]  # target tokens
 
 
-def loss_sums(model: Functional, params: Any, batch: Any, *, z_loss: float = 0.0) -> LossSums:
+def loss_sums(
+    model: Functional, params: Any, batch: Any, *, z_loss: float = 0.0, layout: Layout = "contiguous"
+) -> LossSums:
     """Loss of ``batch`` summed over its targets; targets below 0 do not count.
 
     Args:
         batch: ``jaxllm.data.Batch``, Int[B S] each.
         z_loss: weight of the squared log-partition function (arXiv:2204.02311, section 5).
+        layout: which tokens of a row a device gets where the mesh splits the sequence.
 
     The logits are never held whole: the vocabulary projection and its softmax run in chunks of tokens.
     """
-    ctx = Segments(batch.segment_ids)
+    with sharding.use_rules(model.rules):
+        batch = arrange(batch, layout)
+    ctx = Segments(batch.segment_ids, layout)
     hidden, _ = model.forward(params, batch.tokens, batch.positions, ctx)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
         return _sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
+
+
+def arrange(batch: Any, layout: Layout) -> Any:
+    """The batch's rows in the order in which ``layout`` gives them to the devices that split the sequence.
+
+    Raises:
+        ValueError: the rows do not divide.
+    """
+    shards = sharding.axis_size("seq")
+    if shards == 1 or layout == "contiguous":
+        return batch
+    to = order(layout, shards, batch.tokens.shape[1])
+    here = sharding.spec(*TOKENS)
+    return jax.tree.map(lambda x: x.at[:, to].get(out_sharding=here), batch)
 
 
 def _sharded_sums(
@@ -75,17 +95,18 @@ def _sharded_sums(
 
 
 def value_and_grad(
-    model: Functional, *, z_loss: float = 0.0, accumulate: int = 1
+    model: Functional, *, z_loss: float = 0.0, accumulate: int = 1, layout: Layout = "contiguous"
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """``(params, batch) -> (sums, gradients of the mean loss per target token)``.
 
     Args:
         accumulate: micro-batches the batch is cut into, one after the other, to bound memory. Each token weighs the
             same however many targets its micro-batch has, so the result does not depend on ``accumulate``.
+        layout: which tokens of a row a device gets where the mesh splits the sequence.
     """
 
     def mean_loss(params: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
-        sums = loss_sums(model, params, batch, z_loss=z_loss)
+        sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout)
         return sums.loss / total, sums
 
     grad = jax.value_and_grad(mean_loss, has_aux=True)

@@ -20,13 +20,16 @@ Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "striped")
 
 
-def places(layout: Layout, shard: int | Int[Array, ""], shards: int, size: int) -> Int[Array, " S"]:
-    """The places of the sequence that a shard holds, in the order it holds them.
+def places(
+    layout: Layout, shard: int | Int[Array, ""], shards: int, size: int
+) -> Int[Array, " S"] | Int[np.ndarray, " S"]:
+    """The places of the sequence that a shard holds, in the order it holds them; in numpy for a shard that is known.
 
     Raises:
         ValueError: an unknown layout, or an odd number of places for zigzag.
     """
-    here = jnp.arange(size, dtype=jnp.int32)
+    xp = np if isinstance(shard, int) else jnp
+    here = xp.arange(size, dtype=np.int32)
     if layout == "contiguous":
         return shard * size + here
     if layout == "striped":
@@ -36,7 +39,7 @@ def places(layout: Layout, shard: int | Int[Array, ""], shards: int, size: int) 
     if size % 2:
         raise ValueError(f"zigzag: a shard of {size} tokens cannot be halved; give each an even number.")
     half = size // 2
-    return jnp.where(here < half, shard * half + here, (2 * shards - 1 - shard) * half + here - half)
+    return xp.where(here < half, shard * half + here, (2 * shards - 1 - shard) * half + here - half)
 
 
 def order(layout: Layout, shards: int, length: int) -> Int[np.ndarray, " length"]:
@@ -48,4 +51,4 @@ def order(layout: Layout, shards: int, length: int) -> Int[np.ndarray, " length"
     parts = 2 * shards if layout == "zigzag" else shards
     if length % parts:
         raise ValueError(f"{layout}: a sequence of {length} does not divide into {parts} parts; pad it to a multiple.")
-    return np.concatenate([np.asarray(places(layout, r, shards, length // shards)) for r in range(shards)])
+    return np.concatenate([places(layout, r, shards, length // shards) for r in range(shards)])
