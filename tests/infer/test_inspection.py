@@ -21,7 +21,8 @@ from jaxllm.infer.inspection import alike, inspect_model
 from jaxllm.infer.inspection_view import show
 from jaxllm.models import param_count
 from jaxllm.text import ByteTokenizer, ChatTemplate
-from tests.hub import peers, test_gguf_models
+from tests.hub import gguf_writer, peers
+from tests.hub.test_gguf_models import MODELS, entry
 from tests.hub.test_huggingface import reconfigure, rewrite
 
 
@@ -106,8 +107,8 @@ def test_a_run_that_has_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = test_gguf_models.write(
-        test_gguf_models.save("llama3", tmp_path), tmp_path / "m.gguf", test_gguf_models.Ggml.F16
+    file = gguf_writer.write(
+        gguf_writer.save(MODELS["llama3"], tmp_path / "theirs"), tmp_path / "m.gguf", gguf_writer.Ggml.F16
     )
 
     def read(*_: Any) -> None:
@@ -167,9 +168,9 @@ def test_what_is_wrong_is_found_and_the_rest_is_shown(model: Path, damage: Any, 
 
 
 def test_a_damaged_gguf(tmp_path: Path) -> None:
-    change = test_gguf_models.entry("llama.logit_scale", 0.5)
-    source = test_gguf_models.save("llama_tied", tmp_path)
-    odd = inspect_model(test_gguf_models.write(source, tmp_path / "odd.gguf", change=change))
+    change = entry("llama.logit_scale", 0.5)
+    source = gguf_writer.save(MODELS["llama_tied"], tmp_path / "theirs")
+    odd = inspect_model(gguf_writer.write(source, tmp_path / "odd.gguf", change=change))
     assert "logit_scale = 0.5; this entry is not understood" in odd.findings[0]
     assert {t.ours for t in odd.tensors} == {"not known"}
     assert odd.parameters == sum(np.prod(t.shape) for t in odd.tensors)
