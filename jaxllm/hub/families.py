@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
 }
 """transformers' names of activations."""
 
+MOST_LAYERS = 10_000
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -50,7 +51,7 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
         config = family(given).config(fields)
     except HubError:
         raise
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:  # sizes that do not go together
         raise HubError(f"config.json: {error}") from None
     fields.finish()
     return config
@@ -63,7 +64,7 @@ def family(given: Mapping[str, Any]) -> Family:
         HubError: not one of the known.
     """
     kind = given.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise HubError(f"model_type is {kind!r}.{closest(str(kind), FAMILIES)} Known: {', '.join(sorted(FAMILIES))}.")
     return FAMILIES[kind]
 
@@ -80,6 +81,14 @@ def _attention(fields: Fields, head_dim: int | None = None) -> AttentionConfig:
         kv_heads=fields.get("num_key_value_heads", int, heads),
         head_dim=fields.get("head_dim", int, head_dim) or fields.need("hidden_size", int) // heads,
     )
+
+
+def _layers(fields: Fields, name: str = "num_hidden_layers") -> int:
+    """How many blocks; nothing is made for each of more than any model has."""
+    layers = fields.need(name, int)
+    if layers > MOST_LAYERS:
+        raise HubError(f"config.json: {name} = {layers}; legal: 1 to {MOST_LAYERS}.")
+    return layers
 
 
 def _mlp(fields: Fields, *names: str) -> MlpConfig:
@@ -99,7 +108,7 @@ def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
 
 def _decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
     """What the Llama line's configs have in common."""
-    layers = fields.need("num_hidden_layers", int)
+    layers = _layers(fields)
     every = [blocks] * layers if isinstance(blocks, BlockConfig) else blocks
     prefix, pattern = repeating(every)
     return DecoderConfig(
@@ -129,7 +138,7 @@ def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], t
 
 def _windows(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
     """Which layers have a sliding window: ``layer_types``, or where there is none, by layer."""
-    layers = fields.need("num_hidden_layers", int)
+    layers = _layers(fields)
     kinds = fields.get("layer_types", list, None)
     if kinds is None:
         return [default(i) for i in range(layers)]
@@ -159,7 +168,7 @@ def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
     fields.only("use_mrope", False)
     attention = replace(attention, rope=rope_config(fields))
     window = fields.get("sliding_window", int, None) if fields.get("use_sliding_window", bool, False) else None
-    first = fields.get("max_window_layers", int, 28)
+    first = fields.get("max_window_layers", int, 28, least=0)
     # With use_sliding_window false, transformers takes no notice of the window's size.
     fields.skip("sliding_window")
     local = _windows(fields, lambda layer: window is not None and layer >= first)
@@ -196,8 +205,10 @@ def _gemma(fields: Fields, blocks: Sequence[BlockConfig]) -> DecoderConfig:
 
 def _gemma_attention(fields: Fields) -> AttentionConfig:
     bias = fields.get("attention_bias", bool, False)
-    scale = fields.need("query_pre_attn_scalar", float) ** -0.5
-    return replace(_attention(fields, head_dim=256), scale=scale, bias="all" if bias else "none")
+    width = fields.need("query_pre_attn_scalar", float)
+    if width <= 0:
+        raise HubError(f"config.json: query_pre_attn_scalar = {width}; legal: positive numbers.")
+    return replace(_attention(fields, head_dim=256), scale=width**-0.5, bias="all" if bias else "none")
 
 
 def _gemma2(fields: Fields) -> DecoderConfig:
@@ -220,11 +231,11 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     fields.skip("_sliding_window_pattern")
     full_theta = fields.get("rope_theta", float, 1_000_000.0)
     local_theta = fields.get("rope_local_base_freq", float, 10_000.0)
-    both = fields.get("rope_parameters", Mapping, {})
-    scaling = fields.get("rope_scaling", Mapping, None)
-    full_rope = read_rope(both.get(FULL) or scaling or {}, fields, full_theta)
-    local_rope = read_rope(both.get(SLIDING) or {}, fields, local_theta)
-    if extra := sorted(set(both) - {FULL, SLIDING}):
+    both = Fields(fields.get("rope_parameters", Mapping, {}), "config.json: rope_parameters")
+    scaling = fields.get("rope_scaling", Mapping, {})
+    full_rope = read_rope(both.get(FULL, Mapping, None) or scaling, fields, full_theta)
+    local_rope = read_rope(both.get(SLIDING, Mapping, {}), fields, local_theta)
+    if extra := sorted(set(both.given) - {FULL, SLIDING}):
         raise HubError(f"config.json: rope_parameters has {', '.join(extra)}; legal: {FULL}, {SLIDING}.")
     mlp = _mlp(fields, "hidden_activation", "hidden_act")
     full = BlockConfig(replace(attention, rope=full_rope), mlp, "sandwich")
@@ -242,7 +253,7 @@ def _phi3(fields: Fields) -> DecoderConfig:
     fields.only("interpolate_factor", 1)
     fields.skip("original_max_position_embeddings")  # read where a scaling asks for it
     given = fields.given.get("rope_parameters") or fields.given.get("rope_scaling")
-    if given and given.get("rope_type", given.get("type")) in ("su", "yarn"):
+    if isinstance(given, Mapping) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
         # Early names of LongRoPE in this family.
         renamed = {**given, "rope_type": "longrope"}
         fields.given = {**fields.given, "rope_parameters": renamed}
@@ -272,7 +283,7 @@ def _gpt2(fields: Fields) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=fields.need("vocab_size", int),
         embed_dim=embed,
-        layers=fields.need("n_layer", int),
+        layers=_layers(fields, "n_layer"),
         pattern=(BlockConfig(AttentionConfig(heads, heads, embed // heads, None, bias="all"), mlp),),
         tied=fields.get("tie_word_embeddings", bool, True),
         learned_positions=fields.need("n_positions", int),

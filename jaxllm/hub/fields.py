@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,9 @@ SILENT = frozenset(
 )
 """Fields that say nothing about the forward pass (dropout is for training alone); an export carries them over."""
 
+MOST = 2**40
+"""The largest whole number that is taken for a size."""
+
 
 class Fields:
     """The fields of a ``config.json``; remembers which were read."""
@@ -63,20 +67,27 @@ class Fields:
             raise HubError(f"{self.where} lacks {name!r}.{closest(name, self.given)}")
         return self.get(name, kind, None)
 
-    def get(self, name: str, kind: Any, default: Any) -> Any:
+    def get(self, name: str, kind: Any, default: Any, *, least: int = 1) -> Any:
         """A field, or ``default`` where it is missing or null.
 
+        Args:
+            least: of a whole number; they are sizes and counts.
+
         Raises:
-            HubError: not of this kind; a bool is no number, a whole number is a float.
+            HubError: not of this kind; a bool is no number, a whole number is a float, a float is finite.
         """
         self._read.add(name)
         value = self.given.get(name)
         if value is None:
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST:
             return float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise HubError(f"{self.where}: {name} = {value!r} is not of the kind {getattr(kind, '__name__', kind)}.")
+        if kind is int and not least <= value <= MOST:
+            raise HubError(f"{self.where}: {name} = {value}; legal: {least} to {MOST}.")
+        if kind is float and not math.isfinite(value):
+            raise HubError(f"{self.where}: {name} = {value}; legal: finite numbers.")
         return value
 
     def only(self, name: str, *legal: Any) -> None:

@@ -204,7 +204,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         value = json.loads(file.read_text())
     except FileNotFoundError:
         raise HubError(f"{directory} has no config.json; give the directory of a saved model.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise HubError(f"{file} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise HubError(f"{file} is not a JSON object.")

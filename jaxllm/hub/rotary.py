@@ -108,8 +108,15 @@ def _longrope(inner: Fields, fields: Fields) -> RopeScaling:
     attention = inner.get("attention_factor", float, None)
     if attention is None:
         attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    short, long = (tuple(map(float, inner.need(name, (list, tuple)))) for name in ("short_factor", "long_factor"))
-    return LongRopeScaling(short, long, length, attention)
+    return LongRopeScaling(_factors(inner, "short_factor"), _factors(inner, "long_factor"), length, attention)
+
+
+def _factors(inner: Fields, name: str) -> tuple[float, ...]:
+    """A list of positive numbers."""
+    given = inner.need(name, list)
+    if not all(type(f) in (int, float) and 0 < f < math.inf for f in given):
+        raise HubError(f"{inner.where}: {name} = {given!r}; legal: positive numbers.")
+    return tuple(map(float, given))
 
 
 SCALINGS: dict[str, Callable[[Fields, Fields], RopeScaling]] = {

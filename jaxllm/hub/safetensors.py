@@ -25,7 +25,7 @@ from jaxllm.hub.errors import HubError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 * 2**20
-MAX_DIMS = 8
+MAX_DIMS, MAX_SIZE = 8, 2**60
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -90,7 +90,8 @@ def _span(name: str, entry: Any, size: int, file: Path) -> tuple[np.dtype, tuple
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise HubError(f"{file}: {name} has dtype {dtype!r}; known: {', '.join(DTYPES)}.")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(count, shape)):
+    counts = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(count, shape))
+    if not counts or math.prod(max(1, n) for n in shape) > MAX_SIZE:
         raise HubError(f"{file}: {name} has shape {str(shape)[:80]}; legal: a list of at most {MAX_DIMS} counts.")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(count, offsets)) or offsets[0] > offsets[1]:
         raise HubError(f"{file}: {name} has data_offsets {str(offsets)[:80]}; legal: [begin, end].")

@@ -243,6 +243,13 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits.numpy()
 
 
+def safetensors_of(file: Path) -> dict[str, np.ndarray]:
+    """A file's tensors as the safetensors library reads them."""
+    import safetensors.numpy
+
+    return safetensors.numpy.load_file(file)
+
+
 def gradients_of(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Gradients of the mean negative log-likelihood of each next token, by their names."""
     ids = torch.from_numpy(tokens.astype(np.int64))
