@@ -3,6 +3,7 @@
 Needs jax and jaxtyping only.
 """
 
+from pallas_kernels._dispatch import explain as explain
 from pallas_kernels.cached_attention import cached_attention as cached_attention
 from pallas_kernels.cross_entropy import CrossEntropyStats as CrossEntropyStats
 from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy

@@ -1,9 +1,56 @@
-"""What differs between JAX versions, and the typing of values inside ``jax.shard_map``."""
+"""What differs between JAX versions, the typing of values inside ``jax.shard_map``, and where a program will run."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array
+
+_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
+
+
+class Device(NamedTuple):
+    """What a program is traced for: ``"tpu"``, ``"gpu"`` or ``"cpu"``, and the ``device_kind`` where it is known."""
+
+    platform: str
+    kind: str
+
+
+def target_device() -> Device:
+    """The device of the mesh in scope, which may be one that is compiled for from afar, or else jax's default."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh is None or mesh.empty else mesh.abstract_device
+    if device is None:
+        return Device(_platform(jax.default_backend()), jax.devices()[0].device_kind)
+    kind = device.device_kind
+    return Device("tpu" if kind.startswith("TPU") else "cpu" if kind.lower() == "cpu" else "gpu", kind)
+
+
+def _platform(backend: str) -> str:
+    return "gpu" if backend in ("cuda", "rocm") else backend
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Kernels traced inside run on any device, interpreted: TPU kernels with races detected and memory full of nan.
+
+    Slow: it is there to check values where the device is not.
+    """
+    token = _interpreting.set(True)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
+
+
+def is_interpreting() -> bool:
+    """Whether this is inside ``interpreting()``."""
+    return _interpreting.get()
 
 
 def varying_axes(*arrays: Array | None) -> frozenset[str]:
@@ -20,3 +67,8 @@ def vary_over(x: Array, axes: frozenset[str]) -> Array:
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def result_like(x: Array, shape: Sequence[int], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """A result of ``pallas_call`` that varies over the mesh axes that the operand ``x`` varies over."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

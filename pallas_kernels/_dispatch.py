@@ -2,7 +2,8 @@
 
 Every public operation takes ``implementation``:
 
-- ``None``: the operation's own order of preference; one that does not support the arguments gives way to the next.
+- ``None``: the operation's own order of preference, less those whose values were never verified on the platform
+  (``VERIFIED``); one that does not support the arguments gives way to the next. ``explain`` tells which it is.
 - a name: that one and no other; what it does not support, it refuses.
 - a sequence of names: those, in that order.
 
@@ -12,8 +13,28 @@ limit in the message. Any other error is an error.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from pallas_kernels._compat import target_device
+
+OPERATIONS = {
+    "flash_attention": "pallas_kernels.flash_attention.api",
+    "linear_cross_entropy": "pallas_kernels.cross_entropy.api",
+    "grouped_matmul": "pallas_kernels.grouped_matmul.api",
+}
+"""Where each operation's ``IMPLEMENTATIONS`` are."""
+
+VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "flash_attention": {
+        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
+        "pallas_gpu": {},
+    },
+}
+"""operation -> implementation written for some platforms -> platform on which its values were compared with the
+reference -> how. One that is not named here is plain JAX, verified wherever XLA is right; one that is named and lacks a
+platform is compile-only there, and ``None`` never chooses it."""
 
 Implementation = str | Sequence[str] | None
 """Which implementation of an operation to use: a name, names in order, or None for the default order."""
@@ -35,7 +56,7 @@ def dispatch(
     """
     if isinstance(choice, str):
         return _named(operation, implementations, choice)(*args, **kw)
-    names = tuple(implementations) if choice is None else tuple(choice)
+    names = _eligible(operation, implementations, target_device().platform) if choice is None else tuple(choice)
     if not names:
         raise ValueError(f"{operation}: implementation is an empty sequence; choose from {sorted(implementations)}.")
     candidates = {name: _named(operation, implementations, name) for name in names}
@@ -46,6 +67,34 @@ def dispatch(
         except NotImplementedError as refusal:
             reasons.append(f"  {name}: {refusal}")
     raise NotImplementedError(f"{operation}: no implementation supports these arguments:\n" + "\n".join(reasons))
+
+
+def explain(operation: str, *, platform: str | None = None) -> str:
+    """What ``implementation=None`` would try for ``operation``, and why, one implementation a line.
+
+    Args:
+        operation: such as "flash_attention".
+        platform: "tpu", "gpu" or "cpu"; None for the one that programs are traced for here.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    if operation not in OPERATIONS:
+        raise ValueError(f"no operation {operation!r}; there are {sorted(OPERATIONS)}.")
+    platform = platform or target_device().platform
+    implementations = importlib.import_module(OPERATIONS[operation]).IMPLEMENTATIONS
+    order = _eligible(operation, implementations, platform)
+    lines = [f"{operation} on {platform}: {order[0]}, or the next that supports the arguments"]
+    for name in (*order, *(name for name in implementations if name not in order)):
+        how = VERIFIED.get(operation, {}).get(name)
+        reason = "plain JAX" if how is None else how.get(platform, "compile-only: values not verified; only by name")
+        lines.append(f"  {name}: {reason}")
+    return "\n".join(lines)
+
+
+def _eligible(operation: str, implementations: Mapping[str, Callable[..., Any]], platform: str) -> tuple[str, ...]:
+    verified = VERIFIED.get(operation, {})
+    return tuple(name for name in implementations if name not in verified or platform in verified[name])
 
 
 def _named(operation: str, implementations: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of key
 from __future__ import annotations
 
 import math
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +16,25 @@ from pallas_kernels.flash_attention.reference import attention_reference
 from pallas_kernels.flash_attention.xla import RESIDUALS as RESIDUALS
 from pallas_kernels.flash_attention.xla import attention_xla
 
-IMPLEMENTATIONS = {"xla": attention_xla, "reference": attention_reference}
+
+def _pallas_tpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+    from pallas_kernels.flash_attention.pallas_tpu import attention_pallas_tpu
+
+    return attention_pallas_tpu(*args, **kw)
+
+
+def _pallas_gpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+    from pallas_kernels.flash_attention.pallas_gpu import attention_pallas_gpu
+
+    return attention_pallas_gpu(*args, **kw)
+
+
+IMPLEMENTATIONS = {
+    "pallas_tpu": _pallas_tpu,
+    "pallas_gpu": _pallas_gpu,
+    "xla": attention_xla,
+    "reference": attention_reference,
+}
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -77,7 +95,7 @@ def flash_attention_and_lse(
         scale: of the scores; ``1 / sqrt(H)`` when None.
         window: a query sees its own position and the ``window - 1`` before it (arXiv:2004.05150).
         softcap: scores become ``softcap * tanh(scores / softcap)`` (arXiv:2408.00118, section 2).
-        implementation: "xla" or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The attended values in ``q.dtype``, and the logsumexp of each query's scores, sink included, in at least

@@ -1,4 +1,4 @@
-"""One body for every implementation of flash attention, against a loop over queries and against finite differences.
+"""Flash attention in plain JAX, in float64, against a loop over queries and against finite differences.
 
 Bands and blocks are made tiny here, so that short sequences cross many of them.
 
@@ -8,7 +8,6 @@ Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of key
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,154 +18,19 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from pallas_kernels.flash_attention import RESIDUALS, flash_attention, flash_attention_and_lse
-from pallas_kernels.flash_attention.api import IMPLEMENTATIONS
+from tests.kernels import flash_body
+from tests.kernels.flash_body import CASES, Case, draw, error, forward_and_vjp, oracle, static
 
-implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-class Case(NamedTuple):
-    b: int
-    s: int
-    t: int
-    n: int
-    k: int
-    h: int
-    mask: str = "index"  # index, packed, positions, both
-    v: int | None = None  # head dim of values, where it differs
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
+implementations = pytest.mark.parametrize("implementation", flash_body.PLAIN)
 
 
-CASES = {
-    "one token": Case(1, 1, 1, 1, 1, 2),
-    "one band": Case(2, 3, 3, 2, 2, 4),
-    "whole bands": Case(1, 8, 8, 2, 1, 4),
-    "odd length": Case(2, 13, 13, 4, 2, 3),
-    "more bands than one band's length": Case(1, 43, 43, 2, 2, 2),
-    "three queries a kv head": Case(1, 9, 9, 6, 2, 4),
-    "one kv head": Case(2, 10, 10, 4, 1, 4),
-    "packed": Case(3, 17, 17, 4, 2, 4, "packed"),
-    "packed, one token": Case(2, 1, 1, 2, 1, 2, "packed"),
-    "positions": Case(2, 14, 14, 2, 1, 4, "positions"),
-    "positions and segments": Case(2, 19, 23, 2, 2, 4, "both"),
-    "more queries than keys": Case(2, 21, 5, 2, 1, 4, "positions"),
-    "one query, many keys": Case(3, 1, 29, 6, 2, 4, "positions"),
-    "few queries, many keys": Case(2, 3, 29, 4, 2, 4, "both"),
-    "window within a band": Case(2, 19, 19, 2, 1, 4, window=3),
-    "window of one": Case(1, 9, 9, 2, 1, 4, window=1),
-    "window over many bands": Case(2, 31, 31, 4, 2, 2, window=13),
-    "window longer than the row": Case(1, 11, 11, 2, 1, 4, window=50),
-    "window, packed": Case(2, 23, 23, 2, 2, 4, "packed", window=5),
-    "window, positions": Case(2, 9, 25, 2, 1, 4, "both", window=6),
-    "window, few queries": Case(2, 2, 25, 4, 2, 4, "positions", window=4),
-    "softcap": Case(2, 13, 13, 4, 2, 4, "packed", softcap=0.7),
-    "softcap, few queries": Case(2, 3, 29, 4, 2, 4, "both", softcap=0.7),
-    "sinks": Case(2, 13, 13, 4, 2, 4, "packed", sinks=True),
-    "sinks, few queries": Case(2, 3, 29, 4, 2, 4, "both", sinks=True),
-    "values of another size": Case(2, 15, 15, 4, 2, 6, v=4),
-    "values of another size, few queries": Case(1, 2, 15, 4, 2, 4, "positions", v=6),
-    "everything": Case(2, 21, 33, 6, 2, 4, "both", v=3, window=17, softcap=1.3, sinks=True),
-}
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    from pallas_kernels.flash_attention import xla
-
-    monkeypatch.setattr(xla, "LEAST_BAND", 4)
-    monkeypatch.setattr(xla, "BLOCK", 6)
-    monkeypatch.setattr(xla, "FEW_QUERIES", 3)
-
-
-def draw(rng, case: Case, dtype=np.float64):
-    """(q, k, v, gradient of the output), and the other arguments; segment 0 and rows that see nothing occur."""
-    b, s, t, n, k, h, mask = case[:7]
-    q, keys, values, d_out = (
-        rng.normal(size=shape).astype(dtype)
-        for shape in ((b, s, n, h), (b, t, k, h), (b, t, k, case.v or h), (b, s, n, case.v or h))
-    )
-    extra = {}
-    if mask in ("positions", "both"):
-        extra["q_positions"] = rng.integers(0, t, (b, s)).astype(np.int32)
-        extra["kv_positions"] = rng.permuted(np.broadcast_to(np.arange(t, dtype=np.int32), (b, t)), axis=1)
-    if mask in ("packed", "both"):
-        q_segments = np.sort(rng.integers(0, 4, (b, s)).astype(np.int32), axis=1)
-        extra["q_segment_ids"] = q_segments
-        extra["kv_segment_ids"] = q_segments if s == t else rng.integers(0, 4, (b, t)).astype(np.int32)
-    if case.sinks:
-        extra["sinks"] = rng.normal(size=n).astype(dtype)
-    return [jnp.asarray(x) for x in (q, keys, values, d_out)], {name: jnp.asarray(x) for name, x in extra.items()}
-
-
-def static(case: Case) -> dict:
-    """The arguments that are not arrays."""
-    return {"window": case.window, "softcap": case.softcap}
-
-
-def oracle(
-    q,
-    k,
-    v,
-    q_positions=None,
-    kv_positions=None,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    sinks=None,
-    window=None,
-    softcap=None,
-):
-    """One query at a time, in float64: (output, logsumexp)."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
-    for b, s, n in np.ndindex(q.shape[:3]):
-        head = n // (q.shape[2] // k.shape[2])
-        place = s if q_positions is None else q_positions[b, s]
-        places = np.arange(k.shape[1]) if kv_positions is None else kv_positions[b]
-        seen = places <= place
-        if window is not None:
-            seen = seen & (place - places < window)
-        if q_segment_ids is not None:
-            seen = seen & (kv_segment_ids[b] == q_segment_ids[b, s]) & (q_segment_ids[b, s] != 0)
-        seen = np.flatnonzero(seen)
-        scores = k[b, seen, head] @ q[b, s, n] / np.sqrt(q.shape[3])
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        if sinks is not None:
-            scores = np.append(scores, sinks[n])
-        if len(scores):
-            weights = np.exp(scores - scores.max())
-            lse[b, s, n] = scores.max() + np.log(weights.sum())
-            out[b, s, n] = weights[: len(seen)] @ v[b, seen, head] / weights.sum()
-    return out, lse
-
-
-def forward_and_vjp(implementation, inputs, extra, d_lse=None, **options):
-    """Output, and gradients of q, k, v (and sinks), as one compiled program makes them.
-
-    With ``d_lse``, the logsumexp and what reaches back through it too.
-    """
-    q, k, v, d_out = inputs
-
-    @jax.jit
-    def run(q, k, v, d_out, d_lse, extra):
-        sinks = {name: extra[name] for name in extra if name == "sinks"}
-        rest = {name: extra[name] for name in extra if name != "sinks"}
-
-        def call(q, k, v, sinks):
-            out, lse = flash_attention_and_lse(q, k, v, **sinks, **rest, implementation=implementation, **options)
-            return (out, lse) if d_lse is not None else out
-
-        out, pull = jax.vjp(call, q, k, v, sinks)
-        return out, *pull(d_out if d_lse is None else (d_out, d_lse))
-
-    return run(q, k, v, d_out, d_lse, extra)
-
-
-def error(got, want) -> float:
-    got, want = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(y)]) for y in (got, want))
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), np.finfo(np.float64).tiny))
+def small_pieces():
+    with flash_body.small_pieces():
+        yield
 
 
 @implementations
@@ -352,5 +216,5 @@ def test_what_does_not_go_together_is_refused():
         flash_attention(q, q, q, q_segment_ids=ids)
     with pytest.raises(ValueError, match="q_positions is missing"):
         flash_attention(q, q, q, kv_positions=ids)
-    with pytest.raises(ValueError, match=r"no implementation 'cuda'.*\['reference', 'xla'\]"):
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'.*'reference', 'xla'\]"):
         flash_attention(q, q, q, implementation="cuda")
