@@ -19,8 +19,9 @@ class RunConfig:
     Attributes:
         name: the run's name, and its directory's.
         model: the architecture; its vocab_size must hold the tokenizer's.
-        init_from: a model to begin from instead of random parameters: a directory, a .gguf file, ``smollm2`` or
-            ``hf:ORG/NAME``. ``model`` must be its architecture (``open_source(find_model(NAME)).config``).
+        init_from: a model to begin from instead of random parameters: a run's or a model's directory, a .gguf file,
+            ``smollm2`` or ``hf:ORG/NAME``. ``model`` must be its architecture
+            (``open_source(find_model(NAME)).config``).
         data: what to train on, and the batch.
         optim: the optimizer and its schedule.
         steps: optimizer steps; the schedule is spread over them.

@@ -19,7 +19,7 @@ from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
-from jaxllm.train.begin import source_of
+from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
@@ -77,8 +77,8 @@ class Run:
         check_batch(config, self.mesh, self.model.rules)
         self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
-        self.source = source_of(config.init_from, config.model) if config.init_from else None
-        self.data: Dataset = load_dataset(config.data, self.source and self.source.tokenizer)
+        self.begin = beginning(config.init_from, config.model) if config.init_from else None
+        self.data: Dataset = load_dataset(config.data, self.begin and self.begin.tokenizer)
         check_vocabulary(config, self.data.tokenizer)
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
@@ -105,7 +105,7 @@ class Run:
         """What a checkpoint carries beside the state."""
         return {
             "config": to_dict(self.config),
-            "source": None if self.source is None else dict(self.source.source),
+            "source": None if self.begin is None or self.begin.source is None else dict(self.begin.source),
             "cursor": self.data.train.cursor(step),
             "tokenizer": self.data.tokenizer.fingerprint,
             "versions": versions(),
@@ -129,8 +129,8 @@ def train(config: RunConfig) -> Finished:
         state, first = start_state(run, checkpointer)
         files.write_json(files.config, to_dict(config))
         run.data.tokenizer.save(files.tokenizer)
-        if run.source is not None and run.source.template is not None:
-            run.source.template.save(files.tokenizer)
+        if run.begin is not None and run.begin.template is not None:
+            run.begin.template.save(files.tokenizer)
         files.keep_metrics(first)
         with make_view(run, first) as view, stop_signals() as stopping:
             describe(run, view, first)
@@ -207,8 +207,8 @@ def start_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, int]:
     """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
     if checkpointer.latest() is None:
         params = None
-        if run.source is not None:
-            params = run.source.load(mesh=run.mesh, dtype=run.config.model.param_dtype).params
+        if run.begin is not None:
+            params = run.begin.load(run.mesh, run.config.model.param_dtype)
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
         check_resumable(checkpointer.read_meta(), run.config, run.directory.path)

@@ -80,6 +80,22 @@ def test_training_moves_on_from_there(tmp_path: Path, begin: Path) -> None:
         train(config(tmp_path, begin, init_from="", tokenizer="byte"))
 
 
+def test_a_run_begins_where_another_ended(tmp_path: Path, begin: Path) -> None:
+    """From a run's own checkpoint, in another dtype, and the first library's config.json still known."""
+    assert train(config(tmp_path, begin)).complete
+    first = tmp_path / "runs" / "tiny"
+    model = dataclasses.replace(decoder_config(SOURCE), param_dtype="bfloat16", dtype="bfloat16")
+    schedule = runs.run_config(tmp_path).optim.schedule
+    still = {"schedule": dataclasses.replace(schedule, peak=1e-12)}
+    assert train(config(tmp_path, first, name="second", model=model, **still)).complete
+    old, new = load_model(first), load_model(tmp_path / "runs" / "second")
+    for a, b in zip(jax.tree.leaves(old.params), jax.tree.leaves(new.params), strict=True):
+        assert b.dtype == "bfloat16"
+        np.testing.assert_array_equal(np.asarray(a).astype(b.dtype), np.asarray(b))
+    assert new.source == old.source
+    assert new.template is not None
+
+
 def test_another_architecture_is_refused_field_by_field(tmp_path: Path, begin: Path) -> None:
     other = dataclasses.replace(decoder_config(SOURCE), layers=3, norm_eps=1e-6)
     with pytest.raises(ConfigError, match=r"model.layers: 2 -> 3\n  model.norm_eps: 1e-05 -> 1e-06") as raised:
