@@ -87,7 +87,11 @@ def explain(operation: str, *, platform: str | None = None) -> str:
     lines = [f"{operation} on {platform}: {order[0]}, or the next that supports the arguments"]
     for name in (*order, *(name for name in implementations if name not in order)):
         how = VERIFIED.get(operation, {}).get(name)
-        reason = "plain JAX" if how is None else how.get(platform, "compile-only: values not verified; only by name")
+        reason = (
+            "plain JAX"
+            if how is None
+            else how.get(platform, f"not verified on {platform}, compile-only at most: by name only")
+        )
         lines.append(f"  {name}: {reason}")
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import interpreting
-from pallas_kernels.flash_attention import config, flash_attention_and_lse, xla
+from pallas_kernels.flash_attention import config, flash_attention_and_lse
 from tests import environment
 
 PLAIN = ("xla", "reference")
@@ -71,7 +71,7 @@ CASES = {
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
     """Bands and blocks so small that short sequences cross many of them."""
-    from pallas_kernels.flash_attention import pallas_tpu
+    from pallas_kernels.flash_attention import pallas_tpu, xla
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "LEAST_BAND", 4)
@@ -186,7 +186,7 @@ def check(implementation: str, case: Case, rng: np.random.Generator, bound: floa
     want, want_lse = oracle(*inputs[:3], **plain, **static(case))
     nothing = want_lse == -np.inf
     d_lse = np.where(nothing, 0.0, rng.normal(size=want_lse.shape)).astype(np.float32)
-    few = implementation == "xla" and case.s <= xla.FEW_QUERIES < case.t
+    few = implementation == "xla" and case.s <= 3 < case.t  # these may be answered with nan
     dirty = d_lse if few or implementation == "reference" else np.where(nothing, np.nan, d_lse)
     with interpreting() if implementation.startswith("pallas") else contextlib.nullcontext():
         run = program(implementation, True, **static(case))
