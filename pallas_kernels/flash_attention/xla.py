@@ -188,7 +188,9 @@ def _forward(
     return (out, lse_out), (q, k, v, sinks, out, lse, mask)
 
 
-def _backward(options: Options, residuals: Any, d_results: tuple[Array, Array]) -> tuple[Array | None, ...]:
+def _backward(
+    options: Options, residuals: Any, d_results: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array | None, None]:
     q, k, v, sinks, out, lse, mask = residuals
     d_out, d_lse = d_results
     dtype = lse.dtype
