@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -29,6 +30,15 @@ def target_device() -> Device:
         return Device(_platform(jax.default_backend()), jax.devices()[0].device_kind)
     kind = device.device_kind
     return Device("tpu" if kind.startswith("TPU") else "cpu" if kind.lower() == "cpu" else "gpu", kind)
+
+
+def explicit_axes() -> tuple[str, ...]:
+    """Axes of the mesh in scope over which JAX tracks shardings: no kernel can be called there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh is None or mesh.empty:
+        return ()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in types if kind == AxisType.Explicit)
 
 
 def _platform(backend: str) -> str:

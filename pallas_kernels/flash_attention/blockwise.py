@@ -19,6 +19,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels._compat import explicit_axes
 from pallas_kernels.flash_attention.xla import RESIDUALS, Mask, Options
 
 MAX_HEAD_DIM = 256
@@ -178,8 +179,13 @@ def check(name: str, q: Array, k: Array, v: Array) -> None:
     """Refuses what no Pallas kernel here can do.
 
     Raises:
-        NotImplementedError: a dtype other than one of bfloat16 and float32, or a head dim above ``MAX_HEAD_DIM``.
+        NotImplementedError: a dtype other than one of bfloat16 and float32, a head dim above ``MAX_HEAD_DIM``, or a
+            mesh with explicit axes outside ``jax.shard_map``.
     """
+    if axes := explicit_axes():
+        raise NotImplementedError(
+            f"{name} must be called inside a jax.shard_map that is manual over {', '.join(axes)}."
+        )
     dtypes = {x.dtype for x in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:
         named = ", ".join(f"{what} {x.dtype}{list(x.shape)}" for what, x in (("q", q), ("k", k), ("v", v)))

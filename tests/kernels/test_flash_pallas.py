@@ -25,7 +25,7 @@ from tests.kernels.flash_body import CASES, Case, draw, error, forward_and_vjp
 
 PALLAS = ("pallas_tpu", "pallas_gpu")
 implementations = pytest.mark.parametrize("implementation", PALLAS)
-NAMES = ("one token", "packed", "one query, many keys", "window over many bands", "everything")
+NAMES = ("one token", "more bands than one band's length", "packed", "one query, many keys", "everything")
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,15 @@ def test_limits_are_named(implementation, float64):
             flash_attention(wide, wide, wide, implementation=implementation)
         with pytest.raises(NotImplementedError, match=r"not q float64\[1, 3, 1, 4\]"):
             flash_attention(q, q, q, implementation=implementation)
+
+
+@implementations
+def test_outside_shard_map_is_refused(implementation):
+    q = jnp.zeros((2, 3, 1, 4))
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])):
+        call = jax.jit(functools.partial(flash_attention, implementation=implementation))
+        with interpreting(), pytest.raises(NotImplementedError, match=r"inside a jax.shard_map .* manual over data"):
+            call(q, q, q)
 
 
 def test_none_never_chooses_what_was_not_verified():
