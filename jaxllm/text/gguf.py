@@ -4,11 +4,13 @@ Keys and their meaning: GGUF's specification and llama.cpp's `llama-vocab.cpp`, 
 (`tokenizer.ggml.pre`) and what a key means that is absent.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.files import DataError
 from jaxllm.text import definition, splits
+from jaxllm.text.ggml import special_id
 from jaxllm.text.library import LibraryTokenizer
 from jaxllm.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Pieces, bpe_definition
 
@@ -29,7 +31,7 @@ _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixt
 _ADD_BOS = _WHOLE_WORDS
 
 # Ids of tokens that end a turn, and names of such tokens in files that do not have the ids.
-_END_KEYS = ("eot_token_id", "eom_token_id")
+_END_KEYS = ("eot", "eom")
 _END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
 
 
@@ -49,18 +51,20 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metad
         raise DataError(f"{where}: {what}; legal: 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE)")
     tokens = [str(token) for token in _need(metadata, "tokens", where)]
     if len(set(tokens)) != len(tokens):
-        twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise DataError(f"{where}: tokenizer.ggml.tokens has {twice!r} twice")
     types = [int(one) for one in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
     if len(types) != len(tokens):
         raise DataError(f"{where}: {len(tokens)} tokens, but tokenizer.ggml.token_type has {len(types)} entries")
-    bos, eos = (_token(metadata, f"{name}_token_id", tokens, where) for name in ("bos", "eos"))
+    bos, eos = (special_id(metadata, name, where=where) for name in ("bos", "eos"))
+    if kind == "llama":  # old files have no types: text must not spell these tokens
+        types = [CONTROL if index in (bos, eos) and one == NORMAL else one for index, one in enumerate(types)]
     pre = metadata.get("tokenizer.ggml.pre", "default")
     default_bos = kind == "llama" or pre in _ADD_BOS
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", default_bos)) and bos is not None
     begin = (tokens[bos], bos) if adds_bos and bos is not None else None
     make = _byte_level if kind == "gpt2" else _sentencepiece
-    ends = [_token(metadata, key, tokens, where) for key in _END_KEYS]
+    ends = [special_id(metadata, key, where=where) for key in _END_KEYS]
     named = [n for n, token in enumerate(tokens) if token in _END_NAMES and types[n] in (CONTROL, USER_DEFINED)]
     return LibraryTokenizer(
         make(metadata, tokens, types, begin, where),
@@ -103,9 +107,9 @@ def _sentencepiece(
         raise DataError(f"{where}: {len(tokens)} tokens, but tokenizer.ggml.scores has {len(scores)} entries")
     if architecture.startswith("gemma"):  # whose files' scores do not follow the merges; the order of tokens does
         scores = [float(-index) for index in range(len(tokens))]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = special_id(metadata, "unknown", where=where)
     if UNKNOWN not in types and unknown is not None:
-        types = [UNKNOWN if index == int(unknown) else kind for index, kind in enumerate(types)]
+        types = [UNKNOWN if index == unknown else kind for index, kind in enumerate(types)]
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     return bpe_definition(
         Pieces(tokens, scores, types),
@@ -123,10 +127,3 @@ def _need(metadata: Mapping[str, Any], key: str, where: str) -> Any:
     if name not in metadata:
         raise DataError(f"{where}: {name} is missing; without it there is no tokenizer of this kind")
     return metadata[name]
-
-
-def _token(metadata: Mapping[str, Any], key: str, tokens: list[str], where: str) -> int | None:
-    found = metadata.get(f"tokenizer.ggml.{key}")
-    if found is not None and not 0 <= int(found) < len(tokens):
-        raise DataError(f"{where}: tokenizer.ggml.{key} is {found}, outside the {len(tokens)} tokens")
-    return None if found is None else int(found)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxllm.files import read_json, write_json
+from jaxllm.files import DataError, at, read_json, write_json
 
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -23,8 +23,15 @@ def write_config(folder: Path, bos: str | None, eos: str | None, *, kind: str, a
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`tokenizer_config.json`, or {} where there is none."""
-    file = folder / CONFIG_FILE
-    return read_json(file) if file.is_file() else {}
+    return read_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Raises DataError when the file is missing or is no JSON object."""
+    found = read_json(file)
+    if not isinstance(found, dict):
+        raise DataError(f"{at(file)}: a {type(found).__name__} at the top; it is an object of names and values")
+    return found
 
 
 def write_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
@@ -32,15 +39,26 @@ def write_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json, or of config.json: one id or several; () where there is none."""
+    """`eos_token_id` of generation_config.json, or of config.json: one id or several; () where there is none.
+
+    Raises DataError for what is no id.
+    """
     for name in (GENERATION_FILE, MODEL_FILE):
         if (folder / name).is_file():
-            found = read_json(folder / name).get("eos_token_id")
+            found = read_object(folder / name).get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+                ids = tuple(found) if isinstance(found, list) else (found,)
+                if any(type(one) is not int for one in ids):
+                    raise DataError(
+                        f"{at(folder / name)}: eos_token_id is {found!r}; it is a token's number, or a list of them"
+                    )
+                return ids
     return ()
 
 
 def token_name(token: Any) -> str | None:
     """A token in tokenizer_config.json is its name or an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise DataError(f"{CONFIG_FILE}: {token!r} is no token; it is a name, or an object with 'content'")
+    return name

@@ -5,13 +5,15 @@ A template is a jinja2 program that comes with a model. Where it is kept: `chat_
 transformers' `apply_chat_template`, so that templates give the same text; see `sandbox.py` for what they may not do.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.files import DataError, atomic, read_json
-from jaxllm.text.layout import read_config, token_name
+from jaxllm.files import DataError, atomic
+from jaxllm.text.ggml import special_id
+from jaxllm.text.layout import CONFIG_FILE, read_config, read_object, token_name
 
 if TYPE_CHECKING:
     import jinja2
@@ -147,12 +149,22 @@ def load_template(path: Path | str) -> ChatTemplate | None:
 
 
 def template_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metadata") -> ChatTemplate | None:
-    """The chat template in a GGUF file's metadata (keys to values); None where there is none."""
+    """The chat template in a GGUF file's metadata (keys to values); None where there is none.
+
+    Raises DataError (TemplateError) for one that is no text.
+    """
     key, listed = "tokenizer.chat_template", metadata.get("tokenizer.ggml.tokens", ())
-    sources = {str(name)[len(key) + 1 :] or DEFAULT: str(one) for name, one in metadata.items() if _is_under(name, key)}
+    found = {name: one for name, one in metadata.items() if _is_under(name, key)}
+    for name, one in found.items():
+        if not isinstance(one, str):
+            raise TemplateError(f"{where}: {name} is a {type(one).__name__}; a template is text")
+    sources = {name[len(key) + 1 :] or DEFAULT: one for name, one in found.items()}
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: metadata.get(f"tokenizer.ggml.{short}_token_id") for name, short in ids.items()}
-    tokens = {name: str(listed[int(one)]) for name, one in found.items() if one is not None and int(one) < len(listed)}
+    tokens: dict[str, str] = {}
+    for name, short in ids.items():
+        with contextlib.suppress(DataError):  # opening the tokenizer tells what is wrong with those it needs
+            if (found_id := special_id(metadata, short, where=where)) is not None:
+                tokens[name] = str(listed[found_id])
     return ChatTemplate(sources, tokens=tokens, where=where) if sources else None
 
 
@@ -162,15 +174,28 @@ def _is_under(name: str, key: str) -> bool:
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """A file of its own goes before the configuration."""
-    found = config.get("chat_template")
+    found, file = config.get("chat_template"), folder / CONFIG_FILE
     if (folder / JSON_FILE).is_file() and found is None:
-        found = read_json(folder / JSON_FILE).get("chat_template")
-    if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}
-    sources = {DEFAULT: found} if isinstance(found, str) else dict(found or {})
+        file = folder / JSON_FILE
+        found = read_object(file).get("chat_template")
+    sources = _by_name(found, file)
     if (folder / TEMPLATE_FILE).is_file():
         sources[DEFAULT] = _text(folder / TEMPLATE_FILE)
     return sources | {one.stem: _text(one) for one in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
+
+
+def _by_name(found: Any, file: Path) -> dict[str, str]:
+    """`chat_template`: a text, a list of objects with a name and a text, or texts by name."""
+    if isinstance(found, str):
+        return {DEFAULT: found}
+    if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
+        found = {one["name"]: one["template"] for one in found}
+    sources = {} if found is None else found
+    if not isinstance(sources, dict) or not all(isinstance(one, str) for pair in sources.items() for one in pair):
+        raise TemplateError(
+            f"{file}: chat_template is no template; legal: a text, or a list of objects with 'name' and 'template'"
+        )
+    return sources
 
 
 def _text(file: Path) -> str:

@@ -218,6 +218,21 @@ def test_a_stop_token_outside_the_vocabulary(tmp_path):
         opened(tmp_path, "llama2")
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("wrong", ["x", [2, "x"], {"a": 1}, 2.5, True])
+def test_a_stop_token_that_is_no_number(name, wrong, tmp_path):
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(DataError, match=rf"{name}: eos_token_id is .*; it is a token's number"):
+        opened(tmp_path, "llama2")
+
+
+def test_a_configuration_that_is_a_list(tmp_path):
+    opened(tmp_path, "llama2")
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"tokenizer_config.json: a list at the top"):
+        load_tokenizer(tmp_path)
+
+
 def test_whether_a_prompt_begins_with_bos_is_the_configurations_to_say(tmp_path):
     tokenizer = opened(tmp_path, "llama2", {"add_bos_token": False})
     assert not tokenizer.adds_bos

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from jaxllm.files import DataError
-from jaxllm.text import StreamDecoder, load_tokenizer, tokenizer_from_gguf
+from jaxllm.text import StreamDecoder, load_tokenizer, template_from_gguf, tokenizer_from_gguf
 from tests.text.texts import CORPUS, texts
 
 PLAIN = {"normalization_rule_name": "identity", "byte_fallback": True, "remove_extra_whitespaces": False}
@@ -192,6 +193,7 @@ def test_specials_of_phi3_take_the_white_space_after_them():
         ({"scores": [0.0]}, "scores has 1 entries"),
         ({"token_type": [1]}, "token_type has 1 entries"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, outside"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; it is a token's number"),
         ({"model": "gemma4"}, "'gemma4'; legal: 'gpt2'"),
         ({"model": None}, "holds no tokenizer"),
         ({"tokens": ["a", "a"]}, "'a' twice"),
@@ -201,3 +203,38 @@ def test_metadata_that_does_not_fit_is_refused(more, message):
     about = metadata(model("bpe", "llama"), **more)
     with pytest.raises(DataError, match=message):
         tokenizer_from_gguf({key: value for key, value in about.items() if value is not None})
+
+
+def test_an_old_gguf_without_the_ids_of_special_tokens_has_the_usual_ones():
+    about = metadata(model("bpe", "llama"), bos_token_id=None, eos_token_id=None)
+    about = {key: value for key, value in about.items() if value is not None}
+    tokenizer = tokenizer_from_gguf(about)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids, tokenizer.adds_bos) == (1, 2, (2,), True)
+    template = template_from_gguf(about | {"tokenizer.chat_template": "{{ bos_token }}x{{ eos_token }}"})
+    assert template is not None
+    assert tokenizer.encode(template.render([]), specials=True)[[0, -1]].tolist() == [1, 2]
+
+
+def test_an_old_gguf_without_types_tells_special_tokens_by_their_names():
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a"]
+    about = {"model": "llama", "tokens": tokens, "scores": [0.0] * 5}
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in about.items()})
+    assert (tokenizer.bos_id, tokenizer.stop_ids) == (1, (2,))
+    assert tokenizer.encode("</s>a", specials=True)[-1] == 4
+    assert tokenizer.decode([2, 4]) == "a"
+    with pytest.raises(DataError, match="cannot spell"):
+        tokenizer.encode("z")
+
+
+def test_a_default_that_is_an_ordinary_token_is_not_taken():
+    about = {"model": "llama", "tokens": ["<unk>", "b", "c", "\u2581", "a"], "scores": [0.0] * 5}
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in about.items()})
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos) == (None, None, False)
+
+
+def test_a_token_that_is_there_twice_is_found_at_once():
+    tokens = [*map(str, range(60_000)), "59999"]
+    start = time.perf_counter()
+    with pytest.raises(DataError, match="'59999' twice"):
+        tokenizer_from_gguf({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens})
+    assert time.perf_counter() - start < 1

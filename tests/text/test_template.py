@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxllm.files import DataError
-from jaxllm.text import ChatTemplate, TemplateError, load_template, meter
+from jaxllm.text import ChatTemplate, TemplateError, load_template, meter, template_from_gguf
 from tests.text import templates
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -223,3 +223,27 @@ def test_one_file_and_none(tmp_path):
     write(tmp_path, {"tokenizer_config.json": "{"})
     with pytest.raises(DataError, match="not valid JSON"):
         load_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", [1], r"tokenizer_config.json: a list at the top"),
+        ("chat_template.json", "[]", r"chat_template.json: a list at the top"),
+        ("tokenizer_config.json", {"chat_template": [{"x": 1}]}, "chat_template is no template; legal"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "chat_template is no template; legal"),
+        ("tokenizer_config.json", {"chat_template": [{"name": 1, "template": "x"}]}, "chat_template is no template"),
+        ("tokenizer_config.json", {"chat_template": {"default": 1}}, "chat_template is no template; legal"),
+        ("chat_template.json", {"chat_template": 7}, "chat_template.json: chat_template is no template; legal"),
+        ("tokenizer_config.json", {"chat_template": "x", "bos_token": [1]}, r"\[1\] is no token"),
+    ],
+)
+def test_files_that_hold_no_template_are_refused(name, content, message, tmp_path):
+    write(tmp_path, {name: content})
+    with pytest.raises(DataError, match=message):
+        load_template(tmp_path)
+
+
+def test_a_template_in_a_gguf_is_text():
+    with pytest.raises(TemplateError, match=r"tokenizer.chat_template is a list; a template is text"):
+        template_from_gguf({"tokenizer.chat_template": ["x"]})
