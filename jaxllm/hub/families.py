@@ -47,6 +47,7 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
             model cannot do.
     """
     fields = Fields(given)
+    fields.get("max_position_embeddings", int, None)  # says nothing by itself; what reads it wants a number
     try:
         config = family(given).config(fields)
     except HubError:
@@ -69,13 +70,17 @@ def family(given: Mapping[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def _attention(fields: Fields, head_dim: int | None = None) -> AttentionConfig:
+def _attention(fields: Fields, head_dim: int | None = None, *, kv_heads: bool = False) -> AttentionConfig:
     """Heads as the Llama line names them.
 
     Args:
         head_dim: where the config gives none; None: hidden_size / heads.
+        kv_heads: their number must be there (null for as many as query heads), since in this family transformers takes
+            a missing one for a number of its own.
     """
     heads = fields.need("num_attention_heads", int)
+    if kv_heads and "num_key_value_heads" not in fields.given:
+        fields.need("num_key_value_heads", int)
     return AttentionConfig(
         heads=heads,
         kv_heads=fields.get("num_key_value_heads", int, heads),
@@ -91,12 +96,10 @@ def _layers(fields: Fields, name: str = "num_hidden_layers") -> int:
     return layers
 
 
-def _mlp(fields: Fields, *names: str) -> MlpConfig:
-    """A gated layer; its activation is the first of these fields that is there."""
-    name = next((n for n in names if fields.given.get(n) is not None), names[0])
-    act = fields.need(name, str)
-    fields.skip(*names)
-    return MlpConfig(fields.need("intermediate_size", int), activation(name, act))
+def _mlp(fields: Fields) -> MlpConfig:
+    """A gated layer."""
+    act = fields.need("hidden_act", str)
+    return MlpConfig(fields.need("intermediate_size", int), activation("hidden_act", act))
 
 
 def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
@@ -153,21 +156,21 @@ def _llama(fields: Fields) -> DecoderConfig:
     fields.only("rope_interleaved", False)
     bias = fields.get("attention_bias", bool, False)
     attention = replace(_attention(fields), rope=rope_config(fields), bias="all" if bias else "none")
-    mlp = replace(_mlp(fields, "hidden_act"), bias=fields.get("mlp_bias", bool, False))
+    mlp = replace(_mlp(fields), bias=fields.get("mlp_bias", bool, False))
     return _decoder(fields, BlockConfig(attention, mlp), tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _mistral(fields: Fields) -> DecoderConfig:
-    window = fields.get("sliding_window", int, None)
-    attention = replace(_attention(fields), rope=rope_config(fields), window=window)
-    block = BlockConfig(attention, _mlp(fields, "hidden_act"))
+    window = fields.given_or("sliding_window", int, 4096)
+    attention = replace(_attention(fields, kv_heads=True), rope=rope_config(fields), window=window)
+    block = BlockConfig(attention, _mlp(fields))
     return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
     fields.only("use_mrope", False)
     attention = replace(attention, rope=rope_config(fields))
-    window = fields.get("sliding_window", int, None) if fields.get("use_sliding_window", bool, False) else None
+    window = fields.given_or("sliding_window", int, 4096) if fields.get("use_sliding_window", bool, False) else None
     first = fields.get("max_window_layers", int, 28, least=0)
     # With use_sliding_window false, transformers takes no notice of the window's size.
     fields.skip("sliding_window")
@@ -176,31 +179,39 @@ def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
         raise HubError(
             "config.json: layer_types names sliding layers, but use_sliding_window and sliding_window do not."
         )
-    mlp = _mlp(fields, "hidden_act")
+    mlp = _mlp(fields)
     blocks = [BlockConfig(replace(attention, window=window if here else None), mlp) for here in local]
     return _decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _qwen2(fields: Fields) -> DecoderConfig:
-    return _qwen(fields, replace(_attention(fields), bias="qkv"))
+    fields.skip("attention_bias")  # transformers does not look at it: there are biases
+    return _qwen(fields, replace(_attention(fields, kv_heads=True), bias="qkv"))
 
 
 def _qwen3(fields: Fields) -> DecoderConfig:
     bias = fields.get("attention_bias", bool, False)
-    attention = _attention(fields, head_dim=128)
+    attention = _attention(fields, head_dim=128, kv_heads=True)
     return _qwen(fields, replace(attention, qk_norm="head", bias="all" if bias else "none"))
 
 
-def _gemma(fields: Fields, blocks: Sequence[BlockConfig]) -> DecoderConfig:
+def _gemma(fields: Fields, blocks: Sequence[BlockConfig], softcap: float | None) -> DecoderConfig:
+    """``softcap``: of the logits, where the config does not say."""
     fields.only("use_bidirectional_attention", False, None)
     return _decoder(
         fields,
         blocks,
         tied=fields.get("tie_word_embeddings", bool, True),
         embed_scale=math.sqrt(fields.need("hidden_size", int)),
-        logit_softcap=fields.get("final_logit_softcapping", float, None),
+        logit_softcap=fields.given_or("final_logit_softcapping", float, softcap),
         norm="rms_plus_one",
     )
+
+
+def _gemma_mlp(fields: Fields) -> MlpConfig:
+    fields.skip("hidden_act")  # transformers does not look at it
+    act = fields.get("hidden_activation", str, "gelu_pytorch_tanh")
+    return MlpConfig(fields.need("intermediate_size", int), activation("hidden_activation", act))
 
 
 def _gemma_attention(fields: Fields) -> AttentionConfig:
@@ -208,18 +219,21 @@ def _gemma_attention(fields: Fields) -> AttentionConfig:
     width = fields.need("query_pre_attn_scalar", float)
     if width <= 0:
         raise HubError(f"config.json: query_pre_attn_scalar = {width}; legal: positive numbers.")
-    return replace(_attention(fields, head_dim=256), scale=width**-0.5, bias="all" if bias else "none")
+    return replace(_attention(fields, head_dim=256, kv_heads=True), scale=width**-0.5, bias="all" if bias else "none")
 
 
 def _gemma2(fields: Fields) -> DecoderConfig:
+    fields.skip("sliding_window_size")  # an earlier name, beside the one that is read
     attention = replace(
-        _gemma_attention(fields), rope=rope_config(fields), softcap=fields.get("attn_logit_softcapping", float, None)
+        _gemma_attention(fields),
+        rope=rope_config(fields),
+        softcap=fields.given_or("attn_logit_softcapping", float, 50.0),
     )
     window = fields.need("sliding_window", int)
-    mlp = _mlp(fields, "hidden_activation", "hidden_act")
+    mlp = _gemma_mlp(fields)
     local = _windows(fields, lambda layer: layer % 2 == 0)
     blocks = [BlockConfig(replace(attention, window=window if here else None), mlp, "sandwich") for here in local]
-    return _gemma(fields, blocks)
+    return _gemma(fields, blocks, 30.0)
 
 
 def _gemma3(fields: Fields) -> DecoderConfig:
@@ -237,12 +251,11 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     local_rope = read_rope(both.get(SLIDING, Mapping, {}), fields, local_theta)
     if extra := sorted(set(both.given) - {FULL, SLIDING}):
         raise HubError(f"config.json: rope_parameters has {', '.join(extra)}; legal: {FULL}, {SLIDING}.")
-    mlp = _mlp(fields, "hidden_activation", "hidden_act")
+    mlp = _gemma_mlp(fields)
     full = BlockConfig(replace(attention, rope=full_rope), mlp, "sandwich")
     near = BlockConfig(replace(attention, rope=local_rope, window=window), mlp, "sandwich")
-    return _gemma(
-        fields, [near if here else full for here in _windows(fields, lambda layer: (layer + 1) % period != 0)]
-    )
+    local = _windows(fields, lambda layer: (layer + 1) % period != 0)
+    return _gemma(fields, [near if here else full for here in local], None)
 
 
 def _phi3(fields: Fields) -> DecoderConfig:
@@ -252,21 +265,22 @@ def _phi3(fields: Fields) -> DecoderConfig:
     fields.only("full_attn_mod", 1)
     fields.only("interpolate_factor", 1)
     fields.skip("original_max_position_embeddings")  # read where a scaling asks for it
-    given = fields.given.get("rope_parameters") or fields.given.get("rope_scaling")
+    fields.given = {"original_max_position_embeddings": 4096, **fields.given}  # what a missing one means
+    given = fields.given.get("rope_scaling") or fields.given.get("rope_parameters")
     if isinstance(given, Mapping) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
         # Early names of LongRoPE in this family.
         renamed = {**given, "rope_type": "longrope"}
-        fields.given = {**fields.given, "rope_parameters": renamed}
+        fields.given = {**fields.given, "rope_parameters": renamed, "rope_scaling": None}
     window = fields.get("sliding_window", int, None)
     attention = replace(_attention(fields), rope=rope_config(fields, partial=True), window=window)
-    block = BlockConfig(attention, _mlp(fields, "hidden_act"))
+    block = BlockConfig(attention, _mlp(fields))
     return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _olmo2(fields: Fields) -> DecoderConfig:
     bias = fields.get("attention_bias", bool, False)
     attention = replace(_attention(fields), rope=rope_config(fields), qk_norm="all", bias="all" if bias else "none")
-    block = BlockConfig(attention, _mlp(fields, "hidden_act"), "post")
+    block = BlockConfig(attention, _mlp(fields), "post")
     return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 

@@ -13,38 +13,91 @@ SILENT = frozenset(
     {
         "_attn_implementation_autoset",
         "_name_or_path",
+        "_num_labels",
         "architectures",
         "attention_dropout",
         "attn_pdrop",
         "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
         "bos_token_id",
         "cache_implementation",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
         "dtype",
+        "early_stopping",
         "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
         "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
         "id2label",
         "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
         "is_llama_config",
         "label2id",
-        "max_position_embeddings",
+        "length_penalty",
+        "max_length",
+        "max_sequence_length",
+        "min_length",
         "model_type",
         "n_ctx",
+        "n_special",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_scores",
         "pad_token_id",
+        "predict_special_tokens",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
         "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
         "summary_activation",
         "summary_first_dropout",
         "summary_proj_to_labels",
         "summary_type",
         "summary_use_proj",
+        "suppress_tokens",
         "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
+        "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "typical_p",
         "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
         "use_cache",
     }
 )
-"""Fields that say nothing about the forward pass (dropout is for training alone); an export carries them over."""
+"""Fields that say nothing about the forward pass; an export carries them over.
+
+Dropout is for training alone; how to sample, and what transformers returns beside the logits, is not the model's.
+"""
 
 MOST = 2**40
 """The largest whole number that is taken for a size."""
@@ -89,6 +142,10 @@ class Fields:
         if kind is float and not math.isfinite(value):
             raise HubError(f"{self.where}: {name} = {value}; legal: finite numbers.")
         return value
+
+    def given_or(self, name: str, kind: Any, missing: Any) -> Any:
+        """A field; ``missing`` where it is not there, None where it is null: two different things in transformers."""
+        return self.get(name, kind, None if name in self.given else missing)
 
     def only(self, name: str, *legal: Any) -> None:
         """A field that is legal at these values only, until the model has what others ask for.

@@ -340,7 +340,8 @@ def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) 
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = part.read(tensor, inner)
     if not np.isfinite(out).all():
-        raise HubError(f"{path} holds values that are not finite; the file is damaged or the model diverged.")
+        where = path if part.row is None else f"{path} (row {part.row} of its layers)"
+        raise HubError(f"{where} holds values that are not finite; the file is damaged or the model diverged.")
 
 
 def _aligned(shape: list[int], dtype: Any) -> np.ndarray:

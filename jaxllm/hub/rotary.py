@@ -28,8 +28,9 @@ def rope_config(fields: Fields, *, theta: float = 10000.0, partial: bool = False
     """
     base = fields.get("rope_theta", float, theta)
     fraction = fields.get("partial_rotary_factor", float, 1.0)
-    given = fields.get("rope_parameters", Mapping, None) or fields.get("rope_scaling", Mapping, None) or {}
-    fields.skip("rope_scaling")
+    # Where both are there, transformers takes the older.
+    newer, older = fields.get("rope_parameters", Mapping, None), fields.get("rope_scaling", Mapping, None)
+    given = older or newer or {}
     return read_rope(given, fields, base, fraction, partial=partial)
 
 

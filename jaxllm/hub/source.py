@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from jaxllm.config import closest
 from jaxllm.files import DataError
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
@@ -110,11 +111,18 @@ def open_source(path: Path | str) -> Source:
         files = sorted(path.glob("*.gguf"))
         if not (path / "config.json").is_file() and len(files) == 1:
             path = files[0]
+        elif files and not (path / "config.json").is_file():
+            raise HubError(f"{path} has several GGUF files; name one: {', '.join(file.name for file in files[:9])}.")
         else:
             source = read_config(path)
-            decoder_config(source)  # what cannot be understood is refused before weights are looked for
+            try:
+                decoder_config(source)  # what cannot be understood is refused before weights are looked for
+            except HubError as error:
+                raise HubError(f"{path}: {error}") from error
             return Source(path, "hf", source, safetensors.open_model(path))
     refuse_pickle(path)
+    if path.suffix in (".safetensors", ".json"):
+        raise HubError(f"{path} is a part of a model; give its directory, {path.parent}.")
     model = open_gguf(path)
     source = hf_config(model)
     return Source(path, "gguf", source, hf_tensors(model, source), model)
@@ -133,13 +141,16 @@ def find_model(name: Path | str) -> Path:
         HubError: the package is not installed (gives the command), or the hub cannot be reached.
     """
     name = str(name)
-    if name in PACKAGED and not Path(name).exists():
-        return PACKAGED[name]()
+    if not Path(name).expanduser().exists():
+        if name in PACKAGED:
+            return PACKAGED[name]()
+        if (hint := closest(name, PACKAGED)) and not name.startswith(REMOTE):
+            raise HubError(f"there is no {name}.{hint}")
     return fetch(name.removeprefix(REMOTE)) if name.startswith(REMOTE) else Path(name).expanduser()
 
 
 def fetch(repository: str) -> Path:
-    """A repository of the Hugging Face hub, downloaded once and kept in its cache.
+    """A repository of the Hugging Face hub, or ORG/NAME/FILE, one of its files; downloaded once, kept in its cache.
 
     Raises:
         HubError: huggingface_hub is not installed, there is no such repository, or no way to it.
@@ -152,9 +163,15 @@ def fetch(repository: str) -> Path:
             "Or give the directory of a model that is on this machine."
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))
+        if repository.count("/") > 1:
+            owner, name, file = repository.split("/", 2)
+            return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file))
+        # A second copy of the weights in another library's names, which some repositories have.
+        twice = ["consolidated*"]
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED), ignore_patterns=twice))
     except Exception as error:  # the library raises its own, requests' and OS errors
+        why = (str(error).splitlines() or [""])[0]
         raise HubError(
-            f"{REMOTE}{repository} cannot be downloaded: {type(error).__name__}: {str(error).splitlines()[0]} "
+            f"{REMOTE}{repository} cannot be downloaded: {type(error).__name__}: {why} "
             "Check the name and the connection, or give the directory of a model that is on this machine."
         ) from error

@@ -63,7 +63,7 @@ def load_model(
     *,
     mesh: Mesh | None = None,
     step: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Opens a run's directory or a model's; only parameters are read, never an optimizer's state.
@@ -74,7 +74,8 @@ def load_model(
             ``hf:ORG/NAME``, a repository of the Hugging Face hub.
         mesh: where the parameters go; one device by default.
         step: which checkpoint of a run; the newest good one by default.
-        dtype: what the parameters of another library's model are stored and computed in; a run has its own.
+        dtype: what the parameters of another library's model are stored and computed in, float32 by default; a run
+            has its own, and takes no other.
         progress: called for every parameter of another library's model.
 
     Raises:
@@ -86,8 +87,9 @@ def load_model(
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
     if not (path / "checkpoints").is_dir():
-        if step is None and (path.is_file() or list(path.glob("*.safetensors")) or list(path.glob("*.gguf"))):
-            return _load_from_elsewhere(path, mesh, dtype, progress)
+        signs = ("config.json", "*.safetensors", "*.gguf")
+        if step is None and (path.is_file() or any(list(path.glob(sign)) for sign in signs)):
+            return _load_from_elsewhere(path, mesh, dtype or "float32", progress)
         what = "there is no such directory" if not path.exists() else "it has no checkpoints/"
         raise ModelNotFoundError(
             f"{path} is not a run's directory: {what}. Give the directory that training printed, one with "
@@ -102,6 +104,11 @@ def load_model(
         except CheckpointNotFoundError as error:
             raise ModelNotFoundError(str(error)) from error
         config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
+        if dtype not in (None, config.dtype):
+            raise ModelNotFoundError(
+                f"{path} has a model in {config.dtype}, and none in {dtype}; leave the dtype out, or convert it: "
+                f"`jaxllm convert {path} OUT --to hf --dtype {dtype}`."
+            )
         model = functional(config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         params, _ = checkpointer.restore_params(abstract, step=step)

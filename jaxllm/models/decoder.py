@@ -87,6 +87,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"model: {name} = {value}; give a positive number, or None.")
+        if self.norm_eps < 0:
+            raise ValueError(f"model: norm_eps = {self.norm_eps}; give 0 or a small positive number.")
         if not self.pattern:
             raise ValueError("model: pattern is empty; it needs at least one block.")
         if self.layers < len(self.prefix) + 1:

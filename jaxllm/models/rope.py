@@ -29,6 +29,8 @@ class RopeConfig:
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.theta <= 0:
+            raise ValueError(f"rope: theta = {self.theta}; give a positive number.")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"rope: fraction = {self.fraction}; give a number above 0 and up to 1.")
 

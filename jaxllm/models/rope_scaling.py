@@ -21,11 +21,21 @@ def geometric(theta: float, dims: int) -> np.ndarray:
     return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
 
 
+def _positive(scaling: RopeScaling, *names: str) -> None:
+    for name in names:
+        if getattr(scaling, name) <= 0:
+            kind = type(scaling).__name__
+            raise ValueError(f"rope: {name} = {getattr(scaling, name)} in {kind}; give a positive number.")
+
+
 @dataclass(frozen=True)
 class LinearScaling:
     """Positions divided by ``factor`` (position interpolation, arXiv:2306.15595)."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        _positive(self, "factor")
 
     def frequencies(self, theta: float, dims: int) -> np.ndarray:
         """Float64[R/2]."""
@@ -44,6 +54,14 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        _positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_length")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope: low_freq_factor = {self.low_freq_factor} must be below "
+                f"high_freq_factor = {self.high_freq_factor}."
+            )
 
     def frequencies(self, theta: float, dims: int) -> np.ndarray:
         """Float64[R/2]."""
@@ -76,6 +94,9 @@ class YarnScaling:
     magnitude: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        _positive(self, "factor", "original_length", "beta_fast", "beta_slow")
+
     def frequencies(self, theta: float, dims: int) -> np.ndarray:
         """Float64[R/2]."""
 
@@ -103,6 +124,9 @@ class DynamicScaling:
     factor: float
     original_length: int
 
+    def __post_init__(self) -> None:
+        _positive(self, "factor", "original_length")
+
     def frequencies_at(
         self, theta: float, dims: int, length: Int[Array, " B"], dtype: jnp.dtype
     ) -> Float[Array, "B R2"]:
@@ -128,6 +152,11 @@ class LongRopeScaling:
     long: tuple[float, ...]
     original_length: int
     magnitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "original_length", "magnitude")
+        if min(*self.short, *self.long, 1.0) <= 0:
+            raise ValueError("rope: a factor of LongRopeScaling is not positive.")
 
     def frequencies_at(
         self, theta: float, dims: int, length: Int[Array, " B"], dtype: jnp.dtype

@@ -145,7 +145,7 @@ def reconfigure(directory: Path, **fields: Any) -> None:
         (lambda d: reconfigure(d, intermediate_size=32), "mlp.gate_proj.weight has shape .24, 16.; .* .32, 16."),
         (
             lambda d: rewrite(d, lambda t: t["model.layers.1.mlp.up_proj.weight"].__setitem__((0, 0), np.nan)),
-            "mlp/up holds values that are not finite",
+            r"mlp/up \(row 1 of its layers\) holds values that are not finite",
         ),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (
@@ -234,3 +234,57 @@ def test_earlier_rope_fields_mean_the_same(rope: dict[str, Any], kind: type) -> 
     oldest |= {"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in rope.items()}}
     assert isinstance(decoder_config(new).pattern[0].attention.rope.scaling, kind)
     assert decoder_config(older) == decoder_config(oldest) == decoder_config(new)
+
+
+GEMMA = LLAMA | {"rope_parameters": None, "query_pre_attn_scalar": 8, "rms_norm_eps": 1e-6, "sliding_window": 4}
+PHI = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_parameters")} | {"hidden_act": "silu"}
+PHI |= {"rms_norm_eps": 1e-5, "pad_token_id": 0, "max_position_embeddings": 8192, "hidden_size": 32}
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+SILU = {k: v for k, v in LLAMA.items() if k != "rope_parameters"} | {"hidden_act": "silu", "rms_norm_eps": 1e-5}
+LEFT_OUT = {
+    "gemma2": GEMMA | {"model_type": "gemma2"},
+    "gemma2, hidden_act": GEMMA | {"model_type": "gemma2", "hidden_act": "gelu"},
+    "gemma3, hidden_act": GEMMA | {"model_type": "gemma3_text", "hidden_act": "gelu"},
+    "gemma2, null": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "phi3, longrope": PHI | {"model_type": "phi3", "rope_scaling": LONG},
+    "mistral": SILU | {"model_type": "mistral"},
+    "mistral, null": SILU | {"model_type": "mistral", "sliding_window": None},
+    "qwen2": SILU | {"model_type": "qwen2", "use_sliding_window": True, "head_dim": 4, "max_window_layers": 1},
+    "rope twice": SILU
+    | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 8.0}}
+    | {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_field_that_is_left_out_means_what_transformers_takes_it_for(name: str, tmp_path: Path) -> None:
+    """Windows of 4,096 do not show on short texts, so configurations are compared too."""
+    (tmp_path / "config.json").write_text(json.dumps(LEFT_OUT[name]))
+    filled = peers.transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert decoder_config(LEFT_OUT[name]) == decoder_config(filled)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_sizes_are_never_guessed(kind: str) -> None:
+    given = {k: v for k, v in (GEMMA | SILU).items() if k != "num_key_value_heads"} | {"model_type": kind}
+    with pytest.raises(HubError, match="lacks 'num_key_value_heads'"):
+        decoder_config(given)
+
+
+def test_how_to_sample_is_not_the_models() -> None:
+    more = {"max_length": 20, "temperature": 0.7, "do_sample": True, "unsloth_fixed": True, "_num_labels": 2}
+    assert decoder_config(SILU | {"model_type": "llama"} | more) == decoder_config(SILU | {"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rms_norm_eps": -1.0}, "norm_eps = -1.0"),
+        ({"rope_theta": 0}, "theta = 0"),
+        ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor = -2.0 in LinearScaling"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings = '64' is not of the kind int"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(HubError, match=message):
+        decoder_config(SILU | {"model_type": "llama"} | fields)

@@ -71,6 +71,28 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "model.txt")
 
 
+def test_what_is_wrong_with_a_model_is_said_by_every_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SOURCE))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(HubError, match="pickle files can run any code"):
+        load_model(tmp_path)
+    with pytest.raises(HubError, match=r"is a part of a model; give its directory"):
+        load_model(tmp_path / "config.json")
+    with pytest.raises(HubError, match=r"there is no smolm2. Did you mean 'smollm2'"):
+        load_model("smolm2")
+    (tmp_path / "config.json").unlink()
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(HubError, match=r"several GGUF files; name one: a.gguf, b.gguf"):
+        load_model(tmp_path)
+
+
+def test_a_run_has_a_dtype_of_its_own(finished: Path) -> None:
+    load_model(finished / "runs" / "tiny", dtype="float32")
+    with pytest.raises(ModelNotFoundError, match="a model in float32, and none in bfloat16"):
+        load_model(finished / "runs" / "tiny", dtype="bfloat16")
+
+
 def test_a_hub_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(HubError, match=r"hf:some/model: .* pip install 'jaxllm\[hf\]'"):
@@ -114,14 +136,62 @@ def test_a_conversation_that_is_too_long_is_refused_and_forgotten(tmp_path: Path
 def test_chat_reads_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(tmp_path / "model", TEMPLATE)
     settings = ["--max-tokens", "3", "--temperature", "0"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n/what\n/clear\none\n/exit\nnever\n"))
+    typed = Typed("one\n\n/what\n/clear\none\n/exit\nnever\n")
+    monkeypatch.setattr("sys.stdin", typed)
     assert cli.main(["chat", model, *settings]) == 0
     out, err = capsys.readouterr()
     assert "no command /what" in err
-    lines = out.splitlines()
+    lines = out.replace("> ", "").splitlines()[1:]
     assert cli.main(["chat", model, "--message", "one", *settings]) == 0
     answer = capsys.readouterr().out.splitlines()
     assert lines == answer * 2, "cleared, the second answer is the first again; nothing follows /exit"
+    assert typed.read() == "never\n"
+
+
+class Typed(io.StringIO):
+    """Lines that somebody types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_piped_line_may_begin_with_a_slash(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(tmp_path / "model", TEMPLATE)
+    settings = ["--max-tokens", "3", "--temperature", "0"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("/etc/passwd is what?\n/exit\n"))
+    assert cli.main(["chat", model, *settings]) == 0
+    out, err = capsys.readouterr()
+    assert "no command" not in err
+    assert cli.main(["chat", model, "--message", "/etc/passwd is what?", *settings]) == 0
+    assert out == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stdin", "status"), [(Typed, 0), (io.StringIO, 2)])
+def test_a_message_that_is_too_long_does_not_end_the_chat(
+    stdin: type, status: int, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save(tmp_path / "model", TEMPLATE, max_position_embeddings=40)
+    settings = ["--max-tokens", "3", "--temperature", "0"]
+    long = "x" * 60
+    monkeypatch.setattr("sys.stdin", stdin(f"{long}\n/clear\none\n"))
+    assert cli.main(["chat", model, *settings]) == status
+    out, err = capsys.readouterr()
+    assert err.count("error: the conversation has 77 tokens") == 1
+    assert cli.main(["chat", model, "--message", "one", *settings]) == 0
+    assert capsys.readouterr().out in out
+    assert cli.main(["chat", model, "--message", long, *settings]) == 2
+    assert "error: the conversation has 77 tokens" in capsys.readouterr().err
+
+
+def test_a_chat_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = save(tmp_path / "model", TEMPLATE)
+    assert cli.main(["chat", model, "--message", "a", "--max-tokens", "0"]) == 2
+    assert "max_tokens = 0; give 1 or more" in capsys.readouterr().err
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% if false %}x{% endif %}")
+    assert cli.main(["chat", model, "--message", "a"]) == 2
+    assert "the template makes an empty prompt of this conversation" in capsys.readouterr().err
 
 
 def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
