@@ -11,10 +11,12 @@ import difflib
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -55,6 +57,9 @@ def guarded(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of a stream has gone: `jaxllm generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         if os.environ.get("JAXLLM_TRACEBACK") or not is_user_error(error):
             raise
@@ -220,7 +225,7 @@ def generate(argv: list[str]) -> int:
         max_tokens: int = 200,
         temperature: float = 0.8,
         seed: int = 0,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16"] | None = None,
     ) -> int:
         """Continues a text with a model.
 
@@ -231,7 +236,8 @@ def generate(argv: list[str]) -> int:
             max_tokens: tokens to make at most; the end of the document stops earlier.
             temperature: 0 takes the likeliest token each time; 1 samples as the model thinks.
             seed: seed of the sampling.
-            dtype: what another library's model is computed in.
+            dtype: what another library's model is computed in, float32 by default; a run's or a converted model has its
+                own.
         """
         use_compilation_cache()
         from jaxllm.infer import Generator
@@ -245,12 +251,12 @@ def generate(argv: list[str]) -> int:
         if not ids:
             raise UsageError("--prompt is empty and this tokenizer has no token to begin a document with.")
         decoder = StreamDecoder(tokenizer, continues=True)
-        print(prompt, end="", flush=True)
         vocab_size = min(tokenizer.vocab_size, loaded.model.config.vocab_size)
         stop = tokenizer.stop_ids
         stream = Generator(loaded.model, loaded.params, vocab_size=vocab_size).stream(
             [ids], max_tokens, temperature=temperature, seed=seed, stop_ids=stop
         )
+        print(prompt, end="", flush=True)
         for block in stream:
             row = [int(i) for i in block[0]]
             ended = next((i for i, token in enumerate(row) if token in stop), None)
@@ -272,7 +278,7 @@ def chat(argv: list[str]) -> int:
         max_tokens: int = 512,
         temperature: float = 0.7,
         seed: int = 0,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16"] | None = None,
     ) -> int:
         """A conversation: a line for each message, or one answer to --message.
 
@@ -284,9 +290,11 @@ def chat(argv: list[str]) -> int:
             max_tokens: of an answer, at most.
             temperature: 0 takes the likeliest token each time; 1 samples as the model thinks.
             seed: seed of the sampling.
-            dtype: what another library's model is computed in.
+            dtype: what another library's model is computed in, float32 by default; a run's or a converted model has its
+                own.
         """
         use_compilation_cache()
+        from jaxllm.files import DataError
         from jaxllm.infer import Chat
 
         opening = [{"role": "system", "content": system}] if system else []
@@ -299,22 +307,29 @@ def chat(argv: list[str]) -> int:
         at_terminal = sys.stdin.isatty()
         if at_terminal:
             print("Say something; /clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.")
+        status = 0
         while True:
             try:
                 line = input("> " if at_terminal else "").strip()
             except EOFError:
-                return 0
+                return status
             except KeyboardInterrupt:
+                if not at_terminal:
+                    raise
                 print()
                 return 0
             if line == "/exit":
-                return 0
+                return status
             if line == "/clear":
                 talk.messages[:] = opening
-            elif line.startswith("/"):
+            elif line.startswith("/") and at_terminal:
                 print(f"no command {line.split()[0]}; there are /clear and /exit.", file=sys.stderr)
             elif line:
-                speak(talk, line)
+                try:
+                    speak(talk, line)
+                except DataError as error:  # the conversation is as it was before: /clear or other words may help
+                    print(f"error: {error}", file=sys.stderr)
+                    status = 0 if at_terminal else 2
 
     return tyro.cli(run, args=argv, prog="jaxllm chat")
 
@@ -331,7 +346,7 @@ def speak(talk: Chat, text: str) -> None:
     print(flush=True)
 
 
-def load_with_progress(name: str, dtype: str) -> LoadedModel:
+def load_with_progress(name: str, dtype: Literal["float32", "bfloat16"] | None) -> LoadedModel:
     """``load_model``, showing on the terminal how far it is."""
     from jaxllm.infer import load_model
 
@@ -448,7 +463,7 @@ def convert(argv: list[str]) -> int:
         """
         from jaxllm.infer.convert import convert as convert_model
 
-        with progress_bar("converting", source) as progress:
+        with ends_on_sigterm(), progress_bar("converting", source) as progress:
             made = convert_model(source, out, to, dtype=dtype, step=step, progress=progress)
         print(f"{made.path}: {made.tensors} tensors, {made.bytes / 2**20:,.1f} MiB, {made.dtype}")
         if not made.has_tokenizer:
@@ -456,6 +471,21 @@ def convert(argv: list[str]) -> int:
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm convert")
+
+
+@contextlib.contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process through its ``finally`` blocks, with the status that the signal would have given it."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def inspect(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -248,7 +249,16 @@ def test_generate_writes_the_prompt_and_goes_on(finished, capsys):
 )
 def test_generate_refuses_what_it_cannot_do(options, words, finished, capsys):
     assert run("generate", finished / "runs" / "tiny", "--prompt", "a", *options) == 2
-    assert words in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == "", "the prompt is not written before it is known that it can be continued"
+
+
+def test_a_run_has_its_own_dtype(finished, capsys):
+    model, settings = str(finished / "runs" / "tiny"), ["--prompt", "a", "--max-tokens", "2"]
+    assert run("generate", model, *settings, "--dtype", "float32") == 0
+    assert run("generate", model, *settings, "--dtype", "bfloat16") == 2
+    assert "bfloat16" in capsys.readouterr().err
 
 
 def test_eval_measures_bits_per_byte_beside_a_bigram(finished, capsys):
@@ -325,6 +335,43 @@ def test_python_dash_m_runs_a_recipe(monkeypatch, trained):
     assert trained[0].steps == 3
     main: Any = (environment.ROOT / "recipes" / "quickstart.py").read_text()
     assert "raise SystemExit(run_recipe(quickstart))" in main
+
+
+def test_ctrl_c_is_one_line(capsys):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert cli.guarded(interrupted) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+CONVERT = """
+import sys, time
+from jaxllm import cli
+def slow_bar(*words):  # waits at the first tensor
+    def at(*where):
+        print("now", flush=True)
+        time.sleep(60)
+    return cli.contextlib.nullcontext(at)
+cli.progress_bar = slow_bar
+sys.exit(cli.main(["convert", sys.argv[1], sys.argv[2], "--to", "hf"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_conversion_that_is_stopped_leaves_nothing(number, status, finished, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONVERT, finished / "runs" / "tiny", tmp_path / "out"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=environment.ROOT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "now\n"
+    assert len(list(tmp_path.iterdir())) == 1, "the temporary directory"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
 
 
 # Other forms of a model

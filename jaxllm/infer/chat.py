@@ -25,6 +25,10 @@ class Chat:
         max_tokens: of an answer, at most.
         temperature: 0 takes the likeliest token each time.
         seed: of the sampling; every answer has its own stream.
+
+    Raises:
+        DataError: the model has no chat template.
+        ValueError: no tokens to make, a negative temperature.
     """
 
     loaded: LoadedModel
@@ -34,6 +38,7 @@ class Chat:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        generate.check_settings(self.max_tokens, self.temperature)
         if self.loaded.template is None:
             raise DataError(
                 "this model has no chat template, so it was not trained to converse; "
@@ -48,8 +53,8 @@ class Chat:
         A stream that is not read to its end leaves what was read as the answer.
 
         Raises:
-            DataError: the template refuses the conversation, or it is too long for the model; nothing is kept of
-                ``text`` then.
+            DataError: the template refuses the conversation or makes nothing of it, or it is too long for the model;
+                nothing is kept of ``text`` then.
         """
         ids = self.tokens([*self.messages, {"role": "user", "content": text}])
         room = self.max_tokens
@@ -72,7 +77,10 @@ class Chat:
     def tokens(self, messages: list[Message]) -> list[int]:
         """The conversation as the model reads it, up to where its answer begins."""
         assert self.loaded.template is not None
-        return [int(i) for i in self.loaded.tokenizer.encode(self.loaded.template.render(messages), specials=True)]
+        ids = self.loaded.tokenizer.encode(self.loaded.template.render(messages), specials=True)
+        if not len(ids):
+            raise DataError("the template makes an empty prompt of this conversation; a prompt has one token or more.")
+        return [int(i) for i in ids]
 
     def _answer(self, ids: list[int], room: int) -> Iterator[str]:
         stop = self.loaded.tokenizer.stop_ids

@@ -68,7 +68,7 @@ class Generator:
         seed: int = 0,
         stop_ids: Sequence[int] = (),
     ) -> Iterator[Int[np.ndarray, "B new"]]:
-        """Yields new tokens of all rows, a block at a time, ``max_tokens`` in all.
+        """New tokens of all rows, a block at a time, ``max_tokens`` in all; they are made as they are asked for.
 
         Ends early when every row has made one of ``stop_ids``; what a row makes after its own is to be ignored.
 
@@ -84,6 +84,12 @@ class Generator:
                 f"{max(lengths)} tokens of prompt and {max_tokens} new ones are {max(lengths) + max_tokens}; the model "
                 f"has learned {most} positions. Give a shorter prompt or fewer new tokens."
             )
+        return self._stream(prompts, max_tokens, temperature, seed, stop_ids)
+
+    def _stream(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int, stop_ids: Sequence[int]
+    ) -> Iterator[Int[np.ndarray, "B new"]]:
+        lengths = [len(p) for p in prompts]
         padded = np.zeros((len(prompts), bucket(max(lengths))), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -179,11 +185,16 @@ def check_request(
     """Refuses what cannot be generated from."""
     if not prompts or any(len(p) == 0 for p in prompts):
         raise ValueError("a prompt is empty; generation starts from at least one token.")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens = {max_tokens}; give 1 or more.")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature = {temperature}; give 0 (the likeliest token) or a positive number.")
+    check_settings(max_tokens, temperature)
     for what, tokens in (*(("a prompt", p) for p in prompts), ("stop_ids", stop_ids)):
         wrong = [token for token in tokens if not 0 <= token < vocab_size]
         if wrong:
             raise ValueError(f"{what} holds token {wrong[0]}, but the vocabulary has {vocab_size} tokens.")
+
+
+def check_settings(max_tokens: int, temperature: float) -> None:
+    """Refuses what no prompt can be continued with."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens = {max_tokens}; give 1 or more.")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature = {temperature}; give 0 (the likeliest token) or a positive number.")
