@@ -345,8 +345,10 @@ def test_ctrl_c_is_one_line(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+# A process started in the background of a script ignores SIGINT until told otherwise.
 CONVERT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jaxllm import cli
 def slow_bar(*words):  # waits at the first tensor
     def at(*where):

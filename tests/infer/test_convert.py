@@ -299,7 +299,9 @@ def test_a_large_model_is_never_in_memory(large: Path, tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing(large: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom jaxllm.infer.convert import convert\n"
+        # A process started in the background of a script ignores the signal until told otherwise.
+        "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from jaxllm.infer.convert import convert\n"
         "def slowly(what, done, total):\n    print(done, flush=True)\n    time.sleep(0.2)\n"
         "convert(sys.argv[1], sys.argv[2], sys.argv[3], progress=slowly)\n"
     )
