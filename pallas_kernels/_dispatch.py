@@ -23,6 +23,7 @@ OPERATIONS = {
     "flash_attention": "pallas_kernels.flash_attention.api",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.api",
     "grouped_matmul": "pallas_kernels.grouped_matmul.api",
+    "ring_attention": "pallas_kernels.ring_attention.api",
 }
 """Where each operation's ``IMPLEMENTATIONS`` are."""
 

@@ -85,4 +85,7 @@ def _of_run(path: Path) -> Beginning:
             return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 
     folder = path / "tokenizer"
-    return Beginning(config, load_tokenizer(folder), load_template(folder), meta.get("source"), load)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.fingerprint != meta["tokenizer"]:
+        raise ConfigError(f"{folder} is not the tokenizer that the checkpoint in {path} was trained with.")
+    return Beginning(config, tokenizer, load_template(folder), meta.get("source"), load)

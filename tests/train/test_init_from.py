@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm import cli
 from jaxllm.config import ConfigError
-from jaxllm.data import DataError
+from jaxllm.data import DataError, load_dataset
 from jaxllm.hub import HubModel, decoder_config, export_hf
 from jaxllm.infer import load_model
 from jaxllm.text import ByteTokenizer
@@ -65,6 +66,21 @@ def test_a_run_begins_with_the_models_parameters(tmp_path: Path, begin: Path) ->
     assert trained.template.render([{"role": "user", "content": "hi"}]) == "hi"
     assert trained.source == json.loads((begin / "config.json").read_text())
     assert trained.longest == 128
+
+
+def test_eval_measures_with_the_models_tokenizer(tmp_path: Path, begin: Path, capsys: pytest.CaptureFixture) -> None:
+    """The run's configuration names no tokenizer of its own; what is measured is printed, whatever it is."""
+    assert train(config(tmp_path, begin)).complete
+    assert cli.main(["eval", str(tmp_path / "runs" / "tiny")]) in (0, 1)
+    assert "bits per byte" in capsys.readouterr().out.split("held-out tokens")[1]
+
+
+def test_another_tokenizer_beside_a_run_is_refused(tmp_path: Path, begin: Path) -> None:
+    assert train(config(tmp_path, begin)).complete
+    first = tmp_path / "runs" / "tiny"
+    load_dataset(runs.run_config(tmp_path, tokenizer="bpe:280").data).tokenizer.save(first / "tokenizer")
+    with pytest.raises(ConfigError, match="is not the tokenizer that the checkpoint"):
+        train(config(tmp_path, first, name="second"))
 
 
 def test_training_moves_on_from_there(tmp_path: Path, begin: Path) -> None:
