@@ -1,15 +1,8 @@
-"""Flash attention of real models, forward and backward, compiled for TPUs and GPUs that are not there.
-
-``python -m tests.kernels.flash_aot`` compiles all cells and writes the table in docs/kernels.md; ``--only v5e`` those
-of one kind of device.
-"""
+"""Flash attention of real models, forward and backward, compiled for TPUs and GPUs that are not there."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.flash_attention import flash_attention
-from sharding.isolate import IsolatedError, OutOfDeviceMemory, run_isolated
+from sharding.isolate import run_isolated
 from sharding.topology import Topology
-from tests.environment import ROOT
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1", "h100:1x2", "b200:1x2")
 EXEMPT: dict[tuple[str, str], str] = {}
 """(shape, topology) -> a part of the compiler's reason for refusing it."""
-PAGE = ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- flash_attention: generated -->", "<!-- end -->"
 
 
 @dataclass(frozen=True)
@@ -118,39 +108,3 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 def compile_cell(shape: str, topology: str) -> dict[str, float]:
     """Compiles a cell in a child process; raises what the compiler says."""
     return run_isolated("tests.kernels.flash_aot:compile_on", topology, {"shape": dataclasses.asdict(SHAPES[shape])})
-
-
-def outcome(shape: str, topology: str) -> str:
-    """A cell of the table."""
-    try:
-        result = compile_cell(shape, topology)
-    except (IsolatedError, OutOfDeviceMemory) as refusal:
-        return str(refusal).replace("\n", " ").replace("|", "/")[:160]
-    return f"{result['temp_bytes'] / result['bytes']:.1f}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", help="a generation, such as v5e")
-    only = parser.parse_args().only
-    page = PAGE.read_text()
-    start, stop = page.index(BEGIN) + len(BEGIN), page.index(END)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page[start:stop].strip().splitlines()]
-    cells = {row[0]: row[1:] for row in rows[2:]}
-    for name in SHAPES:
-        before = cells.get(name, [""] * len(TOPOLOGIES))
-        for i, topology in enumerate(TOPOLOGIES):
-            if only in (None, topology.partition(":")[0]):
-                started = time.monotonic()
-                before[i] = outcome(name, topology)
-                print(json.dumps([name, topology, before[i], round(time.monotonic() - started, 1)]), flush=True)
-        cells[name] = before
-        lines = [["shape", *(t.partition(":")[0] for t in TOPOLOGIES)], ["---"] * (len(TOPOLOGIES) + 1)]
-        table = "\n".join(
-            f"| {' | '.join(line)} |" for line in (*lines, *([n, *cells[n]] for n in SHAPES if n in cells))
-        )
-        PAGE.write_text(f"{page[:start]}\n{table}\n{page[stop:]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from pallas_kernels._compat import interpreting
 from pallas_kernels.flash_attention import config, flash_attention_and_lse
 from tests import environment
 
+PACKAGE = "pallas_kernels.flash_attention"
 PLAIN = ("xla", "reference")
 """Implementations that run on any device, in any precision."""
 
@@ -66,6 +67,37 @@ CASES = {
     "values of another size, few queries": Case(1, 2, 15, 4, 2, 4, "positions", v=6),
     "everything": Case(2, 21, 33, 6, 2, 4, "both", v=3, window=17, softcap=1.3, sinks=True),
 }
+
+
+KILLERS = ("everything", "packed", "more bands than one band's length", "window over many bands")
+"""Cases that a mutant is tried on, until one fails; see tests/proofs/kernels/mutants.py."""
+
+_SHARED = {
+    "mask off by one": ("blockwise", "seen = kv_at <= q_at", "seen = kv_at < q_at"),
+    "window off by one": ("blockwise", "kv_at > q_at - window", "kv_at >= q_at - window"),
+    "dropped segment": ("blockwise", "(q_in == kv_in) & ", ""),
+    "wrong scale": ("blockwise", "scores, slope = products * options.scale,", "scores, slope = products,"),
+    "wrong slope": ("blockwise", "(1.0 - part * part)", "1.0"),
+    "missing rescale": ("blockwise", "keep = jnp.exp(top - highest)", "keep = jnp.ones_like(top)"),
+    "missing delta": ("blockwise", "(d_weights - delta)", "d_weights"),
+    "last block skipped": ("blockwise", "jnp.where(live, j + 1, 0)", "jnp.where(live, j, 0)"),
+    "mask skipped in a block too many": ("blockwise", "whole = (kv_last <= q_first)", "whole = (kv_first <= q_first)"),
+}
+MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
+    ("reference", "mask off by one"): ("reference", "kv_positions[:, None, :] <= q", "kv_positions[:, None, :] < q"),
+    ("reference", "wrong scale"): ("reference", "k.astype(dtype)) * scale", "k.astype(dtype)) * scale * 1.01"),
+    ("reference", "dropped segment"): ("reference", "(q_segments == kv_segments) & ", ""),
+    ("reference", "missing rescale"): ("reference", "weights / safe", "weights"),
+    ("xla", "mask off by one"): ("xla", "seen = kv_at[:, None, :] <= q", "seen = kv_at[:, None, :] < q"),
+    ("xla", "wrong scale"): ("xla", "rows, k) * options.scale,", "rows, k),"),
+    ("xla", "dropped segment"): ("xla", "(q_in == kv_in) & ", ""),
+    ("xla", "missing rescale"): ("xla", "carry[2] * keep + out", "carry[2] + out"),
+    ("xla", "missing delta"): ("xla", "(d_weights - delta_rows)", "d_weights"),
+    **{(name, what): edit for name in ("pallas_tpu", "pallas_gpu") for what, edit in _SHARED.items()},
+    ("pallas_tpu", "another's keys"): ("pallas_tpu", "return head, head // layout.splits,", "return head, head * 0,"),
+    ("pallas_gpu", "another's keys"): ("pallas_gpu", "(b, 0, h // shared, 0)", "(b, 0, h * 0, 0)"),
+}
+"""(implementation, mistake) -> (module of the package, text, text with the mistake)."""
 
 
 @contextlib.contextmanager
@@ -172,8 +204,14 @@ def forward_and_vjp(implementation, inputs, extra, d_lse=None, **options):
 
 
 def error(got, want) -> float:
+    """||got - want|| / ||want|| over all leaves."""
     got, want = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(y)]) for y in (got, want))
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), np.finfo(np.float64).tiny))
+
+
+def lse_error(got, want) -> float:
+    """The largest absolute error of a logarithm, which rounds as its scores of about one do and may itself be near 0."""
+    return float(np.max(np.abs(np.asarray(got, np.float64) - want), initial=0.0))
 
 
 def check(implementation: str, case: Case, rng: np.random.Generator, bound: float = 2e-6) -> dict[str, float]:
@@ -202,7 +240,7 @@ def check(implementation: str, case: Case, rng: np.random.Generator, bound: floa
         want_gradients = jax.device_get(want_gradients)
     errors = {
         "out": error(out, want),
-        "lse": error(np.where(nothing, 0.0, lse), np.where(nothing, 0.0, want_lse)),
+        "lse": lse_error(np.where(nothing, 0.0, lse), np.where(nothing, 0.0, want_lse)),
         "gradients": error(gradients, want_gradients),
     }
     assert all(e <= bound for e in errors.values()), errors

@@ -7,4 +7,7 @@ A proof is a function in `tests/proofs/<issue>/*.py`:
 
     @proof("first_run", count=200, sample=6, strategy=shapes(), bound=1e-10, float64=True)
     def parity(shape: Shape) -> float:                        # 200 distinct examples; the worst error is kept
+
+    @proof("kernels", cases=CELLS, sample=2)
+    def compiles(cell: Cell) -> None:                         # each of them once
 """

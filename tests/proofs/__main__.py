@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("issue", nargs="?", help="which proofs; without it, they are listed")
     parser.add_argument("--seed", type=int, help="default: that of the unfinished run, else by day and commit")
     parser.add_argument("--only", metavar="CASE", help="one case of the issue")
-    parser.add_argument("--unit", type=int, metavar="I", help="one trial or chunk of that case, not recorded")
+    parser.add_argument("--unit", type=int, metavar="I", help="one unit of that case, not recorded: a trial, a chunk")
     parser.add_argument("--examples", type=int, metavar="N", help="size of that chunk, as a failing sample prints it")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="worker processes, default 1")
     options = parser.parse_args(arguments)
@@ -31,8 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.issue is None:
         for issue in harness.issues():
             for proof in harness.load(issue).values():
-                unit = "seeds" if proof.strategy is None else "examples"
-                console.print(f"{issue}/{proof.name}: {proof.count} {unit} ({proof.sample} in every test run)")
+                console.print(f"{issue}/{proof.name}: {proof.count} {proof.kind} ({proof.sample} in every test run)")
         return 0
     try:
         proofs = harness.load(options.issue)

@@ -1,4 +1,4 @@
-"""Registering proofs and running one unit of them: one seeded trial, or one chunk of drawn examples."""
+"""Registering proofs and running one unit of them: a seeded trial, a listed case, or a chunk of drawn examples."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import difflib
 import hashlib
 import importlib
+import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,28 @@ class Proof:
     chunk: int
     float64: bool
     parallel: bool
+    cases: tuple[Any, ...] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What is counted."""
+        return "cases" if self.cases is not None else "seeds" if self.strategy is None else "examples"
+
+    def sampled(self, seed: int) -> list[int]:
+        """Units of a test run: of listed cases others with every seed, of drawn examples one chunk."""
+        if self.cases is not None:
+            shuffled = random.Random(environment.derive(seed, self.issue, self.name))
+            return shuffled.sample(range(self.count), self.sample)
+        return list(range(self.sample)) if self.strategy is None else [0]
+
+    def labels(self) -> list[str]:
+        """Of listed cases, as the record names them."""
+        return [" / ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in self.cases or ()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What ran: trial number `index` of a seeded proof, or chunk number `index` of a drawn one."""
+    """What ran: trial number `index` of a seeded proof, that case of a listed one, that chunk of a drawn one."""
 
     case: str
     index: int
@@ -64,27 +82,30 @@ class Unit:
 def proof(
     issue: str,
     *,
-    count: int,
+    count: int | None = None,
     sample: int,
     name: str | None = None,
     bound: float | Mapping[str, float] | None = None,
     strategy: SearchStrategy | None = None,
+    cases: Sequence[Any] | None = None,
     chunk: int = 20,
     float64: bool = False,
     parallel: bool = True,
 ):
     """Registers a trial as a proof of an issue.
 
-    The trial asserts; a seeded one takes a 32-bit `seed`, a drawn one the example. It may return its error, or several
-    by name: the largest are kept and must not exceed their bounds (NaN does).
+    The trial asserts; a seeded one takes a 32-bit `seed`, a drawn one the example, a listed one the case. It may return
+    its error, or several by name: the largest are kept and must not exceed their bounds (NaN does).
 
     Args:
         issue: the proof's group, `make proof ISSUE`; the folder it lives in.
-        count: trials of the full run: seeds, or distinct examples.
+        count: trials of the full run: seeds, or distinct examples; of listed cases it is their number.
         sample: trials of it in `make test`.
         name: default: the function's name.
         bound: largest legal error, one for all or by name. None: the trial returns no error.
-        strategy: draws examples; None: the trial takes a seed.
+        strategy: draws examples; None: the trial takes a seed, or a case.
+        cases: the full run takes each once, in this order, and the record has each one's errors; a test run takes
+            some, by its seed.
         chunk: examples of one resumable step of a drawn proof.
         float64: JAX is in 64-bit mode during the trial.
         parallel: False if nothing else may run on the machine meanwhile.
@@ -94,10 +115,17 @@ def proof(
         case = name or trial.__name__
         if (issue, case) in _proofs and _proofs[issue, case].trial.__module__ != trial.__module__:
             raise ProofError(f"proof {issue}/{case} is registered twice.")
-        if not 0 < sample <= count or chunk < 1:
+        if (cases is None) == (count is None) or (cases is not None and strategy is not None):
+            raise ProofError(f"proof {issue}/{case}: give a count, with or without a strategy, or give cases.")
+        number = len(cases) if cases is not None else count or 0
+        if not 0 < sample <= number or chunk < 1:
             raise ProofError(f"proof {issue}/{case}: need 0 < sample <= count and chunk >= 1.")
         bounds = dict(bound) if isinstance(bound, Mapping) else {} if bound is None else {"error": float(bound)}
-        _proofs[issue, case] = Proof(issue, case, trial, count, sample, bounds, strategy, chunk, float64, parallel)
+        listed = None if cases is None else tuple(cases)
+        made = Proof(issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed)
+        if len(set(made.labels())) < len(listed or ()):
+            raise ProofError(f"proof {issue}/{case}: two cases have the same name.")
+        _proofs[issue, case] = made
         return trial
 
     return register
@@ -123,7 +151,7 @@ def load(issue: str) -> dict[str, Proof]:
 
 
 def run_unit(proof: Proof, seed: int, index: int, *, examples: int | None = None, seen: Collection[str] = ()) -> Unit:
-    """Runs trial or chunk number `index` of a proof; a failure is in the result, not raised.
+    """Runs trial, case or chunk number `index` of a proof; a failure is in the result, not raised.
 
     Args:
         seed: the run's seed; each unit derives its own from it.
@@ -138,7 +166,9 @@ def run_unit(proof: Proof, seed: int, index: int, *, examples: int | None = None
         with warnings.catch_warnings(), environment.x64(proof.float64):
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", environment.TYPECHECK_RANDOM)
-            if proof.strategy is None:
+            if proof.cases is not None:
+                log.trial(proof.cases[index])
+            elif proof.strategy is None:
                 log.trial(own_seed)
             else:
                 _draw(proof.strategy, log, own_seed, examples or proof.chunk)

@@ -37,7 +37,7 @@ class Case:
 
     @property
     def run(self) -> int:
-        """Trials that count: seeds, or distinct examples."""
+        """Trials that count: seeds, cases, or distinct examples."""
         return len(self.done) if self.proof.strategy is None else len(self.seen)
 
     @property
@@ -70,7 +70,7 @@ class Case:
         return next(i for i in itertools.count() if i not in self.done and i not in self.flying)
 
     def record(self) -> dict[str, Any]:
-        return {
+        record = {
             "name": self.proof.name,
             "asked": self.proof.count,
             "run": self.run,
@@ -78,6 +78,10 @@ class Case:
             "bound": stored.flat(self.proof.bounds),
             "seconds": round(self.seconds, 1),
         }
+        if self.proof.bounds and self.proof.cases is not None:
+            each = {label: stored.flat(self.done[i].worst) for i, label in enumerate(self.proof.labels())}
+            record["each"] = each
+        return record
 
 
 class Failed(Exception):
@@ -151,7 +155,7 @@ def work(issue: str, name: str, seed: int, index: int, seen: list[str]) -> Unit:
     """One unit, in a worker process."""
     proof = harness.load(issue)[name]
     unit = harness.run_unit(proof, seed, index, seen=seen)
-    if proof.strategy is not None:
+    if proof.kind != "seeds":
         jax.clear_caches()  # every example has shapes of its own: their programs would pile up
     return unit
 

@@ -21,6 +21,7 @@ from tests.proofs.harness import Proof, ProofError
 def make(trial, *, count=6, sample=2, bound=None, strategy=None, name="case", **options) -> Proof:
     bounds = {} if bound is None else dict(bound) if isinstance(bound, dict) else {"error": bound}
     options = {"chunk": 4, "float64": False, "parallel": True} | options
+    count = len(options["cases"]) if "cases" in options else count
     return Proof("toy", name, trial, count, sample, bounds, strategy, **options)
 
 
@@ -81,6 +82,58 @@ def test_exhausted_strategy_is_an_error(toy, capsys):
     assert toy(proofs=[make(lambda _: None, count=30, strategy=st.booleans())]) == 1
     assert "no new examples after 2 of 30" in capsys.readouterr().out
     assert not toy.stored()
+
+
+def test_listed_cases_run_once_each_and_are_recorded_one_by_one(toy):
+    ran = []
+
+    def trial(case):
+        ran.append(case)
+        return len(case[0])
+
+    cases = (("aa", 1), ("b", 2), ("cccc", 3))
+    assert toy(proofs=[make(trial, cases=cases, bound=4.0)]) == 0
+    assert ran == list(cases)
+    (case,) = toy.record()["cases"]
+    assert case == case | {"asked": 3, "run": 3, "worst_error": 4.0, "bound": 4.0}
+    assert case["each"] == {"aa / 1": 2.0, "b / 2": 1.0, "cccc / 3": 4.0}
+
+
+def test_listed_cases_resume_one_by_one(toy):
+    ran = []
+
+    def trial(case):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(case)
+
+    assert toy(proofs=[make(trial, cases=tuple("abcde"))]) == 130
+    rest = []
+    assert toy(proofs=[make(rest.append, cases=tuple("abcde"))]) == 0
+    assert ran + rest == list("abcde")
+    assert "each" not in toy.record()["cases"][0]  # there are no errors
+
+
+def test_a_failing_case_is_seen_again_by_its_number(toy, capsys):
+    def trial(case):
+        assert case != "c", "this one"
+
+    proofs = [make(trial, cases=tuple("abcde"))]
+    assert toy("--seed", "3", proofs=proofs) == 1
+    assert "make proof toy SEED=3 ONLY=case UNIT=2" in capsys.readouterr().out
+    assert toy("--only", "case", "--unit", "2", proofs=proofs) == 1
+    assert "this one" in capsys.readouterr().out
+    assert toy("--only", "case", "--unit", "1", proofs=proofs) == 0
+
+
+def test_seeds_sample_other_cases():
+    proof = make(None, cases=tuple(range(10)), sample=2)
+    samples = [proof.sampled(seed) for seed in range(60)]
+    assert all(len(set(sample)) == 2 for sample in samples)
+    assert proof.sampled(7) == samples[7]
+    assert {case for sample in samples for case in sample} == set(range(10))
+    assert make(None, sample=2).sampled(7) == [0, 1]
+    assert make(None, sample=2, strategy=st.booleans()).sampled(7) == [0]
 
 
 def test_failing_seed_prints_how_to_see_it_again(toy, capsys):
@@ -218,3 +271,10 @@ def test_bad_names(capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(ProofError, match="sample"):
         harness.proof("first_run", count=3, sample=4)(lambda seed: None)
+    with pytest.raises(ProofError, match="sample"):
+        harness.proof("first_run", cases="abc", sample=4)(lambda case: None)
+    for given in ({}, {"count": 3, "cases": "abc"}, {"cases": "abc", "strategy": st.booleans()}):
+        with pytest.raises(ProofError, match="give a count, with or without a strategy, or give cases"):
+            harness.proof("first_run", sample=1, **given)(lambda case: None)
+    with pytest.raises(ProofError, match="two cases have the same name"):
+        harness.proof("first_run", cases=("a", ("a",)), sample=1)(lambda case: None)

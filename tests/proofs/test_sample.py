@@ -12,8 +12,7 @@ PROOFS = [proof for issue in harness.issues() for proof in harness.load(issue).v
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda p: f"{p.issue}-{p.name}")
 def test_sample(proof: harness.Proof):
-    indices = range(1) if proof.strategy is not None else range(proof.sample)
-    for index in indices:
+    for index in proof.sampled(environment.seed()):
         unit = harness.run_unit(proof, environment.seed(), index, examples=proof.sample)
         size = "" if proof.strategy is None else f" EXAMPLES={proof.sample}"
         if unit.failure is not None:

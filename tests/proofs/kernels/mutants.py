@@ -1,90 +1,125 @@
-"""Each deliberate mistake in an implementation makes the shared test body fail."""
+"""Each deliberate mistake in an implementation makes the test body of its operation fail.
+
+A body is tests/kernels/OP_body.py with
+
+    MUTATIONS       (implementation, mistake) -> (module of the package, its text, the text with the mistake)
+    CASES           by name
+    KILLERS         names of the cases that a mutant is tried on, until one fails
+    check           (implementation, case, numpy Generator): raises AssertionError if values are wrong
+    PACKAGE         optional: the operation's package; default: pallas_kernels.OP
+    small_pieces    optional: a context in which small shapes cross many blocks
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
+import pkgutil
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
-from pallas_kernels.flash_attention import api
-from tests.kernels import flash_body
-from tests.kernels.flash_body import CASES
+from tests import environment
 from tests.proofs.harness import ProofError, proof
 
-PACKAGE = importlib.import_module("pallas_kernels.flash_attention")  # as an attribute, the name is the function
-MODULES = ("xla", "reference", "blockwise", "pallas_tpu", "pallas_gpu")
-"""Of the package, in the order in which they import each other."""
-KILLERS = ("everything", "packed", "more bands than one band's length", "window over many bands")
-"""Cases that a mutant is tried on, until one fails."""
+UNCHANGED = ("api", "config")
+"""Modules of a package that the test bodies hold on to."""
 
-_SHARED = {
-    "mask off by one": ("blockwise", "seen = kv_at <= q_at", "seen = kv_at < q_at"),
-    "window off by one": ("blockwise", "kv_at > q_at - window", "kv_at >= q_at - window"),
-    "dropped segment": ("blockwise", "(q_in == kv_in) & ", ""),
-    "wrong scale": ("blockwise", "scores, slope = products * options.scale,", "scores, slope = products,"),
-    "wrong slope": ("blockwise", "(1.0 - part * part)", "1.0"),
-    "missing rescale": ("blockwise", "keep = jnp.exp(top - highest)", "keep = jnp.ones_like(top)"),
-    "missing delta": ("blockwise", "(d_weights - delta)", "d_weights"),
-    "last block skipped": ("blockwise", "jnp.where(live, j + 1, 0)", "jnp.where(live, j, 0)"),
-    "mask skipped in a block too many": ("blockwise", "whole = (kv_last <= q_first)", "whole = (kv_first <= q_first)"),
-}
-MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
-    ("reference", "mask off by one"): ("reference", "kv_positions[:, None, :] <= q", "kv_positions[:, None, :] < q"),
-    ("reference", "wrong scale"): ("reference", "k.astype(dtype)) * scale", "k.astype(dtype)) * scale * 1.01"),
-    ("reference", "dropped segment"): ("reference", "(q_segments == kv_segments) & ", ""),
-    ("reference", "missing rescale"): ("reference", "weights / safe", "weights"),
-    ("xla", "mask off by one"): ("xla", "seen = kv_at[:, None, :] <= q", "seen = kv_at[:, None, :] < q"),
-    ("xla", "wrong scale"): ("xla", "rows, k) * options.scale,", "rows, k),"),
-    ("xla", "dropped segment"): ("xla", "(q_in == kv_in) & ", ""),
-    ("xla", "missing rescale"): ("xla", "carry[2] * keep + out", "carry[2] + out"),
-    ("xla", "missing delta"): ("xla", "(d_weights - delta_rows)", "d_weights"),
-    **{(name, what): edit for name in ("pallas_tpu", "pallas_gpu") for what, edit in _SHARED.items()},
-    ("pallas_tpu", "another's keys"): ("pallas_tpu", "return head, head // layout.splits,", "return head, head * 0,"),
-    ("pallas_gpu", "another's keys"): ("pallas_gpu", "(b, 0, h // shared, 0)", "(b, 0, h * 0, 0)"),
-}
-"""(implementation, mistake) -> (module, text, text with the mistake)."""
+
+def modules(package: str) -> list[types.ModuleType]:
+    """Of a package, each after those that it imports at its top."""
+    found = importlib.import_module(package)
+    names = [m.name for m in pkgutil.iter_modules(found.__path__) if m.name not in UNCHANGED]
+    loaded = {name: importlib.import_module(f"{package}.{name}") for name in names}
+    uses = {name: _imported(inspect.getsource(module), package) & set(names) for name, module in loaded.items()}
+    ordered: list[str] = []
+    while len(ordered) < len(names):
+        ordered += [name for name in names if name not in ordered and uses[name] <= set(ordered)]
+    return [loaded[name] for name in ordered]
+
+
+def _imported(source: str, package: str) -> set[str]:
+    """Names of the package's modules that a module imports when it is loaded."""
+    found: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
+            found.add(node.module.removeprefix(f"{package}."))
+    return found
 
 
 @contextlib.contextmanager
-def mutated(module: str, text: str, mistake: str) -> Iterator[None]:
-    """The package's implementations made of other source text, as new functions that nothing has compiled before."""
+def mutated(package: str, module: str, text: str, mistake: str) -> Iterator[None]:
+    """The package's implementations made of other source text, as new functions that nothing has compiled before.
+
+    Raises:
+        ProofError: the module does not hold the text.
+    """
+    home = importlib.import_module(package)
+    implementations = importlib.import_module(f"{package}.api").IMPLEMENTATIONS
+    originals = modules(package)
+    if module not in [original.__name__.rpartition(".")[2] for original in originals]:
+        raise ProofError(f"{package} has no module {module!r} that can be changed.")
     with pytest.MonkeyPatch.context() as patch:
-        for name in MODULES:
-            original = importlib.import_module(f"{PACKAGE.__name__}.{name}")
+        copies: dict[str, types.ModuleType] = {}
+        for original in originals:
+            name = original.__name__.rpartition(".")[2]
             source = inspect.getsource(original)
             if name == module:
                 if text not in source:
                     raise ProofError(f"{original.__file__} no longer holds {text!r}: renew the mutation.")
                 source = source.replace(text, mistake)
             copy = types.ModuleType(original.__name__)
-            copy.__file__ = original.__file__
+            copy.__file__, copy.__package__ = original.__file__, package
             exec(compile(source, f"{name} with a mistake", "exec"), vars(copy))
             patch.setitem(sys.modules, copy.__name__, copy)
-            patch.setattr(PACKAGE, name, copy)
-            patch.setitem(api.IMPLEMENTATIONS, name, vars(copy).get(f"attention_{name}"))
+            # Where __init__ exports a function of the module's own name, the name stays the function's.
+            if getattr(home, name, None) is original:
+                patch.setattr(home, name, copy)
+            copies[copy.__name__] = copy
+        for name, function in implementations.items():  # others import their module when they are called
+            if copy := copies.get(function.__module__):
+                patch.setitem(implementations, name, getattr(copy, function.__name__))
         yield
 
 
-@proof(
-    "kernels",
-    count=len(MUTATIONS),
-    sample=1,
-    chunk=len(MUTATIONS),
-    strategy=st.sampled_from(sorted(MUTATIONS)),
-)
-def flash_attention_mutants_fail(mutant: tuple[str, str]) -> None:
-    """A mistake that the cases do not see is a failure."""
-    with mutated(*MUTATIONS[mutant]), flash_body.small_pieces():
-        for case in KILLERS:
+def bodies() -> dict[str, Any]:
+    """The test bodies that have mutations, by operation."""
+    files = sorted((environment.ROOT / "tests" / "kernels").glob("*_body.py"))
+    loaded = {f.stem.removesuffix("_body"): importlib.import_module(f"tests.kernels.{f.stem}") for f in files}
+    return {name: body for name, body in loaded.items() if hasattr(body, "MUTATIONS")}
+
+
+def survives(body: Any, implementation: str, package: str, edit: tuple[str, str, str]) -> bool:
+    """Whether no case sees the mistake."""
+    small = getattr(body, "small_pieces", contextlib.nullcontext)
+    with mutated(package, *edit), small():
+        for case in body.KILLERS:
             try:
-                flash_body.check(mutant[0], CASES[case], np.random.default_rng(0))
+                body.check(implementation, body.CASES[case], np.random.default_rng(0))
             except AssertionError:
-                return
-    raise AssertionError(f"{mutant} survives {KILLERS}")
+                return False
+    return True
+
+
+def _register(name: str, body: Any) -> None:
+    package = getattr(body, "PACKAGE", f"pallas_kernels.{name}")
+
+    def mutants_fail(mutant: tuple[str, str]) -> None:
+        """A mistake that the cases do not see is a failure."""
+        jax.clear_caches()  # a body may keep programs that were compiled without the mistake
+        assert not survives(body, mutant[0], package, body.MUTATIONS[mutant]), f"{mutant} survives {body.KILLERS}"
+
+    proof("kernels", name=f"{name}_mutants_fail", cases=sorted(body.MUTATIONS), sample=1)(mutants_fail)
+
+
+for _name, _body in bodies().items():
+    _register(_name, _body)
