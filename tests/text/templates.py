@@ -4,7 +4,7 @@ The templates, in `chat/`, are written for these tests; each has the constructs 
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ _TEXTS = [
     "line one\nline two\r\n\tindented\n\n\n",
     "a long one " * 40,
 ]
+
+
+PLAIN: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "add_generation_prompt": True,
+    "tools": None,
+}
+"""A conversation that no template refuses."""
 
 
 def _tool(draw: random.Random) -> dict[str, Any]:
@@ -106,12 +114,12 @@ def reference(source: str) -> Callable[..., str]:
     return render
 
 
-def compare(source: str, seeds: range) -> tuple[int, int, list[str]]:
+def compare(source: str, conversations: Sequence[dict[str, Any]]) -> tuple[int, int, list[str]]:
     """Renders conversations here and by transformers: (rendered by both, refused by both, differences)."""
     from jaxllm.text import ChatTemplate
 
     ours, theirs = ChatTemplate(source, BOS, EOS).render, reference(source)
-    outcomes = {seed: (outcome(ours, conversation(seed)), outcome(theirs, conversation(seed))) for seed in seeds}
-    wrong = [f"seed {seed}: {mine!r} is not {other!r}" for seed, (mine, other) in outcomes.items() if mine != other]
-    equal = [mine[0] for mine, other in outcomes.values() if mine == other]
+    outcomes = [(given, outcome(ours, given), outcome(theirs, given)) for given in conversations]
+    wrong = [f"{given!r}: {mine!r} is not {other!r}" for given, mine, other in outcomes if mine != other]
+    equal = [mine[0] for _, mine, other in outcomes if mine == other]
     return equal.count("text"), equal.count("refused"), wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +14,14 @@ from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import TrainState, abstract_state, train_step, value_and_grad
 from sharding import MeshSpec, shardings_of
-from tests import quick, tiny
+from tests import environment, quick, tiny
 from tests.proofs.harness import proof
 
 PRESETS = ("dp", "fsdp", "tp", "fsdp_tp")
 OPTIM = OptimConfig(schedule=ScheduleConfig(peak=1e-2, warmup=0.1))
+ROUNDING = 1.5e-6
+"""Of float32 on one device, against float64, by leaf norm: a draw above it sums numbers that cancel (the gains of a few
+heads' norms do), and two orders of summation would differ by what either has lost."""
 
 
 @st.composite
@@ -84,6 +88,9 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
 def compare(example: dict[str, Any], dtype: str, steps: int) -> tuple[float, float, float]:
     """Errors of loss (first step), gradients (worst leaf) and curve."""
     grads_1, losses_1, _ = run(example, None, dtype, steps)
+    if dtype == "float32":
+        with environment.x64():
+            hypothesis.assume(tiny.leaf_error(grads_1, run(example, None, "float64", 1)[0]) <= ROUNDING)
     grads_8, losses_8, spec = run(example, example["preset"], dtype, steps)
     for axis in ("fsdp", "tensor"):  # the eight-device run is really sharded
         used = axis in dict(MeshSpec.parse(example["preset"]).axes)

@@ -9,17 +9,18 @@ import numpy as np
 from jaxllm.hub import Source, find_smollm2, open_source
 from jaxllm.text import StreamDecoder
 from tests.proofs.harness import proof
-from tests.text.templates import TEMPLATES, compare
+from tests.text.templates import PLAIN, TEMPLATES, compare, conversation
 from tests.text.texts import texts
 
 CONVERSATIONS = 20
 
 
 def same_text(source: str, seed: int) -> None:
-    """Twenty conversations, tools and refusals included; not all of them refused."""
-    rendered, refused, differences = compare(source, range(seed, seed + CONVERSATIONS))
+    """Twenty conversations, tools and refusals included, and a plain one, which every template renders."""
+    drawn = [conversation(one) for one in range(seed, seed + CONVERSATIONS)]
+    rendered, refused, differences = compare(source, [PLAIN, *drawn])
     assert not differences, "\n".join(differences)
-    assert rendered + refused == CONVERSATIONS
+    assert rendered + refused == 1 + CONVERSATIONS
     assert rendered > 0
 
 
