@@ -210,7 +210,7 @@ def error(got, want) -> float:
 
 
 def lse_error(got, want) -> float:
-    """The largest absolute error: a logarithm rounds as its scores do, which are about one, and may itself be near 0."""
+    """The largest absolute error: a logarithm rounds as its scores do, which are about one, and may be near 0."""
     return float(np.max(np.abs(np.asarray(got, np.float64) - want), initial=0.0))
 
 
