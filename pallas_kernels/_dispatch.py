@@ -24,11 +24,16 @@ OPERATIONS = {
     "linear_cross_entropy": "pallas_kernels.cross_entropy.api",
     "grouped_matmul": "pallas_kernels.grouped_matmul.api",
     "ring_attention": "pallas_kernels.ring_attention.api",
+    "paged_attention": "pallas_kernels.paged_attention.api",
 }
 """Where each operation's ``IMPLEMENTATIONS`` are."""
 
 VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "flash_attention": {
+        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
+        "pallas_gpu": {},
+    },
+    "grouped_matmul": {
         "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
         "pallas_gpu": {},
     },

@@ -1,0 +1,145 @@
+"""Attention of a step's tokens to pages of keys and values: the operation, whoever computes it.
+
+Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of the page table,
+T tokens, N query heads, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import vary_over, varying_axes
+from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.paged_attention.pages import PagePool
+from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.xla import paged_attention_xla
+
+IMPLEMENTATIONS = {
+    "xla": paged_attention_xla,
+    "reference": paged_attention_reference,
+}
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K V"] | None,
+    pool: PagePool,
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "R J"],
+    cu_q_lens: Int[Array, " R1"],
+    kv_lens: Int[Array, " R"],
+    *,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    decode_only: bool = False,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "T N V"], PagePool]:
+    """Writes a step's keys and values into their pages, and attends to all that each request has so far.
+
+    The step is one flat batch: the tokens of request 0, then those of request 1, and so on, a piece of a prompt or one
+    token each, or none; rows behind the last token are padding. A request's tokens of this step are its last ones:
+    token i of n is at position ``kv_len - n + i``. It sees the tokens of its request up to its own position.
+
+    The pool is changed in place where it is donated, or carried by a loop. Slots that hold no token of a request may
+    hold anything, nan included, and so may entries of the page table beyond a request's last page, or those that lie
+    before what a window reaches. Requests may share pages that nobody writes in this step.
+
+    Args:
+        q: queries, rotated and not scaled.
+        k, v: of the same tokens, rotated; None for v where the pool's values are part of its keys (a latent).
+        pool: pages of all layers.
+        layer: which of them.
+        page_table: see ``Ragged``; covers every request's kv_len.
+        cu_q_lens: R + 1 numbers: where each request's tokens begin in the batch, and at last their count.
+        kv_lens: tokens of each request, those of this step included.
+        sinks: a score that each head always sees and that has no value, as in ``flash_attention``.
+        scale: of the scores; ``1 / sqrt(H)`` when None. A latent needs it.
+        window: a query sees its own position and the ``window - 1`` before it.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        decode_only: a promise that no request has more than one token in this step: a program without the other case.
+        implementation: "xla" or "reference"; see ``pallas_kernels._dispatch``.
+
+    Returns:
+        The attended values in ``q.dtype``, zeros for padding, and the pool. The softmax is in at least float32.
+
+    Raises:
+        ValueError: shapes that do not go together, a window or a cap that is not positive.
+        NotImplementedError: the implementation does not support these arguments.
+    """
+    _check(q, k, v, pool, page_table, cu_q_lens, kv_lens, sinks)
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"paged_attention: {name} = {value}; give a positive number, or None for none.")
+    if scale is None and pool.format.latent:
+        raise ValueError(
+            "paged_attention: give the scale: from a latent it is not seen what head dim its keys have without it."
+        )
+    ints = (jnp.asarray(layer, jnp.int32), *(x.astype(jnp.int32) for x in (page_table, cu_q_lens, kv_lens)))
+    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.rows, sinks, *ints)
+    axes = varying_axes(*arrays)
+    widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
+    q, new, rows, sinks, layer, *ragged = widened
+    out, rows = dispatch(
+        "paged_attention",
+        IMPLEMENTATIONS,
+        implementation,
+        q,
+        new,
+        rows,
+        layer,
+        sinks,
+        Ragged(*ragged),
+        format=pool.format,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        decode_only=decode_only,
+    )
+    return out, PagePool(rows, pool.format)
+
+
+def _check(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    pool: PagePool,
+    page_table: Array,
+    cu_q_lens: Array,
+    kv_lens: Array,
+    sinks: Array | None,
+) -> None:
+    form = pool.format
+    slots = (*pool.rows.shape[2:3], *pool.rows.shape[4:])
+    if pool.rows.ndim != 5 or slots != (form.kv_heads, form.width):
+        raise ValueError(f"paged_attention: a pool {list(pool.rows.shape)} does not hold pages of {form}.")
+    if (v is None) != form.latent:
+        raise ValueError(f"paged_attention: v is {'missing' if v is None else 'given'}, and the pool holds {form}.")
+    given = (q.shape[2], *k.shape[1:], *(() if v is None else v.shape[2:]))
+    legal = (form.key_dim, form.kv_heads, form.key_dim, *(() if v is None else (form.value_dim,)))
+    if given != legal:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)) if x is not None)
+        raise ValueError(f"paged_attention: {shapes} do not fit pages of {form}.")
+    if q.shape[1] % form.kv_heads:
+        raise ValueError(f"paged_attention: {form.kv_heads} kv heads do not divide {q.shape[1]} query heads.")
+    requests = kv_lens.shape[0]
+    if page_table.shape[0] != requests or cu_q_lens.shape[0] != requests + 1:
+        raise ValueError(
+            f"paged_attention: for {requests} kv_lens there are {requests + 1} cu_q_lens and {requests} rows of the "
+            f"page table, not {cu_q_lens.shape[0]} and {page_table.shape[0]}."
+        )
+    if 0 in (*q.shape, *pool.rows.shape, *page_table.shape):
+        raise ValueError(
+            f"paged_attention: q {list(q.shape)}, pool {list(pool.rows.shape)} and page table "
+            f"{list(page_table.shape)} must not be empty."
+        )
+    if sinks is not None and sinks.shape[0] != q.shape[1]:
+        raise ValueError(f"paged_attention: {sinks.shape[0]} sinks for {q.shape[1]} query heads; give one a head.")

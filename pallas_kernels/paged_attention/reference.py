@@ -1,0 +1,76 @@
+"""Paged attention in one softmax over all slots of a request: the definition.
+
+Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of the page table,
+T tokens, S = J x C positions, N query heads, G = N / K, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.pages import PageFormat
+from pallas_kernels.paged_attention.ragged import Ragged, Tokens
+
+
+def write(
+    rows: Float[Array, "L P K C W"],
+    new: Float[Array, "T K W"],
+    layer: Int[Array, ""],
+    ragged: Ragged,
+    tokens: Tokens,
+) -> Float[Array, "L P K C W"]:
+    """Each token of this step in its slot; padding nowhere."""
+    page, slot = ragged.slots(rows.shape[1], rows.shape[3], tokens)
+    return rows.at[layer, page, :, slot].set(new, mode="drop", unique_indices=True)
+
+
+def paged_attention_reference(
+    q: Float[Array, "T N H"],
+    new: Float[Array, "T K W"],
+    rows: Float[Array, "L P K C W"],
+    layer: Int[Array, ""],
+    sinks: Float[Array, " N"] | None,
+    ragged: Ragged,
+    *,
+    format: PageFormat,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    decode_only: bool,
+) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
+    """See ``paged_attention``: (attended values, pages). Holds every token's scores, in at least float32."""
+    del decode_only  # a promise that makes nothing simpler here
+    (t, n, h), (pages, kv, _, width) = q.shape, rows.shape[1:]
+    tokens = ragged.tokens(t)
+    rows = write(rows, new, layer, ragged, tokens)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    held = rows[layer, jnp.clip(ragged.page_table, 0, pages - 1)]  # R J K C W
+    held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, width)
+    # A weight of zero does not silence a nan in a slot that holds no token.
+    at = jnp.arange(held.shape[1])
+    used = at < ragged.kv_lens[:, None]
+    if window is not None:
+        used &= at > ragged.kv_lens[:, None] - ragged.lengths[:, None] - window
+    held = jnp.where(used[:, :, None, None], held, 0).astype(dtype)[tokens.request]  # T S K W
+    visible = (at <= tokens.position[:, None]) & tokens.real[:, None]
+    if window is not None:
+        visible &= at > tokens.position[:, None] - window
+
+    grouped = q.reshape(t, kv, n // kv, h).astype(dtype)
+    scores = jnp.einsum("tkgh,tskh->tkgs", grouped, format.keys(held)) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    sink = None if sinks is None else sinks.astype(dtype).reshape(kv, -1, 1)
+    if sink is not None:
+        top = jnp.maximum(top, sink)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + jnp.exp(sink - top)
+    out = jnp.einsum("tkgs,tskv->tkgv", weights / jnp.where(total == 0.0, 1.0, total), format.values(held))
+    out = jnp.where(tokens.real[:, None, None], out.reshape(t, n, -1), 0.0)
+    return out.astype(q.dtype), rows

@@ -1,0 +1,234 @@
+"""What every implementation of paged attention must do: cases, a loop over tokens in float64, and one check.
+
+Everything that must not be read is nan, or a page number that is none.
+
+Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of the page table,
+T tokens, N query heads, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._compat import interpreting
+from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+
+PLAIN = ("xla", "reference")
+"""Implementations that run on any device, in any precision."""
+LAYERS, LAYER = 3, 1
+
+
+class Case(NamedTuple):
+    requests: tuple[tuple[int, int], ...]  # (tokens held before, tokens of this step)
+    n: int = 2
+    k: int = 1
+    h: int = 4
+    v: int | None = None  # head dim of values, where it differs
+    latent: bool = False
+    page: int = 8
+    padding: int = 0  # rows behind the last token
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    decode_only: bool = False
+    shared: int = 0  # full pages that requests 0 and 1 have in common
+
+    @property
+    def format(self) -> PageFormat:
+        return PageFormat(self.k, self.h, self.v or self.h, self.latent)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that are not arrays."""
+        scale = {"scale": 0.3} if self.latent else {}
+        return {"window": self.window, "softcap": self.softcap, "decode_only": self.decode_only, **scale}
+
+
+MIXED = ((0, 11), (23, 1), (0, 0), (9, 3), (7, 1), (16, 0), (40, 6))
+DECODE = ((0, 1), (7, 1), (8, 1), (33, 1), (0, 0), (19, 1))
+CASES = {
+    "one token": Case(((0, 1),)),
+    "one token of a long request": Case(((43, 1),), 4, 2, decode_only=True),
+    "decode": Case(DECODE, 4, 2, decode_only=True),
+    "decode, padded": Case(DECODE, 4, 2, padding=3, decode_only=True),
+    "decode without the promise": Case(DECODE, 4, 2),
+    "a prompt": Case(((0, 21),), 2, 2),
+    "a piece of a prompt": Case(((13, 18),), 2, 2),
+    "mixed": Case(MIXED, 4, 2, padding=2),
+    "nothing at all": Case(((5, 0), (0, 0)), padding=3),
+    "pages of 16": Case(MIXED, 4, 2, page=16),
+    "three queries a kv head": Case(MIXED, 6, 2),
+    "one kv head": Case(MIXED, 4, 1),
+    "values of another size": Case(MIXED, 4, 2, h=6, v=4),
+    "window within a page": Case(MIXED, 2, 1, window=3),
+    "window of one": Case(MIXED, 2, 1, window=1),
+    "window over pages": Case(MIXED, 4, 2, window=13),
+    "window, decode": Case(DECODE, 4, 2, window=9, decode_only=True),
+    "softcap": Case(MIXED, 4, 2, softcap=0.7),
+    "sinks": Case(MIXED, 4, 2, sinks=True),
+    "latent": Case(MIXED, 6, 1, h=12, v=8, latent=True),
+    "latent, decode": Case(DECODE, 6, 1, h=12, v=8, latent=True, decode_only=True),
+    "shared pages": Case(((16, 3), (19, 1), (5, 2)), 4, 2, shared=2),
+    "everything": Case(MIXED, 6, 2, h=6, v=4, padding=3, window=17, softcap=1.3, sinks=True),
+    "everything, decode": Case(DECODE, 6, 2, h=6, v=4, padding=1, window=17, softcap=1.3, sinks=True, decode_only=True),
+}
+
+
+@contextlib.contextmanager
+def small_pieces() -> Iterator[None]:
+    """Blocks so small that short requests cross many of them."""
+    from pallas_kernels.paged_attention import xla
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "QUERIES", 4)
+        patch.setattr(xla, "SLOTS", (16, 8))
+        yield
+
+
+class Step(NamedTuple):
+    """The arrays of a step, as ``paged_attention`` takes them, and what it must return."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray | None
+    rows: np.ndarray
+    page_table: np.ndarray
+    cu_q_lens: np.ndarray
+    kv_lens: np.ndarray
+    sinks: np.ndarray | None
+    want: np.ndarray
+    want_rows: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return int(self.cu_q_lens[-1])
+
+
+def draw(rng: np.random.Generator, case: Case, dtype: Any = np.float64) -> Step:
+    """A step of random numbers; what may be anything is nan, or no page."""
+    form = case.format
+    held, lengths = (np.array(x, np.int32) for x in zip(*case.requests, strict=True))
+    kv_lens, starts = held + lengths, np.append(0, np.cumsum(lengths)).astype(np.int32)
+    tokens = starts[-1] + case.padding
+    columns = -(-int(kv_lens.max()) // case.page) + 2
+    needed = -(-kv_lens // case.page)
+    pages = int(needed.sum()) + 3
+    numbers = rng.permutation(pages).astype(np.int32)
+    table = rng.choice(np.array([-1, pages, pages + 7, 2**30, 0], np.int32), (len(kv_lens), columns))
+    for r, count in enumerate(needed):
+        table[r, :count], numbers = numbers[:count], numbers[count:]
+    if case.shared:
+        table[1, : case.shared] = table[0, : case.shared]
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(dtype)
+
+    q, k = normal(tokens, case.n, form.key_dim), normal(tokens, case.k, form.key_dim)
+    v = None if case.latent else normal(tokens, case.k, form.value_dim)
+    new = k if v is None else np.concatenate([k, v], axis=-1)
+    sinks = normal(case.n) if case.sinks else None
+    rows = np.full((LAYERS, pages, case.k, case.page, form.width), np.nan, dtype)
+    for r, count in enumerate(held):
+        for i in range(count):
+            if not (case.shared and r == 1 and i < case.shared * case.page):
+                rows[LAYER, table[r, i // case.page], :, i % case.page] = normal(case.k, form.width)
+    want_rows = rows.copy()
+    for r, start in enumerate(starts[:-1]):
+        for i in range(held[r], kv_lens[r]):
+            want_rows[LAYER, table[r, i // case.page], :, i % case.page] = new[start + i - held[r]]
+    want = oracle(q, want_rows[LAYER], table, starts, kv_lens, sinks, case)
+    if case.window is not None:  # what lies before all windows may be given back to the pool
+        for r, first in enumerate(np.maximum(held - case.window + 1, 0) // case.page):
+            gone = table[r, :first].copy()
+            rows[LAYER, gone] = want_rows[LAYER, gone] = np.nan
+            table[r, :first] = pages + 3
+    q[starts[-1] :], k[starts[-1] :] = np.nan, np.nan
+    if v is not None:
+        v[starts[-1] :] = np.nan
+    return Step(q, k, v, rows, table, starts, kv_lens, sinks, want, want_rows)
+
+
+def oracle(q, pages, table, starts, kv_lens, sinks, case: Case) -> np.ndarray:
+    """One token and head at a time, in float64."""
+    form = case.format
+    q, pages = np.asarray(q, np.float64), np.asarray(pages, np.float64)
+    scale = case.options.get("scale", 1 / np.sqrt(form.key_dim))
+    out = np.zeros((*q.shape[:2], form.value_dim))
+    for r in range(len(kv_lens)):
+        for t in range(starts[r], starts[r + 1]):
+            place = kv_lens[r] - starts[r + 1] + t
+            seen = np.arange(0 if case.window is None else max(0, place - case.window + 1), place + 1)
+            for n in range(q.shape[1]):
+                held = pages[table[r, seen // case.page], n // (case.n // case.k), seen % case.page]
+                scores = held[:, : form.key_dim] @ q[t, n] * scale
+                if case.softcap is not None:
+                    scores = case.softcap * np.tanh(scores / case.softcap)
+                if sinks is not None:
+                    scores = np.append(scores, sinks[n])
+                weights = np.exp(scores - scores.max())
+                values = held[:, : form.value_dim] if case.latent else held[:, form.key_dim :]
+                out[t, n] = weights[: len(seen)] @ values / weights.sum()
+    return out
+
+
+def program(implementation: str, case: Case) -> Any:
+    """Compiled: a step's arrays -> (attended values, pages)."""
+
+    @jax.jit
+    def run(q, k, v, rows, page_table, cu_q_lens, kv_lens, sinks):
+        pool, layer = PagePool(rows, case.format), jnp.int32(LAYER)
+        out, pool = paged_attention(
+            q,
+            k,
+            v,
+            pool,
+            layer,
+            page_table,
+            cu_q_lens,
+            kv_lens,
+            sinks=sinks,
+            implementation=implementation,
+            **case.options,
+        )
+        return out, pool.rows
+
+    return run
+
+
+def error(got: Any, want: Any) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), np.finfo(np.float64).tiny))
+
+
+def check(
+    implementation: str, case: Case, rng: np.random.Generator, bound: float = 2e-6, dtype: Any = np.float32
+) -> float:
+    """One step, twice, against float64: values, zeros for padding, and every bit of the pool; kernels are interpreted.
+
+    Returns the error.
+    """
+    step = draw(rng, case, dtype)
+    with interpreting() if implementation.startswith("pallas") else contextlib.nullcontext():
+        run = program(implementation, case)
+        (out, rows), again = (jax.device_get(run(*step[:-2])) for _ in range(2))
+    np.testing.assert_array_equal(out, again[0])
+    for got in (rows, again[1]):
+        assert got.dtype == step.rows.dtype
+        np.testing.assert_array_equal(bits(got), bits(step.want_rows))
+    np.testing.assert_array_equal(np.asarray(out, np.float64)[step.tokens :], 0.0)
+    wrong = error(out, step.want)
+    assert out.dtype == step.q.dtype
+    assert wrong <= bound, wrong
+    return wrong
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """Numbers as the bytes they are, so that every nan is itself."""
+    return np.ascontiguousarray(x).view(np.uint8)

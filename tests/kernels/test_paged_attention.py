@@ -1,0 +1,189 @@
+"""Paged attention in plain JAX, through the body that all implementations share, and what only plain JAX can show.
+
+Blocks are made tiny here, so that short requests cross many of them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from tests.kernels import paged_body
+from tests.kernels.paged_body import CASES, LAYER, LAYERS, MIXED, Case, draw, error
+
+implementations = pytest.mark.parametrize("implementation", paged_body.PLAIN)
+NAMES = ("nothing at all", "shared pages", "window within a page", "latent", "everything", "everything, decode")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces():
+    with paged_body.small_pieces():
+        yield
+
+
+@implementations
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_body(implementation, name, rng, float64):
+    paged_body.check(implementation, CASES[name], rng, bound=1e-14, dtype=np.float64)
+
+
+@st.composite
+def steps(draw) -> Case:
+    """Any requests, GQA, head dims and windows; pages of 8 or 16."""
+    request = st.tuples(st.integers(0, 40), st.sampled_from([0, 1, 1, 2, 5, 13]))
+    k, decode = draw(st.integers(1, 2)), draw(st.booleans())
+    requests = draw(st.lists(request, min_size=1, max_size=5))
+    latent, h = k == 1 and draw(st.booleans()), draw(st.integers(1, 9))
+    return Case(
+        requests=tuple((held, min(new, 1) if decode else new) for held, new in requests),
+        n=k * draw(st.sampled_from([1, 2, 3, 4])),
+        k=k,
+        h=h,
+        v=draw(st.integers(1, h if latent else 9)),
+        latent=latent,
+        page=draw(st.sampled_from([8, 16])),
+        padding=max(draw(st.integers(0, 3)), 1 if not any(new for _, new in requests) else 0),
+        window=draw(st.none() | st.integers(1, 20)),
+        softcap=draw(st.none() | st.sampled_from([0.7, 5.0])),
+        sinks=draw(st.booleans()),
+        decode_only=decode,
+    )
+
+
+@hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
+@hypothesis.given(case=steps(), seed=st.integers(0, 2**32 - 1))
+def test_drawn_steps(case, seed):
+    paged_body.check("xla", case, np.random.default_rng(seed))
+
+
+@implementations
+def test_bfloat16(implementation, rng):
+    paged_body.check(implementation, CASES["decode, padded"], rng, bound=2**-7, dtype=jnp.bfloat16)
+
+
+def test_a_pool_of_fewer_bits(rng):
+    """Queries in float32, pages in bfloat16: new keys and values are rounded as they are written."""
+    case = CASES["decode, padded"]
+    step = draw(rng, case, np.float32)
+    low = step._replace(rows=step.rows.astype(jnp.bfloat16))
+    out, rows = paged_body.program("xla", case)(*low[:-2])
+    assert (out.dtype, rows.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(paged_body.bits(rows), paged_body.bits(step.want_rows.astype(jnp.bfloat16)))
+    exact = draw_again(step, np.asarray(rows, np.float64), case)
+    assert error(out, exact) <= 2e-6
+
+
+def draw_again(step, rows, case):
+    """What is attended to in these pages."""
+    args = (step.page_table, step.cu_q_lens, step.kv_lens, step.sinks, case)
+    return paged_body.oracle(np.nan_to_num(step.q), rows[LAYER], *args)
+
+
+def large_pool() -> PagePool:
+    """Its shape."""
+    form = PageFormat(2, 8, 8)
+    return jax.eval_shape(lambda: PagePool.zeros(form, layers=4, pages=4096, page_size=16, dtype=jnp.float32))
+
+
+def memory(pool, columns: int, tokens: int, requests: int = 8, **options):
+    """Of a loop over the layers of a donated pool."""
+
+    def step(q, k, v, pool, table, starts, lens):
+        def layer(i, carry):
+            out, pool = carry
+            more, pool = paged_attention(q + out, k, v, pool, i, table, starts, lens, implementation="xla", **options)
+            return out + more, pool
+
+        return jax.lax.fori_loop(0, pool.rows.shape[0], layer, (q, pool))
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    form, i32 = pool.format, jnp.int32
+    args = array(tokens, 4, form.key_dim), array(tokens, 2, form.key_dim), array(tokens, 2, form.value_dim)
+    ints = array(requests, columns, dtype=i32), array(requests + 1, dtype=i32), array(requests, dtype=i32)
+    found = jax.jit(step, donate_argnums=3).lower(*args, pool, *ints).compile().memory_analysis()
+    assert found is not None
+    return found
+
+
+def test_memory_follows_neither_the_pool_nor_the_longest_request():
+    pool = large_pool()
+    pool_bytes = pool.rows.size * 4
+    short, wide = (memory(pool, columns, 8) for columns in (4, 4096))
+    assert short.alias_size_in_bytes >= pool_bytes, "the pool is not updated in place"
+    assert wide.temp_size_in_bytes <= 1.1 * short.temp_size_in_bytes + 4096
+    assert wide.temp_size_in_bytes < pool_bytes / 100, "a layer is copied"
+
+
+def test_memory_is_linear_in_tokens():
+    few, many = (memory(large_pool(), 1024, tokens) for tokens in (256, 1024))
+    assert many.temp_size_in_bytes <= 4.5 * few.temp_size_in_bytes
+
+
+def test_inside_shard_map(rng, float64):
+    """Heads split over a mesh axis; the page table and the lengths are the same everywhere."""
+    case = Case(MIXED, 8, 4)
+    step = draw(rng, case)
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    heads, pages = P(None, "tensor"), P(None, None, "tensor")
+
+    def attend(q, k, v, rows, *ragged):
+        form = PageFormat(rows.shape[2], case.h, case.h)
+        out, pool = paged_attention(q, k, v, PagePool(rows, form), LAYER, *ragged, implementation="xla")
+        return out, pool.rows
+
+    with jax.set_mesh(mesh):
+        specs = (heads, heads, heads, pages, P(), P(), P())
+        run = jax.jit(jax.shard_map(attend, in_specs=specs, out_specs=(heads, pages)))
+        out, rows = jax.device_get(run(*(jax.device_put(x, s) for x, s in zip(step[:7], specs, strict=True))))
+    assert error(out, step.want) <= 1e-14
+    np.testing.assert_array_equal(paged_body.bits(rows), paged_body.bits(step.want_rows))
+
+
+def test_what_does_not_go_together_is_refused(rng):
+    case = CASES["mixed"]
+    step = draw(rng, case, np.float32)
+    q, k, v, rows, table, starts, lens = (jnp.asarray(x) for x in step[:7])
+    pool = PagePool(rows, case.format)
+    call = functools.partial(paged_attention, implementation="xla")
+    with pytest.raises(ValueError, match=r"v is missing, and the pool holds PageFormat"):
+        call(q, k, None, pool, LAYER, table, starts, lens)
+    with pytest.raises(ValueError, match=r"v \[24, 2, 3\] do not fit pages of PageFormat"):
+        call(q, k, v[..., :3], pool, LAYER, table, starts, lens)
+    with pytest.raises(ValueError, match=r"2 kv heads do not divide 3 query heads"):
+        call(q[:, :3], k, v, pool, LAYER, table, starts, lens)
+    with pytest.raises(ValueError, match=r"for 7 kv_lens there are 8 cu_q_lens and 7 rows .*, not 7 and 7"):
+        call(q, k, v, pool, LAYER, table, starts[1:], lens)
+    with pytest.raises(ValueError, match=r"a pool \[3, .* does not hold pages of PageFormat"):
+        call(q, k, v, PagePool(rows, PageFormat(2, 4, 5)), LAYER, table, starts, lens)
+    with pytest.raises(ValueError, match="window = 0; give a positive number"):
+        call(q, k, v, pool, LAYER, table, starts, lens, window=0)
+    latent = PagePool.zeros(PageFormat(1, 4, 3, latent=True), layers=LAYERS, pages=2, page_size=8, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="give the scale"):
+        call(q, k[:, :1], None, latent, LAYER, table, starts, lens)
+
+
+def test_formats():
+    form = PageFormat(1, 576, 512, latent=True)
+    assert (form.width, PageFormat(8, 128, 64).width) == (576, 192)
+    pool = PagePool.zeros(form, layers=2, pages=3, page_size=16, dtype=jnp.bfloat16)
+    assert (pool.rows.shape, pool.page_size, pool.token_bytes) == ((2, 3, 1, 16, 576), 16, 1152)
+    for encoding in ("int8", "fp8", "int4", "int2"):
+        with pytest.raises(NotImplementedError, match=f"pages in {encoding} are not supported yet"):
+            PageFormat(1, 8, 8, encoding=encoding)
+    with pytest.raises(ValueError, match="no encoding 'int3'"):
+        PageFormat(1, 8, 8, encoding="int3")
+    with pytest.raises(ValueError, match="value_dim = 9 must not exceed key_dim = 8"):
+        PageFormat(1, 8, 9, latent=True)
+    with pytest.raises(ValueError, match="must be positive"):
+        PageFormat(0, 8, 8)
