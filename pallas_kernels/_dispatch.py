@@ -33,6 +33,9 @@ VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
         "pallas_gpu": {},
     },
+    "ring_attention": {
+        "pallas_tpu": {"tpu": "verified in interpret mode on eight simulated devices, not on a TPU"},
+    },
     "grouped_matmul": {
         "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
         "pallas_gpu": {},

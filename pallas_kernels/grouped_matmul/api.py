@@ -5,6 +5,8 @@ Legend: M rows, E groups (experts), K columns of a row, N columns of the result.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
@@ -13,7 +15,22 @@ from pallas_kernels.grouped_matmul.ragged_dot import grouped_matmul_ragged_dot
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
 
+
+def _pallas_tpu(*args: Any) -> Array:
+    from pallas_kernels.grouped_matmul.pallas_tpu import grouped_matmul_pallas_tpu
+
+    return grouped_matmul_pallas_tpu(*args)
+
+
+def _pallas_gpu(*args: Any) -> Array:
+    from pallas_kernels.grouped_matmul.pallas_gpu import grouped_matmul_pallas_gpu
+
+    return grouped_matmul_pallas_gpu(*args)
+
+
 IMPLEMENTATIONS = {
+    "pallas_tpu": _pallas_tpu,
+    "pallas_gpu": _pallas_gpu,
     "xla": grouped_matmul_xla,
     "ragged_dot": grouped_matmul_ragged_dot,
     "reference": grouped_matmul_reference,
@@ -36,7 +53,8 @@ def grouped_matmul(
         lhs: rows in the order of their groups.
         rhs: one matrix a group.
         group_sizes: not negative; their sum is at most M. Known when the program runs, not before.
-        implementation: "xla", "ragged_dot" (``jax.lax.ragged_dot``) or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "pallas_gpu", "xla", "ragged_dot" (``jax.lax.ragged_dot``) or "reference"; see
+            ``pallas_kernels._dispatch``.
 
     Returns:
         The products, accumulated in at least float32, in ``lhs.dtype``. Differentiable in lhs and rhs.
