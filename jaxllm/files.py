@@ -16,7 +16,7 @@ class DataError(ValueError):
     """Data that cannot be used. The message names the file, and the row where there is one."""
 
 
-def at(file: Path | str, row: int | None = None) -> str:
+def at(file: object, row: int | None = None) -> str:
     """`file` or `file:row`, as every data error begins. Rows count from 1."""
     return f"{file}" if row is None else f"{file}:{row}"
 

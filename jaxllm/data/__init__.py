@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxllm.data.baseline import BigramBaseline, bigram_baseline, bigram_baseline_of
     from jaxllm.data.batch import Batch
+    from jaxllm.data.config import DataConfig, SourceConfig
     from jaxllm.data.dataset import CursorMismatch, HeldoutDataset, TokenDataset
-    from jaxllm.data.loader import DataConfig, Dataset, load_dataset
+    from jaxllm.data.loader import Dataset, load_dataset
+    from jaxllm.data.mixture import MixtureDataset
+    from jaxllm.data.preferences import PreferenceBatch, PreferenceDataset, load_preferences
     from jaxllm.data.prefetch import Prefetcher
     from jaxllm.data.tokens import open_tokens, write_tokens
     from jaxllm.files import DataError
@@ -24,13 +27,42 @@ if TYPE_CHECKING:
 # Tokenizers live in jaxllm.text; they are named here too, since every data set has one.
 _HOMES = {
     "jaxllm.files": ("DataError",),
-    "jaxllm.text": ("ByteTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"),
-    "jaxllm.data.baseline": ("BigramBaseline", "bigram_baseline", "bigram_baseline_of"),
+    "jaxllm.text": (
+        "ByteTokenizer",
+        "StreamDecoder",
+        "Tokenizer",
+        "load_tokenizer",
+    ),
+    "jaxllm.data.baseline": (
+        "BigramBaseline",
+        "bigram_baseline",
+        "bigram_baseline_of",
+    ),
     "jaxllm.data.batch": ("Batch",),
-    "jaxllm.data.dataset": ("CursorMismatch", "HeldoutDataset", "TokenDataset"),
-    "jaxllm.data.loader": ("DataConfig", "Dataset", "load_dataset"),
+    "jaxllm.data.config": (
+        "DataConfig",
+        "SourceConfig",
+    ),
+    "jaxllm.data.dataset": (
+        "CursorMismatch",
+        "HeldoutDataset",
+        "TokenDataset",
+    ),
+    "jaxllm.data.loader": (
+        "Dataset",
+        "load_dataset",
+    ),
+    "jaxllm.data.mixture": ("MixtureDataset",),
+    "jaxllm.data.preferences": (
+        "PreferenceBatch",
+        "PreferenceDataset",
+        "load_preferences",
+    ),
     "jaxllm.data.prefetch": ("Prefetcher",),
-    "jaxllm.data.tokens": ("open_tokens", "write_tokens"),
+    "jaxllm.data.tokens": (
+        "open_tokens",
+        "write_tokens",
+    ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -43,13 +75,18 @@ __all__ = [
     "DataError",
     "Dataset",
     "HeldoutDataset",
+    "MixtureDataset",
+    "PreferenceBatch",
+    "PreferenceDataset",
     "Prefetcher",
+    "SourceConfig",
     "StreamDecoder",
     "TokenDataset",
     "Tokenizer",
     "bigram_baseline",
     "bigram_baseline_of",
     "load_dataset",
+    "load_preferences",
     "load_tokenizer",
     "open_tokens",
     "write_tokens",

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.data.loader import Dataset
-from jaxllm.data.tokens import TokenDocuments
 from jaxllm.text import Tokenizer
 
 EDGE = 256  # as x: start of the document; as y: its end
@@ -55,7 +54,7 @@ def bigram_baseline_of(dataset: Dataset, *, max_train_bytes: int = 1 << 24) -> B
     """
     if dataset.heldout is None:
         raise ValueError("nothing is held out, so there is nothing to measure on; set data.heldout or heldout_fraction")
-    heldout = _texts(dataset.heldout.documents, dataset.tokenizer, None)
+    heldout = _texts(dataset.heldout.targets, dataset.tokenizer, None)
     return bigram_baseline(_texts(dataset.train.documents, dataset.tokenizer, max_train_bytes), heldout)
 
 
@@ -80,7 +79,7 @@ def _counted(pairs: Int[np.ndarray, " pairs"]) -> Int[np.ndarray, "257 257"]:
     return np.bincount(pairs, minlength=OUTCOMES * OUTCOMES).reshape(OUTCOMES, OUTCOMES)
 
 
-def _texts(documents: TokenDocuments, tokenizer: Tokenizer, limit: int | None) -> Iterator[bytes]:
+def _texts(documents: Iterable[np.ndarray], tokenizer: Tokenizer, limit: int | None) -> Iterator[bytes]:
     for document in documents:
         text = tokenizer.decode_bytes(document if limit is None else document[:limit])
         yield text

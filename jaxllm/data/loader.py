@@ -1,64 +1,30 @@
-"""From a `DataConfig` to a `Dataset`: which source, which tokenizer, which packing; then tokens, plan, batches."""
+"""From a `DataConfig` to a `Dataset`: which sources, which tokenizer, which packing; then tokens, plans, batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from jaxllm.data import corpus, shuffle
+from jaxllm.data.chat import ChatEncoder, Encoder, TextEncoder
+from jaxllm.data.config import TEXT_FIELD, DataConfig, SourceConfig
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
+from jaxllm.data.mixture import NAME as MIXTURE_ORDER
+from jaxllm.data.mixture import MixtureDataset, Source, shares
 from jaxllm.data.packing import Plan, pack_concat, pack_documents
-from jaxllm.data.source import SEPARATOR, Documents, JsonlFiles, TextFiles, bundled, check_files, hold_out, kind_of
-from jaxllm.data.tokens import TokenDocuments, open_tokens, tokenised
+from jaxllm.data.sources.chitchat import NAME as CHITCHAT
+from jaxllm.data.sources.chitchat import Chitchat, find_chitchat
+from jaxllm.data.sources.documents import BadRecords, Documents, hold_out
+from jaxllm.data.sources.files import File, find_files, kind_of
+from jaxllm.data.sources.records import RecordFiles
+from jaxllm.data.sources.text import TextFiles, bundled
+from jaxllm.data.tokenise import Progress, tokenised
+from jaxllm.data.tokens import TokenDocuments, open_tokens
 from jaxllm.files import DataError, at, cache_root
-from jaxllm.text import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxllm.text import ByteTokenizer, ChatTemplate, Tokenizer, load_tokenizer
 
 HELDOUT_FRACTION = 0.05
 PACKINGS = {"concat": pack_concat, "documents": pack_documents}
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What to train on, and how it becomes batches."""
-
-    source: str | tuple[str, ...] = corpus.NAME
-    """"shakespeare" (the bundled corpus), or files: text (.txt .md), JSONL (.jsonl .ndjson), one token file (.bin)."""
-    source_format: Literal["auto", "text", "jsonl", "tokens"] = "auto"
-    """What kind of file the source is; auto goes by the ending of the name."""
-    separator: str | None = SEPARATOR
-    """Text files: the line that ends a document; "" is the blank-line rule, None makes each file one document."""
-    text_field: str = "text"
-    """JSONL files: the field that holds the text."""
-    heldout: str | tuple[str, ...] = ()
-    """Files of the same kind to evaluate on, never trained on. Empty: a part of the source is held out."""
-    heldout_fraction: float | None = None
-    """Share of the source to hold out; None is 0.05, or none with `heldout` files. The bundled corpus has its split."""
-    tokenizer: str = "bpe:2048"
-    """"byte", "bpe:SIZE" (trained on the source, then cached), the path of a saved tokenizer or its file, or "model":
-    that of the model a run begins from."""
-    seq_len: int = 256
-    """Tokens per sequence."""
-    batch_size: int = 16
-    """Sequences per step, over all devices and processes."""
-    packing: Literal["concat", "documents"] = "concat"
-    """concat: documents run on from row to row, no padding. documents: whole documents, best fit, the rest padding."""
-    seed: int = 0
-    """Seed of the shuffle; each epoch has an order of its own."""
-    cache_dir: str = ""
-    """Where tokens and trained tokenizers are kept. Empty: $JAXLLM_CACHE, or ~/.cache/jaxllm."""
-
-    def __post_init__(self) -> None:
-        for name in ("seq_len", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name} is {getattr(self, name)}; it must be at least 1")
-        for name, legal in (("packing", PACKINGS), ("source_format", ("auto", "text", "jsonl", "tokens"))):
-            if getattr(self, name) not in legal:
-                raise ValueError(f"data.{name} is {getattr(self, name)!r}; legal: {', '.join(legal)}")
-        if not self.source:
-            raise ValueError(f"data.source is empty; legal: {corpus.NAME!r}, or paths of files")
-        if self.heldout_fraction is not None and not 0 <= self.heldout_fraction < 1:
-            raise ValueError(f"data.heldout_fraction is {self.heldout_fraction}; legal: from 0 up to, not including, 1")
-        if self.heldout_fraction and self.heldout:
-            raise ValueError("data.heldout and data.heldout_fraction are both set; set one of them")
+CHAT_FIELD = "messages"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,26 +32,44 @@ class Dataset:
     """Training rows, held-out rows (None when nothing is held out), and the tokenizer of both."""
 
     config: DataConfig
-    train: TokenDataset
+    train: TokenDataset | MixtureDataset
     heldout: HeldoutDataset | None
     tokenizer: Tokenizer
     summary: str
-    """One line for a log: documents, tokens, bytes per token, rows, padding."""
+    """For a log: documents, tokens, bytes per token, rows, padding, records left out; a line for each source."""
 
 
-def load_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """A source before it is tokenised: documents, or a token file."""
+
+    config: SourceConfig
+    texts: tuple[Documents, Documents | None] | None
+    files: tuple[File, ...] = ()
+
+
+def load_dataset(
+    config: DataConfig,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Dataset:
     """Opens, tokenises (or takes from the cache) and packs what `config` names.
 
     tokenizer: the one to use where `config.tokenizer` is "model".
+    template: the chat template for conversations; where none is given, the one beside the tokenizer.
+    progress: called with (documents, tokens) of a source as it is tokenised.
 
     Raises DataError naming file and row for data that cannot be used, ValueError for settings that do not go together.
     """
-    train, heldout, tokenizer = _token_documents(config, tokenizer)
-    plan = _pack(train, config)
-    identity = {
-        "content": train.content_hash,
-        "documents": len(train.starts),
-        "tokens": train.total,
+    if config.mixture:
+        shares([one.weight for one in config.mixture])  # refuses weights before anything is read
+    opened = [_open(one, config) for one in config.sources]
+    tokenizer = _open_tokenizer(config, opened, tokenizer)
+    parts = [_tokens(one, config, tokenizer, template, progress) for one in opened]
+    plans = [(train, _pack(train, config)) for train, _ in parts]
+    common = {
         "tokenizer": tokenizer.fingerprint,
         "packing": config.packing,
         "seq_len": config.seq_len,
@@ -93,70 +77,145 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         "seed": config.seed,
         "order": shuffle.NAME,
     }
-    training = TokenDataset(train, plan, config.batch_size, config.seed, identity)
-    summary = (
-        f"{train.name}: {len(train.starts):,} documents, {train.total:,} tokens of {tokenizer.vocab_size:,}, "
-        f"{plan.rows:,} rows of {config.seq_len} ({plan.padding:.1%} padding)"
-    )
-    evaluation = None
-    if heldout is not None:
-        evaluation = make_heldout(heldout, _pack(heldout, config), config.batch_size, tokenizer)
-        ratio = evaluation.target_bytes / evaluation.target_tokens
-        summary += f"; held out {len(heldout.starts):,} documents, {heldout.total:,} tokens, {ratio:.2f} bytes each"
-    return Dataset(config, training, evaluation, tokenizer, summary)
-
-
-def _token_documents(
-    config: DataConfig, given: Tokenizer | None
-) -> tuple[TokenDocuments, TokenDocuments | None, Tokenizer]:
-    """(training, held-out, tokenizer)."""
-    cache = cache_root(config.cache_dir)
-    if _listed(config.source) == (corpus.NAME,):
-        _refuse(config, "the bundled corpus", "source_format", "separator", "text_field", "heldout", "heldout_fraction")
-        texts = bundled("train"), bundled("heldout")
+    lines = [_summary(train, plan, config, tokenizer) for train, plan in plans]
+    training: TokenDataset | MixtureDataset
+    if config.mixture:
+        training = _mixture(config, plans, common)
+        total = sum(one.weight for one in config.mixture)
+        named = zip(config.mixture, lines, strict=True)
+        lines = [f"{one.name}: {one.weight / total:.1%} of {line}" for one, line in named]
+        lines += [
+            f"{name} ends in step {step}" for name, step in training.endings() if config.when_exhausted != "error"
+        ]
     else:
-        files = check_files(_listed(config.source))
-        kind = kind_of(files, config.source_format)
-        if kind == "tokens":
-            _refuse(config, "a token file", "separator", "text_field")
-            return _token_files(config, files, given)
-        _refuse(config, *(("text files", "text_field") if kind == "text" else ("JSONL files", "separator")))
-        texts = _text_files(config, files, kind)
-    train, heldout = texts
-    tokenizer = _open_tokenizer(config, train, given)
-    return tokenised(train, tokenizer, cache), heldout and tokenised(heldout, tokenizer, cache), tokenizer
+        train, plan = plans[0]
+        training = TokenDataset(train, plan, config.batch_size, config.seed, _content(train) | common)
+    held = [(one, _pack(one, config)) for _, one in parts if one is not None]
+    evaluation = make_heldout(held, config.batch_size, tokenizer) if held else None
+    if evaluation is not None:
+        if not evaluation.target_tokens:
+            raise DataError(f"{held[0][0].name}: nothing held out is a target; hold out more, or make seq_len larger")
+        ratio = evaluation.target_bytes / evaluation.target_tokens
+        documents, tokens = (sum(count) for count in zip(*((len(x.starts), x.total) for x, _ in held), strict=True))
+        lines[-1] += f"; held out {documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes each"
+    return Dataset(config, training, evaluation, tokenizer, "\n".join(lines))
 
 
-def _text_files(config: DataConfig, files: tuple[Path, ...], kind: str) -> tuple[Documents, Documents | None]:
-    def documents(files: tuple[Path, ...]) -> Documents:
-        return TextFiles(files, config.separator) if kind == "text" else JsonlFiles(files, config.text_field)
+def _mixture(config: DataConfig, plans: list[tuple[TokenDocuments, Plan]], common: dict[str, Any]) -> MixtureDataset:
+    identity: dict[str, Any] = {}
+    sources = []
+    for one, (documents, plan) in zip(config.mixture, plans, strict=True):
+        settings = {"weight": one.weight, "max_epochs": one.max_epochs}
+        identity |= {f"{one.name} {name}": value for name, value in (_content(documents) | settings).items()}
+        sources.append(Source(one.name, documents, plan, one.weight, one.max_epochs))
+    identity |= common | {"mixture": MIXTURE_ORDER, "when_exhausted": config.when_exhausted}
+    renormalise = config.when_exhausted == "renormalise"
+    return MixtureDataset(tuple(sources), config.batch_size, config.seed, identity, renormalise)
 
+
+def _content(documents: TokenDocuments) -> dict[str, Any]:
+    return {"content": documents.content_hash, "documents": len(documents.starts), "tokens": documents.total}
+
+
+def _summary(documents: TokenDocuments, plan: Plan, config: DataConfig, tokenizer: Tokenizer) -> str:
+    """One line about the training rows of a source."""
+    line = (
+        f"{documents.name}: {len(documents.starts):,} documents, {documents.total:,} tokens of "
+        f"{tokenizer.vocab_size:,}, {plan.rows:,} rows of {config.seq_len} ({plan.padding:.1%} padding)"
+    )
+    if cut := documents.about.get("cut"):
+        line += f"; {cut:,} conversations longer than a row are cut to it"
+    if skipped := documents.about.get("skipped"):
+        count = skipped["unreadable"] + skipped["unencodable"]
+        line += f"; {count:,} bad records left out, the first: {skipped['listed'][0]}"
+    return line
+
+
+def _open(source: SourceConfig, config: DataConfig) -> _Opened:
+    names = listed(source.source)
+    bad = BadRecords(config.skip_bad_records)
+    if names == (corpus.NAME,):
+        split = ("heldout", "heldout_fraction")
+        _refuse(source, config, "the bundled corpus", "source_format", "content", "separator", "text_field", *split)
+        return _Opened(source, (bundled("train"), bundled("heldout")))
+    if names == (CHITCHAT,):
+        _refuse(source, config, f"the chats of {CHITCHAT}", "source_format", "separator", "text_field", "heldout")
+        if source.content != "chat":
+            raise ValueError(f"{CHITCHAT} holds conversations; set data.content='chat'")
+        return _Opened(source, hold_out(Chitchat(find_chitchat()), _fraction(config)))
+    files = find_files(names)
+    kind = kind_of(files, source.source_format)
+    if kind == "tokens":
+        _refuse(source, config, "a token file", "separator", "text_field", "content", "skip_bad_records")
+        return _Opened(source, None, files)
+    own = ("text files", "text_field", "content") if kind == "text" else (f"{kind.upper()} files", "separator")
+    _refuse(source, config, *own)
+    train = _documents(source, files, kind, bad)
     if config.heldout:
-        return documents(files), documents(_heldout_files(config, kind))
-    return hold_out(documents(files), _fraction(config))
+        return _Opened(source, (train, _documents(source, _heldout_files(config, source, kind), kind, bad)))
+    return _Opened(source, hold_out(train, _fraction(config)))
 
 
-def _token_files(
-    config: DataConfig, files: tuple[Path, ...], given: Tokenizer | None
-) -> tuple[TokenDocuments, TokenDocuments | None, Tokenizer]:
-    if config.tokenizer.startswith("bpe:"):
-        raise DataError(f"{at(files[0])}: holds tokens already, so {config.tokenizer!r} cannot be trained on it; "
-                        "set `tokenizer` to 'byte' or the path of the tokenizer it was made with")  # fmt: skip
-    tokenizer = _open_tokenizer(config, None, given)
-    train = open_tokens(_single(files), tokenizer)
-    if config.heldout:
-        return train, open_tokens(_single(_heldout_files(config, "tokens")), tokenizer), tokenizer
-    return *train.hold_out(_fraction(config)), tokenizer
+def _documents(source: SourceConfig, files: tuple[File, ...], kind: str, bad: BadRecords) -> Documents:
+    if kind == "text":
+        return TextFiles(files, source.separator, BadRecords(bad.skip))
+    chat = source.content == "chat"
+    field = CHAT_FIELD if chat and source.text_field == TEXT_FIELD else source.text_field
+    return RecordFiles(files, kind, field, chat, BadRecords(bad.skip))
 
 
-def _heldout_files(config: DataConfig, kind: str) -> tuple[Path, ...]:
-    files = check_files(_listed(config.heldout))
-    if (found := kind_of(files, config.source_format)) != kind:
+def _tokens(
+    opened: _Opened,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    progress: Progress | None,
+) -> tuple[TokenDocuments, TokenDocuments | None]:
+    """(training, held-out) documents of a source as tokens."""
+    if opened.texts is None:
+        train = open_tokens(_single(opened.files), tokenizer)
+        if config.heldout:
+            return train, open_tokens(_single(_heldout_files(config, opened.config, "tokens")), tokenizer)
+        return train.hold_out(_fraction(config))
+    encoder: Encoder = TextEncoder(tokenizer)
+    if opened.config.content == "chat":
+        encoder = ChatEncoder(tokenizer, _template(config, template))
+    cache = cache_root(config.cache_dir)
+    both = [one and tokenised(one, encoder, cache, workers=config.workers, progress=progress) for one in opened.texts]
+    if encoder.masks:
+        both = [one and _cut(one, config.seq_len) for one in both]
+    train, heldout = both
+    assert train is not None
+    return train, heldout
+
+
+def _cut(documents: TokenDocuments, seq_len: int) -> TokenDocuments:
+    """Conversations are cut, not continued in another row: their rest would answer what is not there."""
+    cut = int((documents.lengths > seq_len + 1).sum())
+    return replace(documents.cut_to(seq_len + 1), about=documents.about | {"cut": cut})
+
+
+def _template(config: DataConfig, given: ChatTemplate | None) -> ChatTemplate:
+    from jaxllm.text import load_template
+
+    if given is None and config.tokenizer not in ("model", "byte") and not config.tokenizer.startswith("bpe:"):
+        given = load_template(config.tokenizer)
+    if given is None:
+        raise DataError(
+            "data.content is 'chat', but there is no chat template: begin from a model that has one (init_from, with "
+            "data.tokenizer='model'), or name a tokenizer's folder with a chat_template.jinja in it"
+        )
+    return given
+
+
+def _heldout_files(config: DataConfig, source: SourceConfig, kind: str) -> tuple[File, ...]:
+    files = find_files(listed(config.heldout))
+    if (found := kind_of(files, source.source_format)) != kind:
         raise DataError(f"{at(files[0])}: held-out files are {found}, the source is {kind}; they must be of one kind")
     return files
 
 
-def _open_tokenizer(config: DataConfig, train: Documents | None, given: Tokenizer | None) -> Tokenizer:
+def _open_tokenizer(config: DataConfig, opened: list[_Opened], given: Tokenizer | None) -> Tokenizer:
     if config.tokenizer == "model":
         if given is None:
             raise DataError("data.tokenizer is 'model', but the run begins from no model; set `init_from`, or name one")
@@ -164,12 +223,23 @@ def _open_tokenizer(config: DataConfig, train: Documents | None, given: Tokenize
     name, _, size = config.tokenizer.partition(":")
     if config.tokenizer == "byte":
         return ByteTokenizer()
-    if name != "bpe" or train is None:
+    if name != "bpe":
         return load_tokenizer(config.tokenizer)
+    for one in opened:
+        if one.texts is None:
+            raise DataError(
+                f"{at(one.files[0])}: holds tokens already, so {config.tokenizer!r} cannot be trained on it; "
+                "set `tokenizer` to 'byte' or the path of the tokenizer it was made with"
+            )
+    if len(opened) > 1 or opened[0].config.content == "chat":
+        what = "a mixture" if len(opened) > 1 else "conversations"
+        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is not trained on {what}; name a tokenizer")
     if not size.isdecimal():
         raise ValueError(f"data.tokenizer is {config.tokenizer!r}; a trained one is 'bpe:SIZE', for example 'bpe:2048'")
     from jaxllm.text.bpe import cached_bpe  # the library it needs takes time to import
 
+    assert opened[0].texts is not None
+    train = opened[0].texts[0]
     texts = (document.text for document in train)
     cache = cache_root(config.cache_dir)
     return cached_bpe(texts, int(size), content_hash=train.content_hash, where=train.name, cache=cache)
@@ -186,21 +256,26 @@ def _fraction(config: DataConfig) -> float:
     return HELDOUT_FRACTION if config.heldout_fraction is None else config.heldout_fraction
 
 
-def _single(files: tuple[Path, ...]) -> Path:
+def _single(files: tuple[File, ...]) -> Path:
     if len(files) != 1:
         raise DataError(
-            f"{at(files[-1])}: a second token file; a source is one token file, or several of text or JSONL"
+            f"{at(files[-1])}: a second token file; a source is one token file, or several of text or records"
         )
+    if not isinstance(files[0], Path):
+        raise DataError(f"{at(files[0])}: a token file is memory-mapped, so it must be on this machine; copy it here")
     return files[0]
 
 
-def _listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
+def listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A single name as one of several."""
     return (value,) if isinstance(value, str) else value
 
 
-def _refuse(config: DataConfig, what: str, *names: str) -> None:
+def _refuse(source: SourceConfig, config: DataConfig, what: str, *names: str) -> None:
     """Settings that would have no effect are errors, not silence."""
-    default = DataConfig()
-    changed = [name for name in names if getattr(config, name) != getattr(default, name)]
-    if changed:
-        raise ValueError(f"data.{changed[0]} is set, but has no meaning for {what}; leave it out")
+    for name in names:
+        owner, default = (source, SourceConfig("default")) if hasattr(source, name) else (config, DataConfig())
+        if config.mixture and owner is config and name == "heldout_fraction":
+            continue  # it is the other sources'
+        if getattr(owner, name) != getattr(default, name):
+            raise ValueError(f"data.{name} is set, but has no meaning for {what}; leave it out")

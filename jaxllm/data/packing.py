@@ -52,8 +52,13 @@ class Plan:
     def _pairs_before(self) -> Int[np.ndarray, " pieces_plus_one"]:
         return np.concatenate([[0], np.cumsum(self.piece_length)])
 
-    def gather(self, tokens: Integer[np.ndarray, " tokens"], rows: Int[np.ndarray, " B"]) -> Batch:
-        """The given rows as a batch; row -1 is all padding."""
+    def gather(
+        self,
+        tokens: Integer[np.ndarray, " tokens"],
+        rows: Int[np.ndarray, " B"],
+        trained: Integer[np.ndarray, " tokens"] | None = None,
+    ) -> Batch:
+        """The given rows as a batch; row -1 is all padding. trained: 0 for tokens that are no target."""
         real = rows >= 0
         first = np.where(real, self.row_offsets[rows], 0)
         count = np.where(real, self.row_offsets[rows + 1] - first, 0)
@@ -69,7 +74,8 @@ class Plan:
         into = np.repeat(place, length) + position
         batch = Batch(*(np.full((len(rows), self.seq_len), fill, np.int32) for fill in (0, -1, 0, 0)))
         batch.tokens.reshape(-1)[into] = tokens[source]
-        batch.targets.reshape(-1)[into] = tokens[source + 1]
+        target = tokens[source + 1]
+        batch.targets.reshape(-1)[into] = target if trained is None else np.where(trained[source + 1], target, -1)
         batch.segment_ids.reshape(-1)[into] = np.repeat(number + 1, length)
         batch.positions.reshape(-1)[into] = position
         return batch
@@ -150,6 +156,14 @@ def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndar
                     open_rows.setdefault(left, []).append(bunch)
                     rooms |= 1 << left
     return row
+
+
+def one_per_row(starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int) -> Plan:
+    """Document d in row d, alone, cut to `seq_len`; each must have two tokens or more."""
+    pairs = np.minimum(np.asarray(lengths, np.int64) - 1, seq_len)
+    if (pairs < 1).any():
+        raise ValueError(f"document {int(np.argmin(pairs))} has no token that follows one")
+    return Plan(seq_len, np.asarray(starts, np.int64), pairs, np.arange(len(pairs) + 1))
 
 
 def _ramp(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:

@@ -4,12 +4,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Generic, TypeVar
-
-from jaxllm.data.batch import Batch
-from jaxllm.data.dataset import TokenDataset
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 Ready = TypeVar("Ready")
+
+
+@runtime_checkable
+class HasBatches(Protocol):
+    """A data set whose batches are a function of the step."""
+
+    def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Any: ...
 
 
 class Prefetcher(Generic[Ready]):
@@ -26,9 +30,9 @@ class Prefetcher(Generic[Ready]):
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: HasBatches,
         start_step: int,
-        put: Callable[[Batch], Ready],
+        put: Callable[[Any], Ready],
         depth: int = 2,
         *,
         shard: int = 0,

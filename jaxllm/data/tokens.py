@@ -1,34 +1,35 @@
-"""Documents as tokens: in memory-mapped files, and the cache that keeps the result of tokenising.
+"""Documents as tokens, in memory-mapped files.
 
 A token file is `NAME.bin` and `NAME.bin.json`. The .bin holds the tokens of all documents one after another,
 little-endian uint16 or uint32, and after them the document offsets, int64: document d is
-tokens[offsets[d]:offsets[d + 1]]. The .json says
+tokens[offsets[d]:offsets[d + 1]]. Of conversations a byte for each token follows: 1 where it is a target. The .json
+says
 
     {"format": "jaxllm-tokens", "version": 1, "dtype": "uint16", "tokens": 812345, "documents": 399,
      "vocab_size": 2048, "tokenizer": "<fingerprint>", "sha256": "<of the .bin>"}
 
 `write_tokens` writes both. A file of another tool needs only the .json added: "documents" may be left out (no offsets:
-all is one document), and so may "sha256" (not checked).
+all is one document), and so may "sha256" (not checked). Further keys: "masked" (true where the bytes follow), "about"
+(what the tokens were made of, see `jaxllm.data.tokenise`).
 """
 
 import hashlib
-import logging
+import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Int, Integer, UInt8
 
-from jaxllm.data.source import Document, Documents, smallest_hashes
+from jaxllm.data.chat import Encoded
+from jaxllm.data.sources.documents import smallest_hashes
 from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
 from jaxllm.text import Tokenizer
 
-log = logging.getLogger(__name__)
-
 _CHUNK = 1 << 22  # tokens looked at in one go
-_ENCODE_CHARACTERS = 1 << 23  # text encoded in one go
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,7 @@ class TokenDocuments:
 
     tokens: uint16 or uint32. starts, lengths: int64, where each document lies.
     name: what to call it in messages. content_hash: changes when any token or the choice of documents does.
+    trained: 1 for each token that is a target; None where all are. about: what the tokens were made of.
     """
 
     tokens: Integer[np.ndarray, " tokens"]
@@ -44,6 +46,8 @@ class TokenDocuments:
     lengths: Int[np.ndarray, " documents"]
     name: str
     content_hash: str
+    trained: UInt8[np.ndarray, " tokens"] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Integer[np.ndarray, " tokens"]]:
         return (self.tokens[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True))
@@ -52,6 +56,21 @@ class TokenDocuments:
     def total(self) -> int:
         """Tokens in all documents."""
         return int(self.lengths.sum())
+
+    def encoded(self) -> Iterator[Encoded]:
+        """The documents with their masks."""
+        for start, length in zip(self.starts, self.lengths, strict=True):
+            mask = None if self.trained is None else self.trained[start : start + length].astype(bool)
+            yield Encoded(self.tokens[start : start + length], mask)
+
+    def targets(self) -> Iterator[Integer[np.ndarray, " targets"]]:
+        """Of each document the tokens that are targets."""
+        for one in self.encoded():
+            yield one.ids[1:] if one.trained is None else one.ids[1:][one.trained[1:]]
+
+    def cut_to(self, length: int) -> "TokenDocuments":
+        """Each document's first `length` tokens."""
+        return replace(self, lengths=np.minimum(self.lengths, length))
 
     def hold_out(self, fraction: float) -> tuple["TokenDocuments", "TokenDocuments | None"]:
         """As `source.hold_out`, over tokens."""
@@ -78,23 +97,42 @@ def sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def write_tokens(path: Path | str, documents: Iterable[Integer[np.ndarray, " tokens"]], tokenizer: Tokenizer) -> None:
+def write_tokens(
+    path: Path | str,
+    documents: Iterable[Integer[np.ndarray, " tokens"] | Encoded],
+    tokenizer: Tokenizer,
+    *,
+    about: dict[str, Any] | None = None,
+) -> None:
     """Writes a token file. Each document should begin with `tokenizer.start_id` and end with `tokenizer.eos_id`.
 
     Atomic: the .json is written last, and a file without it is not a token file.
+
+    documents: tokens, or tokens with a mask of those that are targets; all with or all without.
+    about: JSON values to keep with the file.
     """
     path = Path(path)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    offsets, hasher = array("q", [0]), hashlib.sha256()
-    with atomic(path) as file:
-        for document in documents:
-            raw = np.ascontiguousarray(document, np.dtype(dtype).newbyteorder("<")).tobytes()
+    offsets, hasher, masked = array("q", [0]), hashlib.sha256(), 0
+    with atomic(path) as file, tempfile.TemporaryFile() as masks:
+
+        def put(raw: bytes) -> None:
             hasher.update(raw)
             file.write(raw)
-            offsets.append(offsets[-1] + len(document))
-        raw = np.asarray(offsets, "<i8").tobytes()
-        hasher.update(raw)
-        file.write(raw)
+
+        for document in documents:
+            ids, trained = document if isinstance(document, Encoded) else (document, None)
+            put(np.ascontiguousarray(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
+            offsets.append(offsets[-1] + len(ids))
+            if trained is not None:
+                masked += 1
+                masks.write(trained.astype(np.uint8).tobytes())
+        if masked not in (0, len(offsets) - 1):
+            raise ValueError(f"{masked} of {len(offsets) - 1} documents have a mask; give all of them one, or none")
+        put(np.asarray(offsets, "<i8").tobytes())
+        masks.seek(0)
+        while chunk := masks.read(_CHUNK):
+            put(chunk)
     description = {
         "format": "jaxllm-tokens",
         "version": 1,
@@ -105,7 +143,7 @@ def write_tokens(path: Path | str, documents: Iterable[Integer[np.ndarray, " tok
         "tokenizer": tokenizer.fingerprint,
         "sha256": hasher.hexdigest(),
     }
-    write_json(sidecar(path), description)
+    write_json(sidecar(path), description | ({"masked": True} if masked else {}) | ({"about": about} if about else {}))
 
 
 def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = None) -> TokenDocuments:
@@ -117,7 +155,8 @@ def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = No
     path = Path(path)
     about = _description(path, tokenizer)
     dtype, count, documents = np.dtype(about["dtype"]).newbyteorder("<"), about["tokens"], about.get("documents")
-    expected = count * dtype.itemsize + (0 if documents is None else 8 * (documents + 1))
+    masked = about.get("masked", False)
+    expected = count * dtype.itemsize + (0 if documents is None else 8 * (documents + 1)) + masked * count
     size = path.stat().st_size
     if size != expected:
         raise DataError(
@@ -130,7 +169,7 @@ def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = No
     if documents is None:
         offsets = np.array([0, count], np.int64)
     else:
-        offsets = np.fromfile(path, "<i8", offset=count * dtype.itemsize).astype(np.int64)
+        offsets = np.fromfile(path, "<i8", documents + 1, offset=count * dtype.itemsize).astype(np.int64)
         if offsets[0] != 0 or offsets[-1] != count or (np.diff(offsets) < 0).any():
             raise DataError(f"{at(path)}: the document offsets do not run from 0 up to {count}")
     for begin in range(0, count, _CHUNK):
@@ -142,7 +181,9 @@ def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = No
                 f"{at(path, row)}: token {place} is {tokens[place]}, outside the tokenizer's vocabulary of "
                 f"{tokenizer.vocab_size}; the file was made with another tokenizer"
             )
-    return TokenDocuments(tokens, offsets[:-1], np.diff(offsets), name or str(path), found)
+    trained = np.memmap(path, np.uint8, "r", expected - count, (count,)) if masked else None
+    described = about.get("about", {})
+    return TokenDocuments(tokens, offsets[:-1], np.diff(offsets), name or str(path), found, trained, described)
 
 
 def _description(path: Path, tokenizer: Tokenizer) -> dict:
@@ -163,6 +204,8 @@ def _description(path: Path, tokenizer: Tokenizer) -> dict:
         raise DataError(f"{at(file)}: dtype {about['dtype']!r}; legal: uint16, uint32")
     if not isinstance(about.get("documents", 0), int) or about["tokens"] < 1:
         raise DataError(f"{at(file)}: holds no tokens, or 'documents' is not a number")
+    if about.get("masked", False) and (about["masked"] is not True or "documents" not in about):
+        raise DataError(f"{at(file)}: 'masked' is true where masks follow the offsets, else it is left out")
     if about["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
             f"{at(path)}: made with another tokenizer (fingerprint {about['tokenizer'][:12]}, vocabulary "
@@ -170,42 +213,3 @@ def _description(path: Path, tokenizer: Tokenizer) -> dict:
             f"{tokenizer.vocab_size}); set `tokenizer` to the one it was made with"
         )
     return about
-
-
-def tokenised(documents: Documents, tokenizer: Tokenizer, cache: Path) -> TokenDocuments:
-    """The documents as tokens, bos and eos included, from the cache if it holds them unharmed.
-
-    The entry's name is the hash of the text and the tokenizer. An entry that does not open or does not match its
-    own hash is made again. Documents are encoded in parallel and streamed to disk.
-    """
-    path = cache / "tokens" / f"{digest([documents.content_hash, tokenizer.fingerprint])[:32]}.bin"
-    if sidecar(path).is_file() and path.is_file():
-        try:
-            return open_tokens(path, tokenizer, name=documents.name)
-        except DataError as error:
-            log.warning("%s; tokenising again", error)
-    write_tokens(path, _encoded(documents, tokenizer), tokenizer)
-    return open_tokens(path, tokenizer, name=documents.name)
-
-
-def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    waiting, size = [], 0
-    for document in documents:
-        waiting.append(document)
-        size += len(document.text)
-        if size >= _ENCODE_CHARACTERS:
-            yield from _encoded_batch(waiting, tokenizer)
-            waiting, size = [], 0
-    yield from _encoded_batch(waiting, tokenizer)
-
-
-def _encoded_batch(documents: list[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
-    try:
-        return tokenizer.encode_batch([one.text for one in documents], bos=True, eos=True)
-    except DataError:
-        for document in documents:  # one by one, to say which it was
-            try:
-                tokenizer.encode(document.text)
-            except DataError as error:
-                raise DataError(f"{at(document.file, document.row)}: {error}") from None
-        raise

@@ -100,6 +100,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(function, "__self__", None) is self:  # what the rewritten template calls: no template can name it
+            return function(*args)
         method = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str | bytes | int | float):

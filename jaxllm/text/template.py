@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.files import DataError, atomic
+from jaxllm.files import DataError, atomic, digest
 from jaxllm.text.ggml import special_id
 from jaxllm.text.layout import CONFIG_FILE, read_config, read_object, token_name
 
@@ -52,7 +52,7 @@ class ChatTemplate:
         where: str = "chat template",
     ):
         self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
-        self._tokens = {"bos_token": bos, "eos_token": eos, **(tokens or {})}
+        self.tokens = {"bos_token": bos, "eos_token": eos, **(tokens or {})}
         self._where = where
 
     def render(
@@ -82,7 +82,7 @@ class ChatTemplate:
                 raise TemplateError(f"{self._where}: message {number} is no mapping with a 'role'")
         chat = [_with_thoughts(message) for message in self._plain(list(messages))]
         given = {"messages": chat, "tools": self._plain(tools and list(tools)), "documents": None}
-        named = {name: token for name, token in self._tokens.items() if token is not None}
+        named = {name: token for name, token in self.tokens.items() if token is not None}
         extra = self._plain(variables)
         try:
             template = self._compiled(TOOL_USE if tools is not None and TOOL_USE in self.sources else DEFAULT)
@@ -95,6 +95,11 @@ class ChatTemplate:
             raise TemplateError(
                 f"{self._where}: it fails on this conversation: {type(error).__name__}: {error}"
             ) from None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over everything that decides the text: the templates and the tokens they write."""
+        return digest([self.sources, self.tokens])
 
     def save(self, folder: Path | str) -> None:
         """Writes `chat_template.jinja`, and the other named ones where transformers looks for them."""

@@ -78,7 +78,9 @@ class Run:
         self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
         self.begin = beginning(config.init_from, config.model) if config.init_from else None
-        self.data: Dataset = load_dataset(config.data, self.begin and self.begin.tokenizer)
+        begin = self.begin
+        self.data: Dataset = load_dataset(config.data, begin and begin.tokenizer, begin and begin.template)
+        self.data.train.check_steps(config.steps)
         check_vocabulary(config, self.data.tokenizer)
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")

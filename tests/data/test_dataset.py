@@ -121,7 +121,7 @@ def test_cursor_of_other_data_is_refused_in_words():
 def test_heldout_is_each_row_once_in_order_then_padding(lengths, batch_size, seq_len, pack):
     source = documents(lengths)
     plan = pack(source.starts, source.lengths, seq_len)
-    heldout = make_heldout(source, plan, batch_size, ByteTokenizer())
+    heldout = make_heldout([(source, plan)], batch_size, ByteTokenizer())
     batches = list(heldout)
     assert len(batches) == len(heldout)
     assert all(batch.tokens.shape == (batch_size, seq_len) for batch in batches)
@@ -141,6 +141,6 @@ def test_heldout_is_each_row_once_in_order_then_padding(lengths, batch_size, seq
 
 def test_heldout_batches_are_numbered():
     source = documents([20])
-    heldout = make_heldout(source, pack_concat(source.starts, source.lengths, 5), 2, ByteTokenizer())
+    heldout = make_heldout([(source, pack_concat(source.starts, source.lengths, 5))], 2, ByteTokenizer())
     with pytest.raises(IndexError, match="held-out batch 2; there are 2, counted from 0"):
         heldout.batch_at(2)

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.data import corpus
-from jaxllm.data.source import JsonlFiles, TextFiles, bundled, check_files, hold_out, kind_of
+from jaxllm.data.sources.documents import hold_out
+from jaxllm.data.sources.files import find_files, kind_of
+from jaxllm.data.sources.records import JsonlFiles
+from jaxllm.data.sources.text import TextFiles, bundled
 from jaxllm.files import DataError
 
 
@@ -82,11 +85,11 @@ def test_bad_bytes_in_text_name_the_row(tmp_path, separator):
 
 def test_missing_empty_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"gone.txt: no such file; legal: .*'shakespeare'"):
-        check_files([str(tmp_path / "gone.txt")])
+        find_files([str(tmp_path / "gone.txt")])
     with pytest.raises(DataError, match=r"a.txt: is empty"):
-        check_files([str(write(tmp_path / "a.txt", ""))])
+        find_files([str(write(tmp_path / "a.txt", ""))])
     with pytest.raises(DataError, match=r"is a folder"):
-        check_files([str(tmp_path)])
+        find_files([str(tmp_path)])
     with pytest.raises(DataError, match=r"b.txt: holds no text"):
         list(TextFiles((write(tmp_path / "b.txt", " \n\n"),)))
     with pytest.raises(DataError, match=r"b.jsonl: holds no text"):
@@ -95,9 +98,9 @@ def test_missing_empty_and_folder(tmp_path):
 
 def test_kinds(tmp_path):
     assert kind_of([tmp_path / "a.txt", tmp_path / "b.md"], "auto") == "text"
-    assert kind_of([tmp_path / "a.parquet"], "jsonl") == "jsonl"
-    with pytest.raises(DataError, match=r"a.parquet: what kind of file is this\? Set source_format"):
-        kind_of([tmp_path / "a.parquet"], "auto")
+    assert kind_of([tmp_path / "a.csv"], "jsonl") == "jsonl"
+    with pytest.raises(DataError, match=r"a.csv: what kind of file is this\? Set source_format"):
+        kind_of([tmp_path / "a.csv"], "auto")
     with pytest.raises(DataError, match=r"mixes kinds"):
         kind_of([tmp_path / "a.txt", tmp_path / "b.jsonl"], "auto")
 

@@ -1,0 +1,247 @@
+"""Several sources in one batch, in exact proportions, at every step. Legend: B batch, S sequence.
+
+Which source stands at a place of the endless sequence of rows is decided by Tijdeman's algorithm for the chairman
+assignment problem (Discrete Mathematics 32, 1980): after any number of places n each source has had n * weight rows,
+give or take less than one. The order of sources repeats with the weights' common denominator, so any place is looked
+up in a table, and how many rows a source has had before it is arithmetic: still no state but the step.
+
+Each source has its own epochs and its own shuffle. With `max_epochs` it ends; then the run is refused before it begins,
+or the others go on with their weights in the same proportion, whichever was asked for.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxllm.data.batch import Batch
+from jaxllm.data.dataset import Cursor, gather, ordered, places_at
+from jaxllm.data.packing import Plan
+from jaxllm.data.tokens import TokenDocuments
+from jaxllm.files import DataError, digest
+
+NAME = "tijdeman-1"  # goes into fingerprints; changes if the assignment ever does
+LONGEST = 100_000  # places after which the order of sources repeats
+
+
+def shares(weights: Sequence[float]) -> list[Fraction]:
+    """Weights as exact shares of one; 0.1 is a tenth. Raises ValueError for weights that are not positive numbers."""
+    if not weights or any(not 0 < weight < float("inf") for weight in weights):
+        raise ValueError(f"mixture weights are {list(weights)}; each is a positive number")
+    exact = [Fraction(repr(weight)) for weight in weights]
+    found = [weight / sum(exact) for weight in exact]
+    if (period := _period(found)) > LONGEST:
+        raise ValueError(
+            f"mixture weights {list(weights)} have the common denominator {period:,}, at most {LONGEST:,} is kept "
+            "exactly; write them as whole numbers or short decimals, for example 2, 1 or 0.67, 0.33"
+        )
+    return found
+
+
+def _period(found: Sequence[Fraction]) -> int:
+    return int(np.lcm.reduce(np.array([share.denominator for share in found], object)))
+
+
+def assignment(found: Sequence[Fraction]) -> Int[np.ndarray, " period"]:
+    """The source at each place of one period of the order.
+
+    Of the sources that would not be ahead by too much with one more row, the one whose next row is due first.
+    """
+    period, sources = _period(found), range(len(found))
+    weight = [int(share * period) for share in found]
+    if len(found) == 1:
+        return np.zeros(period, np.int64)
+    # Tijdeman's bound 1 - 1 / (2n - 2): all in units of 1 / (period * (2n - 2)).
+    slack = 2 * len(found) - 2
+    had, out = [0] * len(found), np.empty(period, np.int64)
+    for place in range(1, period + 1):
+        # Eligible: share * place - had >= 1 / (2n - 2). Due when share * t - had reaches 1 - 1 / (2n - 2).
+        open_to = [k for k in sources if slack * (weight[k] * place - had[k] * period) >= period]
+        k = min(open_to, key=lambda k: (-(-(period * (slack * (had[k] + 1) - 1)) // (slack * weight[k])), k))
+        out[place - 1] = k
+        had[k] += 1
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One of a mixture. max_epochs: how often it may be read; None is without end."""
+
+    name: str
+    documents: TokenDocuments
+    plan: Plan
+    weight: float
+    max_epochs: float | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Rows it may give in all."""
+        return None if self.max_epochs is None else int(Fraction(repr(self.max_epochs)) * self.plan.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A stretch of places with the same sources.
+
+    first, end: places; end None is without end. before: rows each source has given before the stretch.
+    sources: numbers of those that take part. order: which of them at each place of a period.
+    """
+
+    first: int
+    end: int | None
+    before: tuple[int, ...]
+    sources: tuple[int, ...]
+    order: Int[np.ndarray, " period"]
+
+    @cached_property
+    def counts(self) -> Int[np.ndarray, "period_plus_one sources"]:
+        """Rows of each source before each place of a period."""
+        chosen = self.order[:, None] == np.arange(len(self.sources))
+        return np.concatenate([np.zeros((1, len(self.sources)), np.int64), np.cumsum(chosen, axis=0)])
+
+    def had(self, place: int) -> dict[int, int]:
+        """Rows of each source that takes part, before `place`, from the beginning of all."""
+        periods, rest = divmod(place - self.first, len(self.order))
+        whole, part = self.counts[-1].tolist(), self.counts[rest].tolist()
+        return {k: self.before[k] + periods * whole[i] + part[i] for i, k in enumerate(self.sources)}
+
+    def reaches(self, number: int, rows: int) -> int:
+        """The place at which source `number` of this phase has its row number `rows` (from 0, of all it gives)."""
+        index = self.sources.index(number)
+        periods, rest = divmod(rows - self.before[number], int(self.counts[-1, index]))
+        return self.first + periods * len(self.order) + int(np.searchsorted(self.counts[:, index], rest, "right")) - 1
+
+
+def phases(sources: Sequence[Source]) -> list[Phase]:
+    """From the beginning until all have ended, or for ever: each begins where a source may give no more."""
+    found: list[Phase] = []
+    alive, first, before = list(range(len(sources))), 0, [0] * len(sources)
+    while alive:
+        order = assignment(shares([sources[k].weight for k in alive]))
+        phase = Phase(first, None, tuple(before), tuple(alive), order)
+        limits = {k: limit for k in alive if (limit := sources[k].limit) is not None}
+        ends = {k: phase.reaches(k, limit) for k, limit in limits.items()}
+        if not ends:
+            return [*found, phase]
+        end = min(ends.values())
+        if end > first:
+            found.append(Phase(first, end, tuple(before), tuple(alive), order))
+            for k, had in phase.had(end).items():
+                before[k] = had
+        alive, first = [k for k in alive if ends.get(k) != end], end
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureDataset(Cursor):
+    """Rows of several sources by exact shares; what `TokenDataset` is of one.
+
+    renormalise: what happens when a source has given all it may: the others go on, or the run is refused.
+    """
+
+    sources: tuple[Source, ...]
+    batch_size: int
+    seed: int
+    identity: dict[str, Any]
+    renormalise: bool = False
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Places in a batch, B * S, padding included."""
+        return self.batch_size * self.sources[0].plan.seq_len
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of all sources together."""
+        return sum(source.plan.rows for source in self.sources)
+
+    @property
+    def documents(self) -> Any:
+        """The tokens of each document of each source."""
+        return (one for source in self.sources for one in source.documents)
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        return [one for source in self.sources for one in source.documents.about.get("files", [])]
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        found = phases(self.sources)
+        return found if self.renormalise else found[:1]
+
+    @cached_property
+    def _seeds(self) -> list[int]:
+        return [int(digest([self.seed, source.name])[:16], 16) for source in self.sources]
+
+    def endings(self) -> list[tuple[str, int]]:
+        """(name of a source, step in which it gives its last row) in order, for those that end."""
+        out = []
+        for phase, after in zip(self.phases, [*self.phases[1:], None], strict=True):
+            if phase.end is not None:
+                going = () if after is None else after.sources
+                gone = [k for k in phase.sources if k not in going and (after or self._is_spent(k, phase))]
+                out += [(self.sources[k].name, (phase.end - 1) // self.batch_size) for k in gone]
+        return out
+
+    def _is_spent(self, number: int, phase: Phase) -> bool:
+        assert phase.end is not None
+        return phase.had(phase.end)[number] == self.sources[number].limit
+
+    def check_steps(self, steps: int) -> None:
+        """Raises DataError, naming the source, if a run of `steps` steps asks for more than there may be."""
+        end = self.phases[-1].end if self.phases else 0
+        if end is None or steps * self.batch_size <= end:
+            return
+        enough = end // self.batch_size
+        names = [name for name, step in self.endings() if step >= enough - 1] or [one.name for one in self.sources]
+        name = names[0]
+        source = next(one for one in self.sources if one.name == name)
+        raise DataError(
+            f"mixture: {name!r} ({source.plan.rows:,} rows, max_epochs {source.max_epochs:g}) is used up after "
+            f"{enough:,} of {steps:,} steps. Lower its weight, raise its max_epochs, train for fewer steps"
+            + (" (all other sources have ended before)." if self.renormalise else
+               ", or set data.when_exhausted='renormalise' to go on without it.")
+        )  # fmt: skip
+
+    def shares_at(self, step: int) -> dict[str, int]:
+        """Rows that each source has given before `step`."""
+        place = step * self.batch_size
+        phase = self._phase(place) if place == 0 or place < (self.phases[-1].end or place + 1) else self.phases[-1]
+        had = dict(enumerate(phase.before)) | phase.had(place)
+        return {source.name: had[k] for k, source in enumerate(self.sources)}
+
+    def rows_at(
+        self, step: int, *, shard: int = 0, num_shards: int = 1
+    ) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:
+        """(source number, row number in that source) of each row of the batch at `step`, int64."""
+        first, count = places_at(step, self.batch_size, shard, num_shards)
+        part, row, done = np.empty(count, np.int64), np.empty(count, np.int64), 0
+        while done < count:
+            phase = self._phase(first + done)
+            many = count - done if phase.end is None else min(count - done, phase.end - first - done)
+            here = (first + done - phase.first) % len(phase.order) + np.arange(many)
+            part[done : done + many] = np.array(phase.sources)[phase.order[here % len(phase.order)]]
+            had = phase.had(first + done)
+            for k in np.unique(part[done : done + many]).tolist():
+                there = done + np.flatnonzero(part[done : done + many] == k)
+                row[there] = ordered(had[k], len(there), self.sources[k].plan.rows, self._seeds[k])
+            done += many
+        return part, row
+
+    def _phase(self, place: int) -> Phase:
+        index = bisect_right([phase.first for phase in self.phases], place) - 1
+        phase = self.phases[index] if index >= 0 else None
+        if phase is None or (phase.end is not None and place >= phase.end):
+            self.check_steps(place // self.batch_size + 1)
+            raise DataError("mixture: max_epochs leaves no row of any source")
+        return phase
+
+    def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Batch:
+        """The global batch of `step`, or its rows for one of `num_shards` processes (contiguous, in order of shard)."""
+        parts = [(source.documents, source.plan) for source in self.sources]
+        return gather(parts, *self.rows_at(step, shard=shard, num_shards=num_shards))

@@ -1,0 +1,72 @@
+"""Real conversations that come with the package chitchat-dataset (MIT): 7,168 chats of students, 258,145 utterances.
+
+"The Chit-Chat Challenge" of BYU's Perception, Control and Cognition Lab (Myers, Etchart, Fulda 2020, "Conversational
+Scaffolding"). Used are the chats in which two people speak. None of the package's code is run.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation
+from jaxllm.files import DataError, at, digest, file_sha256
+
+NAME = "chitchat"
+LONGEST = 12
+"""Messages of a chat that are taken, from its beginning; few rows hold more."""
+COMMAND = "pip install --no-deps chitchat-dataset==0.9.0"
+
+
+def find_chitchat() -> Path:
+    """The file in the installed package. Raises DataError with the command that installs it."""
+    found = importlib.util.find_spec("chitchat_dataset")
+    for folder in (found and found.submodule_search_locations) or ():
+        if (file := Path(folder) / "dataset.json").is_file():
+            return file
+    raise DataError(f"{NAME}: these chats come with the package chitchat-dataset, which is not installed: {COMMAND}")
+
+
+@dataclass(frozen=True)
+class Chitchat(Documents):
+    """Each chat a conversation: who speaks first is the user, what is said in a row is one message."""
+
+    file: Path
+    bad: BadRecords = field(default_factory=BadRecords, compare=False)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @cached_property
+    def content_hash(self) -> str:
+        return digest([NAME, 1, file_sha256(self.file)])
+
+    def __iter__(self) -> Iterator[Document]:
+        self.bad.clear()
+        try:
+            chats = json.loads(self.file.read_bytes())
+            for row, chat in enumerate(chats.values(), start=1):
+                messages = _messages([piece for turn in chat["messages"] for piece in turn])
+                if len(messages) > 1:
+                    yield Document(conversation(messages), self.file, row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(f"{at(self.file)}: not the data set of version 0.9.0; {COMMAND}") from None
+
+
+def _messages(pieces: list[dict[str, str]]) -> list[dict[str, str]]:
+    messages: list[dict[str, str]] = []
+    for piece in pieces:
+        role = "user" if piece["sender"] == pieces[0]["sender"] else "assistant"
+        if not piece["text"].strip():
+            continue
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += " " + piece["text"].strip()
+        else:
+            messages.append({"role": role, "content": piece["text"].strip()})
+    messages = messages[:LONGEST]
+    while messages and messages[-1]["role"] == "user":  # nobody answers it
+        messages.pop()
+    return messages if messages and messages[0]["role"] == "user" else []

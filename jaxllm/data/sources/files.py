@@ -1,0 +1,224 @@
+"""Files that hold data: where they are, what kind they are of, and their bytes, decompressed.
+
+A file is a path on this machine or a URL that fsspec opens ("s3://bucket/a.jsonl.zst"). `.gz` and `.zst` are taken off
+as the file is read. A compressed file that is cut is an error, never a shorter file.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxllm.data import corpus
+from jaxllm.files import DataError, at
+
+KINDS = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": "webdataset",
+    ".bin": "tokens",
+}
+FORMATS = tuple(dict.fromkeys(KINDS.values()))
+PACKED = (".gz", ".zst")
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file behind a URL; has of `Path` what reading needs."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """A seekable file object of the remote bytes."""
+        system, path = self._system()
+        try:
+            return system.open(path, mode)
+        except OSError as error:
+            raise DataError(f"{at(self)}: cannot be opened ({type(error).__name__}: {error})") from None
+
+    def size(self) -> int:
+        """Bytes. Raises DataError when it is not there or not to be reached."""
+        system, path = self._system()
+        try:
+            return int(system.size(path) or 0)
+        except FileNotFoundError:
+            raise DataError(f"{at(self)}: no such file") from None
+        except Exception as error:  # each file system has errors of its own
+            raise DataError(f"{at(self)}: cannot be reached ({type(error).__name__}: {error})") from None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _system(self) -> tuple[Any, str]:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise DataError(f"{at(self)}: a URL needs the package fsspec: pip install 'jaxllm[data]'") from None
+        try:
+            return url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise DataError(f"{at(self)}: fsspec cannot open it ({error})") from None
+
+
+File = Path | Remote
+
+
+def find_files(names: Sequence[str]) -> tuple[File, ...]:
+    """The files that are named, each there and not empty; a Hugging Face data set's folder stands for its Arrow files.
+
+    Raises DataError naming the one that cannot be used.
+    """
+    found: list[File] = []
+    for name in names:
+        if "://" in name:
+            remote = Remote(name)
+            if remote.size() == 0:
+                raise DataError(f"{at(remote)}: is empty")
+            found.append(remote)
+            continue
+        path = Path(name).expanduser()
+        for file in _saved_dataset(path) if path.is_dir() else (path,):
+            if not file.is_file():
+                raise DataError(f"{at(file)}: no such file; legal: a file, or {corpus.NAME!r} for the bundled corpus")
+            if file.stat().st_size == 0:
+                raise DataError(f"{at(file)}: is empty")
+            found.append(file)
+    return tuple(found)
+
+
+def _saved_dataset(folder: Path) -> tuple[Path, ...]:
+    """The Arrow files of what `datasets.Dataset.save_to_disk` wrote."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(str(one.parent) for one in sorted(folder.glob("*/state.json")))
+        raise DataError(f"{at(folder)}: holds several splits; name one: {splits}")
+    state = folder / "state.json"
+    if not state.is_file():
+        raise DataError(f"{at(folder)}: is a folder; name the files in it, e.g. {folder}/*.jsonl in a shell")
+    try:
+        names = [one["filename"] for one in json.loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{at(state)}: does not list the data set's files under '_data_files'") from None
+    if not names:
+        raise DataError(f"{at(folder)}: a data set without rows")
+    return tuple(folder / name for name in names)
+
+
+def kind_of(files: Sequence[File], asked: str) -> str:
+    """One of `FORMATS`: what was asked for or, with `auto`, what the names end with."""
+    if asked != "auto":
+        return asked
+    kinds = {}
+    for file in files:
+        suffix = plain_suffix(file)
+        if suffix not in KINDS:
+            raise DataError(
+                f"{at(file)}: what kind of file is this? Set source_format to {', '.join(FORMATS[:-1])} or "
+                f"{FORMATS[-1]}, or end its name with one of {', '.join(KINDS)}"
+            )
+        kinds[KINDS[suffix]] = file
+    if len(kinds) > 1:
+        raise DataError(f"source mixes kinds of file: {', '.join(f'{file} is {kind}' for kind, file in kinds.items())}")
+    return next(iter(kinds))
+
+
+def plain_suffix(file: File) -> str:
+    """The ending of the name, that of a compression taken off: `a.jsonl.gz` has `.jsonl`."""
+    return Path(Path(file.name).stem).suffix if file.suffix in PACKED else file.suffix
+
+
+def content_sha256(file: File) -> str:
+    """sha256 of the file's bytes as they are stored."""
+    with file.open("rb") as opened:
+        hasher = hashlib.sha256()
+        while chunk := opened.read(CHUNK):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def chunks(file: File) -> Iterator[bytes]:
+    """The bytes of a file, decompressed. Raises DataError for a compressed file that is damaged or cut."""
+    with file.open("rb") as opened:
+        try:
+            if file.suffix == ".gz":
+                with gzip.GzipFile(fileobj=opened) as unpacked:
+                    yield from iter(lambda: unpacked.read(CHUNK), b"")
+            elif file.suffix == ".zst":
+                yield from _unpacked_zst(file, opened)
+            else:
+                yield from iter(lambda: opened.read(CHUNK), b"")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{at(file)}: damaged or cut gzip ({error})") from None
+
+
+def _unpacked_zst(file: File, opened: BinaryIO) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(f"{at(file)}: .zst needs the package zstandard: pip install 'jaxllm[data]'") from None
+    unpacker = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        while chunk := opened.read(CHUNK):
+            while chunk:  # a file may hold several frames
+                yield unpacker.decompress(chunk)
+                chunk = b""
+                if unpacker.eof:
+                    chunk = unpacker.unused_data
+                    unpacker = zstandard.ZstdDecompressor().decompressobj()
+                    if not chunk and not (chunk := opened.read(CHUNK)):
+                        return
+    except zstandard.ZstdError as error:
+        raise DataError(f"{at(file)}: damaged zstd ({error})") from None
+    raise DataError(f"{at(file)}: cut zstd; the last frame has no end")
+
+
+def lines(file: File) -> Iterator[bytes]:
+    """Lines with their ends as they are; a byte-order mark at the start is not text."""
+    for number, line in enumerate(_split(chunks(file)) if file.suffix in PACKED else _read(file)):
+        yield line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
+
+
+def _read(file: File) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        yield from opened
+
+
+def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line + b"\n" for line in whole)
+    if rest:
+        yield rest
+
+
+def decoded(raw: bytes, file: File, row: int) -> str:
+    """UTF-8 text. Raises DataError naming the row of the first byte that is not."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        row += raw.count(b"\n", 0, error.start)
+        raise DataError(f"{at(file, row)}: not UTF-8 (byte 0x{raw[error.start]:02x})") from None
+
+
+def name_of(files: Sequence[File]) -> str:
+    """What to call several files in a message."""
+    if isinstance(files[0], Path) and files[0].parent == corpus.path("train").parent:
+        return corpus.NAME
+    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"

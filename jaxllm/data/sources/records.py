@@ -1,0 +1,298 @@
+"""Files of records: JSON lines, parquet, Arrow, webdataset archives. A record is an object, its text under a field.
+
+What a record is:
+- JSONL: a row with an object. Blank rows are passed over.
+- parquet, Arrow (IPC files, IPC streams, what `datasets.Dataset.save_to_disk` writes): a row of the table.
+- webdataset: the files of an archive that share a name up to its first dot: the fields of NAME.json, and NAME.txt as
+  "text". Other endings are no text and are passed over.
+"""
+
+import dataclasses
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import IO, Any, cast
+
+from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation
+from jaxllm.data.sources.files import PACKED, File, chunks, content_sha256, decoded, lines, name_of
+from jaxllm.files import DataError, at, digest
+
+Row = tuple[int, Any]
+"""Number of the record from 1, and the record, or the DataError that it is."""
+
+_ROWS = 1024  # of a table, in memory at a time
+
+
+@dataclass(frozen=True)
+class RecordFiles(Documents):
+    """Records of one kind: "jsonl", "parquet", "arrow", "webdataset".
+
+    field: where the text is, or with `chat` the messages; the tools of a conversation are under "tools".
+    """
+
+    files: tuple[File, ...]
+    kind: str
+    field: str = "text"
+    chat: bool = False
+    bad: BadRecords = dataclasses.field(default_factory=BadRecords, compare=False)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.files)
+
+    @cached_property
+    def content_hash(self) -> str:
+        more = [["chat"]] * self.chat + [["skip"]] * self.bad.skip
+        return digest([self.kind, self.field, [content_sha256(file) for file in self.files], *more])
+
+    def __iter__(self) -> Iterator[Document]:
+        self.bad.clear()
+        read = self._conversation if self.chat else self._text
+        for file in self.files:
+            found = False
+            for row, record in self._records(file, [self.field, "tools"] if self.chat else [self.field]):
+                try:
+                    text = read(record, file, row)
+                except DataError as error:
+                    self.bad.report(error)
+                    continue
+                if text.strip():
+                    found = True
+                    yield Document(text, file, row)
+            if not found:
+                raise DataError(f"{at(file)}: holds no text")
+
+    def records(self, fields: Sequence[str]) -> Iterator[tuple[File, int, dict[str, Any]]]:
+        """(file, row, record) of all files; of a table's columns only `fields` are read, the first must be there.
+
+        Raises DataError for a file without records.
+        """
+        self.bad.clear()
+        for file in self.files:
+            found = False
+            for row, record in self._records(file, list(fields)):
+                found = True
+                yield file, row, record
+            if not found:
+                raise DataError(f"{at(file)}: holds no records")
+
+    def _records(self, file: File, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for row, record in READERS[self.kind](file, columns):
+            if isinstance(record, DataError):
+                self.bad.report(record)
+            else:
+                yield row, record
+
+    def _field(self, record: dict[str, Any], file: File, row: int) -> Any:
+        if self.field in record:
+            return record[self.field]
+        close = get_close_matches(self.field, list(record), n=1)
+        hint = f"; did you mean text_field={close[0]!r}?" if close else ""
+        raise DataError(f"{at(file, row)}: no field {self.field!r}, only {sorted(record)}{hint}")
+
+    def _text(self, record: dict[str, Any], file: File, row: int) -> str:
+        text = self._field(record, file, row)
+        if not isinstance(text, str):
+            raise DataError(f"{at(file, row)}: {self.field!r} is a {type(text).__name__}; it must be text")
+        return valid_unicode(text, self.field, file, row)
+
+    def _conversation(self, record: dict[str, Any], file: File, row: int) -> str:
+        messages = self._field(record, file, row)
+        check_messages(messages, self.field, file, row)
+        tools = record.get("tools")
+        if isinstance(tools, str):  # tables hold them as JSON, since every tool has other fields
+            try:
+                tools = json.loads(tools)
+            except ValueError:
+                raise DataError(f"{at(file, row)}: 'tools' is text that is no JSON") from None
+        if tools is not None and not isinstance(tools, list):
+            raise DataError(f"{at(file, row)}: 'tools' is a {type(tools).__name__}; it must be a list")
+        return valid_unicode(conversation(messages, tools or None), self.field, file, row)
+
+
+def JsonlFiles(files: tuple[File, ...], field: str = "text") -> RecordFiles:
+    """One JSON object per row, its text under `field`."""
+    return RecordFiles(files, "jsonl", field)
+
+
+def check_messages(messages: Any, name: str, file: File, row: int) -> None:
+    """Raises DataError unless `messages` is a list of objects, each with a role and something to say."""
+    if not isinstance(messages, list) or not messages:
+        what = "an empty list" if messages == [] else f"a {type(messages).__name__}"
+        raise DataError(f"{at(file, row)}: {name!r} is {what}; it must be a list of messages")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{at(file, row)}: message {number} is no object with a 'role'")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(f"{at(file, row)}: message {number} has neither 'content' nor 'tool_calls'")
+
+
+def valid_unicode(text: str, name: str, file: File, row: int) -> str:
+    """Raises DataError for a text with a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{at(file, row)}: {name!r} is not valid Unicode (a lone surrogate)") from None
+    return text
+
+
+def jsonl_rows(file: File, columns: list[str]) -> Iterator[Row]:
+    """Rows of JSON lines; `columns` plays no part, since a row is parsed whole."""
+    for row, line in enumerate(lines(file), start=1):
+        if line.strip():
+            try:
+                record = json.loads(decoded(line.rstrip(), file, row))
+            except json.JSONDecodeError as error:
+                yield row, DataError(f"{at(file, row)}: not valid JSON ({error.msg} at column {error.colno})")
+            except RecursionError:
+                yield row, DataError(f"{at(file, row)}: JSON that is nested too deep")
+            except DataError as error:
+                yield row, error
+            else:
+                if isinstance(record, dict):
+                    yield row, record
+                else:
+                    what = f"a {type(record).__name__}; a row must be an object with {columns[0]!r}"
+                    yield row, DataError(f"{at(file, row)}: {what}")
+
+
+def parquet_rows(file: File, columns: list[str]) -> Iterator[Row]:
+    """Rows of a parquet file, of which only `columns` are read."""
+    arrow = _pyarrow(file)
+    from pyarrow import parquet
+
+    def batches(opened: IO[bytes]) -> Iterator[Any]:
+        table = parquet.ParquetFile(opened)
+        names = table.schema_arrow.names
+        _check_column(columns[0], names, file)
+        return table.iter_batches(batch_size=_ROWS, columns=[name for name in columns if name in names])
+
+    yield from _table_rows(file, batches, arrow)
+
+
+def arrow_rows(file: File, columns: list[str]) -> Iterator[Row]:
+    """Rows of an Arrow IPC file or stream."""
+    arrow = _pyarrow(file)
+    from pyarrow import ipc
+
+    def batches(opened: IO[bytes]) -> Iterator[Any]:
+        magic = opened.read(6)
+        opened.seek(0)
+        if magic == b"ARROW1":
+            reader = ipc.open_file(opened)
+            pieces: Any = (reader.get_batch(n) for n in range(reader.num_record_batches))
+        else:
+            reader = pieces = ipc.open_stream(opened)
+        _check_column(columns[0], reader.schema.names, file)
+        for piece in pieces:
+            yield piece.select([name for name in columns if name in piece.schema.names])
+
+    yield from _table_rows(file, batches, arrow)
+
+
+def _table_rows(file: File, batches: Callable[[IO[bytes]], Iterator[Any]], arrow: Any) -> Iterator[Row]:
+    row = 0
+    with file.open("rb") as opened:
+        try:
+            for batch in batches(opened):
+                for start in range(0, batch.num_rows, _ROWS):
+                    for record in batch.slice(start, _ROWS).to_pylist():
+                        row += 1
+                        yield row, {name: _without_nulls(value) for name, value in record.items()}
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"{at(file, row + 1)}: damaged, cut, or not of this kind ({why})") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every object every field, null where it has none; those of objects within a record are left out."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _check_column(name: str, names: list[str], file: File) -> None:
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
+        hint = f"; did you mean text_field={close[0]!r}?" if close else ""
+        raise DataError(f"{at(file)}: no column {name!r}, only {sorted(names)}{hint}")
+
+
+def _pyarrow(file: File) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(
+            f"{at(file)}: parquet and Arrow files need the package pyarrow: pip install 'jaxllm[data]'"
+        ) from None
+    return pyarrow
+
+
+class _Stream:
+    """The decompressed bytes of a file, as the file object that tarfile reads."""
+
+    def __init__(self, file: File):
+        self._chunks, self._held = chunks(file), b""
+
+    def read(self, size: int) -> bytes:
+        while len(self._held) < size and (chunk := next(self._chunks, b"")):
+            self._held += chunk
+        out, self._held = self._held[:size], self._held[size:]
+        return out
+
+
+def webdataset_rows(file: File, columns: list[str]) -> Iterator[Row]:
+    """Samples of an archive, streamed; `columns` plays no part."""
+    sample, key, row = {}, None, 0
+    seen: set[str] = set()
+    source = cast(IO[bytes], _Stream(file))
+    try:
+        with tarfile.open(fileobj=source, mode="r|" if file.suffix in PACKED else "r|*") as archive:
+            for member in archive:
+                if not member.isfile():
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                stem, _, ending = base.partition(".")
+                name = f"{folder}/{stem}" if folder else stem
+                if name != key:
+                    if key is not None:
+                        yield row, sample
+                    if name in seen:
+                        raise DataError(f"{at(file, row + 1)}: the files of sample {name!r} do not stand together")
+                    seen.add(name)
+                    sample, key, row = {}, name, row + 1
+                content = cast(IO[bytes], archive.extractfile(member)).read() if ending in ("txt", "json") else b""
+                if isinstance(sample, dict):
+                    sample = _with_member(sample, ending, content, file, row)
+        if key is not None:
+            yield row, sample
+    except tarfile.TarError as error:
+        raise DataError(f"{at(file, row + 1)}: damaged or cut archive ({error})") from None
+
+
+def _with_member(sample: dict[str, Any], ending: str, content: bytes, file: File, row: int) -> Any:
+    """The sample with one more of its files; a DataError where that is none."""
+    try:
+        if ending == "txt":
+            return sample | {"text": decoded(content, file, row)}
+        if ending == "json":
+            fields = json.loads(decoded(content, file, row))
+            if not isinstance(fields, dict):
+                return DataError(f"{at(file, row)}: the .json is a {type(fields).__name__}; it must be an object")
+            return fields | sample
+    except json.JSONDecodeError as error:
+        return DataError(f"{at(file, row)}: not valid JSON ({error.msg} at column {error.colno})")
+    except DataError:
+        return DataError(f"{at(file, row)}: not UTF-8")
+    return sample
+
+
+READERS: dict[str, Callable[[File, list[str]], Iterator[Row]]] = {
+    "jsonl": jsonl_rows,
+    "parquet": parquet_rows,
+    "arrow": arrow_rows,
+    "webdataset": webdataset_rows,
+}
