@@ -24,6 +24,7 @@ from jaxllm.config import closest
 
 if TYPE_CHECKING:
     from jaxllm.infer import Chat, LoadedModel
+    from jaxllm.parallel.distributed import DistributedConfig, Group
     from jaxllm.train import RunConfig
 
 Recipe = Callable[[], "RunConfig"]
@@ -74,15 +75,19 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.data import CursorMismatch, DataError
     from jaxllm.hub import HubError
     from jaxllm.infer import ModelNotFoundError
+    from jaxllm.parallel.cluster import ClusterError
+    from jaxllm.parallel.distributed import DistributedError
     from jaxllm.train import NonFiniteLossError, ResumeError
     from jaxllm.train.receipt import ReceiptError
     from sharding import ShardingError
 
     kinds = (
         CheckpointError,
+        ClusterError,
         ConfigError,
         CursorMismatch,
         DataError,
+        DistributedError,
         HubError,
         ModelNotFoundError,
         NonFiniteLossError,
@@ -149,10 +154,24 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
             tyro.conf.AvoidSubcommands[RunConfig], default=default, args=given, prog=prog, description=recipe.__doc__
         )
         use_compilation_cache()
-        finished = run_training(config)
+        with processes(config.distributed):
+            finished = run_training(config)
         return 0 if finished.complete else 128 + (finished.signal or 0)
 
     return guarded(run)
+
+
+@contextlib.contextmanager
+def processes(config: DistributedConfig | None = None) -> Iterator[Group]:
+    """Joins the processes that the scheduler has started with this one, for the time of the block."""
+    from jaxllm.parallel.cluster import detect, tpu_metadata
+    from jaxllm.parallel.distributed import running
+
+    cluster = detect(os.environ, tpu_metadata)
+    if cluster.processes > 1:
+        print(f"joining as {cluster}", file=sys.stderr)
+    with running(cluster, config, plain=lambda error: isinstance(error, Exception) and is_user_error(error)) as group:
+        yield group
 
 
 def check_settings(argv: list[str], default: RunConfig) -> None:

@@ -46,6 +46,11 @@ def digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def flat(config: Any) -> dict[str, Any]:
+    """Every value by its dotted name."""
+    return {path: value for path, value, _ in _leaves(config)}
+
+
 @dataclass(frozen=True)
 class Difference:
     """One field in which two configurations differ."""

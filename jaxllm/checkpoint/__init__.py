@@ -20,6 +20,7 @@ from jaxllm.checkpoint.errors import CheckpointNotFoundError as CheckpointNotFou
 if TYPE_CHECKING:
     from jaxllm.checkpoint.checkpointer import Checkpointer, Resumed
     from jaxllm.checkpoint.manifest import LeafRecord, Manifest
+    from jaxllm.checkpoint.shared import SharedCheckpointer
     from jaxllm.checkpoint.writer import StreamedLeaf
 
 # Orbax takes 0.4 s to import: a program that only needs the config, such as `--help`, does not pay for it.
@@ -28,6 +29,7 @@ _LAZY = {
     "Resumed": "jaxllm.checkpoint.checkpointer",
     "LeafRecord": "jaxllm.checkpoint.manifest",
     "Manifest": "jaxllm.checkpoint.manifest",
+    "SharedCheckpointer": "jaxllm.checkpoint.shared",
     "StreamedLeaf": "jaxllm.checkpoint.writer",
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "LeafRecord",
     "Manifest",
     "Resumed",
+    "SharedCheckpointer",
     "StreamedLeaf",
 ]
 

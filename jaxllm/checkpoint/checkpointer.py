@@ -89,8 +89,7 @@ class Checkpointer:
         """
         if (text := self._admit(step, meta)) is None:
             return False
-        step, leaves = int(step), tree.snapshot(state)
-        write = functools.partial(writer.write_snapshot, leaves)
+        step, write = int(step), self._snapshot(state)
         if not self.config.asynchronous:
             self._write(step, text, write)
             return True
@@ -320,6 +319,10 @@ class Checkpointer:
         if abstract is None:
             return tree.nest({p[len(prefix) :].lstrip("/") or "value": leaf for p, leaf in placed.items()})
         return jax.tree.unflatten(jax.tree.structure(abstract), placed.values())
+
+    def _snapshot(self, state: Any) -> Callable[[Path], dict[str, LeafRecord]]:
+        """Copies the state to host memory; what is returned writes it into a folder."""
+        return functools.partial(writer.write_snapshot, tree.snapshot(state))
 
     def _write(self, step: int, meta: str, write: Callable[[Path], dict[str, LeafRecord]]) -> None:
         """Writes and commits one checkpoint, whose arrays `write` puts into a folder; then applies retention."""

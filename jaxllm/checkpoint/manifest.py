@@ -6,8 +6,9 @@
                 "state/params.blocks.wq/0.0.0": {"bytes": 8388608}},
      "digest": "sha256:..."}
 
-A leaf's hash is over its whole array in C order, so it is the same whatever mesh it was saved from. It is taken from
-the host copy before anything is written: a write that went wrong shows too. Files that hold no array data carry a
+A leaf's hash is over its whole array in C order, so it is the same whatever mesh it was saved from; only that of a leaf
+that several processes wrote is over the hashes of their chunks (``chunks:...``). It is taken from the host copy before
+anything is written: a write that went wrong shows too. Files that hold no array data carry a
 hash of their own, so no unverified byte is ever parsed; `digest` covers the manifest itself. The manifest is written
 last: a folder without one is no checkpoint.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ class LeafRecord:
     hash: str
     key_impl: str | None = None
     """Name of the PRNG for typed keys, whose stored bytes are the key data; None for plain arrays."""
+
+    @property
+    def chunked(self) -> bool:
+        """Whether several processes wrote it, each its own chunks."""
+        return self.hash.startswith("chunks:")
 
     @property
     def empty(self) -> bool:
@@ -103,6 +109,17 @@ def hash_pieces(pieces: Iterable[bytes | memoryview]) -> str:
 def hash_array(array: np.ndarray) -> str:
     """Hash of an array's bytes in C order (any dtype; hashlib releases the GIL meanwhile)."""
     return hash_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def hash_file(file: Path) -> str:
+    """Hash of a file's bytes."""
+    with open(file, "rb") as data:
+        return f"sha256:{hashlib.file_digest(data, 'sha256').hexdigest()}"
+
+
+def hash_chunks(hashes: Mapping[str, str]) -> str:
+    """Hash of a leaf in several chunks, from the hash of each by its name."""
+    return f"chunks:{hash_bytes(json.dumps(dict(hashes), sort_keys=True).encode())}"
 
 
 def scan_files(directory: Path, data_folders: Iterable[str]) -> dict[str, FileRecord]:

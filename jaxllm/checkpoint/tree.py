@@ -95,7 +95,7 @@ def snapshot(tree: Any) -> dict[str, HostLeaf]:
         if not leaf.is_fully_addressable:
             raise CheckpointError(
                 f"leaf {path} lives partly on devices of other processes. This Checkpointer saves from one process: "
-                "gather the state there (jax.experimental.multihost_utils.process_allgather) and save from process 0."
+                "open a SharedCheckpointer in each of them."
             )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             impls[path] = str(jax.random.key_impl(leaf))
@@ -180,12 +180,18 @@ def place(path: str, array: np.ndarray, record: LeafRecord, target: Any) -> Any:
             "give the ShapeDtypeStruct a NamedSharding of a concrete mesh."
         )
     if record.key_impl is not None:
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array), impl=record.key_impl), sharding)
+        keys = jax.random.wrap_key_data(jnp.asarray(array), impl=record.key_impl)
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(keys, sharding)
+        return jax.jit(lambda key: key, out_shardings=sharding)(keys)
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise CheckpointError(
             f'leaf {path} is {array.dtype}, which JAX would cut to 32 bits: jax.config.update("jax_enable_x64", True).'
         )
-    return jax.device_put(array, sharding)
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # device_put would compare the whole array with every other process's.
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def require_arrays(leaves: Mapping[str, Any]) -> None:

@@ -79,9 +79,14 @@ def _written(out: BinaryIO, path: str, leaf: StreamedLeaf) -> Iterator[memoryvie
 
 def _chunk(checkpoint: Path, path: str, shape: tuple[int, ...]) -> BinaryIO:
     """Gives a leaf of one element its shape, and opens its chunk to be written."""
+    return reshape(checkpoint, path, shape, shape).open("wb")
+
+
+def reshape(checkpoint: Path, path: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Path:
+    """Gives a leaf that Orbax wrote with one element its real shape, in chunks; returns the file of its one chunk."""
     folder = checkpoint / store.leaf_folder(path)
     head = folder / ".zarray"
     about = json.loads(head.read_text())
-    head.write_text(json.dumps(about | {"shape": shape, "chunks": shape}, separators=(",", ":")))
-    (chunk,) = (file for file in folder.iterdir() if file != head)
-    return chunk.open("wb")
+    head.write_text(json.dumps(about | {"shape": shape, "chunks": chunk}, separators=(",", ":")))
+    (file,) = (file for file in folder.iterdir() if file != head)
+    return file

@@ -9,6 +9,7 @@ from jaxllm.config import runtime_only
 from jaxllm.data import DataConfig
 from jaxllm.models.decoder import DecoderConfig
 from jaxllm.optim import OptimConfig
+from jaxllm.parallel.distributed import DistributedConfig
 from pallas_kernels.ring_attention.layout import Layout
 
 
@@ -31,6 +32,7 @@ class RunConfig:
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2") or a preset: dp, fsdp, tp, fsdp_tp.
         context_layout: which tokens of a row a device gets where the mesh has a context axis
             (``pallas_kernels.ring_attention.layout``).
+        distributed: how long several processes wait for each other.
         checkpoint: when to save and what to keep.
         log_every: steps between two lines of the log where there is no live view.
         eval_every: steps between two evaluations on held-out text; 0 evaluates at the end only.
@@ -48,6 +50,7 @@ class RunConfig:
     seed: int = 0
     mesh: str = runtime_only("dp")
     context_layout: Layout = runtime_only("zigzag")
+    distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={"runtime_only": True})
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})
     log_every: int = runtime_only(10)
     eval_every: int = runtime_only(0)

@@ -10,10 +10,15 @@ from typing import Any
 
 
 class RunDirectory:
-    """Names and small files of one run. Every write of a whole file goes to a temporary name first."""
+    """Names and small files of one run. Every write of a whole file goes to a temporary name first.
 
-    def __init__(self, path: Path | str):
+    Args:
+        writes: False in all processes of a run but one: they write nothing.
+    """
+
+    def __init__(self, path: Path | str, *, writes: bool = True):
         self.path = Path(path)
+        self.writes = writes
         self.config = self.path / "config.json"
         self.metrics = self.path / "metrics.jsonl"
         self.plot = self.path / "loss.png"
@@ -38,7 +43,7 @@ class RunDirectory:
         self._filter(lambda row: row["step"] != step or "heldout_nll" not in row)
 
     def _filter(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        if self.metrics.exists():
+        if self.writes and self.metrics.exists():
             self._replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self._rows() if keep(row)))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -50,6 +55,8 @@ class RunDirectory:
                     return
 
     def _replace(self, file: Path, text: str) -> None:
+        if not self.writes:
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_text(text)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.models import Functional
 from jaxllm.train.loss import LossSums, loss_sums
+from jaxllm.train.processes import put
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,6 @@ class Evaluator:
         nll = count = 0.0
         with jax.set_mesh(self._mesh):
             for batch in progress(self._dataset):
-                sums: LossSums = self._sums(params, jax.device_put(batch, self._sharding))
+                sums: LossSums = self._sums(params, put(batch, self._sharding, len(batch.tokens)))
                 nll, count = nll + float(sums.nll), count + float(sums.count)
         return Evaluation(nll / count, nll / math.log(2) / self._dataset.target_bytes, int(count))

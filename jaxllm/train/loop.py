@@ -14,11 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer
+from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, SharedCheckpointer
 from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
+from jaxllm.parallel.distributed import StopTogether, group
 from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
@@ -26,6 +27,7 @@ from jaxllm.train.evaluate import Evaluation, Evaluator
 from jaxllm.train.flops import peak_flops, train_flops_per_token
 from jaxllm.train.loss import value_and_grad
 from jaxllm.train.plot import draw_loss
+from jaxllm.train.processes import fingerprint, own_part, put, surroundings
 from jaxllm.train.receipt import make_receipt, versions
 from jaxllm.train.state import TrainState, abstract_state, init_state
 from jaxllm.train.step import jit_step, train_step
@@ -70,7 +72,8 @@ class Run:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.directory = RunDirectory(Path(config.out) / config.name)
+        self.group = group()
+        self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
         check_precision(config)
         self.mesh = MeshSpec.parse(config.mesh).build()
         self.model = functional(config.model)
@@ -85,10 +88,17 @@ class Run:
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
+        self.part, self.parts = own_part(self.batch_sharding, shape)
 
     def put(self, batch: Batch) -> Batch:
-        """A batch on the devices."""
-        return jax.device_put(batch, self.batch_sharding)
+        """This process's part of a batch, on the devices."""
+        rows = self.config.data.batch_size
+        return put(batch, self.batch_sharding, rows, self.part * rows // self.parts)
+
+    def checkpointer(self) -> Checkpointer:
+        """Of this process, or of all together."""
+        where, config = self.directory.checkpoints, self.config.checkpoint
+        return Checkpointer(where, config) if self.group.size == 1 else SharedCheckpointer(where, config, self.group)
 
     def compile_step(self) -> tuple[Any, float]:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
@@ -124,15 +134,19 @@ def train(config: RunConfig) -> Finished:
         ResumeError: the directory holds a run with other mathematics.
         NonFiniteLossError: the loss diverged; the last checkpoint is from before.
         ConfigError, ShardingError, DataError, CheckpointError: what is wrong, where, and what would be legal.
+        DistributedError: the processes that are to train together differ; says in what.
     """
+    group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config)
+    run.group.agree("the devices and data", surroundings(run.mesh, run.data.train.fingerprint))
     files = run.directory
-    with Checkpointer(files.checkpoints, config.checkpoint) as checkpointer:
+    with run.checkpointer() as checkpointer:
         state, first = start_state(run, checkpointer)
         files.write_json(files.config, to_dict(config))
-        run.data.tokenizer.save(files.tokenizer)
-        if run.begin is not None and run.begin.template is not None:
-            run.begin.template.save(files.tokenizer)
+        if files.writes:
+            run.data.tokenizer.save(files.tokenizer)
+            if run.begin is not None and run.begin.template is not None:
+                run.begin.template.save(files.tokenizer)
         files.keep_metrics(first)
         with make_view(run, first) as view, stop_signals() as stopping:
             describe(run, view, first)
@@ -140,7 +154,8 @@ def train(config: RunConfig) -> Finished:
             checkpointer.wait()
             if done < config.steps:
                 view.say(f"Stopped after step {done}; saved. Start again with the same command to go on.")
-                draw_loss(files.read_metrics(), files.plot, config.name)
+                if files.writes:
+                    draw_loss(files.read_metrics(), files.plot, config.name)
                 return Finished(files.path, done, False, stopping[0] if stopping else None, None)
             evaluation = finish(run, state, view, trained=done > first)
     return Finished(files.path, done, True, None, evaluation)
@@ -155,11 +170,14 @@ def steps(
         return state, first
     step, seconds = run.compile_step()
     view.say(f"compiled the step in {seconds:.1f} s")
+    run.group.meet("compiled")  # collectives of the first step wait for no more than half a minute
     evaluate = evaluator(run) if config.eval_every else None
     view.start_clock()
     pending: list[tuple[int, dict[str, Any]]] = []
     done = first
-    with Prefetcher(run.data.train, first, run.put) as batches, open_log(files.metrics) as log, jax.set_mesh(run.mesh):
+    stop_together = StopTogether(run.mesh)
+    batches = Prefetcher(run.data.train, first, run.put, shard=run.part, num_shards=run.parts)
+    with batches, open_log(files) as log, jax.set_mesh(run.mesh):
 
         def settle() -> None:
             # Fetched one step late, so that the next step is already on its way: the device never waits for the log.
@@ -177,7 +195,7 @@ def steps(
             settle()
             done = number + 1
             pending.append((done, metrics))
-            last = done == config.steps or bool(stopping)  # read once: a signal may come at any moment
+            last = bool(stop_together(stopping)) or done == config.steps
             saving = last or config.checkpoint.due(done)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if saving or evaluating:
@@ -280,6 +298,7 @@ def make_view(run: Run, first: int) -> View:
         flops_per_token=train_flops_per_token(config.model, config.data.seq_len),
         peak=peak and peak * devices.size,
         log_every=config.log_every,
+        quiet=not run.group.leads,
     )
 
 
@@ -316,8 +335,10 @@ def finish(run: Run, state: TrainState, view: View, *, trained: bool) -> Evaluat
         view.say("evaluating on held-out text")
         evaluation = evaluate(state.params)
         files.drop_evaluation(config.steps)  # of an earlier start of this finished run
-        with open_log(files.metrics) as log:
+        with open_log(files) as log:
             record_evaluation(evaluation, config.steps, log, view)
+    if not files.writes:
+        return evaluation
     rows = files.read_metrics()
     draw_loss(rows, files.plot, config.name)
     last = [row for row in rows if "nll" in row][-1]
@@ -331,13 +352,16 @@ def finish(run: Run, state: TrainState, view: View, *, trained: bool) -> Evaluat
 
 
 @contextlib.contextmanager
-def open_log(file: Path) -> Iterator[Any]:
-    """``log(step, values)`` appends a line of JSON, flushed at once."""
+def open_log(files: RunDirectory) -> Iterator[Any]:
+    """``log(step, values)`` appends a line of JSON to the metrics, flushed at once."""
     import json
 
+    if not files.writes:
+        yield lambda step, values: None
+        return
     start = time.monotonic()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
+    files.metrics.parent.mkdir(parents=True, exist_ok=True)
+    with files.metrics.open("a") as out:
 
         def log(step: int, values: dict[str, float]) -> None:
             out.write(json.dumps({"step": step, **values, "seconds": round(time.monotonic() - start, 3)}) + "\n")

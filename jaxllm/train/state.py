@@ -69,5 +69,6 @@ def init_state(
             params=params,
             opt_state=jax.jit(optimizer.init, out_shardings=sharding.shardings_of(abstract.opt_state))(params),
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
-            rng=jax.device_put(run_key, abstract.rng.sharding),
+            # Not device_put: it takes no keys to devices of other processes.
+            rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
         )

@@ -27,6 +27,7 @@ class View:
         flops_per_token: model FLOPs of one token in training.
         peak: peak FLOP/s of all devices together, None where unknown.
         log_every: steps between two lines where nobody watches live.
+        quiet: shows nothing: of several processes, one speaks.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class View:
         flops_per_token: float,
         peak: float | None,
         log_every: int,
+        *,
+        quiet: bool = False,
     ):
-        self.console = Console()
+        self.console = Console(quiet=quiet)
         self._total, self._first = total, first
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
         self._log_every = log_every

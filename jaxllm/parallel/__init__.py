@@ -1,0 +1,1 @@
+"""Many devices and many processes: joining them, plans for them, and what a plan costs."""

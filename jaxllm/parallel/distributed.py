@@ -1,0 +1,305 @@
+"""Several processes as one: started together, agreed on what they run, ended together.
+
+    with running(detect(os.environ), DistributedConfig()) as group:
+        group.agree("the run", facts)      # before anything is compiled
+        ...                                # every process runs the same program on its own devices
+
+One process starts nothing, and its group answers at once. What is said between processes goes through the key-value
+store of ``jax.distributed``, which process 0 holds; arrays never do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.parallel.cluster import Cluster
+from jaxllm.parallel.watch import Watch
+
+PATIENCE = 24 * 3600.0
+"""Seconds to wait for a process that lives: the watch ends this one when another vanishes."""
+
+
+class DistributedError(RuntimeError):
+    """The processes cannot run together; every one of them raises it, and the message names who differs in what."""
+
+    of_all = True  # nobody has to be told
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How long processes wait for each other.
+
+    Attributes:
+        start_timeout: seconds for all processes to come together, and to say what they are about to run.
+        lost_after: seconds without a sign of life after which a process counts as lost, and the others end.
+    """
+
+    start_timeout: float = 300.0
+    lost_after: float = 100.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout", "lost_after"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"distributed.{name} = {getattr(self, name)}; give 1 second or more.")
+
+
+class Group:
+    """The processes that run together; alone, there is nobody to ask.
+
+    Calls of ``gather``, ``tell`` and ``agree`` under one topic come in the same order in every process.
+
+    Attributes:
+        rank: this process.
+        size: of the group.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None, patience: float = PATIENCE):
+        self.rank, self.size = rank, size
+        self._store, self._patience = store, patience
+        self._turns: dict[str, int] = {}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that logs and writes what belongs to all."""
+        return self.rank == 0
+
+    def gather(self, topic: str, text: str, timeout: float | None = None) -> list[str]:
+        """Every process's ``text``, by rank, in process 0; the others get nothing and do not wait.
+
+        Raises:
+            DistributedError: in process 0, when ``timeout`` seconds are over; names the processes that are missing.
+        """
+        if self.size == 1:
+            return [text]
+        key = self._key(topic)
+        if not self.leads:
+            self._store.key_value_set(f"{key}/{self.rank}", text)
+            return []
+        said, missing = [text], []
+        for rank in range(1, self.size):
+            # Once one is late, the others have had their time: look, and do not wait again.
+            limit = 1.0 if missing else self._patience if timeout is None else timeout
+            answer = self._get(f"{key}/{rank}", limit)
+            said.append(answer or "")
+            if answer is None:
+                missing.append(rank)
+        if missing:
+            raise DistributedError(
+                f"{_processes(missing)} of {self.size} said nothing about {topic} for {timeout or self._patience:g} s."
+            )
+        self._store.key_value_delete(f"{key}/")
+        return said
+
+    def tell(self, topic: str, text: str = "", timeout: float | None = None) -> str:
+        """What process 0 says, in every process.
+
+        Raises:
+            DistributedError: process 0 says nothing for ``timeout`` seconds.
+        """
+        if self.size == 1:
+            return text
+        key = self._key(topic)
+        if self.leads:
+            self._store.key_value_set(key, text)
+            return text
+        answer = self._get(key, self._patience if timeout is None else timeout)
+        if answer is None:
+            raise DistributedError(f"process 0 said nothing about {topic} for {timeout or self._patience:g} s.")
+        return answer
+
+    def meet(self, topic: str) -> None:
+        """Returns when all processes have come here."""
+        self.gather(topic, "")
+        self.tell(topic)
+
+    def agree(self, topic: str, facts: Mapping[str, Any], timeout: float | None = None) -> None:
+        """Returns when all processes have given the same ``facts``.
+
+        Args:
+            facts: JSON values by name; their order does not matter.
+            timeout: seconds.
+
+        Raises:
+            DistributedError: in every process; names each fact that differs, its values, and who has which. Also when
+                a process does not answer in time.
+        """
+        if self.size == 1:
+            return
+        try:
+            said = self.gather(topic, json.dumps(dict(facts), sort_keys=True), timeout)
+            different = _differences([json.loads(text) for text in said]) if self.leads else ""
+            verdict = f"the processes disagree about {topic}:{different}" if different else ""
+        except DistributedError as error:
+            verdict = str(error)
+        # Process 0 answers also when it has waited in vain, so the others wait a little longer than it.
+        verdict = self.tell(topic, verdict, None if timeout is None else timeout + 10 + self.size)
+        if verdict:
+            raise DistributedError(verdict)
+
+    def _key(self, topic: str) -> str:
+        turn = self._turns[topic] = self._turns.get(topic, 0) + 1
+        return f"jaxllm/{topic}/{turn}"
+
+    def _get(self, key: str, timeout: float) -> str | None:
+        """The value of ``key``; None when ``timeout`` is over."""
+        try:
+            return self._store.blocking_key_value_get(key, int(timeout * 1000))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+
+_group = Group()
+
+
+def group() -> Group:
+    """The group of this process; alone where ``running`` has not been entered."""
+    return _group
+
+
+@contextlib.contextmanager
+def running(
+    cluster: Cluster, config: DistributedConfig | None = None, *, plain: Callable[[BaseException], bool] | None = None
+) -> Iterator[Group]:
+    """Joins the cluster for the time of the block. Enter it before a backend of jax starts.
+
+    An exception inside ends the whole group: it is printed, the other processes are told, and this process exits
+    without waiting for them. A process that vanishes ends the others within ``config.lost_after`` seconds.
+
+    Args:
+        plain: which exceptions are for the user, and printed without a stack trace.
+    """
+    global _group
+    if cluster.processes == 1:
+        yield _group
+        return
+    config = config or DistributedConfig()
+    with Watch(cluster, config.lost_after) as watch:
+        store = _join(cluster, config, watch)
+        _group = Group(cluster.rank, cluster.processes, store)
+        watch.begin(store, socket.gethostname())
+        try:
+            yield _group
+            # None leaves, which would look like a loss, before all have come here.
+            store.wait_at_barrier("jaxllm/end", int(PATIENCE * 1000))
+        except BaseException as error:
+            watch.fail(error, plain is not None and plain(error))  # does not return
+        finally:
+            _group = Group()
+    import jax
+
+    jax.distributed.shutdown()
+
+
+def _join(cluster: Cluster, config: DistributedConfig, watch: Watch) -> Any:
+    """Starts ``jax.distributed``; returns its key-value store."""
+    import jax
+
+    if not os.environ.get("JAX_CPU_COLLECTIVES_IMPLEMENTATION"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler of SIGTERM would take the place of the training loop's.
+    jax.config.update("jax_enable_preemption_service", False)
+    # jax ends a process in C++, with a stack trace, when it waits in vain: our own messages come before.
+    late = threading.Timer(
+        config.start_timeout,
+        watch.end,
+        [
+            f"waited {config.start_timeout:g} s for all {cluster.processes} processes to come together at "
+            f"{cluster.coordinator}, and they did not. Were they all started, and can they reach that address?"
+        ],
+    )
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.processes,
+            cluster.rank,
+            local_device_ids=cluster.local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(config.start_timeout + 60),
+            heartbeat_timeout_seconds=int(2 * config.lost_after + 60),
+            shutdown_timeout_seconds=60,
+        )
+    finally:
+        late.cancel()
+    from jax._src.distributed import global_state  # where orbax takes it from: jax has no public name for it
+
+    return global_state.client
+
+
+def _differences(facts: list[dict[str, Any]]) -> str:
+    """What differs, fact by fact; empty if nothing does."""
+    lines = []
+    for name in dict.fromkeys(key for fact in facts for key in fact):
+        holders: dict[str, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            holders.setdefault(json.dumps(fact.get(name), sort_keys=True), []).append(rank)
+        if len(holders) > 1:
+            told = "; ".join(f"{value} in {_processes(ranks)}" for value, ranks in holders.items())
+            lines.append(f"\n  {name}: {told}")
+    return "".join(lines)
+
+
+def _processes(ranks: list[int]) -> str:
+    """``process 3``, ``processes 0-2, 5``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    listed = ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+    return ("process " if len(ranks) == 1 else "processes ") + listed
+
+
+class StopTogether:
+    """Ends a loop at the same step in every process, whichever of them got a signal.
+
+    Each step's call adds a reduction over all devices to the devices' queue and reads that of the step before, so the
+    host waits for nothing and all read the same number at the same step. (The preemption service of
+    ``jax.distributed`` agrees on a step too, but only on SIGTERM, by a handler of its own, and by a question to
+    process 0 at each step.)
+
+    Args:
+        mesh: the devices of all processes.
+    """
+
+    def __init__(self, mesh: Any):
+        self._alone = group().size == 1
+        self._pending: Any = None
+        if self._alone:
+            return
+        import jax
+        import numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._put = lambda number: jax.make_array_from_callback(
+            (mesh.size,), each, lambda index: np.full(mesh.size, number, np.int32)[index]
+        )
+        self._quiet = self._put(0)
+        self._largest = jax.jit(lambda numbers: numbers.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def __call__(self, seen: list[int]) -> int:
+        """The signal to stop for after this step, 0 for none.
+
+        Args:
+            seen: numbers of the signals that this process got; that of another process is added.
+        """
+        number = seen[0] if seen else 0  # read once: a signal may come at any moment
+        if self._alone:
+            return number
+        before, self._pending = self._pending, self._largest(self._put(number) if number else self._quiet)
+        agreed = 0 if before is None else int(before)
+        if agreed and not seen:
+            seen.append(agreed)
+        return agreed
