@@ -20,7 +20,15 @@ from pallas_kernels.paged_attention.ragged import Ragged
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
+
+def _pallas_tpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+    from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
+
+    return paged_attention_pallas_tpu(*args, **kw)
+
+
 IMPLEMENTATIONS = {
+    "pallas_tpu": _pallas_tpu,
     "xla": paged_attention_xla,
     "reference": paged_attention_reference,
 }
@@ -66,7 +74,7 @@ def paged_attention(
         window: a query sees its own position and the ``window - 1`` before it.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         decode_only: a promise that no request has more than one token in this step: a program without the other case.
-        implementation: "xla" or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The attended values in ``q.dtype``, zeros for padding, and the pool. The softmax is in at least float32.

@@ -34,6 +34,8 @@ class PageFormat:
         latent: the values are the first V numbers of the keys and are not stored again, as in multi-head latent
             attention with absorbed projections (arXiv:2405.04434): K = 1, V = 512 and H = 512 + 64.
         encoding: "plain": numbers as they are, in the dtype of the pool.
+        multiple: W is rounded up to one of it, with zeros. A TPU kernel takes multiples of 128, the width of its tiles,
+            to which memory would be filled up anyway.
 
     Raises:
         NotImplementedError: a quantised encoding.
@@ -45,14 +47,15 @@ class PageFormat:
     value_dim: int
     latent: bool = False
     encoding: str = "plain"
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if self.encoding in QUANTISED:
             raise NotImplementedError(f"PageFormat: pages in {self.encoding} are not supported yet; use 'plain'.")
         if self.encoding != "plain":
             raise ValueError(f"PageFormat: no encoding {self.encoding!r}; there is 'plain'.")
-        if min(self.kv_heads, self.key_dim, self.value_dim) < 1:
-            raise ValueError(f"PageFormat: kv_heads, key_dim and value_dim must be positive in {self}.")
+        if min(self.kv_heads, self.key_dim, self.value_dim, self.multiple) < 1:
+            raise ValueError(f"PageFormat: kv_heads, key_dim, value_dim and multiple must be positive in {self}.")
         if self.latent and self.value_dim > self.key_dim:
             raise ValueError(
                 f"PageFormat: values of a latent are the first numbers of its key: value_dim = {self.value_dim} "
@@ -62,7 +65,8 @@ class PageFormat:
     @property
     def width(self) -> int:
         """W."""
-        return self.key_dim if self.latent else self.key_dim + self.value_dim
+        used = self.key_dim if self.latent else self.key_dim + self.value_dim
+        return -(-used // self.multiple) * self.multiple
 
     @property
     def value_start(self) -> int:
@@ -73,7 +77,8 @@ class PageFormat:
         self, k: Float[Array, "T K H"], v: Float[Array, "T K V"] | None, dtype: DTypeLike
     ) -> Float[Array, "T K W"]:
         """Slots of tokens, in the dtype of a pool."""
-        return (k if v is None else jnp.concatenate([k, v], axis=-1)).astype(dtype)
+        slots = k if v is None else jnp.concatenate([k, v], axis=-1)
+        return jnp.pad(slots, ((0, 0), (0, 0), (0, self.width - slots.shape[-1]))).astype(dtype)
 
     def keys(self, rows: Float[Array, "*any W"]) -> Float[Array, "*any H"]:
         """The keys of slots."""

@@ -62,6 +62,12 @@ class Ragged(NamedTuple):
         tokens = jnp.where(index < ends[-1], jnp.minimum(self.starts[request + 1] - first, size), 0)
         return Blocks(request, first, tokens, first + self.offsets[request], ends[-1])
 
+    def homes(self, size: int, tokens: Tokens) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """(block, place in it) of each row of the flat batch, in blocks of all requests; of padding anything."""
+        counts = (self.lengths + size - 1) // size
+        within = jnp.arange(tokens.request.shape[0], dtype=jnp.int32) - self.starts[tokens.request]
+        return (jnp.cumsum(counts) - counts)[tokens.request] + within // size, within % size
+
     def slots(self, pages: int, page_size: int, tokens: Tokens) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """(page, slot) to write each token to; of padding a page that is not there."""
         column = jnp.clip(tokens.position // page_size, 0, self.page_table.shape[1] - 1)

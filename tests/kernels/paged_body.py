@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from pallas_kernels._compat import interpreting
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
@@ -38,11 +39,12 @@ class Case(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     decode_only: bool = False
+    multiple: int = 4  # of the width of slots
     shared: int = 0  # full pages that requests 0 and 1 have in common
 
     @property
     def format(self) -> PageFormat:
-        return PageFormat(self.k, self.h, self.v or self.h, self.latent)
+        return PageFormat(self.k, self.h, self.v or self.h, self.latent, multiple=self.multiple)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,11 +86,15 @@ CASES = {
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
     """Blocks so small that short requests cross many of them."""
-    from pallas_kernels.paged_attention import xla
+    from pallas_kernels.paged_attention import config, pallas_tpu, xla
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "QUERIES", 4)
         patch.setattr(xla, "SLOTS", (16, 8))
+        tpu = config.TpuBlocks(rows=32, slots=16, scores=256, buffer_bytes=2**20, cores=2)
+        patch.setattr(pallas_tpu, "LANES", 4)
+        patch.setattr(pallas_tpu, "UNROLLED", 64)
+        patch.setattr(config, "tpu_blocks", lambda *_: tpu)
         yield
 
 
@@ -130,15 +136,21 @@ def draw(rng: np.random.Generator, case: Case, dtype: Any = np.float64) -> Step:
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(dtype)
 
+    def slots(k: np.ndarray, v: np.ndarray | None) -> np.ndarray:
+        used = k if v is None else np.concatenate([k, v], axis=-1)
+        return np.pad(used, (*[(0, 0)] * (used.ndim - 1), (0, form.width - used.shape[-1])))
+
     q, k = normal(tokens, case.n, form.key_dim), normal(tokens, case.k, form.key_dim)
     v = None if case.latent else normal(tokens, case.k, form.value_dim)
-    new = k if v is None else np.concatenate([k, v], axis=-1)
+    new = slots(k, v)
     sinks = normal(case.n) if case.sinks else None
     rows = np.full((LAYERS, pages, case.k, case.page, form.width), np.nan, dtype)
     for r, count in enumerate(held):
         for i in range(count):
             if not (case.shared and r == 1 and i < case.shared * case.page):
-                rows[LAYER, table[r, i // case.page], :, i % case.page] = normal(case.k, form.width)
+                rows[LAYER, table[r, i // case.page], :, i % case.page] = slots(
+                    normal(case.k, form.key_dim), None if case.latent else normal(case.k, form.value_dim)
+                )
     want_rows = rows.copy()
     for r, start in enumerate(starts[:-1]):
         for i in range(held[r], kv_lens[r]):
@@ -173,7 +185,7 @@ def oracle(q, pages, table, starts, kv_lens, sinks, case: Case) -> np.ndarray:
                 if sinks is not None:
                     scores = np.append(scores, sinks[n])
                 weights = np.exp(scores - scores.max())
-                values = held[:, : form.value_dim] if case.latent else held[:, form.key_dim :]
+                values = held[:, 0 if case.latent else form.key_dim :][:, : form.value_dim]
                 out[t, n] = weights[: len(seen)] @ values / weights.sum()
     return out
 
@@ -218,6 +230,10 @@ def check(
     with interpreting() if implementation.startswith("pallas") else contextlib.nullcontext():
         run = program(implementation, case)
         (out, rows), again = (jax.device_get(run(*step[:-2])) for _ in range(2))
+    if implementation == "pallas_tpu":
+        races = interpret_pallas_call.races
+        assert races is not None
+        assert not races.races_found, "the race detector has printed where"
     np.testing.assert_array_equal(out, again[0])
     for got in (rows, again[1]):
         assert got.dtype == step.rows.dtype

@@ -51,6 +51,7 @@ def steps(draw) -> Case:
         v=draw(st.integers(1, h if latent else 9)),
         latent=latent,
         page=draw(st.sampled_from([8, 16])),
+        multiple=draw(st.sampled_from([1, 4])),
         padding=max(draw(st.integers(0, 3)), 1 if not any(new for _, new in requests) else 0),
         window=draw(st.none() | st.integers(1, 20)),
         softcap=draw(st.none() | st.sampled_from([0.7, 5.0])),
@@ -138,7 +139,7 @@ def test_inside_shard_map(rng, float64):
     heads, pages = P(None, "tensor"), P(None, None, "tensor")
 
     def attend(q, k, v, rows, *ragged):
-        form = PageFormat(rows.shape[2], case.h, case.h)
+        form = PageFormat(rows.shape[2], case.h, case.h, multiple=case.multiple)
         out, pool = paged_attention(q, k, v, PagePool(rows, form), LAYER, *ragged, implementation="xla")
         return out, pool.rows
 
@@ -165,7 +166,7 @@ def test_what_does_not_go_together_is_refused(rng):
     with pytest.raises(ValueError, match=r"for 7 kv_lens there are 8 cu_q_lens and 7 rows .*, not 7 and 7"):
         call(q, k, v, pool, LAYER, table, starts[1:], lens)
     with pytest.raises(ValueError, match=r"a pool \[3, .* does not hold pages of PageFormat"):
-        call(q, k, v, PagePool(rows, PageFormat(2, 4, 5)), LAYER, table, starts, lens)
+        call(q, k, v, PagePool(rows, PageFormat(2, 4, 7)), LAYER, table, starts, lens)
     with pytest.raises(ValueError, match="window = 0; give a positive number"):
         call(q, k, v, pool, LAYER, table, starts, lens, window=0)
     latent = PagePool.zeros(PageFormat(1, 4, 3, latent=True), layers=LAYERS, pages=2, page_size=8, dtype=jnp.float32)
@@ -176,6 +177,7 @@ def test_what_does_not_go_together_is_refused(rng):
 def test_formats():
     form = PageFormat(1, 576, 512, latent=True)
     assert (form.width, PageFormat(8, 128, 64).width) == (576, 192)
+    assert PageFormat(1, 576, 512, latent=True, multiple=128).width == 640
     pool = PagePool.zeros(form, layers=2, pages=3, page_size=16, dtype=jnp.bfloat16)
     assert (pool.rows.shape, pool.page_size, pool.token_bytes) == ((2, 3, 1, 16, 576), 16, 1152)
     for encoding in ("int8", "fp8", "int4", "int2"):

@@ -1,0 +1,390 @@
+"""Paged attention on TPUs, through Pallas and Mosaic.
+
+A step of the grid owns a block of tokens of one request. Pages stay in HBM: those that the block's request filled
+before are copied to VMEM, many at a time, while those before them are worked on; which ones, scalars in SMEM say. The
+block's own keys and values come with it, laid out by slots, so they are attended to without being read back; then they
+are merged into the tiles of the pages that they belong to, and those tiles are written. Later blocks of the request
+run later on the same core and find them there.
+
+Rows of scores are a block's tokens once for each of the query heads that read one kv head. A block of one token, as in
+decoding, works on its own rows only, however many the others have.
+
+Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, T tokens, N query heads,
+G = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, M = Q x G rows, U slots of a tile, A slots of
+the tiles that a block writes to, J pages fetched at once, S = J x C.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import result_like, target_device
+from pallas_kernels._pallas import check, dot, interpret_tpu, round_up
+from pallas_kernels.flash_attention import blockwise
+from pallas_kernels.flash_attention.xla import Options
+from pallas_kernels.paged_attention import config
+from pallas_kernels.paged_attention.pages import PageFormat
+from pallas_kernels.paged_attention.ragged import Blocks, Ragged
+
+LANES = 128
+UNROLLED = 2**17
+"""Elements of scores that a program goes through without a loop over heads."""
+TABLE_ENTRIES = 2**17
+"""Of a page table that fits into a core's memory of scalars beside the rest."""
+
+
+def paged_attention_pallas_tpu(
+    q: Float[Array, "T N H"],
+    new: Float[Array, "T K W"],
+    rows: Float[Array, "L P K C W"],
+    layer: Int[Array, ""],
+    sinks: Float[Array, " N"] | None,
+    ragged: Ragged,
+    *,
+    format: PageFormat,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    decode_only: bool,
+) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
+    """See ``paged_attention``: (attended values, pages).
+
+    Raises:
+        NotImplementedError: see ``pallas_kernels._pallas.check``; pages that are not whole tiles, a page table that is
+            too large.
+    """
+    check("pallas_tpu", q=q, new=new, pool=rows)
+    tile = 32 // rows.dtype.itemsize
+    if rows.shape[3] % tile:
+        raise NotImplementedError(
+            f"pallas_tpu takes pages of a multiple of {tile} slots in {rows.dtype}, not {rows.shape[3]}."
+        )
+    if rows.shape[4] % LANES:
+        raise NotImplementedError(
+            f"pallas_tpu takes slots of a multiple of {LANES} numbers, not {rows.shape[4]}: "
+            f"PageFormat(multiple={LANES})."
+        )
+    if ragged.page_table.size > TABLE_ENTRIES:
+        raise NotImplementedError(
+            f"pallas_tpu takes a page table of up to {TABLE_ENTRIES} entries, not {list(ragged.page_table.shape)}."
+        )
+    plan = _Plan.of(q, rows, format, Options(scale, window, softcap), None if decode_only else ragged.requests)
+    blocks = ragged.blocks(q.shape[0], plan.tokens)
+    operands = {"q": plan.queries(q, blocks), "new": plan.own(new, blocks)}
+    operands["row_token"] = jnp.repeat(jnp.arange(plan.tokens, dtype=jnp.int32), plan.group)[:, None]
+    if sinks is not None:
+        operands["sink"] = jnp.tile(sinks.astype(jnp.float32).reshape(format.kv_heads, -1), (1, plan.tokens))[..., None]
+    out, rows = plan.call(operands, rows, layer, ragged, blocks)
+    return plan.values(out, ragged, q.shape[0]), rows
+
+
+class _Plan(NamedTuple):
+    """Sizes of a call.
+
+    Attributes:
+        format, options: of the operation.
+        page_size: C.
+        group: G.
+        tokens: Q.
+        pages: J.
+        tile: U.
+        heads: kv heads of one step; the others are those of other cores.
+        vmem_bytes: see ``config.TpuBlocks``.
+    """
+
+    format: PageFormat
+    options: Options
+    page_size: int
+    group: int
+    tokens: int
+    pages: int
+    tile: int
+    heads: int
+    vmem_bytes: int | None
+
+    @classmethod
+    def of(cls, q: Array, rows: Array, format: PageFormat, options: Options, requests: int | None) -> _Plan:
+        (t, n, _), (kv, page_size, width) = q.shape, rows.shape[2:]
+        item = rows.dtype.itemsize
+        blocks = config.tpu_blocks(target_device().kind, item)
+        heads = kv // blocks.cores if kv % blocks.cores == 0 else kv
+        tokens = 1 if requests is None else config.block_tokens(t, requests, blocks.rows // n)
+        slots = min(blocks.slots, blocks.scores // (tokens * (n // kv)), blocks.buffer_bytes // (heads * width * item))
+        pages = config.power_of_two(slots // page_size)
+        return cls(format, options, page_size, n // kv, tokens, pages, 32 // item, heads, blocks.vmem_bytes)
+
+    @property
+    def m(self) -> int:
+        """Rows of a block."""
+        return self.tokens * self.group
+
+    @property
+    def own_slots(self) -> int:
+        """Slots of the tiles that a block of tokens touches, wherever it begins."""
+        return round_up(self.tokens - 1, self.tile) + self.tile
+
+    # A slice of a slot that begins within a tile of lanes would have to be moved. Instead all of the slot is taken:
+    # queries have zeros where it holds a value, and of the result the part that belongs to keys is dropped.
+
+    @property
+    def key_lanes(self) -> int:
+        """How much of a slot is multiplied with queries."""
+        return self.format.key_dim if self.format.key_dim % LANES == 0 else self.format.width
+
+    @property
+    def value_lanes(self) -> slice:
+        """The part of a slot that is summed up."""
+        start = self.format.value_start
+        return slice(start, start + self.format.value_dim) if start % LANES == 0 else slice(0, self.format.width)
+
+    def queries(self, q: Float[Array, "T N H"], blocks: Blocks) -> Float[Array, "I K M H2"]:
+        """Of each block, rows token by token, head by head of those that share a kv head."""
+        t, _, h = q.shape
+        q = q[jnp.clip(blocks.first[:, None] + jnp.arange(self.tokens), 0, t - 1)]
+        q = q.reshape(-1, self.tokens, self.format.kv_heads, self.group, h).swapaxes(1, 2)
+        q = q.reshape(-1, self.format.kv_heads, self.m, h)
+        return jnp.pad(q, ((0, 0),) * 3 + ((0, self.key_lanes - h),))
+
+    def own(self, new: Float[Array, "T K W"], blocks: Blocks) -> Float[Array, "I K A W"]:
+        """Of each block its tokens' slots, where they lie in the tiles they belong to; zeros elsewhere."""
+        offset = blocks.position % self.tile
+        place = jnp.arange(self.own_slots, dtype=jnp.int32) - offset[:, None]
+        inside = (place >= 0) & (place < blocks.tokens[:, None])
+        slots = new[jnp.clip(blocks.first[:, None] + place, 0, new.shape[0] - 1)]
+        return jnp.where(inside[:, :, None, None], slots, 0).swapaxes(1, 2)
+
+    def values(self, out: Float[Array, "I K M V2"], ragged: Ragged, t: int) -> Float[Array, "T N V"]:
+        """Back in the order of the flat batch."""
+        tokens = ragged.tokens(t)
+        block, place = ragged.homes(self.tokens, tokens)
+        out = out.reshape(out.shape[0], self.format.kv_heads, self.tokens, self.group, -1)
+        start = self.format.value_start - self.value_lanes.start
+        out = out[jnp.clip(block, 0, out.shape[0] - 1), :, place][..., start : start + self.format.value_dim]
+        return jnp.where(tokens.real[:, None, None], out.reshape(t, -1, self.format.value_dim), 0)
+
+    def call(
+        self, operands: dict[str, Array], rows: Array, layer: Array, ragged: Ragged, blocks: Blocks
+    ) -> tuple[Float[Array, "I K M V2"], Float[Array, "L P K C W"]]:
+        """Runs the kernel at every block, for the kv heads of every core."""
+        columns, numbers = ragged.page_table.shape[1], rows.shape[1]
+        table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # what is not in use may be anything
+        scalars = (layer[None], table, blocks.request * columns, blocks.tokens, blocks.position)
+        width = self.value_lanes.stop - self.value_lanes.start
+        dtype = rows.dtype
+        scratch = {
+            "buffer": pltpu.VMEM((2, self.pages, self.heads, self.page_size, self.format.width), dtype),
+            "tiles": pltpu.VMEM((self.own_slots // self.tile, self.heads, self.tile, self.format.width), dtype),
+            "top": pltpu.VMEM((self.heads, self.m, 1), jnp.float32),
+            "total": pltpu.VMEM((self.heads, self.m, 1), jnp.float32),
+            "acc": pltpu.VMEM((self.heads, self.m, width), jnp.float32),
+            "fetched": pltpu.SemaphoreType.DMA((2,)),
+            "tiled": pltpu.SemaphoreType.DMA,
+        }
+        names = ("layer", "table", "row", "tokens", "position", *operands, "_", "out", "pool", *scratch)
+
+        def body(*refs: Any) -> None:
+            _Step(self, dict(zip(names, refs, strict=True))).run()
+
+        cores = self.format.kv_heads // self.heads
+        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        call = pl.pallas_call(
+            body,
+            out_shape=[
+                result_like(operands["q"], (*operands["q"].shape[:3], width), operands["q"].dtype),
+                result_like(rows, rows.shape, dtype),
+            ],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(scalars),
+                grid=(cores, blocks.request.shape[0]),
+                in_specs=[*(self._spec(name, x.shape) for name, x in operands.items()), anywhere],
+                out_specs=[self._spec("out", (*operands["q"].shape[:3], width)), anywhere],
+                scratch_shapes=list(scratch.values()),
+            ),
+            input_output_aliases={len(scalars) + len(operands): 1},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.vmem_bytes
+            ),
+            interpret=interpret_tpu(),
+            name="paged_attention_decode" if self.tokens == 1 else "paged_attention",
+        )
+        out, rows = call(*scalars, *operands.values(), rows)
+        return out, rows
+
+    def _spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+        if name == "row_token":
+            return pl.BlockSpec(shape, lambda core, i, *_: (0, 0))
+        if name == "sink":
+            return pl.BlockSpec((self.heads, *shape[1:]), lambda core, i, *_: (core, 0, 0))
+        return pl.BlockSpec((None, self.heads, *shape[2:]), lambda core, i, *_: (i, core, 0, 0))
+
+
+class _Step:
+    """One block of tokens and the kv heads of one core.
+
+    Attributes:
+        plan: sizes.
+        refs: by name.
+        tokens, position: of the block.
+        begin: position from which on something is visible.
+    """
+
+    def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
+        block, window = pl.program_id(1), plan.options.window
+        self.plan, self.refs = plan, refs
+        self.layer, self.row = refs["layer"][0], refs["row"][block]
+        self.tokens, self.position = refs["tokens"][block], refs["position"][block]
+        self.begin = 0 if window is None else jnp.maximum(self.position - window + 1, 0)
+        self.head = pl.program_id(0) * plan.heads
+
+    def run(self) -> None:
+        """Attends and writes; does nothing where there is no token."""
+        one = min(self.plan.m, round_up(self.plan.group, 8))
+        single = self.tokens == 1 if one < self.plan.m else False
+
+        @pl.when(self.tokens > 0)
+        def _() -> None:
+            self._each_tile(lambda i: self._tile(i, read=True).start())
+
+            @pl.when(single)
+            def _() -> None:
+                self._attend(one)
+
+            @pl.when(jnp.logical_not(single))
+            def _() -> None:
+                self._attend(self.plan.m)
+
+            # All, before any is touched: they come in any order.
+            self._each_tile(lambda i: self._tile(i, read=True).wait())
+            self._each_tile(self._merge)
+            self._each_tile(lambda i: self._tile(i, read=False).wait())
+
+    def _attend(self, m: int) -> None:
+        """Fills the first ``m`` rows of the result."""
+        plan, refs = self.plan, self.refs
+        top, total, acc = (refs[name].at[:, :m] for name in ("top", "total", "acc"))
+        sink = refs["sink"][:, :m] if "sink" in refs else None
+        top[...], total[...] = blockwise.start(sink, top.shape)
+        acc[...] = jnp.zeros_like(acc)
+        first = self.begin // plan.page_size
+        stop = (self.position + plan.page_size - 1) // plan.page_size
+        steps = (stop - first + plan.pages - 1) // plan.pages
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            self._fetch(first, stop, 0, wait=False)
+
+        def more(i: Any, _: None) -> None:
+            column, buffer = first + i * plan.pages, jax.lax.rem(i, 2)
+
+            @pl.when(i + 1 < steps)
+            def _() -> None:
+                self._fetch(column + plan.pages, stop, 1 - buffer, wait=False)
+
+            self._fetch(column, stop, buffer, wait=True)
+            at = column * plan.page_size
+            held = refs["buffer"].at[buffer]
+
+            # Behind the last token there may be anything, and a weight of zero does not silence a nan.
+            @pl.when(i + 1 == steps)
+            def _() -> None:
+                shape = plan.pages, plan.page_size, plan.format.width
+                page, slot = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+                filled = at + page * plan.page_size + slot < self.position
+
+                def clean(head: Any) -> None:
+                    held[:, head] = jnp.where(filled, held[:, head], 0)
+
+                self._each_head(clean, filled.size)
+
+            self._block(m, lambda head: held[:, head].reshape(-1, plan.format.width), at, self.position)
+
+        jax.lax.fori_loop(0, steps, more, None)
+        aligned = self.position - jax.lax.rem(self.position, plan.tile)
+        self._block(m, lambda head: refs["new"][head], aligned, self.position + self.tokens, self.position)
+
+        def finish(head: Any) -> None:
+            safe, _ = blockwise.finish(top[head], total[head])
+            refs["out"][head, :m] = (acc[head] / safe).astype(refs["out"].dtype)
+
+        self._each_head(finish, acc.size // plan.heads)
+
+    def _block(self, m: int, slots: Any, at: Any, stop: Any, start: Any = 0) -> None:
+        """Takes in slots from position ``at`` on, head by head, of which ``start`` to ``stop - 1`` count."""
+        plan, refs, window = self.plan, self.refs, self.plan.options.window
+        place = self.position + refs["row_token"][:m]  # M 1
+        count = plan.own_slots if isinstance(start, jax.Array) else plan.pages * plan.page_size
+        at = at + jax.lax.broadcasted_iota(jnp.int32, (1, count), 1)
+        seen = (at >= start) & (at < stop) & (at <= place)
+        if window is not None:
+            seen = seen & (at > place - window)
+
+        def take_in(head: Any) -> None:
+            held = slots(head)
+            products = dot(refs["q"][head, :m], held[:, : plan.key_lanes], (1, 1))
+            scores, _ = blockwise.score(products, seen, plan.options)
+            top, total, weights, keep = blockwise.more_keys(
+                refs["top"][head, :m], refs["total"][head, :m], scores, axis=1
+            )
+            refs["top"][head, :m], refs["total"][head, :m] = top, total
+            part = dot(weights.astype(held.dtype), held[:, plan.value_lanes], (1, 0))
+            refs["acc"][head, :m] = refs["acc"][head, :m] * keep + part
+
+        self._each_head(take_in, m * count)
+
+    def _each_head(self, action: Any, size: int) -> None:
+        """``action(head)`` on arrays of ``size``: in a loop where programs would be long, two at a time to overlap."""
+        heads = self.plan.heads
+        together = heads if heads * size <= UNROLLED else 2 - heads % 2
+
+        def some(i: Any, _: None) -> None:
+            for j in range(together):
+                action(i * together + j)
+
+        jax.lax.fori_loop(0, heads // together, some, None)
+
+    def _fetch(self, column: Any, stop: Any, buffer: Any, wait: bool) -> None:
+        """Starts to copy the next pages that there are, or waits until they have come."""
+        plan, refs = self.plan, self.refs
+
+        def page(j: Any, _: None) -> None:
+            number = refs["table"][self.row + column + j]
+            source = refs["pool"].at[self.layer, number, pl.ds(self.head, plan.heads)]
+            copy = pltpu.make_async_copy(source, refs["buffer"].at[buffer, j], refs["fetched"].at[buffer])
+            copy.wait() if wait else copy.start()
+
+        jax.lax.fori_loop(0, jnp.minimum(plan.pages, stop - column), page, None)
+
+    def _tile(self, i: int, read: bool) -> Any:
+        """The copy of tile ``i`` of those that the block writes to, from its page or back."""
+        plan, refs = self.plan, self.refs
+        at = self.position - jax.lax.rem(self.position, plan.tile) + i * plan.tile
+        number = refs["table"][self.row + at // plan.page_size]
+        slots = pl.ds(pl.multiple_of(jax.lax.rem(at, plan.page_size), plan.tile), plan.tile)
+        there = refs["pool"].at[self.layer, number, pl.ds(self.head, plan.heads), slots]
+        here = refs["tiles"].at[i]
+        source, target = (there, here) if read else (here, there)
+        return pltpu.make_async_copy(source, target, refs["tiled"])
+
+    def _each_tile(self, action: Any) -> None:
+        plan = self.plan
+        offset = jax.lax.rem(self.position, plan.tile)
+        for i in range(plan.own_slots // plan.tile):
+            pl.when(i * plan.tile < offset + self.tokens)(functools.partial(action, i))
+
+    def _merge(self, i: int) -> None:
+        """Puts the block's own slots into tile ``i``, which has been read, and starts to write it."""
+        plan, refs = self.plan, self.refs
+        shape = plan.heads, plan.tile, plan.format.width
+        place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + i * plan.tile
+        place = place - jax.lax.rem(self.position, plan.tile)
+        mine = (place >= 0) & (place < self.tokens)
+        own = refs["new"][:, i * plan.tile : (i + 1) * plan.tile]
+        refs["tiles"][i] = jnp.where(mine, own, refs["tiles"][i])
+        self._tile(i, read=False).start()
