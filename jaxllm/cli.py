@@ -553,6 +553,13 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+def data(argv: list[str]) -> int:
+    """Look into data, tokenize, pack and clean it: `jaxllm data inspect|tokenize|pack|stats|... FILES`."""
+    from jaxllm.data_cli import data as run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Any] = {
     "train": train,
     "generate": generate,
@@ -561,6 +568,7 @@ COMMANDS: dict[str, Any] = {
     "inspect": inspect,
     "eval": evaluate,
     "reproduce": reproduce,
+    "data": data,
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """From a `DataConfig` to a `Dataset`: which sources, which tokenizer, which packing; then tokens, plans, batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jaxllm.data import corpus, shuffle
 from jaxllm.data.chat import ChatEncoder, Encoder, TextEncoder
@@ -20,7 +21,7 @@ from jaxllm.data.sources.text import TextFiles, bundled
 from jaxllm.data.tokenise import Progress, tokenised
 from jaxllm.data.tokens import TokenDocuments, open_tokens
 from jaxllm.files import DataError, at, cache_root
-from jaxllm.text import ByteTokenizer, ChatTemplate, Tokenizer, load_tokenizer
+from jaxllm.text import ByteTokenizer, ChatTemplate, Tokenizer, load_template, load_tokenizer
 
 HELDOUT_FRACTION = 0.05
 PACKINGS = {"concat": pack_concat, "documents": pack_documents}
@@ -101,6 +102,27 @@ def load_dataset(
     return Dataset(config, training, evaluation, tokenizer, "\n".join(lines))
 
 
+def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> Documents:
+    """All documents of a source, none held out, as texts.
+
+    Raises DataError for files that cannot be used, or that hold tokens.
+    """
+    config = DataConfig(
+        source.source,
+        source.source_format,
+        source.content,
+        source.separator,
+        source.text_field,
+        skip_bad_records=skip_bad_records,
+        packing="documents",
+        heldout_fraction=None if listed(source.source) == (corpus.NAME,) else 0.0,
+    )
+    opened = _open(source, config)
+    if opened.texts is None:
+        raise DataError(f"{at(opened.files[0])}: holds tokens, not text; name the files that it was made of")
+    return opened.texts[0]
+
+
 def _mixture(config: DataConfig, plans: list[tuple[TokenDocuments, Plan]], common: dict[str, Any]) -> MixtureDataset:
     identity: dict[str, Any] = {}
     sources = []
@@ -177,9 +199,9 @@ def _tokens(
         if config.heldout:
             return train, open_tokens(_single(_heldout_files(config, opened.config, "tokens")), tokenizer)
         return train.hold_out(_fraction(config))
-    encoder: Encoder = TextEncoder(tokenizer)
-    if opened.config.content == "chat":
-        encoder = ChatEncoder(tokenizer, _template(config, template))
+    if opened.config.content == "chat" and template is None:
+        template = _template(config)
+    encoder = encoder_of(opened.config.content, tokenizer, template)
     cache = cache_root(config.cache_dir)
     both = [one and tokenised(one, encoder, cache, workers=config.workers, progress=progress) for one in opened.texts]
     if encoder.masks:
@@ -195,17 +217,22 @@ def _cut(documents: TokenDocuments, seq_len: int) -> TokenDocuments:
     return replace(documents.cut_to(seq_len + 1), about=documents.about | {"cut": cut})
 
 
-def _template(config: DataConfig, given: ChatTemplate | None) -> ChatTemplate:
-    from jaxllm.text import load_template
+def _template(config: DataConfig) -> ChatTemplate | None:
+    """The one beside the tokenizer."""
+    named = config.tokenizer not in ("model", "byte") and not config.tokenizer.startswith("bpe:")
+    return load_template(config.tokenizer) if named else None
 
-    if given is None and config.tokenizer not in ("model", "byte") and not config.tokenizer.startswith("bpe:"):
-        given = load_template(config.tokenizer)
-    if given is None:
+
+def encoder_of(content: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Encoder:
+    """How documents become tokens. Raises DataError for conversations without a template."""
+    if content == "text":
+        return TextEncoder(tokenizer)
+    if template is None:
         raise DataError(
             "data.content is 'chat', but there is no chat template: begin from a model that has one (init_from, with "
             "data.tokenizer='model'), or name a tokenizer's folder with a chat_template.jinja in it"
         )
-    return given
+    return ChatEncoder(tokenizer, template)
 
 
 def _heldout_files(config: DataConfig, source: SourceConfig, kind: str) -> tuple[File, ...]:
@@ -220,11 +247,9 @@ def _open_tokenizer(config: DataConfig, opened: list[_Opened], given: Tokenizer 
         if given is None:
             raise DataError("data.tokenizer is 'model', but the run begins from no model; set `init_from`, or name one")
         return given
-    name, _, size = config.tokenizer.partition(":")
-    if config.tokenizer == "byte":
-        return ByteTokenizer()
+    name, _, _ = config.tokenizer.partition(":")
     if name != "bpe":
-        return load_tokenizer(config.tokenizer)
+        return tokenizer_of(config.tokenizer, None)
     for one in opened:
         if one.texts is None:
             raise DataError(
@@ -234,15 +259,24 @@ def _open_tokenizer(config: DataConfig, opened: list[_Opened], given: Tokenizer 
     if len(opened) > 1 or opened[0].config.content == "chat":
         what = "a mixture" if len(opened) > 1 else "conversations"
         raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is not trained on {what}; name a tokenizer")
+    texts = opened[0].texts
+    return tokenizer_of(config.tokenizer, lambda: cast(tuple[Documents, Any], texts)[0], config.cache_dir)
+
+
+def tokenizer_of(name: str, documents: Callable[[], Documents] | None, cache_dir: str = "") -> Tokenizer:
+    """The tokenizer that a name stands for: "byte", "bpe:SIZE" trained on `documents`, or a path."""
+    if name == "byte":
+        return ByteTokenizer()
+    kind, _, size = name.partition(":")
+    if kind != "bpe" or documents is None:
+        return load_tokenizer(name)
     if not size.isdecimal():
-        raise ValueError(f"data.tokenizer is {config.tokenizer!r}; a trained one is 'bpe:SIZE', for example 'bpe:2048'")
+        raise ValueError(f"data.tokenizer is {name!r}; a trained one is 'bpe:SIZE', for example 'bpe:2048'")
     from jaxllm.text.bpe import cached_bpe  # the library it needs takes time to import
 
-    assert opened[0].texts is not None
-    train = opened[0].texts[0]
+    train = documents()
     texts = (document.text for document in train)
-    cache = cache_root(config.cache_dir)
-    return cached_bpe(texts, int(size), content_hash=train.content_hash, where=train.name, cache=cache)
+    return cached_bpe(texts, int(size), content_hash=train.content_hash, where=train.name, cache=cache_root(cache_dir))
 
 
 def _pack(documents: TokenDocuments, config: DataConfig) -> Plan:

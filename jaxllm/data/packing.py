@@ -74,7 +74,7 @@ class Plan:
         into = np.repeat(place, length) + position
         batch = Batch(*(np.full((len(rows), self.seq_len), fill, np.int32) for fill in (0, -1, 0, 0)))
         batch.tokens.reshape(-1)[into] = tokens[source]
-        target = tokens[source + 1]
+        target = tokens[source + 1].astype(np.int32)
         batch.targets.reshape(-1)[into] = target if trained is None else np.where(trained[source + 1], target, -1)
         batch.segment_ids.reshape(-1)[into] = np.repeat(number + 1, length)
         batch.positions.reshape(-1)[into] = position
