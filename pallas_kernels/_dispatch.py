@@ -36,7 +36,10 @@ VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "ring_attention": {
         "pallas_tpu": {"tpu": "verified in interpret mode on eight simulated devices, not on a TPU"},
     },
-    "paged_attention": {"pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"}},
+    "paged_attention": {
+        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
+        "pallas_gpu": {},
+    },
     "linear_cross_entropy": {
         "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
         "pallas_gpu": {},

@@ -5,7 +5,7 @@ Legend: T tokens, D embed, V vocab (or this shard's slice of it).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,25 @@ from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.cross_entropy.reference import cross_entropy_reference
 from pallas_kernels.cross_entropy.xla import cross_entropy_xla
 
-IMPLEMENTATIONS = {"xla": cross_entropy_xla, "reference": cross_entropy_reference}
+
+def _pallas_tpu(*args: Any, **kw: Any) -> tuple[Array, Array, Array]:
+    from pallas_kernels.cross_entropy.pallas_tpu import cross_entropy_pallas_tpu
+
+    return cross_entropy_pallas_tpu(*args, **kw)
+
+
+def _pallas_gpu(*args: Any, **kw: Any) -> tuple[Array, Array, Array]:
+    from pallas_kernels.cross_entropy.pallas_gpu import cross_entropy_pallas_gpu
+
+    return cross_entropy_pallas_gpu(*args, **kw)
+
+
+IMPLEMENTATIONS = {
+    "xla": cross_entropy_xla,
+    "pallas_tpu": _pallas_tpu,
+    "pallas_gpu": _pallas_gpu,
+    "reference": cross_entropy_reference,
+}
 
 
 class CrossEntropyStats(NamedTuple):
@@ -58,7 +76,7 @@ def linear_cross_entropy(
         vocab_axis: mesh axis over which the vocabulary is split. Inside a ``jax.shard_map`` that checks varying axes
             (its default), where ``head`` varies over it; the sums are the same on all its shards.
         chunk: tokens whose logits are held at a time; None chooses.
-        implementation: "xla" or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "xla", "pallas_tpu", "pallas_gpu" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The loss, and its two parts without their coefficients. Sums, like logits, are in at least float32. They cover

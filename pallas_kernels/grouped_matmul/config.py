@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pallas_kernels._pallas import round_up, tuned
@@ -106,7 +107,7 @@ def product_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_byte
         matrices = (min(e, m) if deep == 1 else steps) * inner * columns
         return _seconds(limits, item_bytes, work, steps * t.rows * inner * across + matrices, steps * across * deep)
 
-    return _best(kind, m, _sizes(inner), _sizes(columns), (0,), fits, seconds)
+    return _best(kind, m, item_bytes, _sizes(inner), _sizes(columns), (0,), fits, seconds)
 
 
 @functools.cache
@@ -124,7 +125,7 @@ def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: 
         read = steps * t.rows * (left * across + columns * down)
         return _seconds(limits, item_bytes, work, read + e * left * columns, steps * across * down)
 
-    return _best(kind, m, (0,), _sizes(columns), _sizes(left), fits, seconds)
+    return _best(kind, m, item_bytes, (0,), _sizes(columns), _sizes(left), fits, seconds)
 
 
 def gpu_tiles(kind: str, m: int, e: int, item_bytes: int) -> GpuTiles:
@@ -139,10 +140,20 @@ def gpu_tiles(kind: str, m: int, e: int, item_bytes: int) -> GpuTiles:
     return dataclasses.replace(tiles, **tuned("grouped_matmul").get(kind, {}))
 
 
-def _best(kind: str, m: int, inner: tuple, columns: tuple, left: tuple, fits, seconds) -> Tiles:
+def _best(
+    kind: str,
+    m: int,
+    item_bytes: int,
+    inner: tuple[int, ...],
+    columns: tuple[int, ...],
+    left: tuple[int, ...],
+    fits: Callable[[Tiles], bool],
+    seconds: Callable[[Tiles], float],
+) -> Tiles:
+    most = MOST_PRODUCTS if item_bytes == 2 else MOST_PRODUCTS // 6  # a product of float32 is six of bfloat16
     rows = [r for r in (128, 256, 512, 1024) if r <= round_up(m, LANES)]
     options = [Tiles(*sizes) for sizes in itertools.product(rows, inner, columns, left)]
-    options = [t for t in options if t.rows * max(t.inner, t.left) * t.columns <= MOST_PRODUCTS]
+    options = [t for t in options if t.rows * max(t.inner, t.left) * t.columns <= most]
     best = min(filter(fits, options), key=seconds)
     return dataclasses.replace(best, **tuned("grouped_matmul").get(kind, {}))
 

@@ -1,4 +1,4 @@
-"""One body for every implementation of the linear cross-entropy, against numpy; and its vocabulary split over a mesh.
+"""The linear cross-entropy in plain JAX, through the body of all implementations; its vocabulary split over a mesh.
 
 Legend: T tokens, D embed, V vocab.
 """
@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.cross_entropy.api import IMPLEMENTATIONS
 from pallas_kernels.cross_entropy.xla import LEAST_CHUNK, MOST_LOGITS, default_chunk
+from tests.kernels import cross_entropy_body
+from tests.kernels.cross_entropy_body import CASES, PALLAS, PLAIN, Case, draw, errors, loss_and_grads, oracle
 
 WAYS = {  # implementation, chunk
     "reference": ("reference", None),
@@ -25,98 +27,25 @@ WAYS = {  # implementation, chunk
     "xla, odd chunks": ("xla", 5),
     "xla, one chunk": ("xla", 1000),
 }
-assert {name for name, _ in WAYS.values()} == set(IMPLEMENTATIONS)
+assert {name for name, _ in WAYS.values()} == set(PLAIN)
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-SHAPES = {"one of everything": (1, 1, 1), "one token": (1, 3, 7), "odd": (13, 5, 11), "even": (10, 4, 8)}
 
 
-def draw(rng, tokens, embed, vocab, dtype=np.float64):
-    """hidden, head, targets, weights; some targets are nowhere, with weight zero."""
-    hidden, head = rng.normal(size=(tokens, embed)), rng.normal(size=(vocab, embed))
-    targets = rng.integers(0, vocab, tokens).astype(np.int32)
-    weights = rng.uniform(0.5, 2, tokens)
-    for i, nowhere in enumerate((-1, vocab, np.iinfo(np.int32).max, np.iinfo(np.int32).min)):
-        targets[2 + 2 * i : 3 + 2 * i] = nowhere
-    weights[(targets < 0) | (targets >= vocab)] = 0
-    return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets), jnp.asarray(weights, dtype)
-
-
-def oracle(hidden, head, targets, weights, z_loss, softcap=None):
-    """((loss, nll, z), gradients of hidden, head, weights), in float64."""
-    hidden, head, weights = (np.asarray(x, np.float64) for x in (hidden, head, weights))
-    targets = np.asarray(targets)
-    logits, slope = hidden @ head.T, 1.0
-    if softcap is not None:
-        logits, slope = softcap * np.tanh(logits / softcap), np.cosh(logits / softcap) ** -2
-    top = logits.max(-1, keepdims=True)
-    lse = (top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))[:, 0]
-    hit = targets[:, None] == np.arange(head.shape[0])
-    nll = lse - (hit * logits).sum(-1)
-    losses = nll + z_loss * lse**2
-    softmax = np.exp(logits - lse[:, None])
-    d_logits = weights[:, None] * (softmax * (1 + 2 * z_loss * lse)[:, None] - hit) * slope
-    sums = weights @ losses, weights @ nll, weights @ lse**2
-    return sums, (d_logits @ head, d_logits.T @ hidden, losses)
-
-
-def loss_and_grads(arguments, **options):
-    hidden, head, targets, weights = arguments
-
-    @jax.jit
-    def run(hidden, head, weights):
-        def loss(hidden, head, weights):
-            return linear_cross_entropy(hidden, head, targets, weights, **options)
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(hidden, head, weights)
-
-    (loss, stats), grads = run(hidden, head, weights)
-    return (loss, *stats), grads
-
-
-def errors(got, want):
-    norms = [(np.linalg.norm(np.asarray(a, np.float64) - b), np.linalg.norm(b)) for a, b in zip(got, want, strict=True)]
-    return max(difference / (norm or 1.0) for difference, norm in norms)
+def test_every_implementation_is_tested():
+    assert {*PLAIN, *PALLAS} == set(IMPLEMENTATIONS)
 
 
 @ways
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (0.1, None), (0.1, 1.5)])
-def test_is_the_formula(way, shape, z_loss, softcap, rng, float64):
-    arguments = draw(rng, *shape)
-    implementation, chunk = way
-    options = {"z_loss": z_loss, "softcap": softcap, "chunk": chunk, "implementation": implementation}
-    sums, grads = loss_and_grads(arguments, **options)
-    want_sums, want_grads = oracle(*arguments, z_loss, softcap)
-    assert all(x.dtype == jnp.float64 for x in (*sums, *grads))
-    assert errors(sums, want_sums) <= 1e-13
-    assert errors(grads, want_grads) <= 1e-13
-    loss, stats = jax.jit(functools.partial(linear_cross_entropy, **options))(
-        *arguments
-    )  # without a gradient it is another program
-    assert errors((loss, *stats), want_sums) <= 1e-13
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_is_the_formula(way, case, rng, float64):
+    cross_entropy_body.check(way[0], case, rng, np.float64, 1e-13, way[1])
 
 
 @ways
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"])
 def test_lower_precision(way, dtype, bound, rng):
     """Sums are float32 or better whatever the inputs; a bfloat16 gradient is rounded from one that is."""
-    hidden, head, targets, weights = draw(rng, 23, 16, 37, np.float32)
-    arguments = hidden.astype(dtype), head.astype(dtype), targets, weights
-    implementation, chunk = way
-    sums, grads = loss_and_grads(arguments, z_loss=0.01, chunk=chunk, implementation=implementation)
-    want_sums, want_grads = oracle(*arguments, 0.01)
-    assert all(x.dtype == jnp.float32 for x in sums)
-    assert [x.dtype for x in grads] == [dtype, dtype, jnp.float32]
-    assert errors(sums, want_sums) <= 1e-6
-    assert errors(grads, want_grads) <= 2 * bound
-
-
-@ways
-def test_same_twice(way, rng):
-    arguments = draw(rng, 13, 5, 11, np.float32)
-    implementation, chunk = way
-    first, second = (loss_and_grads(arguments, chunk=chunk, implementation=implementation) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+    cross_entropy_body.check(way[0], Case(23, 16, 37, 0.01), rng, dtype, 2 * bound, way[1])
 
 
 @ways
@@ -137,7 +66,7 @@ def test_statistics_have_no_gradient(rng, float64):
         np.testing.assert_array_equal(grad, 0.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PLAIN)
 @pytest.mark.parametrize("split", [True, False], ids=["vocabulary split", "vocabulary whole"])
 def test_on_a_mesh_is_as_on_one_device(implementation, split, rng, float64):
     """Tokens over `data`, the vocabulary over `tensor` or whole: values and gradients are those of one device."""

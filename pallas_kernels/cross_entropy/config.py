@@ -1,0 +1,90 @@
+"""Block sizes of the Pallas kernels, by kind of device and size of an embedding.
+
+``pallas_kernels/tuned/cross_entropy.json``, where it exists, overrides fields of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from pallas_kernels._pallas import tuned
+
+SIZES = (1024, 512, 256, 128)
+MOST_PRODUCTS = 2**30
+"""Of numbers in a step on a TPU: programs are unrolled, and larger ones compile for minutes."""
+
+
+@dataclass(frozen=True)
+class TpuBlocks:
+    """Sizes of one step on a TPU; multiples of 128.
+
+    Attributes:
+        tokens, vocab: of the forward pass, which reads the head once for each block of tokens.
+        tokens_back, vocab_back: of the head's gradient, which reads hidden once for each block of the vocabulary.
+        vmem_bytes: what a kernel may take of a core's VMEM; None for the compiler's default.
+    """
+
+    tokens: int
+    vocab: int
+    tokens_back: int
+    vocab_back: int
+    vmem_bytes: int | None = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class GpuBlocks:
+    """Sizes of one program on a GPU; powers of two, at least 16.
+
+    Attributes:
+        tokens, vocab, embed: of a block of logits, and of what is added up to it at a time.
+        programs: least number of them in the forward pass, which is split along the vocabulary for it.
+        bands, band_logits, least_band: a band is that part of the vocabulary, or so many logits, or columns.
+        together: blocks of tokens that share columns of the head while they are in the cache.
+        warps, stages: of a program and of its software pipeline.
+    """
+
+    tokens: int = 128
+    vocab: int = 128
+    embed: int = 64
+    programs: int = 1024
+    bands: int = 8
+    band_logits: int = 2**25
+    least_band: int = 1024
+    together: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
+_VMEM = {"TPU v4": (14 * 2**20, None), "TPU7x": (42 * 2**20, 48 * 2**20)}
+"""Kind -> (what blocks may take, what a kernel may take)."""
+
+
+def tpu_blocks(kind: str, embed: int, item_bytes: int) -> TpuBlocks | None:
+    """For a TPU's ``device_kind`` and elements of 2 or 4 bytes; None where an embedding is too large for it."""
+    unknown = not kind.startswith("TPU") or kind in _VMEM
+    room, limit = _VMEM.get(kind, _VMEM["TPU v4"]) if unknown else (56 * 2**20, 64 * 2**20)
+
+    most = MOST_PRODUCTS if item_bytes == 2 else MOST_PRODUCTS // 6  # a product of float32 is six of bfloat16
+
+    def largest(kept_bytes: int, passing_bytes: int) -> tuple[int, int] | None:
+        """(kept, passing) rows of the embedding, of so many bytes a number."""
+        for kept, passing in itertools.product(SIZES, SIZES):
+            held = embed * (kept * kept_bytes + passing * passing_bytes) + kept * passing * 16
+            if held <= room and kept * passing * embed <= most and passing <= 2 * kept:
+                return kept, passing
+        return None
+
+    forward = largest(2 * item_bytes + 8, 2 * item_bytes)  # two buffers of each, and of sums in float32
+    backward = largest(4 * item_bytes + 4, 2 * item_bytes)
+    if forward is None or backward is None:
+        return None
+    blocks = TpuBlocks(*forward, backward[1], backward[0], limit)
+    return dataclasses.replace(blocks, **tuned("cross_entropy").get(kind, {}))
+
+
+def gpu_blocks(kind: str, item_bytes: int) -> GpuBlocks:
+    """For a GPU's ``device_kind`` and elements of 2 or 4 bytes."""
+    blocks = GpuBlocks() if item_bytes == 2 else GpuBlocks(tokens=64, vocab=64, embed=32, stages=2)
+    return dataclasses.replace(blocks, **tuned("cross_entropy").get(kind, {}))
