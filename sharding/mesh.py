@@ -16,8 +16,9 @@ AXES = {
     "data": "replicas of the parameters, each with its own part of the batch",
     "stage": "pipeline stages",
     "fsdp": "parts of the batch that also share out parameters and optimizer state (ZeRO-3)",
-    "context": "parts of the sequence",
-    "expert": "experts of a mixture-of-experts layer",
+    "context": "parts of the sequence, whose keys and values travel to the queries",
+    "expert": "experts of a mixture-of-experts layer, each with its own part of the batch outside it",
+    "ulysses": "parts of the sequence, exchanged for parts of the heads inside attention",
     "tensor": "parts of heads, feed-forward width and vocabulary (Megatron)",
 }
 

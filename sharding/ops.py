@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -92,8 +92,15 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
         flat = x.reshape(math.prod(tokens), -1) @ w.reshape(math.prod(w.shape[:contract]), -1)
         return flat.reshape(*tokens, *w.shape[contract:])
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    sharding = current_rules().spec(out, mesh, what=what)
-    return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=sharding)
+    there = current_rules().spec(out, mesh, what=what)
+    summed = _mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract])
+    if not summed & _mesh_axes(there):
+        return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
+    # The axis that is summed over also splits the result: summands first and then their scattered sums, so that the
+    # transpose is as plain, a gathered cotangent meeting the whole of x.
+    parts = jax.P(*_without(there, summed), unreduced=summed)
+    summands = jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=parts)
+    return jax.sharding.reshard(summands, there)
 
 
 def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") -> Array:
@@ -101,19 +108,39 @@ def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") ->
     mesh = current_mesh()
     if mesh is None:
         return table[ids]
-    return table.at[ids].get(out_sharding=current_rules().spec(out, mesh, what=what))
+    there = current_rules().spec(out, mesh, what=what)
+    # Each device finds the rows it has, for all tokens; only then may the axis of the rows split the tokens.
+    rows = _mesh_axes(jax.typeof(table).sharding.spec.partitions[:1])
+    found = table.at[ids].get(out_sharding=_without(there, rows))
+    return jax.sharding.reshard(found, there)
 
 
 def gather_weight(w: Array, *logical: str | None, what: str = "weight") -> Array:
-    """A weight as it is used: whole over the storage axes (fsdp), still split over tensor.
+    """A weight as it is used: whole over the axes it is only stored split over (fsdp), still split over tensor.
 
-    Its transpose scatters the gradient back to where the weight is stored.
+    Its transpose scatters the gradient back to where the weight is stored. One that ``gather_once`` made is left alone.
+    """
+    mesh = current_mesh()
+    if mesh is None or jax.typeof(w).sharding.spec.reduced:
+        return w
+    whole = jax.sharding.reshard(w, current_rules().spec(logical, mesh, w.shape, gathered=True, what=what))
+    return checkpoint_name(whole, GATHERED_WEIGHT)
+
+
+def gather_once(w: Array, *logical: str | None, sums_late: bool, what: str = "weight") -> Array:
+    """A weight gathered ahead of all its uses, as ZeRO's first two stages do.
+
+    Args:
+        sums_late: its gradient is left as one summand a device (``jax.P(unreduced=...)``) over the axes that the tokens
+            are split over, for the caller to add up; only weights that products and lookups use can do so.
     """
     mesh = current_mesh()
     if mesh is None:
         return w
-    whole = jax.sharding.reshard(w, current_rules().spec(logical, mesh, w.shape, gathered=True, what=what))
-    return checkpoint_name(whole, GATHERED_WEIGHT)
+    whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
+    if sums_late:
+        whole = jax.P(*whole, reduced=set(axis_names("batch", "seq")) - _mesh_axes(whole))
+    return jax.sharding.reshard(w, whole)
 
 
 def shard_map(
@@ -136,7 +163,7 @@ def shard_map(
 
     def call(*args: Array | None) -> Any:
         present = [(a, axes) for a, axes in zip(args, in_specs, strict=True) if a is not None]
-        specs = [rules.spec(axes or (), mesh, a.shape, what="argument of a kernel") for a, axes in present]
+        specs = [_argument_spec(rules, mesh, a, axes or ()) for a, axes in present]
         moved = [jax.sharding.reshard(a, s) for (a, _), s in zip(present, specs, strict=True)]
 
         def local(*shards: Array) -> Any:
@@ -152,6 +179,27 @@ def shard_map(
         return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=outs)(*moved)
 
     return call
+
+
+def _argument_spec(rules: Rules, mesh: AbstractMesh, x: Array, axes: LogicalAxes) -> PartitionSpec:
+    spec = rules.spec(axes, mesh, x.shape, what="argument of a kernel")
+    reduced = jax.typeof(x).sharding.spec.reduced  # of a weight gathered once: its gradient stays unsummed
+    return jax.P(*spec, reduced=reduced) if reduced else spec
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    """Mesh axes of one dimension of a partition spec."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def _without(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
+    """The spec less some mesh axes."""
+    return jax.P(*(tuple(a for a in _names(part) if a not in axes) or None for part in spec))
+
+
+def _mesh_axes(parts: Iterable[Any]) -> set[str]:
+    """Mesh axes of a partition spec."""
+    return {axis for part in parts for axis in _names(part)}
 
 
 def axis_names(*logical: str) -> tuple[str, ...]:

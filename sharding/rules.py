@@ -24,22 +24,24 @@ class Rules:
     Attributes:
         table: ``((logical axis, (mesh axis, ...)), ...)``. Mesh axes that the mesh lacks, or has at size 1, drop out,
             so one table serves every mesh.
-        storage_axes: mesh axes over which parameters are only *stored* split: a weight is gathered over them
-            before use and its gradient scattered back (ZeRO-3, arXiv:1910.02054 section 5).
+        storage: logical axes along which parameters are only *stored* split: a weight is gathered over their mesh
+            axes before use and its gradient scattered back (ZeRO, arXiv:1910.02054 section 5).
         replicable: logical axes that may stay whole when a mesh axis is a multiple of their size
             (fewer key-value heads than tensor shards).
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
-    storage_axes: tuple[str, ...] = ("fsdp",)
-    replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads")
+    storage: tuple[str, ...] = ("embed", "expert_embed")
+    replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
 
     def __post_init__(self) -> None:
         # A mesh axis that no mesh can have would drop out everywhere: replicated, and nobody told.
-        for name, axes in (*self.table, ("storage_axes", self.storage_axes)):
+        for name, axes in self.table:
             for axis in axes:
                 if axis not in AXES:
                     raise ShardingError(f"{name}: unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}.")
+        for name in self.storage:
+            self.mesh_axes(name)
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes of one logical axis.
@@ -75,7 +77,7 @@ class Rules:
         Args:
             logical: one logical axis (or None) per dimension.
             shape: checked for divisibility when given.
-            gathered: leave out ``storage_axes``: the spec under which a weight is used.
+            gathered: leave out the axes of ``storage``: the spec under which a weight is used.
             what: the array's name, for messages.
 
         Raises:
@@ -86,8 +88,8 @@ class Rules:
         used: dict[str, str] = {}
         parts: list[str | tuple[str, ...] | None] = []
         for dim, name in enumerate(logical):
-            axes = () if name is None else self.mesh_axes(name)
-            axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1 and not (gathered and a in self.storage_axes))
+            axes = () if name is None or (gathered and name in self.storage) else self.mesh_axes(name)
+            axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1)
             if shape is not None and axes:
                 axes = self._fit(name or "", axes, shape[dim], mesh, what)
             for a in axes:
@@ -126,22 +128,33 @@ class Rules:
 DEFAULT = Rules(
     (
         # Activations.
-        ("batch", ("data", "fsdp")),
-        ("seq", ("context",)),
+        ("batch", ("data", "fsdp", "expert")),
+        ("seq", ("context", "ulysses")),
+        ("residual_seq", ("context", "ulysses")),
         ("act_embed", ()),
         ("act_heads", ("tensor",)),
         ("act_kv_heads", ("tensor",)),
         ("act_mlp", ("tensor",)),
         ("act_vocab", ("tensor",)),
+        # Inside attention, where Ulysses exchanges its part of the sequence for a part of the heads.
+        ("attn_seq", ("context",)),
+        ("attn_kv_seq", ("context",)),
+        ("attn_heads", ("tensor", "ulysses")),
+        ("attn_kv_heads", ("tensor", "ulysses")),
         # Parameters.
         ("layers", ()),
         ("vocab", ("tensor",)),
-        ("embed", ("fsdp",)),
+        ("embed", ("fsdp", "expert")),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
         ("head_dim", ()),
         ("mlp", ("tensor",)),
+        # Parameters of a mixture's experts.
+        ("experts", ("expert",)),
+        ("expert_embed", ("fsdp",)),
+        ("expert_mlp", ("tensor",)),
     )
 )
 """Megatron's split of heads, feed-forward and vocabulary over ``tensor``; parameters stored split over ``fsdp``; the
-sequence over ``context``, where attention goes around a ring."""
+sequence over ``context``, where attention goes around a ring, and ``ulysses``; experts over ``expert``, which outside
+their layers is another ``fsdp``. ``jaxllm.parallel.plan`` says what else can be chosen."""

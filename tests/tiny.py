@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxllm.data import Batch
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, RopeConfig
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RopeConfig
 
 
 def decoder(
@@ -29,9 +29,10 @@ def decoder(
     softcap: float | None = None,
     norms: str = "pre",
     gated: bool = True,
+    moe: tuple[int, int, int, bool] | None = None,
     **fields: Any,
 ) -> DecoderConfig:
-    """A small decoder; every size fits an axis of eight unless said otherwise."""
+    """A small decoder; every size fits an axis of eight unless said otherwise. `moe`: fields of MoeConfig in order."""
     attention = AttentionConfig(
         heads,
         kv_heads,
@@ -42,7 +43,11 @@ def decoder(
         window,
         softcap,
     )
-    block = BlockConfig(attention, MlpConfig(mlp, gated=gated, bias=bias == "all"), norms)  # type: ignore[arg-type]
+    feed_forward = MlpConfig(mlp, gated=gated, bias=bias == "all")
+    if moe is not None:
+        experts, top_k, hidden, normalize = moe
+        feed_forward = MoeConfig(experts, top_k, hidden, normalize=normalize)
+    block = BlockConfig(attention, feed_forward, norms)  # type: ignore[arg-type]
     return DecoderConfig(
         vocab_size=vocab_size,
         embed_dim=embed_dim,

@@ -86,7 +86,7 @@ def empty_cache(config: DecoderConfig, batch: int, slots: int) -> DenseCache:
             f"DenseCache holds one (kv_heads, head_dim) for all layers; this model has {sorted(shapes)}."
         )
     kv_heads, head_dim = shapes.pop()
-    shards = sharding.axis_size("act_kv_heads")
+    shards = sharding.axis_size("attn_kv_heads")
     if kv_heads < shards and shards % kv_heads == 0:
         kv_heads = shards  # repeated, as share_kv_heads does
     zeros = jnp.zeros((config.layers, batch, slots, kv_heads, head_dim), jnp.dtype(config.dtype))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxllm.infer.inspection import Inspection, alike, mebibytes
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, RopeConfig
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RopeConfig
 
 TEMPLATE_LINES = 4
 WIDE = 2000
@@ -109,7 +109,10 @@ def _attention(block: BlockConfig) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _mlp(mlp: MlpConfig) -> str:
+def _mlp(mlp: MlpConfig | MoeConfig) -> str:
+    if isinstance(mlp, MoeConfig):
+        rest = _unusual(mlp, MoeConfig(), ("hidden", "experts", "top_k"))
+        return f"{mlp.top_k} of {mlp.experts} experts of {mlp.hidden}" + (f"; {rest}" if rest else "")
     rest = _unusual(mlp, MlpConfig(), ("hidden",))
     return f"{mlp.hidden}; {rest}" if rest else str(mlp.hidden)
 

@@ -109,6 +109,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         config = self.config
+        x = sharding.constrain(x, "batch", "seq", "act_embed")
         q = self._project(x, self.q, "act_heads")
         k = self._project(x, self.k, "act_kv_heads")
         v = self._project(x, self.v, "act_kv_heads")
@@ -120,7 +121,8 @@ class Attention(nnx.Module):
             cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out, ctx = ctx.attend(layer, q, k, v, positions, config.scoring)
-        out = sharding.project(out, use(self.o, x.dtype), ("batch", "seq", "act_embed"), contract=2)
+        out = sharding.constrain(out, "batch", "seq", "act_heads", None)
+        out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
         return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx
 
     def _project(self, x: Float[Array, "B S D"], weight: nnx.Param, heads: str) -> Float[Array, "B S N H"]:

@@ -4,7 +4,7 @@ A context is a pytree. The decoder carries it through its layers; each attention
 attended values and the (perhaps updated) context back. Everything that differs between training on packed documents,
 prefill, decode and paged serving lives behind ``attend``.
 
-Legend: B batch, S sequence, N query heads, K kv heads, H head dim.
+Legend: B batch, S sequence, N query heads, K kv heads, H head dim, E experts, A experts a token is sent to.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.ring_attention import Layout, ring_attention
+from pallas_kernels.ring_attention import Layout, order, places, ring_attention
 
 LayerIndex = Int[Array, ""]
 """Which layer of the model is asking; traced, since layers are scanned."""
 
-Q_AXES = ("batch", "seq", "act_heads", None)
-KV_AXES = ("batch", "seq", "act_kv_heads", None)
-TOKEN_AXES = ("batch", "seq")
+Q_AXES = ("batch", "attn_seq", "attn_heads", None)
+KV_AXES = ("batch", "attn_kv_seq", "attn_kv_heads", None)
+TOKEN_AXES = ("batch", "attn_seq")
+KV_TOKEN_AXES = ("batch", "attn_kv_seq")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class AttentionContext(Protocol):
         ...
 
 
+@runtime_checkable
+class RoutingContext(AttentionContext, Protocol):
+    """A context that wants to know what mixtures of experts choose."""
+
+    def routed(self, layer: LayerIndex, shares: Float[Array, "B S E"], experts: Int[Array, "B S A"]) -> RoutingContext:
+        """Hears a layer's softmax over its experts, and those chosen for each token, the likeliest first."""
+        ...
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class Segments:
@@ -85,25 +95,39 @@ class Segments:
     ) -> tuple[Float[Array, "B S N H"], Segments]:
         """Causal attention within each segment; ``layer`` makes no difference here."""
         rule = {"scale": scoring.scale, "window": scoring.window, "softcap": scoring.softcap}
-        split = sharding.axis_names("seq")
+        split, kv_split = sharding.axis_names("attn_seq"), sharding.axis_names("attn_kv_seq")
 
-        def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        def local(q: Array, k: Array, v: Array, segments: Array | None, kv_segments: Array | None) -> Array:
             # Causal by place in the row: the same as by position within a document, and what lies above the
             # diagonal is then known before the program runs.
-            if split:
+            if kv_split:
                 return ring_attention(q, k, v, axis=split[0], layout=self.layout, segment_ids=segments, **rule)
-            return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=segments, **rule)
+            if split:
+                rule.update(_places(self.layout, split[0], q.shape[1], q.shape[0]))
+            return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=kv_segments, **rule)
 
-        attend = sharding.shard_map(local, (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES), Q_AXES)
-        return attend(q, share_kv_heads(k), share_kv_heads(v), self.segment_ids), self
+        axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES)
+        attend = sharding.shard_map(local, axes, Q_AXES)
+        return attend(q, share_kv_heads(k), share_kv_heads(v), self.segment_ids, self.segment_ids), self
+
+
+def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Array, "..."]]:
+    """Places in the row of a shard's queries and of all keys, one after another as the shards hold them."""
+    shards = jax.lax.axis_size(axis)
+    here = places(layout, jax.lax.axis_index(axis), shards, size)
+    everywhere = jnp.asarray(order(layout, shards, shards * size))
+    return {
+        "q_positions": jnp.broadcast_to(here, (rows, size)),
+        "kv_positions": jnp.broadcast_to(everywhere, (rows, shards * size)),
+    }
 
 
 def share_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:
-    """Repeats kv heads up to the number of tensor shards, so that each shard holds the one its queries need.
+    """Repeats kv heads up to the number of shards of attention's heads, so that each holds the one its queries need.
 
     Unchanged where there are at least as many kv heads as shards.
     """
-    shards = sharding.axis_size("act_kv_heads")
+    shards = sharding.axis_size("attn_kv_heads")
     b, s, k, h = x.shape
     if k >= shards or shards % k:
         return x  # divisible already, or refused by the rules with a message

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.attention import Attention, AttentionConfig
-from jaxllm.models.context import AttentionContext, LayerIndex
+from jaxllm.models.context import AttentionContext, LayerIndex, RoutingContext
 from jaxllm.models.mlp import Mlp, MlpConfig
+from jaxllm.models.moe import Moe, MoeConfig
 from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import normal, use
 
@@ -28,12 +29,13 @@ class BlockConfig:
     """One transformer block: attention and feed-forward, each with a residual.
 
     Attributes:
+        mlp: one feed-forward layer for all tokens, or a mixture of experts.
         norms: of each of the two, what is normalised: its input (arXiv:2002.04745), its output (OLMo 2), or both
             ("sandwich", arXiv:2105.13290; Gemma 2).
     """
 
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    mlp: MlpConfig = field(default_factory=MlpConfig)
+    mlp: MlpConfig | MoeConfig = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
 
 
@@ -145,7 +147,8 @@ class Block(nnx.Module):
             out_scale=out_scale,
             dtype=dtype,
         )
-        self.mlp = Mlp(config.mlp, model.embed_dim, out_scale=out_scale, dtype=dtype)
+        layer = Moe if isinstance(config.mlp, MoeConfig) else Mlp
+        self.mlp = layer(config.mlp, model.embed_dim, out_scale=out_scale, dtype=dtype)  # type: ignore[arg-type]
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -153,8 +156,16 @@ class Block(nnx.Module):
         pre, post = self.norms != "post", self.norms != "pre"
         attended, ctx = self.attention(self.attention_norm(x) if pre else x, positions, layer, ctx)
         x = checkpoint_name(x + (self.attention_out_norm(attended) if post else attended), "residual")
-        out = self.mlp(self.mlp_norm(x) if pre else x)
+        out, ctx = self._feed_forward(self.mlp_norm(x) if pre else x, layer, ctx)
         return x + (self.mlp_out_norm(out) if post else out), ctx
+
+    def _feed_forward(
+        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        if isinstance(self.mlp, Mlp):
+            return self.mlp(x), ctx
+        out, shares, experts = self.mlp(x)
+        return out, ctx.routed(layer, shares, experts) if isinstance(ctx, RoutingContext) else ctx
 
 
 class Embedding(nnx.Module):
@@ -169,7 +180,7 @@ class Embedding(nnx.Module):
         self.dtype, self.scale = model.dtype, model.embed_scale
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        out, dtype = ("batch", "seq", "act_embed"), jnp.dtype(self.dtype)
+        out, dtype = ("batch", "residual_seq", "act_embed"), jnp.dtype(self.dtype)
         x = sharding.take(use(self.table, dtype), tokens, out=out)
         if self.scale != 1.0:
             x = x * jnp.asarray(self.scale, dtype)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import sharding
 from jaxllm.models.context import AttentionContext
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
-from jaxllm.models.params import draw, use
+from jaxllm.models.params import draw, sums_late, use
 from pallas_kernels.flash_attention import RESIDUALS
 from sharding import Rules
 
@@ -86,6 +86,23 @@ class Functional:
             return ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
 
         return jax.tree.map(axes, self._declared())
+
+    def gather(self, params: Params) -> Params:
+        """All parameters whole over the axes they are stored split over, for a forward and backward pass or several.
+
+        What products and lookups use is in compute dtype, and its gradient is left as a summand a device, see
+        ``sharding.gather_once``; gains and biases are as ``params`` has them.
+        """
+
+        def one(leaf: Declared, value: Array) -> Array:
+            matrix = sums_late(leaf.param)
+            axes = ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
+            if matrix:
+                value = value.astype(self.config.dtype)
+            return sharding.gather_once(value, *axes, sums_late=matrix)
+
+        with sharding.use_rules(self.rules):
+            return jax.tree.map(one, self._declared(), params)
 
     def _declared(self) -> Params:
         """The parameter tree with each weight's declaration and the dimensions it is stacked over."""

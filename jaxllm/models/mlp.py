@@ -63,12 +63,13 @@ class Mlp(nnx.Module):
                 self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        x = sharding.constrain(x, "batch", "seq", "act_embed")
         activation = ACTIVATIONS[self.config.activation]
         if self.config.gated:
             h = activation(self._inner(x, "gate")) * self._inner(x, "up")
         else:
             h = activation(self._inner(x, "up"))
-        out = sharding.project(h, use(self.down, x.dtype), ("batch", "seq", "act_embed"))
+        out = sharding.project(h, use(self.down, x.dtype), ("batch", "residual_seq", "act_embed"))
         return out + use(self.down_bias, x.dtype) if self.config.bias else out
 
     def _inner(self, x: Float[Array, "B S D"], name: str) -> Float[Array, "B S F"]:

@@ -53,6 +53,11 @@ def _draw(
     return mean + std * unit
 
 
+def sums_late(param: nnx.Variable) -> bool:
+    """Whether a weight is used by products and lookups alone, whose gradients can be left unsummed over devices."""
+    return param.get_metadata()["std"] > 0
+
+
 def use(param: nnx.Param, dtype: jnp.dtype) -> Array:
     """The weight as the forward pass uses it: in compute dtype, whole over the axes it is only stored split over.
 

@@ -14,8 +14,7 @@ from jaxllm.data import Batch
 from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train.config import RunConfig
-from jaxllm.train.loop import check_batch
-from jaxllm.train.loss import value_and_grad
+from jaxllm.train.loop import check_batch, gradients
 from jaxllm.train.state import abstract_state
 from jaxllm.train.step import jit_step, train_step
 from sharding import MeshSpec
@@ -44,12 +43,11 @@ def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     """``compile_for`` in this process, which must be set up for the topology's compiler."""
     run = from_dict(RunConfig, config)
     mesh = MeshSpec.parse(run.mesh).build(topology.devices())
-    model = functional(run.model)
+    model = functional(run.model, run.parallel.rules())
     check_batch(run, mesh, model.rules)
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    grads = value_and_grad(model, z_loss=run.z_loss, accumulate=run.accumulate, layout=run.context_layout)
-    step = jit_step(train_step(grads, transform, schedule(run.optim.schedule, run.steps)), abstract)
+    step = jit_step(train_step(gradients(run, model), transform, schedule(run.optim.schedule, run.steps)), abstract)
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))

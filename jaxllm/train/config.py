@@ -10,7 +10,7 @@ from jaxllm.data import DataConfig
 from jaxllm.models.decoder import DecoderConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
-from pallas_kernels.ring_attention.layout import Layout
+from jaxllm.parallel.plan import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,8 @@ class RunConfig:
         accumulate: micro-batches per step, to bound memory; divides data.batch_size.
         z_loss: weight of the squared log-partition function in the loss.
         seed: seed of the parameters and of the run's randomness.
-        mesh: devices by named axis ("fsdp=4,tensor=2,context=2") or a preset: dp, fsdp, tp, fsdp_tp.
-        context_layout: which tokens of a row a device gets where the mesh has a context axis
-            (``pallas_kernels.ring_attention.layout``).
+        mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp, fsdp_tp.
+        parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
         distributed: how long several processes wait for each other.
         checkpoint: when to save and what to keep.
         log_every: steps between two lines of the log where there is no live view.
@@ -49,7 +48,7 @@ class RunConfig:
     z_loss: float = 0.0
     seed: int = 0
     mesh: str = runtime_only("dp")
-    context_layout: Layout = runtime_only("zigzag")
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})
     distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={"runtime_only": True})
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})
     log_every: int = runtime_only(10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxllm.models import DecoderConfig
+from jaxllm.models import DecoderConfig, MoeConfig
 
 # Dense bf16 peak per chip, FLOP/s, by a part of jax's device_kind.
 # Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm; NVIDIA H100, H200 and B200 data sheets (no sparsity).
@@ -28,8 +28,9 @@ PEAK_FLOPS = {
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
     """FLOPs of one token's forward pass.
 
-    Matrix multiplications only: two per weight, embedding look-up free, output head included, and
-    ``4 * heads * head_dim`` for the score and the value of each token that is attended to.
+    Matrix multiplications only: two per weight that the token meets (of a mixture, the router's and the chosen
+    experts'), embedding look-up free, output head included, and ``4 * heads * head_dim`` for the score and the value of
+    each token that is attended to.
 
     Args:
         attended: how many tokens one attends to on average under a window (None: no window).
@@ -40,7 +41,10 @@ def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | Non
         a = block.attention
         total += 2.0 * d * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
         total += 4.0 * a.heads * a.head_dim * attended(a.window)
-        total += 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
+        if isinstance(block.mlp, MoeConfig):
+            total += 2.0 * d * (block.mlp.experts + 3 * block.mlp.top_k * block.mlp.hidden)
+        else:
+            total += 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
     return total
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, SharedCheckpointer
 from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
-from jaxllm.models import functional, param_count
+from jaxllm.models import Functional, functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.parallel.distributed import StopTogether, group
 from jaxllm.train.begin import beginning
@@ -30,7 +30,7 @@ from jaxllm.train.plot import draw_loss
 from jaxllm.train.processes import fingerprint, own_part, put, surroundings
 from jaxllm.train.receipt import make_receipt, versions
 from jaxllm.train.state import TrainState, abstract_state, init_state
-from jaxllm.train.step import jit_step, train_step
+from jaxllm.train.step import ValueAndGrad, jit_step, train_step
 from jaxllm.train.view import View
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec
@@ -76,7 +76,7 @@ class Run:
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
         check_precision(config)
         self.mesh = MeshSpec.parse(config.mesh).build()
-        self.model = functional(config.model)
+        self.model = functional(config.model, config.parallel.rules())
         check_batch(config, self.mesh, self.model.rules)
         self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
@@ -104,9 +104,7 @@ class Run:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
         start = time.monotonic()
         rate = schedule(self.config.optim.schedule, self.config.steps)
-        grads = value_and_grad(
-            self.model, z_loss=self.config.z_loss, accumulate=self.config.accumulate, layout=self.config.context_layout
-        )
+        grads = gradients(self.config, self.model)
         step = jit_step(train_step(grads, self.optimizer, rate), self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
@@ -266,9 +264,21 @@ def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
     """A micro-batch must divide over the mesh."""
     shape = (config.data.batch_size // config.accumulate, config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
+    rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     shards = mesh.shape.get("context", 1)
     if shards > 1:
-        order(config.context_layout, shards, config.data.seq_len)  # refuses lengths that do not divide
+        order(config.parallel.layout, shards, config.data.seq_len)  # refuses lengths that do not divide
+
+
+def gradients(config: RunConfig, model: Functional) -> ValueAndGrad:
+    """The function of loss and gradients that the run's step takes."""
+    return value_and_grad(
+        model,
+        z_loss=config.z_loss,
+        accumulate=config.accumulate,
+        layout=config.parallel.layout,
+        zero=config.parallel.zero,
+    )
 
 
 def check_precision(config: RunConfig) -> None:

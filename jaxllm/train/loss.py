@@ -6,7 +6,7 @@ Legend: B batch, S sequence, D embed, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def arrange(batch: Any, layout: Layout) -> Any:
     Raises:
         ValueError: the rows do not divide.
     """
-    shards = sharding.axis_size("seq")
+    shards = sharding.axis_size("attn_seq")
     if shards == 1 or layout == "contiguous":
         return batch
     to = order(layout, shards, batch.tokens.shape[1])
@@ -95,7 +95,12 @@ def _sharded_sums(
 
 
 def value_and_grad(
-    model: Functional, *, z_loss: float = 0.0, accumulate: int = 1, layout: Layout = "contiguous"
+    model: Functional,
+    *,
+    z_loss: float = 0.0,
+    accumulate: int = 1,
+    layout: Layout = "contiguous",
+    zero: Literal[1, 2, 3] = 3,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """``(params, batch) -> (sums, gradients of the mean loss per target token)``.
 
@@ -103,6 +108,7 @@ def value_and_grad(
         accumulate: micro-batches the batch is cut into, one after the other, to bound memory. Each token weighs the
             same however many targets its micro-batch has, so the result does not depend on ``accumulate``.
         layout: which tokens of a row a device gets where the mesh splits the sequence.
+        zero: stage of ZeRO, see ``jaxllm.parallel.ParallelConfig``: in stages 1 and 2 weights are gathered here, once.
     """
 
     def mean_loss(params: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
@@ -114,21 +120,44 @@ def value_and_grad(
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
+        used = params if zero == 3 else model.gather(params)
+
+        def stored(grads: Any) -> Any:
+            """As the parameters are: in their dtype, and where they are."""
+            return jax.tree.map(lambda g, p: _reshard(g.astype(p.dtype), p), grads, params)
+
         if accumulate == 1:
-            (_, sums), grads = grad(params, batch, total)
-            return sums, grads
+            (_, sums), grads = grad(used, batch, total)
+            return sums, stored(grads)
 
         def micro(carry: tuple[LossSums, Any], part: Any) -> tuple[tuple[LossSums, Any], None]:
-            (_, sums), grads = grad(params, part, total)
+            (_, sums), grads = grad(used, part, total)
+            grads = stored(grads) if zero > 1 else jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         with sharding.use_rules(model.rules):
             parts = jax.tree.map(lambda x: split_batch(x, accumulate), batch)
-        zero = LossSums(*(jnp.zeros((), dtype) for _ in LossSums._fields))
-        (sums, grads), _ = jax.lax.scan(micro, (zero, jax.tree.map(jnp.zeros_like, params)), parts)
-        return sums, grads
+        nothing = LossSums(*(jnp.zeros((), dtype) for _ in LossSums._fields))
+        like = params if zero > 1 else used
+        none = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
+        (sums, grads), _ = jax.lax.scan(micro, (nothing, none), parts)
+        return sums, stored(grads)
 
     return run
+
+
+def _reshard(x: Array, like: Array) -> Array:
+    """``x`` where ``like`` is; summands that each device has one of are added up."""
+    return x if sharding.current_mesh() is None else jax.sharding.reshard(x, jax.typeof(like).sharding.spec)
+
+
+def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Array:
+    """Zeros, where the gradient of ``weight`` is: unsummed over the axes that it is to be summed over late."""
+    zeros = jnp.zeros(shape, dtype)
+    if sharding.current_mesh() is None:
+        return zeros
+    spec = jax.typeof(weight).sharding.spec
+    return jax.sharding.reshard(zeros, jax.P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else spec)
 
 
 def split_batch(x: Int[Array, "B S"], parts: int) -> Int[Array, "A B2 S"]:

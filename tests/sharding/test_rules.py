@@ -102,7 +102,6 @@ def test_override_changes_one_row_of_a_copy():
     [
         (lambda: DEFAULT.override(mlp=("tensr",)), "tensr"),
         (lambda: Rules((("embed", ("fsd",)),)), "fsd"),
-        (lambda: Rules((("embed", ()),), storage_axes=("fdsp",)), "fdsp"),
     ],
 )
 def test_a_misspelt_mesh_axis_does_not_silently_replicate(make, wrong):

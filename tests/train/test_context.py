@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models import functional
+from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import train, value_and_grad
 from jaxllm.train.loop import Run
 from sharding import MeshSpec, shardings_of
@@ -53,7 +54,7 @@ def test_accumulation(float64):
 
 def test_a_run_goes_on_with_its_sequence_split(stopped, finished, tmp_path):
     """The mesh and the layout are no part of the mathematics: the curve is that of one device to float32's rounding."""
-    config = runs.run_config(finished, out=tmp_path, mesh="context=4,data=2", context_layout="striped")
+    config = runs.run_config(finished, out=tmp_path, mesh="context=4,data=2", parallel=ParallelConfig(layout="striped"))
     assert train(config).complete
     whole, split = (np.array(runs.losses(d))[:, 1] for d in (finished / "runs" / "tiny", tmp_path / "tiny"))
     np.testing.assert_allclose(split, whole, rtol=1e-4)
@@ -63,4 +64,4 @@ def test_rows_that_do_not_divide_are_refused(tmp_path):
     base = runs.run_config(tmp_path, mesh="context=4,data=2", seq_len=12)
     with pytest.raises(ValueError, match="zigzag: a sequence of 12 does not divide into 8 parts"):
         Run(base)
-    Run(dataclasses.replace(base, context_layout="contiguous"))
+    Run(dataclasses.replace(base, parallel=ParallelConfig(layout="contiguous")))

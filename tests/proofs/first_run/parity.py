@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
+from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import TrainState, abstract_state, train_step, value_and_grad
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
@@ -46,12 +47,14 @@ def runs(draw: st.DrawFn, float32: bool = False) -> dict[str, Any]:
 def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> tuple[Any, np.ndarray, str]:
     """Gradients of the first step, the loss of each step, and the devices' spec of one weight."""
     config = tiny.decoder(dtype=dtype, **example["model"])
-    model = functional(config)
+    plan = ParallelConfig(**example.get("plan", {}))
+    model = functional(config, plan.rules())
     mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1])
     transform = optimizer(OPTIM, steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    layout = example.get("layout", "contiguous")
-    grads_of = value_and_grad(model, z_loss=example["z_loss"], accumulate=example["accumulate"], layout=layout)
+    grads_of = value_and_grad(
+        model, z_loss=example["z_loss"], accumulate=example["accumulate"], layout=plan.layout, zero=plan.zero
+    )
 
     def with_gradients(state: Any, batch: Any) -> Any:
         kept = {}
@@ -82,7 +85,7 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
             state, metrics, grads = jitted(state, jax.device_put(batch, jax.NamedSharding(mesh, spec)))
             first = jax.device_get(grads) if first is None else first
             losses.append(float(metrics["loss"]))
-    return first, np.array(losses), str(state.params["segments"]["0"]["0"]["mlp"]["up"].sharding.spec)
+    return first, np.array(losses), str(state.params["segments"]["0"]["0"]["attention"]["q"].sharding.spec)
 
 
 def compare(example: dict[str, Any], dtype: str, steps: int) -> tuple[float, float, float]:
@@ -94,7 +97,7 @@ def compare(example: dict[str, Any], dtype: str, steps: int) -> tuple[float, flo
     grads_8, losses_8, spec = run(example, example["preset"], dtype, steps)
     for axis in ("fsdp", "tensor"):  # the eight-device run is really sharded
         used = axis in dict(MeshSpec.parse(example["preset"]).axes)
-        assert (f"'{axis}'" in spec) == used, f"{example['preset']}: mlp/up has spec {spec}"
+        assert (f"'{axis}'" in spec) == used, f"{example['preset']}: attention/q has spec {spec}"
     relative = np.abs(losses_8 - losses_1) / np.maximum(np.abs(losses_1), 1e-3)
     return relative[0], tiny.leaf_error(grads_8, grads_1), relative.max()
 

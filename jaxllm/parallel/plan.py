@@ -1,0 +1,41 @@
+"""A plan is data: the sizes of the mesh's axes, and this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import sharding
+from pallas_kernels.ring_attention.layout import Layout
+from sharding import Rules
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How arrays are split over the mesh, beyond the sizes of its axes.
+
+    Attributes:
+        zero: what a device holds a part of, over the axis ``fsdp`` (ZeRO, arXiv:1910.02054). 3: of parameters,
+            gradients and optimizer state; a layer's weights are gathered when it uses them. 2: of gradients and
+            optimizer state; all weights are gathered once a step, in compute dtype. 1: of optimizer state; gradients
+            are added up over devices once a step, whatever ``accumulate`` is. The float32 parameters that the optimizer
+            updates count as its state.
+        sequence: the residual stream and norms are split by sequence over ``tensor`` as well (Megatron sequence
+            parallelism, arXiv:2205.05198): less memory for the same bytes sent.
+        context: how queries meet keys of other parts of the sequence over the axis ``context``: keys and values go
+            around a ring (arXiv:2310.01889), or each device gathers them all (as Llama 3 trains, arXiv:2407.21783).
+        layout: which tokens of a row a device gets over ``context`` (``pallas_kernels.ring_attention.layout``).
+    """
+
+    zero: Literal[1, 2, 3] = 3
+    sequence: bool = False
+    context: Literal["ring", "all_gather"] = "ring"
+    layout: Layout = "zigzag"
+
+    def rules(self, base: Rules = sharding.DEFAULT) -> Rules:
+        """The sharding table of this plan."""
+        if self.sequence:
+            base = base.override(residual_seq=(*base.mesh_axes("residual_seq"), "tensor"))
+        if self.context == "all_gather":
+            base = base.override(attn_kv_seq=())
+        return base

@@ -1,0 +1,79 @@
+"""Ways to split a run over devices: the loss and gradients of one device, and what each way sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.models import DecoderConfig, MoeConfig, functional
+from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.train import value_and_grad
+from jaxllm.train.loop import Run
+from sharding import MeshSpec, ShardingError, shardings_of
+from sharding.state import abstract_params
+from tests import quick, tiny
+from tests.train import runs
+
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 4, "embed_dim": 8, "mlp": 8, "vocab_size": 16, "layers": 2}
+
+
+def loss_and_grads(config: DecoderConfig, batch: Any, mesh: str, plan: ParallelConfig, accumulate: int = 1) -> Any:
+    model = functional(config, plan.rules())
+    built = MeshSpec.parse(mesh).build(jax.devices()[: np.prod([n for _, n in MeshSpec.parse(mesh).axes])])
+    abstract = abstract_params(model.abstract(), model.logical_axes(), built, model.rules)
+    run = quick.jit(value_and_grad(model, z_loss=0.01, accumulate=accumulate, layout=plan.layout, zero=plan.zero))
+    with jax.set_mesh(built):
+        params = jax.device_put(quick.params(config), shardings_of(abstract))
+        spec = model.rules.spec(("batch", "seq"), built)
+        sums, grads = run(params, jax.device_put(batch, jax.NamedSharding(built, spec)))
+        jax.tree.map(lambda g, p: np.testing.assert_equal(str(g.sharding.spec), str(p.sharding.spec)), grads, params)
+        return jax.device_get((sums, grads))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "accumulate"),
+    [
+        ("data=2,fsdp=2,tensor=2", ParallelConfig(zero=1), 2),
+        ("fsdp=4,tensor=2", ParallelConfig(zero=2, sequence=True), 2),
+        ("fsdp=2,ulysses=2,context=2", ParallelConfig(context="all_gather", layout="striped"), 1),
+        ("context=2,ulysses=2,tensor=2", ParallelConfig(zero=1, sequence=True), 1),
+        ("expert=4,data=2", ParallelConfig(zero=2), 2),
+        ("expert=2,fsdp=2,tensor=2", ParallelConfig(sequence=True), 1),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_equals_one_device(mesh, plan, accumulate, rng, float64):
+    config = tiny.decoder(**SMALL, window=5, norms="sandwich", bias="all")
+    if "expert" in mesh:
+        block = dataclasses.replace(config.pattern[0], mlp=MoeConfig(experts=8, top_k=2, hidden=4))
+        config = dataclasses.replace(config, pattern=(block,))
+    batch = tiny.batch(int(rng.integers(2**16)), 16, 8, 16, packed=True, padding=True)
+    one = loss_and_grads(config, batch, "data=1", ParallelConfig())
+    many = loss_and_grads(config, batch, mesh, plan, accumulate)
+    assert tiny.leaf_error(many, one) < 1e-10
+
+
+def test_gathered_once_in_compute_dtype():
+    """Matrices are whole and narrow, their gradients summed late; gains keep their dtype."""
+    config = dataclasses.replace(tiny.decoder(**SMALL, dtype="float32"), dtype="bfloat16")
+    model = functional(config)
+    mesh = MeshSpec.parse("data=2,fsdp=2,tensor=2").build()
+    with jax.set_mesh(mesh):
+        abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+        whole = jax.eval_shape(model.gather, abstract)
+    up, gain = whole["segments"]["0"]["0"]["mlp"]["up"], whole["head"]["norm"]["gain"]
+    assert up.dtype == jax.numpy.bfloat16
+    assert up.sharding.spec.partitions == (None, None, "tensor")
+    assert set(up.sharding.spec.reduced) == {"data", "fsdp"}
+    assert (gain.dtype, gain.sharding.spec.partitions) == (np.float32, (None,))
+
+
+def test_a_sequence_that_does_not_divide_over_tensor_is_refused(tmp_path):
+    base = runs.run_config(tmp_path, mesh="tensor=2,data=4", seq_len=17)
+    Run(base)
+    with pytest.raises(ShardingError, match="residual_seq = 17 cannot be split 2 ways"):
+        Run(dataclasses.replace(base, parallel=ParallelConfig(sequence=True)))
