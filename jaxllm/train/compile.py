@@ -14,10 +14,9 @@ from jaxllm.data import Batch
 from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train.config import RunConfig
-from jaxllm.train.loop import check_batch, gradients
+from jaxllm.train.loop import fitting_mesh, gradients
 from jaxllm.train.state import abstract_state
 from jaxllm.train.step import jit_step, train_step
-from sharding import MeshSpec
 from sharding.isolate import Progress, run_isolated
 from sharding.topology import Topology
 
@@ -42,9 +41,8 @@ def compile_for(config: RunConfig, on: str, *, progress: Progress | None = None)
 def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     """``compile_for`` in this process, which must be set up for the topology's compiler."""
     run = from_dict(RunConfig, config)
-    mesh = MeshSpec.parse(run.mesh).build(topology.devices())
     model = functional(run.model, run.parallel.rules())
-    check_batch(run, mesh, model.rules)
+    mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
     step = jit_step(train_step(gradients(run, model), transform, schedule(run.optim.schedule, run.steps)), abstract)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, SharedCheckpointer
 from jaxllm.config import ConfigError, differences, from_dict, to_dict
@@ -20,6 +20,7 @@ from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import Functional, functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.parallel.distributed import StopTogether, group
+from jaxllm.parallel.legal import check_parameters, resolve
 from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
@@ -75,9 +76,8 @@ class Run:
         self.group = group()
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
         check_precision(config)
-        self.mesh = MeshSpec.parse(config.mesh).build()
         self.model = functional(config.model, config.parallel.rules())
-        check_batch(config, self.mesh, self.model.rules)
+        self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
         self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
         self.begin = beginning(config.init_from, config.model) if config.init_from else None
@@ -258,6 +258,21 @@ def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) ->
             + "\nThese change the mathematics, so going on would be neither run. "
             "Set them back to go on, or choose another --name to start a new run."
         )
+
+
+def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> MeshSpec:
+    """The run's mesh over so many devices.
+
+    Raises:
+        ShardingError: the parameters or the batch do not fit it; lists the nearest that they do.
+    """
+    shapes, axes = model.abstract(), model.logical_axes()
+
+    def fits(mesh: AbstractMesh) -> None:
+        check_batch(config, mesh, model.rules)
+        check_parameters(shapes, axes, mesh, model.rules)
+
+    return resolve(MeshSpec.parse(config.mesh), num_devices, fits)
 
 
 def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
