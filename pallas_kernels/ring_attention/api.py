@@ -6,6 +6,7 @@ Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of k
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -16,7 +17,14 @@ from pallas_kernels.ring_attention.layout import LAYOUTS, Layout
 from pallas_kernels.ring_attention.reference import ring_attention_reference
 from pallas_kernels.ring_attention.xla import ring_attention_xla
 
-IMPLEMENTATIONS = {"xla": ring_attention_xla, "reference": ring_attention_reference}
+
+def _pallas_tpu(*args: Any, **kw: Any) -> Array:
+    from pallas_kernels.ring_attention.pallas_tpu import ring_attention_pallas_tpu
+
+    return ring_attention_pallas_tpu(*args, **kw)
+
+
+IMPLEMENTATIONS = {"pallas_tpu": _pallas_tpu, "xla": ring_attention_xla, "reference": ring_attention_reference}
 
 
 def ring_attention(
@@ -44,7 +52,7 @@ def ring_attention(
         layout: see ``pallas_kernels.ring_attention.layout``.
         segment_ids: this shard's.
         sinks, scale, window, softcap: as in ``flash_attention``.
-        implementation: "xla", or "reference", which gathers all keys; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "xla", or "reference", which gathers all keys; see ``pallas_kernels._dispatch``.
 
     Returns:
         The attended values in ``q.dtype``; sums in at least float32. Differentiable in q, k, v and sinks; for the

@@ -1,7 +1,7 @@
 """Ring attention from the blocks of ``flash_attention``, for any backend.
 
 At each step a shard attends to the keys it holds and passes them on; the parts are joined by their logsumexps. The
-backward pass goes around once more: gradients of keys and values travel with them, adding up, and come home at the end
+backward pass goes around once more: gradients of keys and values follow them, adding up, and come home at the end
 (arXiv:2310.01889). Sending and computing of a step do not depend on each other, so a compiler can overlap them.
 
 What a whole step cannot see is not computed: of a contiguous layout the steps with later keys, and all beyond a
@@ -157,17 +157,20 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
         return tuple(_into(w, x.astype(dtype), i) for w, x, i in zip(wholes, (d_q, d_k, d_v), at, strict=True))
 
     nothing = _vary_like(q, tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v)))
+    last = ring.steps(q.shape[1]) - 1
 
     def step(i: Array | int, d_q: Array, keys: Keys, d_keys: tuple[Array, Array]) -> tuple[Array, Any]:
+        # Sums follow their keys a step behind: sent after this step's part is added, they could not be overlapped.
+        arrived = ring.shift(d_keys, 1) if last else d_keys
         more = _where_visible(ring, q, i, nothing, functools.partial(gradients, keys))
-        return d_q + more[0], (d_keys[0] + more[1], d_keys[1] + more[2])
+        return d_q + more[0], (arrived[0] + more[1], arrived[1] + more[2])
 
     def body(carry: tuple[Array, Keys, Any], i: Array) -> tuple[Any, None]:
         d_q, keys, d_keys = carry
+        passed = ring.shift(keys, 1)
         d_q, d_keys = step(i, d_q, keys, d_keys)
-        return (d_q, *ring.shift((keys, d_keys), 1)), None
+        return (d_q, passed, d_keys), None
 
-    last = ring.steps(q.shape[1]) - 1
     start = nothing[0], Keys(k, v, segments), nothing[1:]
     (d_q, keys, d_keys), _ = jax.lax.scan(body, start, jnp.arange(last, dtype=jnp.int32))
     d_q, d_keys = step(last, d_q, keys, d_keys)

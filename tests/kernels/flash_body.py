@@ -94,7 +94,7 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla", "missing rescale"): ("xla", "carry[2] * keep + out", "carry[2] + out"),
     ("xla", "missing delta"): ("xla", "(d_weights - delta_rows)", "d_weights"),
     **{(name, what): edit for name in ("pallas_tpu", "pallas_gpu") for what, edit in _SHARED.items()},
-    ("pallas_tpu", "another's keys"): ("pallas_tpu", "return head, head // layout.splits,", "return head, head * 0,"),
+    ("pallas_tpu", "another's keys"): ("tpu_grid", "return head, head // layout.splits,", "return head, head * 0,"),
     ("pallas_gpu", "another's keys"): ("pallas_gpu", "(b, 0, h // shared, 0)", "(b, 0, h * 0, 0)"),
 }
 """(implementation, mistake) -> (module of the package, text, text with the mistake)."""
@@ -103,13 +103,13 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
     """Bands and blocks so small that short sequences cross many of them."""
-    from pallas_kernels.flash_attention import pallas_tpu, xla
+    from pallas_kernels.flash_attention import tpu_grid, xla
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "LEAST_BAND", 4)
         patch.setattr(xla, "BLOCK", 6)
         patch.setattr(xla, "FEW_QUERIES", 3)
-        patch.setattr(pallas_tpu, "LANES", 8)
+        patch.setattr(tpu_grid, "LANES", 8)
         patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(rows=32, kv=16))
         patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(q=8, kv=4, q_back=4, kv_back=8))
         yield

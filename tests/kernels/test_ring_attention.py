@@ -1,12 +1,12 @@
 """One body for every implementation of ring attention and every layout, against attention on one device.
 
-Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
+The TPU kernels run here on one case, another with every seed; `make proof kernels` runs them on all.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,108 +15,16 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels import explain
 from pallas_kernels.ring_attention import order, places, ring_attention
-from pallas_kernels.ring_attention.api import IMPLEMENTATIONS
 from pallas_kernels.ring_attention.layout import LAYOUTS
+from tests.kernels.ring_body import CASES, Case, draw, error, split, whole
 from tests.models.jaxprs import equations
 
-implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+implementations = pytest.mark.parametrize("implementation", ["xla", "reference"])
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-class Case(NamedTuple):
-    shards: int
-    s: int  # of a shard
-    n: int = 4
-    k: int = 2
-    v: int | None = None
-    packed: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-
-
-CASES = {
-    "one shard": Case(1, 6),
-    "two tokens a shard": Case(4, 2, packed=True),
-    "eight shards": Case(8, 4, 2, 1),
-    "packed": Case(4, 6, packed=True),
-    "window within a shard": Case(4, 6, window=3),
-    "window of one": Case(2, 4, window=1),
-    "window over shards, packed": Case(4, 4, packed=True, window=7),
-    "everything": Case(4, 6, 6, 2, 3, True, 9, 1.3, True),
-}
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-def draw(rng, case: Case, dtype=np.float64):
-    """(q, k, v, gradient of the output) of the whole sequence in its natural order, and segments and sinks."""
-    b, t, h, hv = 2, case.shards * case.s, 4, case.v or 4
-    shapes = (b, t, case.n, h), (b, t, case.k, h), (b, t, case.k, hv), (b, t, case.n, hv)
-    arrays = [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
-    segments = np.sort(rng.integers(0, 4, (b, t)).astype(np.int32), axis=1) if case.packed else None
-    sinks = jnp.asarray(rng.normal(size=case.n), dtype) if case.sinks else None
-    return arrays, None if segments is None else jnp.asarray(segments), sinks
-
-
-def options(case: Case) -> dict[str, Any]:
-    return {"window": case.window, "softcap": case.softcap}
-
-
-def whole(arrays, segments, sinks, case: Case):
-    """Output and gradients on one device."""
-    q, k, v, d_out = arrays
-
-    def attend(q, k, v, sinks):
-        ids = {"q_segment_ids": segments, "kv_segment_ids": segments}
-        return flash_attention(q, k, v, sinks=sinks, **ids, **options(case), implementation="reference")
-
-    @jax.jit
-    def run(q, k, v, d_out, sinks):
-        out, pull = jax.vjp(attend, q, k, v, sinks)
-        return out, *pull(d_out)
-
-    return run(q, k, v, d_out, sinks)
-
-
-def split(arrays, segments, sinks, case: Case, layout: str, implementation: str):
-    """The same over ``case.shards`` devices, put back into the natural order."""
-    there = order(layout, case.shards, arrays[0].shape[1])
-    back = np.argsort(there)
-    mesh = jax.make_mesh((case.shards,), ("context",), axis_types=(AxisType.Explicit,))
-    rows = P(None, "context")
-
-    def attend(q, k, v, segments, sinks):
-        return ring_attention(
-            q,
-            k,
-            v,
-            axis="context",
-            layout=layout,
-            segment_ids=segments,
-            sinks=sinks,
-            implementation=implementation,
-            **options(case),
-        )
-
-    @jax.jit
-    def run(q, k, v, d_out, segments, sinks):
-        in_specs = (rows, rows, rows, rows if case.packed else None, P() if case.sinks else None)
-        mapped = jax.shard_map(attend, in_specs=in_specs, out_specs=rows)
-        out, pull = jax.vjp(lambda q, k, v, sinks: mapped(q, k, v, segments, sinks), q, k, v, sinks)
-        return out, *pull(d_out)
-
-    with jax.set_mesh(mesh):
-        placed = [jax.reshard(x[:, there], rows) for x in arrays]
-        ids = None if segments is None else jax.reshard(segments[:, there], rows)
-        got = jax.device_get(run(*placed, ids, sinks))
-    return *(x[:, back] for x in got[:4]), got[4]
-
-
-def error(got, want) -> float:
-    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(y)]) for y in (got, want))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+NAMES = [name for name in CASES if "three shards" not in name]
+cases = pytest.mark.parametrize("case", [CASES[name] for name in NAMES], ids=NAMES)
 
 
 @layouts
@@ -146,13 +54,6 @@ def test_lower_precision(implementation, dtype, bound, rng):
     assert all(x.dtype == dtype for x in got[:4])
     exact = whole([x.astype(np.float32) for x in low], segments, sinks, case)
     assert error(got, exact) <= bound
-
-
-@layouts
-def test_same_twice(layout, rng):
-    inputs = draw(rng, CASES["packed"], np.float32)
-    first, second = (split(*inputs, CASES["packed"], layout, "xla") for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 @layouts
@@ -213,3 +114,18 @@ def test_what_cannot_be_is_refused(rng):
         ring_attention(q, k, v, axis="context")
     with pytest.raises(ValueError, match="q does not vary over the axis 'context'"):
         ring_attention(q, k, v, axis="context", layout="striped")
+
+
+def test_on_a_tpu_none_chooses_the_kernels_that_send():
+    assert explain("ring_attention", platform="tpu").startswith("ring_attention on tpu: pallas_tpu")
+    assert explain("ring_attention", platform="gpu").startswith("ring_attention on gpu: xla")
+
+
+def test_the_kernels_of_a_tpu_are_refused_elsewhere():
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Explicit,))
+    rows = P(None, "context")
+    attend = functools.partial(ring_attention, axis="context", implementation="pallas_tpu")
+    with jax.set_mesh(mesh):
+        q = jax.reshard(jnp.zeros((1, 8, 2, 4)), rows)
+        with pytest.raises(NotImplementedError, match="pallas_tpu needs a TPU, not cpu"):
+            jax.shard_map(attend, in_specs=(rows,) * 3, out_specs=rows)(q, q, q)

@@ -1,0 +1,282 @@
+"""How the TPU kernels cut queries and keys into blocks, and the grid over the blocks that a mask leaves.
+
+Queries lie along lanes: a block of scores is [keys, rows], where the rows of a block are its queries once for each of
+the query heads that read one kv head. So each block of keys is read once for all of them, a row's maximum and sum are
+[1, rows] in memory too, and every product has its operands as the matrix unit takes them.
+
+The grid's last dimension runs over the blocks that the mask leaves, which scalars in SMEM name before a block is
+fetched. Steps after the last one name that one again: it is not fetched again, and nothing is computed.
+
+Legend: B batch, S queries, T keys, N query heads, K kv heads, F query heads folded into a block, X = N / F, H head
+dim of keys, V of values, R = F x queries of a block, W rows of all blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import is_interpreting
+from pallas_kernels.flash_attention import blockwise, config
+from pallas_kernels.flash_attention.blockwise import Places
+from pallas_kernels.flash_attention.xla import Mask, Options
+
+LANES = 128
+
+# Arrays by how they are cut.
+_ROWS = ("q", "d_q", "d_out", "out", "lse", "delta", "top", "total", "acc")
+_KEYS = ("k", "v", "d_k", "d_v", "d_k_acc", "d_v_acc")
+_COLUMNS = ("k_columns", "v_columns")
+
+
+class Layout(NamedTuple):
+    """How queries and keys are cut into blocks."""
+
+    batch: int
+    s: int
+    t: int
+    heads: int
+    kv_heads: int
+    fold: int
+    q_block: int
+    kv_block: int
+
+    @classmethod
+    def of(cls, q: Array, k: Array, blocks: config.TpuBlocks) -> Layout:
+        (b, s, n, _), (t, kv) = q.shape, k.shape[1:3]
+        group = n // kv
+        fold = max(f for f in range(1, group + 1) if group % f == 0 and f * LANES <= max(blocks.rows, LANES))
+        q_block = min(_power_of_two(s), 1 << (blocks.rows // fold).bit_length() - 1)
+        return cls(b, s, t, n, kv, fold, q_block, min(blocks.kv, -(-t // LANES) * LANES))
+
+    @property
+    def rows(self) -> int:
+        return self.fold * self.q_block
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.s // self.q_block)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.t // self.kv_block)
+
+    @property
+    def splits(self) -> int:
+        """Blocks of heads that share a kv head."""
+        return self.heads // self.kv_heads // self.fold
+
+    def to_rows(self, x: Float[Array, "B S N H"]) -> Float[Array, "B X H W"]:
+        """Queries along the last dimension: block by block, head by head of those folded together."""
+        x = blockwise.pad(x, 1, self.q_block).reshape(
+            self.batch, self.q_blocks, self.q_block, -1, self.fold, x.shape[3]
+        )
+        return x.transpose(0, 3, 5, 1, 4, 2).reshape(self.batch, x.shape[3], x.shape[5], -1)
+
+    def from_rows(self, x: Float[Array, "B X H W"]) -> Float[Array, "B S N H"]:
+        """The inverse."""
+        h = x.shape[2]
+        x = x.reshape(self.batch, -1, h, self.q_blocks, self.fold, self.q_block).transpose(0, 3, 5, 1, 4, 2)
+        return x.reshape(self.batch, -1, self.heads, h)[:, : self.s]
+
+    def keys(self, x: Float[Array, "B T K H"]) -> Float[Array, "B K T2 H"]:
+        """Keys or values of whole blocks, head by head."""
+        return blockwise.pad(x, 1, self.kv_block).swapaxes(1, 2)
+
+    def per_row(self, x: Int[Array, "b S2"]) -> Int[Array, "b 1 W"]:
+        """What is the same for all heads of a query."""
+        x = x.reshape(x.shape[0], self.q_blocks, 1, self.q_block)
+        return jnp.broadcast_to(x, (x.shape[0], self.q_blocks, self.fold, self.q_block)).reshape(x.shape[0], 1, -1)
+
+    def sink_rows(self, sinks: Float[Array, " N"]) -> Float[Array, "X 1 R"]:
+        """Each row's sink."""
+        return jnp.repeat(sinks.astype(jnp.float32).reshape(-1, 1, self.fold), self.q_block, axis=2)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Grid(NamedTuple):
+    """The steps of a kernel. Outer blocks are of queries or of keys; for each, the inner ones that it meets.
+
+    Attributes:
+        layout: of blocks.
+        places: positions and segments.
+        bounds: ``blockwise.ranges`` of each outer block.
+        inner_queries: whether the inner blocks are those of queries.
+        steps: inner blocks that an outer one meets, at most.
+    """
+
+    layout: Layout
+    places: Places
+    bounds: Array
+    inner_queries: bool
+    steps: int
+
+    @property
+    def outer_blocks(self) -> int:
+        return self.layout.kv_blocks if self.inner_queries else self.layout.q_blocks
+
+    @property
+    def bounds_per_row(self) -> bool:
+        """Whether the rows of the batch have bounds of their own."""
+        return self.bounds.shape[0] > 4 * self.outer_blocks
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Rows of the batch, blocks of heads, outer blocks, inner blocks."""
+        layout = self.layout
+        if self.inner_queries:
+            return layout.batch, layout.kv_heads, self.outer_blocks, self.steps * layout.splits
+        return layout.batch, layout.heads // layout.fold, self.outer_blocks, self.steps
+
+    @classmethod
+    def over_keys(cls, layout: Layout, mask: Mask, options: Options) -> Grid:
+        return cls._of(layout, mask, options, False)
+
+    @classmethod
+    def over_queries(cls, layout: Layout, mask: Mask, options: Options) -> Grid:
+        return cls._of(layout, mask, options, True)
+
+    @classmethod
+    def _of(cls, layout: Layout, mask: Mask, options: Options, inner_queries: bool) -> Grid:
+        sizes = layout.q_block, layout.kv_block
+        places = Places.of(mask, layout.s, layout.t, *sizes)
+        live, whole = places.blocks(*sizes, options.window)
+        if inner_queries:
+            live, whole = live.mT, whole.mT
+        steps = live.shape[2]
+        if mask.q_positions is None and options.window is not None:
+            inner, outer = sizes if inner_queries else sizes[::-1]
+            steps = min(steps, (outer + options.window - 2) // inner + 2)
+        return cls(layout, places, blockwise.ranges(live, whole), inner_queries, steps)
+
+    def mask_operands(self) -> dict[str, Array]:
+        """Positions and segments, as a kernel reads them."""
+        places = self.places
+        operands = {"q_at": self.layout.per_row(places.q_at), "kv_at": places.kv_at[:, None]}
+        if places.q_in is not None and places.kv_in is not None:
+            operands |= {"q_in": self.layout.per_row(places.q_in), "kv_in": places.kv_in[:, None]}
+        return operands
+
+    def step(self, bounds: Any) -> Step:
+        """Where a kernel is, inside it; ``bounds`` are this grid's, in SMEM."""
+        return Step.at(bounds, self.bounds_per_row, self.outer_blocks, self.steps)
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        options: Options,
+        blocks: config.TpuBlocks,
+        operands: dict[str, Array],
+        results: dict[str, jax.ShapeDtypeStruct],
+        scratch: dict[str, tuple[int, ...]],
+    ) -> dict[str, Array]:
+        """Runs ``kernel(refs, options, step)`` at every step; an array's name says how it is cut."""
+        operands = operands | self.mask_operands()
+        names = (*operands, *results, *scratch)
+
+        def body(bounds: Any, *refs: Any) -> None:
+            kernel(dict(zip(names, refs, strict=True)), options, self.step(bounds))
+
+        call = pl.pallas_call(
+            body,
+            out_shape=list(results.values()),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=self.shape,
+                in_specs=[self.spec(name, x.shape) for name, x in operands.items()],
+                out_specs=[self.spec(name, x.shape) for name, x in results.items()],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=blocks.vmem_bytes,
+            ),
+            interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+            if is_interpreting()
+            else False,
+            name=f"flash_attention{kernel.__name__.removesuffix('_kernel')}",
+        )
+        return dict(zip(results, call(self.bounds, *operands.values()), strict=True))
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """How the array of that name is cut."""
+        layout, steps, outer_blocks = self.layout, self.steps, self.outer_blocks
+        bounds_per_row = self.bounds_per_row
+
+        def at(b: Any, head: Any, outer: Any, step: Any, bounds: Any) -> tuple[Any, Any, Any, Any]:
+            """(block of heads, kv head, block of queries, block of keys) of a step."""
+            bound = _bound(b if bounds_per_row else 0, outer, outer_blocks)
+            first, stop = bounds[bound], bounds[bound + 1]
+            inner = jnp.clip(first + step % steps, 0, jnp.maximum(stop - 1, 0))
+            if self.inner_queries:
+                return head * layout.splits + step // steps, head, inner, outer
+            return head, head // layout.splits, outer, inner
+
+        def row(b: Any) -> Any:
+            return b if shape[0] > 1 else 0
+
+        rows, keys = layout.rows, layout.kv_block
+        if name in _ROWS:
+            return pl.BlockSpec((None, None, shape[2], rows), lambda b, *i: (b, at(b, *i)[0], 0, at(b, *i)[2]))
+        if name in _KEYS:
+            return pl.BlockSpec((None, None, keys, shape[3]), lambda b, *i: (b, at(b, *i)[1], at(b, *i)[3], 0))
+        if name in _COLUMNS:
+            return pl.BlockSpec((None, None, shape[2], keys), lambda b, *i: (b, at(b, *i)[1], 0, at(b, *i)[3]))
+        if name in ("q_at", "q_in"):
+            return pl.BlockSpec((None, 1, rows), lambda b, *i: (row(b), 0, at(b, *i)[2]))
+        if name in ("kv_at", "kv_in"):
+            return pl.BlockSpec((None, 1, keys), lambda b, *i: (row(b), 0, at(b, *i)[3]))
+        return pl.BlockSpec((None, 1, rows), lambda b, *i: (at(b, *i)[0], 0, 0))  # sinks
+
+
+class Step(NamedTuple):
+    """Where in its loop over inner blocks a kernel is.
+
+    Attributes:
+        first, last: whether it is the first or the last of its outer block.
+        masked, whole: whether something or everything in the inner block is visible.
+    """
+
+    first: Array
+    last: Array
+    masked: Array
+    whole: Array
+
+    @classmethod
+    def at(cls, bounds: Any, bounds_per_row: bool, outer_blocks: int, steps: int) -> Step:
+        row, outer, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+        bound = _bound(row if bounds_per_row else 0, outer, outer_blocks)
+        first, stop, whole_first, whole_stop = (bounds[bound + i] for i in range(4))
+        inner = first + step % steps
+        whole = (inner >= whole_first) & (inner < whole_stop)
+        return cls(step == 0, step == pl.num_programs(3) - 1, (inner < stop) & ~whole, whole)
+
+    def visit(self, refs: dict[str, Any], options: Options, block: Callable[[Array | None], None]) -> None:
+        """Calls ``block(which keys are seen)``; with None where all are."""
+
+        @pl.when(self.whole)
+        def _() -> None:
+            block(None)
+
+        @pl.when(self.masked)
+        def _() -> None:
+            q_in, kv_in = (refs["q_in"][...], column(refs["kv_in"][...])) if "q_in" in refs else (None, None)
+            block(blockwise.visible(refs["q_at"][...], column(refs["kv_at"][...]), q_in, kv_in, options.window))
+
+
+def _bound(row: Any, outer: Any, outer_blocks: int) -> Any:
+    return (row * outer_blocks + outer) * 4
+
+
+def column(x: Int[Array, "1 T"]) -> Int[Array, "T 1"]:
+    """From lanes to sublanes; what is transposed must be whole tiles of 8 x 128."""
+    return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]

@@ -1,0 +1,323 @@
+"""Ring attention on TPUs in one kernel a pass: shards of keys and values travel by remote DMA while they are attended.
+
+At each step a device passes on the shard it holds (``tpu_passing``) and works through its blocks, those of
+``flash_attention``, in a pipeline inside the kernel. In the backward pass the gradients of keys and values follow one
+step behind: what a device has added up travels during its next step's gradient of the queries, and arrives before the
+neighbour's gradient of those keys, which is added to it.
+
+What is stored for the backward pass are a shard's own q, k, v, its output and one number a query and head. Positions
+follow from the layout and segments, four bytes a token, are gathered before the kernel starts, so that the blocks which
+a mask leaves of every step are known then.
+
+Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import is_interpreting, result_like, target_device, vary_over, varying_axes
+from pallas_kernels.flash_attention import blockwise, config
+from pallas_kernels.flash_attention.pallas_tpu import add_d_kv, add_d_q, attend
+from pallas_kernels.flash_attention.tpu_grid import Grid, Layout, Step
+from pallas_kernels.flash_attention.xla import Mask, Options
+from pallas_kernels.ring_attention.layout import Layout as Order
+from pallas_kernels.ring_attention.layout import places
+from pallas_kernels.ring_attention.tpu_passing import Passing, collective_id, neighbours, semaphores
+from pallas_kernels.ring_attention.xla import Ring
+
+_STATE = ("top", "total", "acc")
+
+
+def ring_attention_pallas_tpu(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
+    segment_ids: Int[Array, "B S"] | None,
+    sinks: Float[Array, " N"] | None,
+    *,
+    axis: str,
+    shards: int,
+    layout: Order,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Float[Array, "B S N V"]:
+    """See ``ring_attention``.
+
+    Raises:
+        NotImplementedError: not traced for a TPU and not interpreted, or see ``blockwise.check``.
+    """
+    if target_device().platform != "tpu" and not is_interpreting():
+        raise NotImplementedError(
+            f"pallas_tpu needs a TPU, not {target_device().kind}; to check values elsewhere, trace it inside "
+            "pallas_kernels._compat.interpreting()."
+        )
+    blockwise.check("pallas_tpu", q, k, v)
+    return _ring(Ring(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
+    return _forward(ring, q, k, v, segments, sinks)[0]
+
+
+def _forward(
+    ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
+) -> tuple[Array, Any]:
+    tour = _Tour.of(ring, q, k, segments)
+    layout = tour.keys.layout
+    rows = layout.to_rows(q)
+    sink = None if sinks is None else jnp.tile(layout.sink_rows(sinks), (1, 1, layout.q_blocks))
+    top, total = blockwise.start(sink, (*rows.shape[:2], 1, rows.shape[3]))
+    acc = jnp.zeros((*rows.shape[:2], v.shape[3], rows.shape[3]), jnp.float32)
+    done = tour.run(
+        _forward_step,
+        {"q": rows},
+        {"k": layout.keys(k), "v_columns": layout.keys(v).mT},
+        dict(zip(_STATE, (top, total, acc), strict=True)),
+        {},
+    )
+    safe, lse = blockwise.finish(done["top"], done["total"])
+    out = layout.from_rows((done["acc"] / safe).astype(q.dtype))
+    lse = layout.from_rows(lse)[..., 0]
+    return out, (q, k, v, segments, sinks, out, lse)
+
+
+def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, sinks, out, lse = residuals
+    tour = _Tour.of(ring, q, k, segments)
+    layout = tour.keys.layout
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    rows = [layout.to_rows(x) for x in (q, d_out.astype(q.dtype), lse[..., None], delta[..., None])]
+    keys, values = layout.keys(k), layout.keys(v)
+    done = tour.run(
+        _backward_step,
+        dict(zip(("q", "d_out", "lse", "delta"), rows, strict=True)),
+        {"k": keys, "v": values, "k_columns": keys.mT},
+        {"acc": jnp.zeros(rows[0].shape, jnp.float32)},
+        {"d_k_acc": keys, "d_v_acc": values},
+    )
+    d_q = layout.from_rows(done["acc"])
+    home = ring.shift((done["d_k_acc"][tour.last % 2], done["d_v_acc"][tour.last % 2]), -tour.last)
+    d_k, d_v = (x.swapaxes(1, 2)[:, : layout.t] for x in home)
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = -jnp.sum(jnp.exp(sinks.astype(jnp.float32) - lse) * delta, axis=(0, 1)).astype(sinks.dtype)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
+
+
+_ring.defvjp(_forward, _backward)
+
+
+class _Tour(NamedTuple):
+    """Once around the ring.
+
+    Attributes:
+        ring: which.
+        options: of the scores.
+        blocks: sizes.
+        keys, queries: grids over a shard's keys for its queries, and the other way round; their bounds and places are
+            those of the first step.
+        bounds: of both grids for every step, [steps * bounds].
+        masks: positions and segments of keys for every step, [steps, ...].
+    """
+
+    ring: Ring
+    options: Options
+    blocks: config.TpuBlocks
+    keys: Grid
+    queries: Grid
+    bounds: tuple[Array, Array]
+    masks: dict[str, Array]
+
+    @classmethod
+    def of(cls, ring: Ring, q: Array, k: Array, segments: Array | None) -> _Tour:
+        options = Options(ring.scale, ring.window, ring.softcap)
+        blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
+        layout = Layout.of(q, k, blocks)
+        size, mine = q.shape[1], jax.lax.axis_index(ring.axis)
+        everyone = None if segments is None else jax.lax.all_gather(segments, ring.axis)
+
+        def grids(step: Array) -> tuple[Grid, Grid]:
+            theirs = (mine - step) % ring.shards
+            q_at, kv_at = (jnp.asarray(places(ring.layout, x, ring.shards, size))[None] for x in (mine, theirs))
+            mask = Mask(q_at, kv_at, segments, None if everyone is None else everyone[theirs])
+            return Grid.over_keys(layout, mask, options), Grid.over_queries(layout, mask, options)
+
+        def arrays(step: Array) -> tuple[tuple[Array, Array], dict[str, Array]]:
+            keys, queries = grids(step)
+            masks = keys.mask_operands()
+            return (keys.bounds, queries.bounds), {name: masks[name] for name in masks if name.startswith("kv_")}
+
+        bounds, masks = jax.vmap(arrays)(jnp.arange(ring.steps(size), dtype=jnp.int32))
+        flat = bounds[0].reshape(-1), bounds[1].reshape(-1)
+        return cls(ring, options, blocks, *grids(jnp.int32(0)), flat, masks)
+
+    @property
+    def last(self) -> int:
+        """The last step, from 0."""
+        return next(iter(self.masks.values())).shape[0] - 1
+
+    def run(
+        self,
+        at_step: Callable[[_Here], None],
+        rows: Mapping[str, Array],
+        travelling: Mapping[str, Array],
+        state: Mapping[str, Array],
+        following: Mapping[str, Array],
+    ) -> dict[str, Array]:
+        """Calls ``at_step`` at every step, in a kernel.
+
+        Args:
+            rows: what stays, one value a row.
+            travelling: what goes around; there are two buffers of each.
+            state: what stays and is updated.
+            following: what follows a step behind; of its shape and in float32, not initialised.
+
+        Returns:
+            The state and both buffers of what follows, after the last step.
+        """
+        like = rows["q"]
+        state = {name: vary_over(x, varying_axes(like)) for name, x in state.items()}
+        masks = self.keys.mask_operands()
+        operands = dict(rows) | {name: masks[name] for name in masks if name.startswith("q_")} | self.masks
+        operands |= {f"own_{name}": x for name, x in travelling.items()} | {f"{n}_before": x for n, x in state.items()}
+        results = {name: result_like(like, x.shape, x.dtype) for name, x in state.items()}
+        results |= {name: result_like(like, (2, *x.shape), jnp.float32) for name, x in following.items()}
+        results |= {name: result_like(like, (2, *x.shape), x.dtype) for name, x in travelling.items()}
+        scalars = {"keys_bounds": self.bounds[0], "queries_bounds": self.bounds[1], "neighbours": neighbours(self.ring)}
+        names = (*scalars, *operands, *results)
+        aliases = {names.index(f"{name}_before"): list(results).index(name) for name in state}
+
+        def body(*refs: Any) -> None:
+            named, counters = dict(zip(names, refs, strict=False)), refs[len(names) :]
+            at_step(_Here(self, named, Passing(named, tuple(travelling), tuple(following), self.last, *counters)))
+
+        done = pl.pallas_call(
+            body,
+            out_shape=list(results.values()),
+            grid=(self.last + 1,),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalars)
+            + [pl.BlockSpec(memory_space=pltpu.HBM)] * len(operands),
+            out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(results),
+            scratch_shapes=semaphores(travelling, following),
+            input_output_aliases=aliases,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("arbitrary",),
+                vmem_limit_bytes=self.blocks.vmem_bytes,
+                collective_id=collective_id(self.ring) if self.last else None,
+            ),
+            interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+            if is_interpreting()
+            else False,
+            name=f"ring_attention{at_step.__name__.removesuffix('_step')}",
+        )(*scalars.values(), *operands.values())
+        return dict(zip(results, done, strict=True))
+
+
+class _Here(NamedTuple):
+    """A step on a device, inside the kernel."""
+
+    tour: _Tour
+    refs: dict[str, Any]
+    passing: Passing
+
+    def pipeline(
+        self, kernel: Callable[..., None], grid: Grid, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    ) -> None:
+        """Runs ``kernel(refs, options, step)`` over all blocks of this step; outputs are added to."""
+        which = "queries" if grid.inner_queries else "keys"
+        bounds = _Bounds(self.refs[f"{which}_bounds"], self.passing.step * grid.bounds.shape[0])
+        masks = {name: self.refs[name] for name in ("q_at", "q_in") if name in self.refs}
+        masks |= {name: self.refs[name].at[self.passing.step] for name in ("kv_at", "kv_in") if name in self.refs}
+        read = dict(inputs) | masks | {f"{name}_before": ref for name, ref in outputs.items()}
+        names = (*read, *outputs)
+
+        def cut(name: str, ref: Any) -> pl.BlockSpec:
+            spec = grid.spec(name.removesuffix("_before"), ref.shape)
+            index: Any = spec.index_map
+            return pl.BlockSpec(spec.block_shape, lambda *i: index(*i, bounds))
+
+        def body(*refs: Any) -> None:
+            kernel(dict(zip(names, refs, strict=True)), self.tour.options, grid.step(bounds))
+
+        pltpu.emit_pipeline(
+            body,
+            grid=grid.shape,
+            in_specs=[cut(name, ref) for name, ref in read.items()],
+            out_specs=[cut(name, ref) for name, ref in outputs.items()],
+        )(*read.values(), *outputs.values())
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Of one step, out of those of all."""
+
+    ref: Any
+    offset: Any
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.ref[self.offset + i]
+
+
+def _forward_step(here: _Here) -> None:
+    refs, passing = here.refs, here.passing
+    passing.move_in()
+    passing.send()
+    shard = {name: refs[name].at[passing.slot] for name in ("k", "v_columns")}
+    here.pipeline(_attend, here.tour.keys, {"q": refs["q"], **shard}, {name: refs[name] for name in _STATE})
+    passing.receive()
+
+
+def _backward_step(here: _Here) -> None:
+    refs, passing = here.refs, here.passing
+    passing.move_in()
+    passing.send()
+    passing.send_follower()
+    rows = {name: refs[name] for name in ("q", "d_out", "lse", "delta")}
+    shard = {name: refs[name].at[passing.slot] for name in ("k", "v")}
+    columns = {"k_columns": refs["k_columns"].at[passing.slot]}
+    here.pipeline(_d_q, here.tour.keys, rows | shard | columns, {"acc": refs["acc"]})
+    passing.receive_follower()
+    d_kv = functools.partial(_d_kv, passing.step == 0)
+    here.pipeline(d_kv, here.tour.queries, rows | shard, {n: refs[n].at[passing.slot] for n in passing.following})
+    passing.receive()
+
+
+def _attend(refs: dict[str, Any], options: Options, step: Step) -> None:
+    _continue(refs, step, _STATE)
+    step.visit(refs, options, lambda seen: attend(refs, options, seen))
+
+
+def _d_q(refs: dict[str, Any], options: Options, step: Step) -> None:
+    _continue(refs, step, ("acc",))
+    step.visit(refs, options, lambda seen: add_d_q(refs, options, seen))
+
+
+def _d_kv(fresh: Any, refs: dict[str, Any], options: Options, step: Step) -> None:
+    names = "d_k_acc", "d_v_acc"
+    _continue(refs, step._replace(first=step.first & ~fresh), names)
+
+    @pl.when(step.first & fresh)
+    def _() -> None:
+        for name in names:
+            refs[name][...] = jnp.zeros_like(refs[name])
+
+    step.visit(refs, options, lambda seen: add_d_kv(refs, options, seen))
+
+
+def _continue(refs: dict[str, Any], step: Step, names: tuple[str, ...]) -> None:
+    @pl.when(step.first)
+    def _() -> None:
+        for name in names:
+            refs[name][...] = refs[f"{name}_before"][...]

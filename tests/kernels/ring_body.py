@@ -1,0 +1,194 @@
+"""What every implementation of ring attention must do: cases, attention on one device, and one check.
+
+Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels._compat import interpreting
+from pallas_kernels.flash_attention import config, flash_attention
+from pallas_kernels.ring_attention import order, ring_attention
+from tests import environment
+from tests.kernels import races
+
+PACKAGE = "pallas_kernels.ring_attention"
+
+
+class Case(NamedTuple):
+    shards: int
+    s: int  # of a shard
+    n: int = 4
+    k: int = 2
+    v: int | None = None
+    packed: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    layout: str = "zigzag"
+    b: int = 2
+
+
+CASES = {
+    "one shard": Case(1, 6),
+    "two tokens a shard": Case(4, 2, packed=True),
+    "eight shards": Case(8, 4, 2, 1, b=1),
+    "packed": Case(4, 6, packed=True),
+    "window within a shard": Case(4, 6, window=3),
+    "window of one": Case(2, 4, window=1),
+    "window over shards, packed": Case(4, 4, packed=True, window=7),
+    "everything": Case(4, 6, 6, 2, 3, True, 9, 1.3, True),
+    "everything of three shards, contiguous": Case(3, 10, 2, 1, 3, True, 21, 1.3, True, "contiguous", 1),
+    "sinks, three shards, zigzag": Case(3, 4, 2, 1, 6, sinks=True, b=1),
+    "packed, three shards, striped": Case(3, 4, 2, 2, packed=True, layout="striped", b=1),
+}
+KILLERS = ("sinks, three shards, zigzag", "everything of three shards, contiguous", "packed, three shards, striped")
+"""Cases that a mutant is tried on, until one fails; see tests/proofs/kernels/mutants.py."""
+
+_ALIKE = "None if {0} is None else jnp.ones_like({0})".format
+MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
+    ("reference", "another's queries"): ("reference", "jax.lax.axis_index(axis)", "0"),
+    ("reference", "dropped segment"): (
+        "reference",
+        "q_segment_ids=segment_ids,",
+        f"q_segment_ids={_ALIKE('segment_ids')},",
+    ),
+    ("xla", "another's keys"): ("xla", "theirs = (mine - step)", "theirs = (mine + step)"),
+    ("xla", "wrong place"): ("layout", "(2 * shards - 1 - shard) * half", "(2 * shards - shard) * half"),
+    ("xla", "missing rescale"): ("xla", "total[0] * a[..., None]", "total[0]"),
+    ("xla", "forgotten sink"): ("xla", "out * jnp.exp(lse - with_sink)[..., None], with_sink", "out, with_sink"),
+    ("xla", "wrong half"): ("xla", "slice(0, size), slice(0, half))", "slice(0, size), slice(half, size))"),
+    ("xla", "sums not sent on"): ("xla", "ring.shift(d_keys, 1) if last", "d_keys if last"),
+    ("xla", "gradients not home"): ("xla", "ring.shift(d_keys, -last)", "d_keys"),
+    ("pallas_tpu", "another's keys"): ("pallas_tpu", "theirs = (mine - step)", "theirs = (mine + step)"),
+    ("pallas_tpu", "earlier keys forgotten"): (
+        "pallas_tpu",
+        'refs[f"{name}_before"][...]',
+        "jnp.zeros_like(refs[name])",
+    ),
+    ("pallas_tpu", "gradients not home"): ("pallas_tpu", "-tour.last)", "0)"),
+    ("pallas_tpu", "dropped segment"): ("pallas_tpu", "kv_at, segments,", f"kv_at, {_ALIKE('segments')},"),
+    ("pallas_tpu", "sent without room"): ("tpu_passing", "pl.semaphore_wait(self.free, 1)", "pass"),
+    ("pallas_tpu", "sums sent without room"): ("tpu_passing", "pl.semaphore_wait(self.follower_free, 1)", "pass"),
+    ("pallas_tpu", "not waited for"): ("tpu_passing", "_wait(self._copies())", "pass"),
+    ("pallas_tpu", "sums not waited for"): ("tpu_passing", "_wait(self._follower_copies())", "pass"),
+    ("pallas_tpu", "wrong buffer"): (
+        "tpu_passing",
+        "here, there = self.slot, 1 - self.slot",
+        "here = there = self.slot",
+    ),
+    ("pallas_tpu", "sums of the wrong buffer"): (
+        "tpu_passing",
+        "here, there = 1 - self.slot,",
+        "here, there = self.slot,",
+    ),
+}
+"""(implementation, mistake) -> (module of the package, text, text with the mistake)."""
+
+
+@contextlib.contextmanager
+def small_pieces() -> Iterator[None]:
+    """Blocks of TPU kernels so small that a shard has several."""
+    from pallas_kernels.flash_attention import tpu_grid
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu_grid, "LANES", 8)
+        patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(rows=16, kv=8))
+        yield
+
+
+def draw(rng, case: Case, dtype=np.float64):
+    """(q, k, v, gradient of the output) of the whole sequence in its natural order, and segments and sinks."""
+    b, t, h, hv = case.b, case.shards * case.s, 4, case.v or 4
+    shapes = (b, t, case.n, h), (b, t, case.k, h), (b, t, case.k, hv), (b, t, case.n, hv)
+    arrays = [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
+    segments = np.sort(rng.integers(0, 4, (b, t)).astype(np.int32), axis=1) if case.packed else None
+    sinks = jnp.asarray(rng.normal(size=case.n), dtype) if case.sinks else None
+    return arrays, None if segments is None else jnp.asarray(segments), sinks
+
+
+def options(case: Case) -> dict[str, Any]:
+    return {"window": case.window, "softcap": case.softcap}
+
+
+def whole(arrays, segments, sinks, case: Case):
+    """Output and gradients on one device."""
+    q, k, v, d_out = arrays
+
+    def attend(q, k, v, sinks):
+        ids = {"q_segment_ids": segments, "kv_segment_ids": segments}
+        return flash_attention(q, k, v, sinks=sinks, **ids, **options(case), implementation="reference")
+
+    @jax.jit
+    def run(q, k, v, d_out, sinks):
+        out, pull = jax.vjp(attend, q, k, v, sinks)
+        return out, *pull(d_out)
+
+    return run(q, k, v, d_out, sinks)
+
+
+def split(arrays, segments, sinks, case: Case, layout: str, implementation: str):
+    """The same over ``case.shards`` devices, twice and with equal bits, put back into the natural order."""
+    there = order(layout, case.shards, arrays[0].shape[1])
+    back = np.argsort(there)
+    mesh = jax.make_mesh((case.shards,), ("context",), axis_types=(AxisType.Explicit,))
+    rows = P(None, "context")
+
+    def attend(q, k, v, segments, sinks):
+        return ring_attention(
+            q,
+            k,
+            v,
+            axis="context",
+            layout=layout,
+            segment_ids=segments,
+            sinks=sinks,
+            implementation=implementation,
+            **options(case),
+        )
+
+    @jax.jit
+    def run(q, k, v, d_out, segments, sinks):
+        in_specs = (rows, rows, rows, rows if case.packed else None, P() if case.sinks else None)
+        mapped = jax.shard_map(attend, in_specs=in_specs, out_specs=rows)
+        out, pull = jax.vjp(lambda q, k, v, sinks: mapped(q, k, v, segments, sinks), q, k, v, sinks)
+        return out, *pull(d_out)
+
+    with jax.set_mesh(mesh):
+        placed = [jax.reshard(x[:, there], rows) for x in arrays]
+        ids = None if segments is None else jax.reshard(segments[:, there], rows)
+        got, again = (jax.device_get(run(*placed, ids, sinks)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    return *(x[:, back] for x in got[:4]), got[4]
+
+
+def error(got, want) -> float:
+    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(y)]) for y in (got, want))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def check(implementation: str, case: Case, rng: np.random.Generator, bound: float = 2e-6) -> dict[str, float]:
+    """Output and gradients in float32 against attention on one device in float64; Pallas kernels are interpreted."""
+    arrays, segments, sinks = draw(rng, case, np.float32)
+    with contextlib.ExitStack() as stack:
+        if implementation.startswith("pallas"):
+            stack.enter_context(interpreting())
+            stack.enter_context(races.none_found())
+        got = split(arrays, segments, sinks, case, case.layout, implementation)
+    with environment.x64():
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        want = jax.device_get(whole(exact, segments, None if sinks is None else sinks.astype(np.float64), case))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+    errors = {"out": error(got[0], want[0]), "gradients": error(got[1:], want[1:])}
+    assert all(e <= bound for e in errors.values()), errors
+    return errors
