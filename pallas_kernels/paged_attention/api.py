@@ -27,8 +27,15 @@ def _pallas_tpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
     return paged_attention_pallas_tpu(*args, **kw)
 
 
+def _pallas_gpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+    from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
+
+    return paged_attention_pallas_gpu(*args, **kw)
+
+
 IMPLEMENTATIONS = {
     "pallas_tpu": _pallas_tpu,
+    "pallas_gpu": _pallas_gpu,
     "xla": paged_attention_xla,
     "reference": paged_attention_reference,
 }
@@ -74,7 +81,7 @@ def paged_attention(
         window: a query sees its own position and the ``window - 1`` before it.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         decode_only: a promise that no request has more than one token in this step: a program without the other case.
-        implementation: "pallas_tpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The attended values in ``q.dtype``, zeros for padding, and the pool. The softmax is in at least float32.

@@ -32,6 +32,25 @@ class TpuBlocks:
     vmem_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class GpuBlocks:
+    """Sizes of one program on a GPU; powers of two, at least 16.
+
+    Attributes:
+        rows: tokens of a block times query heads, at most.
+        slots: read at once.
+        programs: into which the slots of few requests are split, at least.
+        warps: of a program.
+        stages: of the software pipeline.
+    """
+
+    rows: int = 64
+    slots: int = 64
+    programs: int = 512
+    warps: int = 4
+    stages: int = 2
+
+
 _TPU = {
     "TPU v4": TpuBlocks(rows=1024, scores=2**16, buffer_bytes=2**20, cores=2),
     "TPU v5 lite": TpuBlocks(vmem_bytes=64 * 2**20),
@@ -46,6 +65,16 @@ def tpu_blocks(kind: str, item_bytes: int) -> TpuBlocks:
     blocks = _TPU.get(kind, TpuBlocks())
     if item_bytes > 2:
         blocks = dataclasses.replace(blocks, rows=blocks.rows // 2, scores=blocks.scores // 2)
+    return dataclasses.replace(blocks, **tuned("paged_attention").get(kind, {}))
+
+
+def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> GpuBlocks:
+    """Block sizes for a GPU's ``device_kind``, the larger of the head dims, and elements of 2 or 4 bytes."""
+    blocks = GpuBlocks()
+    if head_dim > 256:  # what a program holds must fit into its registers and shared memory
+        blocks = GpuBlocks(rows=32, slots=32, warps=8)
+    elif head_dim > 128 or item_bytes > 2:
+        blocks = GpuBlocks(rows=32, slots=32)
     return dataclasses.replace(blocks, **tuned("paged_attention").get(kind, {}))
 
 

@@ -83,10 +83,55 @@ CASES = {
 }
 
 
+PACKAGE = "pallas_kernels.paged_attention"
+KILLERS = ("everything", "everything, decode")
+"""Cases that a mutant is tried on, until one fails."""
+
+_WRONG_SLOT = {"wrong slot": ("ragged", "return page, tokens.position %", "return page, (tokens.position + 1) %")}
+_TPU = {
+    "mask off by one": ("(at <= place)", "(at < place)"),
+    "window off by one": ("(at > place - window)", "(at >= place - window)"),
+    "wrong page": ('["table"][self.row + column + j]', '["table"][self.row + column]'),
+    "wrong slot": ("(place >= 0) & (place < self.tokens)", "(place > 0) & (place <= self.tokens)"),
+    "missing rescale": ('["acc"][head, :m] * keep + part', '["acc"][head, :m] + part'),
+    "another's queries": ('dot(refs["q"][head, :m]', 'dot(refs["q"][0, :m]'),
+    "garbage": ("jnp.where(filled, held[:, head], 0)", "held[:, head]"),
+    "unfinished copy": ("self._each_tile(lambda i: self._tile(i, read=True).wait())", "pass"),
+}
+_GPU = {
+    "mask off by one": ("(kv_at[None] <= at)", "(kv_at[None] < at)"),
+    "window off by one": ("(kv_at[None] > at - options.window)", "(kv_at[None] >= at - options.window)"),
+    "wrong page": (".at[request, at // page_size]", ".at[request, 0 * at]"),
+    "wrong slot": ("mask), self.kv_head, at %", "mask), self.kv_head, (at + 1) %"),
+    "missing rescale": ("x * keep + dot", "x + dot"),
+    "another's queries": ("kv_head * plan.group + head", "head"),
+    "parts not weighed": ("jnp.where(weights > 0.0, out, 0.0) * weights", "jnp.where(weights > 0.0, out, 0.0)"),
+    "new slots in every part": ("jnp.where(self.part == plan.parts - 1, pl.cdiv", "jnp.where(self.part >= 0, pl.cdiv"),
+    "sinks in every part": ("self.part == 0", "self.part >= 0"),
+}
+MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
+    ("reference", "mask off by one"): ("reference", "visible = (at <= tokens", "visible = (at < tokens"),
+    ("reference", "window off by one"): ("reference", "visible &= at > tokens", "visible &= at >= tokens"),
+    ("reference", "wrong scale"): ("reference", "format.keys(held)) * scale", "format.keys(held)) * scale * 1.01"),
+    ("reference", "dropped sink"): ("reference", "total = total + jnp.exp(sink - top)", "pass"),
+    ("xla", "mask off by one"): ("xla", "seen = at <= position", "seen = at < position"),
+    ("xla", "window off by one"): ("xla", "seen &= at > position", "seen &= at >= position"),
+    ("xla", "wrong scale"): ("xla", "q.astype(dtype) * problem.scale", "q.astype(dtype)"),
+    ("xla", "wrong page"): ("xla", "jnp.minimum(first + j, columns - 1)", "first"),
+    ("xla", "missing rescale"): ("xla", "out * keep + jnp.einsum", "out + jnp.einsum"),
+    ("xla", "garbage"): ("xla", "((at >= begin) & (at < reach))[:, None]", "True"),
+    ("xla", "another's tokens"): ("xla", "(jnp.arange(size) < block.tokens)[:, None, None]", "True"),
+    **{(name, what): edit for name in PLAIN for what, edit in _WRONG_SLOT.items()},
+    **{("pallas_tpu", what): ("pallas_tpu", *edit) for what, edit in _TPU.items()},
+    **{("pallas_gpu", what): ("pallas_gpu", *edit) for what, edit in _GPU.items()},
+}
+"""(implementation, mistake) -> (module of the package, text, text with the mistake)."""
+
+
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
     """Blocks so small that short requests cross many of them."""
-    from pallas_kernels.paged_attention import config, pallas_tpu, xla
+    from pallas_kernels.paged_attention import config, pallas_gpu, pallas_tpu, xla
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "QUERIES", 4)
@@ -95,6 +140,8 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(pallas_tpu, "LANES", 4)
         patch.setattr(pallas_tpu, "UNROLLED", 64)
         patch.setattr(config, "tpu_blocks", lambda *_: tpu)
+        patch.setattr(pallas_gpu, "LEAST", 1)
+        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(rows=4, slots=8, programs=64))
         yield
 
 

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from pallas_kernels import explain
 from pallas_kernels._compat import interpreting
-from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels._dispatch import VERIFIED
+from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention, pallas_gpu
 from tests.kernels import paged_body
-from tests.kernels.paged_body import CASES, LAYER, draw
+from tests.kernels.paged_body import CASES, LAYER, Case, draw
 from tests.kernels.test_paged_attention import steps
 
-PALLAS = ("pallas_tpu",)
+PALLAS = ("pallas_tpu", "pallas_gpu")
 implementations = pytest.mark.parametrize("implementation", PALLAS)
-NAMES = ("shared pages", "latent", "everything", "everything, decode")
+NAMES = ("latent", "everything", "everything, decode")
 
 
 @pytest.fixture(autouse=True)
@@ -46,24 +47,26 @@ def test_drawn_steps(implementation, case, seed):
 
 @implementations
 def test_bfloat16(implementation, rng):
-    case = CASES["window over pages"]._replace(page=16)
+    case = Case(((21, 3), (15, 1), (0, 5)), 4, 2, page=16)
     paged_body.check(implementation, case, rng, bound=2**-6, dtype=jnp.bfloat16)
 
 
 def test_named_kernels_do_not_fall_back(rng):
     with pytest.raises(NotImplementedError, match="pallas_tpu needs a TPU, not cpu"):
         paged_body.program("pallas_tpu", CASES["one token"])(*draw(rng, CASES["one token"], np.float32)[:-2])
+    with pytest.raises(NotImplementedError, match="pallas_gpu needs a GPU, not cpu"):
+        paged_body.program("pallas_gpu", CASES["one token"])(*draw(rng, CASES["one token"], np.float32)[:-2])
 
 
-def test_limits_are_named(rng, float64):
+def test_limits_are_named(rng, float64, monkeypatch):
     case = CASES["decode"]
     step = draw(rng, case, np.float32)
     arrays = [jnp.asarray(x) for x in step[4:7]]
     q, k, v, rows = (jnp.asarray(x) for x in step[:4])
 
-    def call(rows, q=q, table=arrays[0], **change):
+    def call(rows, q=q, table=arrays[0], implementation="pallas_tpu", **change):
         form = dataclasses.replace(case.format, **change)
-        return paged_attention(q, k, v, PagePool(rows, form), LAYER, table, *arrays[1:], implementation="pallas_tpu")
+        return paged_attention(q, k, v, PagePool(rows, form), LAYER, table, *arrays[1:], implementation=implementation)
 
     with interpreting():
         with pytest.raises(NotImplementedError, match=r"takes arrays all in bfloat16 or all .* q float64\[5, 4, 4\]"):
@@ -74,11 +77,16 @@ def test_limits_are_named(rng, float64):
             call(jnp.pad(rows, ((0, 0),) * 4 + ((0, 1),)), multiple=9)
         with pytest.raises(NotImplementedError, match=r"a page table of up to 131072 entries, not \[6, 30000\]"):
             call(rows, table=jnp.zeros((6, 30000), jnp.int32))
+        monkeypatch.setattr(pallas_gpu, "LEAST", 16)
+        with pytest.raises(NotImplementedError, match="head dims of a multiple of 16, not 4 and 4"):
+            call(rows, implementation="pallas_gpu")
 
 
 def test_none_never_chooses_what_was_not_verified():
     assert explain("paged_attention", platform="cpu").startswith("paged_attention on cpu: xla")
     assert explain("paged_attention", platform="tpu").startswith("paged_attention on tpu: pallas_tpu")
+    on_gpu = explain("paged_attention", platform="gpu")
+    assert "gpu" in VERIFIED["paged_attention"]["pallas_gpu"] or "pallas_gpu: not verified on gpu" in on_gpu
 
 
 def test_a_padded_slot_is_zeros():
