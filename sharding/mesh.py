@@ -16,11 +16,15 @@ AXES = {
     "data": "replicas of the parameters, each with its own part of the batch",
     "stage": "pipeline stages",
     "fsdp": "parts of the batch that also share out parameters and optimizer state (ZeRO-3)",
-    "context": "parts of the sequence, whose keys and values travel to the queries",
-    "expert": "experts of a mixture-of-experts layer, each with its own part of the batch outside it",
-    "ulysses": "parts of the sequence, exchanged for parts of the heads inside attention",
+    "context": "parts of the sequence, whose keys and values travel to the queries; parameters as over fsdp",
+    "expert": "experts of a mixture-of-experts layer; outside it, as fsdp",
+    "ulysses": "parts of the sequence, exchanged for parts of the heads inside attention; parameters as over fsdp",
     "tensor": "parts of heads, feed-forward width and vocabulary (Megatron)",
 }
+
+
+BETWEEN_SLICES = ("data", "stage", "fsdp", "context")
+"""Axes that may go across slices, over the data-centre network: in this order they take what the slices ask for."""
 
 
 class ShardingError(ValueError):
@@ -106,17 +110,42 @@ class MeshSpec:
         """A mesh of explicit axes over ``devices`` (all of this backend by default).
 
         Devices are ordered so that inner axes lie on the fastest links; an axis of the mesh may be part of an axis
-        of the slice (tensor=4 on an 8 x 8 slice), which ``jax.make_mesh`` refuses.
+        of the slice (tensor=4 on an 8 x 8 slice), which ``jax.make_mesh`` refuses. Over several slices, the outer parts
+        of ``BETWEEN_SLICES`` go from slice to slice and everything else stays inside one.
 
         Raises:
-            ShardingError: the sizes do not multiply to the number of devices.
+            ShardingError: the sizes do not multiply to the number of devices, or do not divide over the slices.
         """
         devices = list(jax.devices() if devices is None else devices)
         spec = self.resolve(len(devices))
         names = tuple(name for name, _ in spec.axes)
         sizes = tuple(size for _, size in spec.axes)
-        ordered = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        if slices == 1:
+            ordered = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        else:
+            between = spec.between(slices)
+            inside = [size // outer for size, outer in zip(sizes, between, strict=True)]
+            ordered = mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
         return Mesh(ordered, names, axis_types=(AxisType.Explicit,) * len(names))
+
+    def between(self, slices: int) -> tuple[int, ...]:
+        """How many parts of each axis, in order, lie in different slices; they multiply to ``slices``.
+
+        Raises:
+            ShardingError: the axes that may go between slices cannot make so many.
+        """
+        sizes, rest = dict(self.axes), slices
+        outer = dict.fromkeys(sizes, 1)
+        for name in BETWEEN_SLICES:
+            outer[name] = math.gcd(sizes.get(name, 1), rest)
+            rest //= outer[name]
+        if rest > 1:
+            raise ShardingError(
+                f"the mesh {self} does not divide over {slices} slices: between slices go {', '.join(BETWEEN_SLICES)}, "
+                f"and their sizes must have {slices} as a factor; give data a multiple of {slices}."
+            )
+        return tuple(outer[name] for name, _ in self.axes)
 
     def abstract(self, num_devices: int | None = None) -> AbstractMesh:
         """The same mesh without devices: enough to type-check a program's shardings.

@@ -120,7 +120,9 @@ class Rules:
             f"Choose a size for {' x '.join(axes)} that divides {size}: the nearest are {nearest}{also}."
         )
 
-    def sharding(self, logical: Sequence[str | None], mesh: Mesh, shape: Sequence[int], what: str) -> NamedSharding:
+    def sharding(
+        self, logical: Sequence[str | None], mesh: Mesh | AbstractMesh, shape: Sequence[int], what: str
+    ) -> NamedSharding:
         """``spec`` bound to a mesh."""
         return NamedSharding(mesh, self.spec(logical, mesh, shape, what=what))
 
@@ -144,17 +146,18 @@ DEFAULT = Rules(
         # Parameters.
         ("layers", ()),
         ("vocab", ("tensor",)),
-        ("embed", ("fsdp", "expert")),
+        ("embed", ("fsdp", "expert", "context", "ulysses")),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
         ("head_dim", ()),
         ("mlp", ("tensor",)),
         # Parameters of a mixture's experts.
         ("experts", ("expert",)),
-        ("expert_embed", ("fsdp",)),
+        ("expert_embed", ("fsdp", "context", "ulysses")),
         ("expert_mlp", ("tensor",)),
     )
 )
-"""Megatron's split of heads, feed-forward and vocabulary over ``tensor``; parameters stored split over ``fsdp``; the
-sequence over ``context``, where attention goes around a ring, and ``ulysses``; experts over ``expert``, which outside
-their layers is another ``fsdp``. ``jaxllm.parallel.plan`` says what else can be chosen."""
+"""Megatron's split of heads, feed-forward and vocabulary over ``tensor``; the sequence over ``context``, where attention
+goes around a ring, and ``ulysses``; experts over ``expert``. Parameters are stored split over ``fsdp`` and over all else
+that splits tokens, for their gradients are summed there; only ``data`` has replicas (hybrid sharding: ``data`` between
+slices, ``fsdp`` inside). ``jaxllm.parallel.plan`` says what else can be chosen."""

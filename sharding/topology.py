@@ -2,6 +2,7 @@
 
     name             devices                                        compiler comes with
     v6e:8x8          TPU slice of 8 x 8 chips (v4 and v5p: 4x4x4)   pip install 'jaxllm[tpu]'
+    4*v6e:8x8        four such slices, joined by the data-centre network
     h100:8x8         8 nodes of 8 GPUs                              pip install 'jaxllm[aot-gpu]'
     cpu:8            8 simulated devices of this machine            jax itself
 
@@ -101,6 +102,7 @@ class Topology:
         device_kind: as ``jax.Device.device_kind``.
         shape: chips along each side of a TPU slice; (nodes, GPUs in a node); (CPU devices,).
         num_devices: jax devices in all.
+        slices: TPU slices of that shape.
         hbm_bytes: memory of one device, see ``Generation``; None where it is not known.
     """
 
@@ -111,6 +113,7 @@ class Topology:
     shape: tuple[int, ...]
     num_devices: int
     hbm_bytes: int | None
+    slices: int = 1
 
     @classmethod
     def parse(cls, name: str) -> Topology:
@@ -119,7 +122,8 @@ class Topology:
         Raises:
             ShardingError: no such generation (lists the known ones and the closest), or no such shape (the nearest).
         """
-        generation, _, sides = name.strip().lower().partition(":")
+        count, star, one = name.strip().lower().rpartition("*")
+        generation, _, sides = one.partition(":")
         if generation not in GENERATIONS:
             closest = difflib.get_close_matches(generation, GENERATIONS, n=1, cutoff=0.0)[0]
             example = f"{closest}:{GENERATIONS[closest].example}"
@@ -135,14 +139,21 @@ class Topology:
             listed = ", ".join(f"{generation}:{'x'.join(map(str, legal))}" for legal in near)
             raise ShardingError(f"there is no topology {name!r}: {_RULES[_kind(generation)]} The nearest: {listed}.")
         kind = GENERATIONS[generation]
+        if star and (kind.platform != "tpu" or not re.fullmatch(r"[1-9]\d{0,3}", count)):
+            raise ShardingError(
+                f"topology {name!r}: before * comes a number of TPU slices, such as 4*v6e:8x8; nodes of GPUs are "
+                "counted in their shape (h100:8x8)."
+            )
+        slices = int(count) if star else 1
         return cls(
-            name=f"{generation}:{sides}",
+            name=f"{slices}*{generation}:{sides}" if slices > 1 else f"{generation}:{sides}",
             generation=generation,
             platform=kind.platform,
             device_kind=kind.device_kind,
             shape=shape,
-            num_devices=math.prod(shape) * kind.devices_per_chip,
+            num_devices=math.prod(shape) * kind.devices_per_chip * slices,
             hbm_bytes=kind.hbm_bytes,
+            slices=slices,
         )
 
     def __str__(self) -> str:
@@ -228,7 +239,10 @@ def _cpu_devices(topology: Topology) -> tuple[jax.Device, ...]:
 def _tpu_options(topology: Topology) -> dict[str, Any]:
     """Arguments of libtpu's topology: cores, host size and wrap-around links as Cloud TPU wires them."""
     shape = topology.shape
-    options: dict[str, Any] = {"platform": "tpu", "topology_name": topology.name}
+    one = topology.name.rpartition("*")[2]
+    options: dict[str, Any] = {"platform": "tpu", "topology_name": one}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
     if topology.generation == "v4":
         options["chip_config_name"] = "megacore"  # one device a chip, as on the real ones; v5p does so by itself
     if len(shape) == 2:

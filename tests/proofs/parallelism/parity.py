@@ -59,7 +59,7 @@ def runs(draw: st.DrawFn, float32: bool = False) -> dict[str, Any]:
     mesh = draw(st.sampled_from(MESHES))
     of = functools.partial(size, mesh)
     accumulate = draw(st.sampled_from([1, 2]))
-    model = draw(tiny.architectures(of("tensor", "ulysses"), of("fsdp", "expert"), float32))
+    model = draw(tiny.architectures(of("tensor", "ulysses"), of("fsdp", "expert", "context", "ulysses"), float32))
     if draw(st.booleans()):
         experts = max(2, of("expert")) * draw(st.sampled_from([1, 2]))
         chosen = draw(st.integers(1, min(3, experts - 1)))  # the margin is to one that is not
