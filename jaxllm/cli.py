@@ -554,7 +554,7 @@ def use_compilation_cache() -> None:
 
 
 def data(argv: list[str]) -> int:
-    """Look into data, tokenize, pack and clean it: `jaxllm data inspect|tokenize|pack|stats|... FILES`."""
+    """Look into data, tokenize, pack and clean it: `jaxllm data COMMAND FILES`."""
     from jaxllm.data_cli import data as run
 
     return run(argv)

@@ -91,7 +91,7 @@ Tokenizes = Annotated[Words, tyro.conf.arg(name="")]
 
 
 def data(argv: list[str]) -> int:
-    """Look into data, tokenize, pack and clean it: `jaxllm data inspect|tokenize|pack|stats|... FILES`."""
+    """Look into data, tokenize, pack and clean it: `jaxllm data COMMAND FILES`."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm data COMMAND FILES ... [--setting value ...]\n\ncommands:")
         for name, function in COMMANDS.items():

@@ -127,7 +127,8 @@ def _mixture(config: DataConfig, plans: list[tuple[TokenDocuments, Plan]], commo
     identity: dict[str, Any] = {}
     sources = []
     for one, (documents, plan) in zip(config.mixture, plans, strict=True):
-        settings = {"weight": one.weight, "max_epochs": one.max_epochs}
+        limit = None if one.max_epochs is None else float(one.max_epochs)
+        settings = {"weight": float(one.weight), "max_epochs": limit}  # 2 and 2.0 are one setting
         identity |= {f"{one.name} {name}": value for name, value in (_content(documents) | settings).items()}
         sources.append(Source(one.name, documents, plan, one.weight, one.max_epochs))
     identity |= common | {"mixture": MIXTURE_ORDER, "when_exhausted": config.when_exhausted}

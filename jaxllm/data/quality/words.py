@@ -35,7 +35,7 @@ def ngrams(text: str, n: int) -> UInt64[np.ndarray, " grams"]:
     return out
 
 
-def mix(value: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
+def mix(value: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
     """The finaliser of SplitMix64; uint64 arithmetic wraps."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

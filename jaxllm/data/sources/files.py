@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxllm.data import corpus
 from jaxllm.files import DataError, at
@@ -45,7 +45,7 @@ class Remote:
     def suffix(self) -> str:
         return Path(self.name).suffix
 
-    def open(self, mode: str = "rb") -> BinaryIO:
+    def open(self, mode: str = "rb") -> Any:
         """A seekable file object of the remote bytes."""
         system, path = self._system()
         try:
@@ -167,7 +167,7 @@ def chunks(file: File) -> Iterator[bytes]:
             raise DataError(f"{at(file)}: damaged or cut gzip ({error})") from None
 
 
-def _unpacked_zst(file: File, opened: BinaryIO) -> Iterator[bytes]:
+def _unpacked_zst(file: File, opened: Any) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:

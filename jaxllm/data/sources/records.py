@@ -164,7 +164,7 @@ def parquet_rows(file: File, columns: list[str]) -> Iterator[Row]:
     arrow = _pyarrow(file)
     from pyarrow import parquet
 
-    def batches(opened: IO[bytes]) -> Iterator[Any]:
+    def batches(opened: Any) -> Iterator[Any]:
         table = parquet.ParquetFile(opened)
         names = table.schema_arrow.names
         _check_column(columns[0], names, file)
@@ -178,7 +178,7 @@ def arrow_rows(file: File, columns: list[str]) -> Iterator[Row]:
     arrow = _pyarrow(file)
     from pyarrow import ipc
 
-    def batches(opened: IO[bytes]) -> Iterator[Any]:
+    def batches(opened: Any) -> Iterator[Any]:
         magic = opened.read(6)
         opened.seek(0)
         if magic == b"ARROW1":
@@ -193,7 +193,7 @@ def arrow_rows(file: File, columns: list[str]) -> Iterator[Row]:
     yield from _table_rows(file, batches, arrow)
 
 
-def _table_rows(file: File, batches: Callable[[IO[bytes]], Iterator[Any]], arrow: Any) -> Iterator[Row]:
+def _table_rows(file: File, batches: Callable[[Any], Iterator[Any]], arrow: Any) -> Iterator[Row]:
     row = 0
     with file.open("rb") as opened:
         try:

@@ -1,0 +1,137 @@
+"""Duplicates, languages, contamination: texts whose truth is known."""
+
+import numpy as np
+import pytest
+
+from jaxllm.data import corpus
+from jaxllm.data.quality.contamination import find_contamination
+from jaxllm.data.quality.dedup import PLACES, find_duplicates, rows_per_band, signature
+from jaxllm.data.quality.stats import language, languages, lengths_of
+from jaxllm.data.quality.words import ngrams, words
+
+WORDS = [f"w{n}" for n in range(4000)]
+
+
+def sentence(rng, n):
+    return " ".join(rng.choice(WORDS, n))
+
+
+def test_ngrams_are_equal_where_the_words_are():
+    one, two = ngrams("The cat sat, on the mat.", 3), ngrams("a cat SAT on the  mat again", 3)
+    assert len(one) == 4
+    assert len(set(one.tolist()) & set(two.tolist())) == 3
+    assert len(ngrams("two words", 5)) == 1
+    assert ngrams("two words", 5) == ngrams("Two, words!", 5)
+    assert not len(ngrams("... !", 3))
+    assert words("Größe_1 x") == ["größe_1", "x"]
+
+
+def test_signatures_estimate_the_jaccard_similarity(rng):
+    """The mean over many pairs is within five standard errors of the truth."""
+    errors = []
+    for _ in range(60):
+        text = sentence(rng, 300).split()
+        cut = int(rng.integers(0, 280))
+        other = text[cut:] + sentence(rng, cut).split()
+        a, b = (set(ngrams(" ".join(one), 5).tolist()) for one in (text, other))
+        estimate = (signature(" ".join(text)) == signature(" ".join(other))).mean()
+        errors.append(estimate - len(a & b) / len(a | b))
+    assert abs(np.mean(errors)) < 5 * 0.5 / np.sqrt(PLACES * 60)
+    assert np.abs(errors).max() < 6 * 0.5 / np.sqrt(PLACES)
+
+
+def test_duplicates_of_both_kinds_are_found(rng):
+    texts, truth = [], []
+    for number in range(120):
+        kind = rng.integers(3) if number > 10 else 0
+        origins = [n for n in range(number) if truth[n] == n]
+        of = int(rng.choice(origins)) if kind and origins else number
+        if kind == 0:
+            text = sentence(rng, 400)
+        elif kind == 1:
+            text = "  " + texts[of].upper().replace(" ", ", ", 5) + "!"
+        else:
+            listed = texts[of].split()
+            listed[int(rng.integers(len(listed)))] = "other"  # five or fewer of 396 runs: Jaccard 0.97 or more
+            text = " ".join(listed)
+        texts.append(text)
+        truth.append(of)
+    found = find_duplicates(texts)
+    assert found.of.tolist() == truth
+    assert found.keep.tolist() == [of == n for n, of in enumerate(truth)]
+    assert found.exact + found.near == sum(of != n for n, of in enumerate(truth))
+    assert (found.similarity[~found.keep] >= 0.8).all()
+    only = find_duplicates(texts, threshold=None)
+    assert only.near == 0
+    assert only.exact <= found.exact + found.near
+
+
+def test_different_texts_are_kept():
+    scenes = corpus.path("train").read_text().split("<|endoftext|>\n")
+    assert find_duplicates(scenes[:60]).keep.all()
+    assert find_duplicates(["", "", "!", "?"]).keep.tolist() == [True, False, True, True]
+    with pytest.raises(ValueError, match=r"threshold is 1.5; legal"):
+        find_duplicates([], threshold=1.5)
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95])
+def test_bands_find_pairs_at_the_threshold(threshold):
+    rows = rows_per_band(threshold)
+    assert 1 - (1 - threshold**rows) ** (PLACES // rows) >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("The quick brown fox jumps over the lazy dog and it is not the end of the story.", "en"),
+        ("Der schnelle braune Fuchs springt über den faulen Hund, und das ist nicht das Ende.", "de"),
+        ("Le renard brun saute par-dessus le chien paresseux et ce n'est pas la fin de l'histoire.", "fr"),
+        ("El zorro marrón salta sobre el perro perezoso y no es el final de la historia.", "es"),
+        ("Быстрая лиса прыгает через собаку, и это не конец того, что было на самом деле.", "ru"),
+        ("これは日本語の文章です。", "ja"),
+        ("这是一个中文句子。", "zh"),
+        ("이것은 한국어 문장입니다.", "ko"),
+        ("αυτή είναι μια πρόταση", "el"),
+        ("xyzzy plugh qux", "latin"),
+        ("1 + 1 = 2 !!!", "none"),
+        ("", "none"),
+    ],
+)  # fmt: skip
+def test_languages(text, code):
+    assert language(text) == code
+
+
+def test_counts():
+    assert languages(["the cat is on the mat", "der Hund ist in dem Haus", "the dog of the man"]) == {"en": 2, "de": 1}
+    known = lengths_of(list(range(1, 101)))
+    assert (known.count, known.total, known.least, known.p50, known.p90, known.p99, known.most) == (
+        100, 5050, 1, 51, 91, 100, 100,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no document"):
+        lengths_of([])
+
+
+def test_contamination(rng):
+    items = [sentence(rng, 30) for _ in range(20)] + ["one two three four five six", "too short"]
+    documents = [sentence(rng, 200) for _ in range(30)]
+    documents[3] = documents[3] + ". " + " ".join(items[5].upper().split()[4:20]) + ", " + documents[3]
+    documents[7] = "One two three, four five six!"
+    documents[9] = " ".join(items[6].split()[:12])  # one word less than a run
+    found = find_contamination(documents, items)
+    assert sorted(found.found) == [5, 20]
+    assert found.documents == [3, 7]
+    assert found.found[20] == 1.0
+    assert found.found[5] == pytest.approx(4 / 18)
+    assert (found.items, found.short) == (22, 1)
+    assert found.share == pytest.approx(2 / 21)
+
+
+def test_the_wording_of_all_items_is_no_contamination(rng):
+    wording = sentence(rng, 20)
+    items = [f"{wording} {sentence(rng, 15)}" for _ in range(10)]
+    assert not find_contamination([f"{wording} {sentence(rng, 50)}"], items).found
+    assert list(find_contamination([items[2]], items).found) == [2]
+    with pytest.raises(ValueError, match="no items"):
+        find_contamination([], [])
+    with pytest.raises(ValueError, match="run is 1"):
+        find_contamination([], ["x"], run=1)
