@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pallas_kernels._pallas import tuned
 
 SIZES = (1024, 512, 256, 128)
-MOST_PRODUCTS = 2**30
+MOST_PRODUCTS = 2**29
 """Of numbers in a step on a TPU: programs are unrolled, and larger ones compile for minutes."""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pallas_kernels._pallas import round_up, tuned
 
 LANES = 128
-MOST_PRODUCTS = 2**30
+MOST_PRODUCTS = 2**29
 """Of numbers in a step on a TPU: programs are unrolled, and larger ones compile for minutes."""
 STEP_SECONDS = 0.35e-6
 """What a step of a TPU's grid costs besides its work."""

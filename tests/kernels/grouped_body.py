@@ -50,7 +50,7 @@ KILLERS = ("rows left over", "empty first, last and between", "no multiple of an
 _SHARED = {
     "groups begin a row late": ("steps", "jnp.zeros_like(inner[:1]), inner", "jnp.ones_like(inner[:1]), inner"),
     "last tile of a group skipped": ("steps", "(stop - 1) // rows", "(stop - 2) // rows"),
-    "another tile": ("steps", "first[group] + step -", "first[0] + step + 0 *"),
+    "another tile": ("steps", "tile.astype(jnp.int32), ends", "tile[::-1].astype(jnp.int32), ends"),
     "lhs from another gradient": ("steps", "kernels.outer(lhs, d_out", "kernels.outer(lhs * 1.01, d_out"),
 }
 MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
