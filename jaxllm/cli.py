@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -137,22 +138,31 @@ def train(argv: list[str]) -> int:
     return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")
 
 
+def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunConfig:
+    """What ``recipe`` returns, with the overrides of ``argv``.
+
+    Raises:
+        UsageError: it returns something else, or has no such setting.
+    """
+    from jaxllm.train import RunConfig
+
+    default = recipe()
+    if not isinstance(default, RunConfig):
+        what = getattr(recipe, "__name__", recipe)
+        raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
+    check_settings(argv, default)
+    return tyro.cli(
+        tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
+    )
+
+
 def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None = None) -> int:
     """Trains what ``recipe`` returns, with the overrides of ``argv``; what a recipe file's ``__main__`` calls."""
 
     def run() -> int:
-        from jaxllm.train import RunConfig
         from jaxllm.train import train as run_training
 
-        default = recipe()
-        if not isinstance(default, RunConfig):
-            what = getattr(recipe, "__name__", recipe)
-            raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
-        given = sys.argv[1:] if argv is None else argv
-        check_settings(given, default)
-        config = tyro.cli(
-            tyro.conf.AvoidSubcommands[RunConfig], default=default, args=given, prog=prog, description=recipe.__doc__
-        )
+        config = configure(recipe, sys.argv[1:] if argv is None else argv, prog)
         use_compilation_cache()
         with processes(config.distributed):
             finished = run_training(config)
@@ -229,6 +239,69 @@ def find_recipe(name: str) -> Recipe:
             "or FILE.py:FUNCTION for one of your own."
         )
     return known[name].load()
+
+
+def shard(argv: list[str]) -> int:
+    """Show how a run lies on its devices: `jaxllm shard RECIPE --mesh "fsdp=4,tensor=2" [--on v6e:8x8]`."""
+
+    def run(
+        recipe: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str | None = None,
+        devices: int | None = None,
+        json: bool = False,
+    ) -> int:
+        """Each parameter's place and its bytes on a device, and totals; nothing is allocated, no device is needed.
+
+        Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ...
+
+        Args:
+            recipe: its name, or FILE.py:FUNCTION.
+            on: a topology, such as v6e:8x8 or h100:4x8, for the number of its devices.
+            devices: that number itself. By default it is the product of the mesh's sizes, or what this machine has.
+            json: as JSON, for machines.
+        """
+        from jaxllm.parallel.table_view import text
+        from jaxllm.train.shard import sharding_table
+        from sharding import MeshSpec
+        from sharding.topology import Topology
+
+        config = configure(find_recipe(recipe), settings, prog=f"jaxllm shard {recipe}")
+        sizes = [size for _, size in MeshSpec.parse(config.mesh).axes]
+        if on is not None and devices is not None:
+            raise UsageError(f"--on {on} has a number of devices; leave out --devices.")
+        if on is not None:
+            devices = Topology.parse(on).num_devices
+        elif devices is None and -1 not in sizes:
+            devices = math.prod(sizes)
+        elif devices is None:
+            import jax
+
+            devices = jax.device_count()
+        table = sharding_table(config, devices)
+        if json:
+            from json import dumps
+
+            print(dumps(table.to_json(), indent=1))
+        else:
+            print(text(table))
+        return 0
+
+    # What is not this command's is the run's.
+    known, settings = split_settings(argv, ("--on", "--devices"), ("--json", "--no-json", "--help", "-h"))
+    return tyro.cli(run, args=known, prog="jaxllm shard")
+
+
+def split_settings(argv: list[str], valued: tuple[str, ...], bare: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """(the first word and the named options with their values, all others)."""
+    known, others = [], []
+    words = iter(argv)
+    for number, word in enumerate(words):
+        if word.split("=")[0] in valued:
+            known += [word] if "=" in word else [word, *(value for value in [next(words, None)] if value is not None)]
+        else:
+            (known if word in bare or (number == 0 and not word.startswith("-")) else others).append(word)
+    return known, others
 
 
 # generate, eval, reproduce
@@ -562,6 +635,7 @@ def data(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Any] = {
     "train": train,
+    "shard": shard,
     "generate": generate,
     "chat": chat,
     "convert": convert,

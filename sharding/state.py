@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import keystr
 
 from sharding.rules import Rules
 
 
-def abstract_params(shapes: Any, logical_axes: Any, mesh: Mesh, rules: Rules) -> Any:
+def abstract_params(shapes: Any, logical_axes: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
     """Attaches to every leaf of ``shapes`` the sharding its logical axes ask for.
 
     Args:
@@ -35,12 +35,13 @@ def shardings_of(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def derived_abstract(fn: Callable[[Any], Any], abstract: Any, mesh: Mesh) -> Any:
+def derived_abstract(fn: Callable[[Any], Any], abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shapes, dtypes and shardings of ``fn(params)`` (an optimizer's init, say) without running it.
 
     Under explicit axes a result inherits its operands' shardings, so this is exactly what ``jit(fn)`` will produce.
     """
-    with jax.set_mesh(mesh):
+    here = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    with here:
         out = jax.eval_shape(fn, abstract)
 
     def bind(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import sharding
 from jaxllm.models import Functional
@@ -34,7 +34,7 @@ class TrainState:
     rng: Any
 
 
-def abstract_state(model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated: the target of init, restore and compilation.
 
     Raises:
