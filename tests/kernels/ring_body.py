@@ -64,7 +64,7 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
         f"q_segment_ids={_ALIKE('segment_ids')},",
     ),
     ("xla", "another's keys"): ("xla", "theirs = (mine - step)", "theirs = (mine + step)"),
-    ("xla", "wrong place"): ("layout", "(2 * shards - 1 - shard) * half", "(2 * shards - shard) * half"),
+    ("xla", "wrong place"): ("layout", "(2 * shards - 1 - shard) * half", "(shards + shard) * half"),
     ("xla", "missing rescale"): ("xla", "total[0] * a[..., None]", "total[0]"),
     ("xla", "forgotten sink"): ("xla", "out * jnp.exp(lse - with_sink)[..., None], with_sink", "out, with_sink"),
     ("xla", "wrong half"): ("xla", "slice(0, size), slice(0, half))", "slice(0, size), slice(half, size))"),
