@@ -119,7 +119,7 @@ class DataConfig:
         own = ("source", "source_format", "content", "separator", "text_field", "heldout")
         for name in own:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                where = "as files; set heldout_fraction" if name == "heldout" else "; set it in the mixture's sources"
+                where = "; set heldout_fraction" if name == "heldout" else "; set it in the mixture's sources"
                 raise ValueError(f"data.{name} and data.mixture are both set{where}")
         names = [one.name for one in self.mixture]
         if twice := [name for name in names if names.count(name) > 1]:

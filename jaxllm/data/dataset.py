@@ -8,7 +8,7 @@ never matters: each takes its own rows of the same global batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -182,17 +182,31 @@ def places_at(step: int, batch_size: int, shard: int, num_shards: int) -> tuple[
     return step * batch_size + begin, end - begin
 
 
+BLOCK = 1024
+"""Places that are shuffled in one go; a step takes few, and each call has a price."""
+
+
 def ordered(first: int, count: int, rows: int, seed: int) -> Int[np.ndarray, " count"]:
     """int64 row numbers at `count` places from `first` on, in the endless sequence of shuffled epochs of `rows`."""
     # Python integers: a long run of a large batch may pass 2**63 places.
     epoch, place = divmod(first, rows)
-    ahead = place + np.arange(count)
-    epochs, places = epoch + ahead // rows, ahead % rows
     out = np.empty(count, np.int64)
-    for one in np.unique(epochs).tolist():
-        there = epochs == one
-        out[there] = shuffle.permute(places[there], rows, seed=seed, epoch=one)
+    done = 0
+    while done < count:
+        block, offset = divmod(place, BLOCK)
+        found = _shuffled(rows, seed, epoch, block)[offset : offset + count - done]
+        out[done : done + len(found)] = found
+        done, place = done + len(found), place + len(found)
+        if place == rows:
+            epoch, place = epoch + 1, 0
     return out
+
+
+@lru_cache(maxsize=64)
+def _shuffled(rows: int, seed: int, epoch: int, block: int) -> Int[np.ndarray, " places"]:
+    """Row numbers at the places of one block of an epoch."""
+    places = np.arange(block * BLOCK, min(rows, (block + 1) * BLOCK))
+    return shuffle.permute(places, rows, seed=seed, epoch=epoch)
 
 
 def shard_rows(batch_size: int, shard: int, num_shards: int) -> tuple[int, int]:

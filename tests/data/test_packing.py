@@ -137,3 +137,24 @@ def test_by_hand():
     batch = all_rows(pack_documents(starts, lengths, 4), tokens)
     assert batch.tokens.tolist() == [[0, 5, 6, 0], [0, 7, 0, 0]]
     assert batch.targets.tolist() == [[5, 6, 9, -1], [7, 9, -1, -1]]
+
+
+@each_packing
+@given(lengths=LENGTHS, seq_len=st.integers(1, 20), masked=st.booleans(), data=st.data())
+@settings(max_examples=30)
+def test_copying_pieces_equals_gathering_places(pack, lengths, seq_len, masked, data):
+    tokens, starts, length = corpus(lengths)
+    plan = pack(starts, length, seq_len)
+    trained = (tokens % 3 > 0).astype(np.uint8) if masked else None
+    rows = np.array(data.draw(st.lists(st.integers(-1, plan.rows - 1), max_size=8)), np.int64)
+    found = []
+    for long_piece in (0, 1 << 40):  # always, never
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "_LONG_PIECE", long_piece)
+            found.append(plan.gather(tokens, rows, trained))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    if masked:
+        real = found[0].targets >= 0
+        assert (found[0].targets[real] % 3 > 0).all()
+        assert (found[0].targets >= -1).all()
