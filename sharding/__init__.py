@@ -14,6 +14,7 @@ from sharding.ops import constrain as constrain
 from sharding.ops import current_mesh as current_mesh
 from sharding.ops import current_rules as current_rules
 from sharding.ops import einsum as einsum
+from sharding.ops import fan_out as fan_out
 from sharding.ops import gather_once as gather_once
 from sharding.ops import gather_weight as gather_weight
 from sharding.ops import project as project

@@ -66,6 +66,19 @@ def constrain(x: Array, *logical: str | None, what: str = "activation") -> Array
     return jax.sharding.reshard(x, spec(*logical, shape=x.shape, what=what))
 
 
+def fan_out(x: Array, *logical: str | None, over: str, what: str = "activation") -> Array:
+    """``constrain``, for an array that several products meet whose other factor is split over the axes of ``over``.
+
+    What reaches back through them is added up on each device before it is summed over devices: once, not once for each
+    product (the operator f of Megatron, arXiv:1909.08053 section 3).
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return x
+    there = spec(*logical, shape=x.shape, what=what)
+    return jax.sharding.reshard(x, jax.P(*there, reduced=set(axis_names(over)) - _mesh_axes(there)))
+
+
 def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activation") -> Array:
     """``jnp.einsum`` whose result lives where ``out`` says.
 

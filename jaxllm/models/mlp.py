@@ -63,7 +63,7 @@ class Mlp(nnx.Module):
                 self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x = sharding.constrain(x, "batch", "seq", "act_embed")
+        x = sharding.fan_out(x, "batch", "seq", "act_embed", over="act_mlp")
         activation = ACTIVATIONS[self.config.activation]
         if self.config.gated:
             h = activation(self._inner(x, "gate")) * self._inner(x, "up")

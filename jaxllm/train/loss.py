@@ -124,7 +124,7 @@ def value_and_grad(
 
         def stored(grads: Any) -> Any:
             """As the parameters are: in their dtype, and where they are."""
-            return jax.tree.map(lambda g, p: _reshard(g.astype(p.dtype), p), grads, params)
+            return jax.tree.map(lambda g, p: _reshard(g, p).astype(p.dtype), grads, params)
 
         if accumulate == 1:
             (_, sums), grads = grad(used, batch, total)
