@@ -58,10 +58,14 @@ def own_part(where: NamedSharding, shape: Sequence[int]) -> tuple[int, int]:
     Its devices need not be neighbours in the mesh; then it makes rows that it does not need, at worst all.
     """
     indices: Any = where.addressable_devices_indices_map(tuple(shape))
-    spans = [rows.indices(shape[0])[:2] for rows, *_ in indices.values()]
+    return covering_part([rows.indices(shape[0])[:2] for rows, *_ in indices.values()], shape[0])
+
+
+def covering_part(spans: Sequence[tuple[int, int]], rows: int) -> tuple[int, int]:
+    """The smallest of equal consecutive parts of ``rows`` that holds all spans ``(begin, end)``."""
     begin, end = min(span[0] for span in spans), max(span[1] for span in spans)
-    for parts in range(shape[0], 1, -1):
-        each, left = divmod(shape[0], parts)
+    for parts in range(rows, 1, -1):
+        each, left = divmod(rows, parts)
         if not left and begin // each == (end - 1) // each:
             return begin // each, parts
     return 0, 1
