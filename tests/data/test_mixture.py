@@ -1,4 +1,4 @@
-"""Mixtures from configuration to batches: what they say and refuse. The arithmetic is in tests/proofs/data/mixing.py."""
+"""Mixtures from configuration to batches; their arithmetic is in tests/proofs/data/mixing.py."""
 
 import json
 
