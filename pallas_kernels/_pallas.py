@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,10 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels._compat import explicit_axes, is_interpreting, target_device
-
-TUNED = Path(__file__).parent / "tuned"
-"""``OPERATION.json`` there maps a ``device_kind`` to the fields of a config it changes, and ``"command"`` to what
-measured them."""
 
 
 def check(name: str, **arrays: Array) -> None:
@@ -48,15 +41,6 @@ def check(name: str, **arrays: Array) -> None:
 def interpret_tpu() -> Any:
     """For ``pl.pallas_call(interpret=...)`` of a TPU kernel."""
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if is_interpreting() else False
-
-
-@functools.cache
-def tuned(operation: str) -> dict[str, dict[str, int]]:
-    """Fields by ``device_kind``; empty where nothing was tuned."""
-    file = TUNED / f"{operation}.json"
-    if not file.exists():
-        return {}
-    return {kind: fields for kind, fields in json.loads(file.read_text()).items() if kind != "command"}
 
 
 def dot(a: Array, b: Array, over: tuple[int, int], product: Callable[..., Array] = jax.lax.dot_general) -> Array:

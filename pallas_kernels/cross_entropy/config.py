@@ -1,6 +1,6 @@
 """Block sizes of the Pallas kernels, by kind of device and size of an embedding.
 
-``pallas_kernels/tuned/cross_entropy.json``, where it exists, overrides fields of the result.
+``pallas_kernels.tuned``, where the kind was measured, overrides fields of the result.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from pallas_kernels._pallas import tuned
+from pallas_kernels.tuned import by_kind as tuned
 
 SIZES = (1024, 512, 256, 128)
 MOST_PRODUCTS = 2**29

@@ -1,18 +1,11 @@
-"""Block sizes of the Pallas kernels, by kind of device.
-
-``pallas_kernels/tuned/flash_attention.json``, where it exists, overrides the defaults: it maps a ``device_kind`` to the
-fields it changes, and ``"command"`` to what measured them.
-"""
+"""Block sizes of the Pallas kernels, by kind of device; where they were measured, those of ``pallas_kernels.tuned``."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-TUNED = Path(__file__).parents[1] / "tuned" / "flash_attention.json"
+from pallas_kernels.tuned import tuned
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,8 @@ _TPU = {
     "TPU v6 lite": TpuBlocks(vmem_bytes=64 * 2**20),
     "TPU7x": TpuBlocks(vmem_bytes=48 * 2**20),
 }
+_TPU_LEAST = {"rows": 128, "kv": 128}
+_GPU_LEAST = {"q": 16, "kv": 16, "q_back": 16, "kv_back": 16, "warps": 1, "warps_back": 1}
 
 
 def tpu_blocks(kind: str, item_bytes: int) -> TpuBlocks:
@@ -64,7 +59,7 @@ def tpu_blocks(kind: str, item_bytes: int) -> TpuBlocks:
     blocks = _TPU.get(kind, TpuBlocks())
     if item_bytes > 2:  # a product of float32 is six of bfloat16: programs grow, and compile for minutes
         blocks = dataclasses.replace(blocks, rows=blocks.rows // 2, kv=blocks.kv // 2)
-    return dataclasses.replace(blocks, **_tuned().get(kind, {}))
+    return tuned("flash_attention", kind, tpu_case(item_bytes), blocks, _TPU_LEAST)
 
 
 def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> GpuBlocks:
@@ -72,11 +67,14 @@ def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> GpuBlocks:
     blocks = GpuBlocks(warps=4) if head_dim <= 64 else GpuBlocks()
     if head_dim > 128 or item_bytes > 2:  # what a block holds must fit into shared memory
         blocks = GpuBlocks(q=64, kv=32, q_back=32, kv_back=32)
-    return dataclasses.replace(blocks, **_tuned().get(kind, {}))
+    return tuned("flash_attention", kind, gpu_case(head_dim, item_bytes), blocks, _GPU_LEAST)
 
 
-@functools.cache
-def _tuned() -> dict[str, dict[str, int]]:
-    if not TUNED.exists():
-        return {}
-    return {kind: fields for kind, fields in json.loads(TUNED.read_text()).items() if kind != "command"}
+def tpu_case(item_bytes: int) -> str:
+    """What block sizes are tuned for apart."""
+    return f"{item_bytes} bytes"
+
+
+def gpu_case(head_dim: int, item_bytes: int) -> str:
+    """Likewise; a head dim stands for those up to the next one."""
+    return f"head dim {64 if head_dim <= 64 else 128 if head_dim <= 128 else 256}, {item_bytes} bytes"

@@ -2,7 +2,7 @@
 
 On a TPU they are those that a roofline takes to be fastest of those that fit into fast memory: a wide tile reads an
 operand less often, a low one wastes less where groups end inside a tile.
-``pallas_kernels/tuned/grouped_matmul.json``, where it exists, overrides fields of the result.
+``pallas_kernels.tuned``, where the kind was measured, overrides fields of the result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pallas_kernels._pallas import round_up, tuned
+from pallas_kernels._pallas import round_up
+from pallas_kernels.tuned import by_kind as tuned
 
 LANES = 128
 MOST_PRODUCTS = 2**29

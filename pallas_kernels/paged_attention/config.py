@@ -1,6 +1,6 @@
 """Block sizes of the Pallas kernels, by kind of device.
 
-``pallas_kernels/tuned/paged_attention.json``, where it exists, overrides the defaults: see ``_pallas.tuned``.
+``pallas_kernels.tuned``, where the kind was measured, overrides the defaults.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from pallas_kernels._pallas import tuned
+from pallas_kernels.tuned import by_kind as tuned
 
 
 @dataclass(frozen=True)
