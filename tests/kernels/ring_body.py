@@ -37,6 +37,7 @@ class Case(NamedTuple):
     sinks: bool = False
     layout: str = "zigzag"
     b: int = 2
+    rings: int = 1  # side by side, the batch split over them
 
 
 CASES = {
@@ -50,6 +51,7 @@ CASES = {
     "everything": Case(4, 6, 6, 2, 3, True, 9, 1.3, True),
     "everything of three shards, contiguous": Case(3, 10, 2, 1, 3, True, 21, 1.3, True, "contiguous", 1),
     "sinks, three shards, zigzag": Case(3, 4, 2, 1, 6, sinks=True, b=1),
+    "two rings": Case(2, 4, 2, 1, packed=True, sinks=True, rings=2),
     "packed, three shards, striped": Case(3, 4, 2, 2, packed=True, layout="striped", b=1),
 }
 KILLERS = ("sinks, three shards, zigzag", "everything of three shards, contiguous", "packed, three shards, striped")
@@ -141,8 +143,8 @@ def split(arrays, segments, sinks, case: Case, layout: str, implementation: str)
     """The same over ``case.shards`` devices, twice and with equal bits, put back into the natural order."""
     there = order(layout, case.shards, arrays[0].shape[1])
     back = np.argsort(there)
-    mesh = jax.make_mesh((case.shards,), ("context",), axis_types=(AxisType.Explicit,))
-    rows = P(None, "context")
+    mesh = jax.make_mesh((case.rings, case.shards), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
+    rows = P("data", "context")
 
     def attend(q, k, v, segments, sinks):
         return ring_attention(

@@ -13,7 +13,7 @@ from tests.kernels.ring_aot import Shape
 from tests.proofs.harness import proof
 
 CASES = tuple((name, layout) for name in ring_body.CASES for layout in LAYOUTS)
-SEQUENCE = 8192
+SEQUENCE = 2048
 SLACK = 1.25
 """What a device takes may be this times its share: positions, segments and blocks do not shrink."""
 
