@@ -57,14 +57,14 @@ class GpuBlocks:
     stages: int = 3
 
 
-_VMEM = {"TPU v4": (14 * 2**20, None), "TPU7x": (42 * 2**20, 48 * 2**20)}
+_VMEM = {"TPU v4": (14 * 2**20, None), "TPU7x": (36 * 2**20, 48 * 2**20)}
 """Kind -> (what blocks may take, what a kernel may take)."""
 
 
 def tpu_blocks(kind: str, embed: int, item_bytes: int) -> TpuBlocks | None:
     """For a TPU's ``device_kind`` and elements of 2 or 4 bytes; None where an embedding is too large for it."""
     unknown = not kind.startswith("TPU") or kind in _VMEM
-    room, limit = _VMEM.get(kind, _VMEM["TPU v4"]) if unknown else (56 * 2**20, 64 * 2**20)
+    room, limit = _VMEM.get(kind, _VMEM["TPU v4"]) if unknown else (44 * 2**20, 64 * 2**20)
 
     most = MOST_PRODUCTS if item_bytes == 2 else MOST_PRODUCTS // 6  # a product of float32 is six of bfloat16
 
