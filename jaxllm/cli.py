@@ -469,14 +469,21 @@ def evaluate(argv: list[str]) -> int:
             step: which checkpoint; the newest by default.
         """
         use_compilation_cache()
+        with processes() as group:
+            return measure(group, model, step)
+
+    def measure(group: Group, model: Path, step: int | None) -> int:
+        from rich.console import Console
         from rich.progress import track
 
         from jaxllm.config import from_dict
         from jaxllm.data import bigram_baseline_of, load_dataset
         from jaxllm.infer import load_model
         from jaxllm.train import Evaluator, RunConfig
+        from sharding import MeshSpec
 
-        loaded = load_model(model, step=step)
+        # Several processes share the work; one takes its first device.
+        loaded = load_model(model, step=step, mesh=MeshSpec.parse("dp").build() if group.size > 1 else None)
         if "data" not in loaded.meta.get("config", {}):
             raise UsageError(f"{model} was not trained here, so there is no held-out text of its own to measure it on.")
         config = from_dict(RunConfig, loaded.meta["config"], "the checkpoint's config")
@@ -484,13 +491,19 @@ def evaluate(argv: list[str]) -> int:
         if dataset.heldout is None:
             raise UsageError(f"{model} was trained with nothing held out, so there is nothing to measure it on.")
         result = Evaluator(loaded.model, loaded.mesh, dataset.heldout)(
-            loaded.params, lambda batches: track(batches, "evaluating", transient=True)
+            loaded.params,
+            lambda batches: track(
+                batches, "evaluating", transient=True, console=None if group.leads else Console(quiet=True)
+            ),
         )
         baseline = bigram_baseline_of(dataset)
+        better = result.bits_per_byte < baseline.bits_per_byte
+        if not group.leads:
+            return 0 if better else 1
         print(f"{model}, step {loaded.step}: {result.tokens:,} held-out tokens, {dataset.heldout.target_bytes:,} bytes")
         print(f"  model        {result.bits_per_byte:.4f} bits per byte ({result.nll:.4f} nats per token)")
         print(f"  byte bigram  {baseline.bits_per_byte:.4f} bits per byte")
-        if result.bits_per_byte >= baseline.bits_per_byte:
+        if not better:
             print("The model does not beat counting pairs of bytes: train it for longer.")
             return 1
         return 0

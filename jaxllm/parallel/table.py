@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -155,7 +156,7 @@ def notation(name: str, spec: PartitionSpec, axes: LogicalAxes) -> str:
 
 
 def _row(name: str, leaf: Any, axes: LogicalAxes) -> Row:
-    size = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) else np.dtype(leaf.dtype).itemsize
+    size = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else np.dtype(leaf.dtype).itemsize
     part = leaf.sharding.shard_shape(leaf.shape)
     return Row(
         name,

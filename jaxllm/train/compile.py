@@ -13,6 +13,7 @@ from jaxllm.config import from_dict, to_dict
 from jaxllm.data import Batch
 from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
+from jaxllm.parallel.flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.loop import fitting_mesh, gradients
 from jaxllm.train.state import abstract_state
@@ -50,5 +51,14 @@ def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
     batch = Batch(tokens, tokens, tokens, tokens)  # type: ignore[arg-type]
-    report = aot.compile(step, abstract, batch, topology=topology, mesh=mesh, name=run.name, progress=aot.to_stderr)
+    report = aot.compile(
+        step,
+        abstract,
+        batch,
+        topology=topology,
+        mesh=mesh,
+        name=run.name,
+        options=options(topology.platform, topology.device_kind, run.compiler_options) or None,
+        progress=aot.to_stderr,
+    )
     return report.to_json()

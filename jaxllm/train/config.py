@@ -32,6 +32,8 @@ class RunConfig:
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp, fsdp_tp.
         parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
         distributed: how long several processes wait for each other.
+        compiler_options: changes to the table of ``jaxllm.parallel.flags``: "NAME=VALUE", or "NAME=" for the compiler's
+            own choice.
         checkpoint: when to save and what to keep.
         log_every: steps between two lines of the log where there is no live view.
         eval_every: steps between two evaluations on held-out text; 0 evaluates at the end only.
@@ -50,6 +52,7 @@ class RunConfig:
     mesh: str = runtime_only("dp")
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})
     distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={"runtime_only": True})
+    compiler_options: tuple[str, ...] = runtime_only(())
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})
     log_every: int = runtime_only(10)
     eval_every: int = runtime_only(0)

@@ -20,6 +20,7 @@ from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import Functional, functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.parallel.distributed import StopTogether, group
+from jaxllm.parallel.flags import described, options
 from jaxllm.parallel.legal import check_parameters, resolve
 from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
@@ -89,6 +90,8 @@ class Run:
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
         self.part, self.parts = own_part(self.batch_sharding, shape)
+        device = self.mesh.devices.flat[0]
+        self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
 
     def put(self, batch: Batch) -> Batch:
         """This process's part of a batch, on the devices."""
@@ -109,7 +112,8 @@ class Run:
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
         with jax.set_mesh(self.mesh):
-            return step.lower(self.abstract, batch).compile(), time.monotonic() - start
+            compiled = step.lower(self.abstract, batch).compile(compiler_options=self.compiler_options or None)
+        return compiled, time.monotonic() - start
 
     def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint carries beside the state."""
@@ -167,7 +171,7 @@ def steps(
     if first == config.steps:
         return state, first
     step, seconds = run.compile_step()
-    view.say(f"compiled the step in {seconds:.1f} s")
+    view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     run.group.meet("compiled")  # collectives of the first step wait for no more than half a minute
     evaluate = evaluator(run) if config.eval_every else None
     view.start_clock()
