@@ -15,9 +15,9 @@ from sharding.ops import current_mesh as current_mesh
 from sharding.ops import current_rules as current_rules
 from sharding.ops import einsum as einsum
 from sharding.ops import fan_out as fan_out
-from sharding.ops import gather_once as gather_once
 from sharding.ops import gather_weight as gather_weight
 from sharding.ops import project as project
+from sharding.ops import scatter_sum as scatter_sum
 from sharding.ops import shard_map as shard_map
 from sharding.ops import spec as spec
 from sharding.ops import take as take

@@ -128,32 +128,39 @@ def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") ->
     return jax.sharding.reshard(found, there)
 
 
-def gather_weight(w: Array, *logical: str | None, what: str = "weight") -> Array:
+def gather_weight(w: Array, *logical: str | None, sums_late: bool = False, what: str = "weight") -> Array:
     """A weight as it is used: whole over the axes it is only stored split over (fsdp), still split over tensor.
 
-    Its transpose scatters the gradient back to where the weight is stored. One that ``gather_once`` made is left alone.
+    Args:
+        sums_late: its gradient is one summand a device (``jax.P(unreduced=...)``) over the axes that split tokens,
+            until the transpose of this adds it up and scatters it to where the weight is stored, or the caller does so
+            who gathers ahead of all uses. Only a weight that products and lookups use can do so; one that was gathered
+            in this way before is left alone.
     """
     mesh = current_mesh()
     if mesh is None or jax.typeof(w).sharding.spec.reduced:
         return w
-    whole = jax.sharding.reshard(w, current_rules().spec(logical, mesh, w.shape, gathered=True, what=what))
-    return checkpoint_name(whole, GATHERED_WEIGHT)
-
-
-def gather_once(w: Array, *logical: str | None, sums_late: bool, what: str = "weight") -> Array:
-    """A weight gathered ahead of all its uses, as ZeRO's first two stages do.
-
-    Args:
-        sums_late: its gradient is left as one summand a device (``jax.P(unreduced=...)``) over the axes that the tokens
-            are split over, for the caller to add up; only weights that products and lookups use can do so.
-    """
-    mesh = current_mesh()
-    if mesh is None:
-        return w
     whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
     if sums_late:
-        whole = jax.P(*whole, reduced=set(axis_names("batch", "seq")) - _mesh_axes(whole))
-    return jax.sharding.reshard(w, whole)
+        late = set(axis_names("batch", "seq")) - _mesh_axes(whole)
+        stored = jax.typeof(w).sharding.spec
+        # In two steps, so that the gradient is first scattered and then only the parts are summed over replicas.
+        w = jax.sharding.reshard(w, jax.P(*stored, reduced=late - _mesh_axes(stored)))
+        whole = jax.P(*whole, reduced=late)
+    return checkpoint_name(jax.sharding.reshard(w, whole), GATHERED_WEIGHT)
+
+
+def scatter_sum(x: Array, like: Array) -> Array:
+    """``x`` where ``like`` is, what devices hold as summands (``jax.P(unreduced=...)``) added up.
+
+    First over the axes that then split the sum, so that only parts travel over the others.
+    """
+    if current_mesh() is None:
+        return x
+    there, late = jax.typeof(like).sharding.spec, jax.typeof(x).sharding.spec.unreduced
+    if rest := late - _mesh_axes(there):
+        x = jax.sharding.reshard(x, jax.P(*there, unreduced=rest))
+    return jax.sharding.reshard(x, there)
 
 
 def shard_map(

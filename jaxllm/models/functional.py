@@ -87,11 +87,15 @@ class Functional:
 
         return jax.tree.map(axes, self._declared())
 
+    def matrices(self) -> Params:
+        """For every parameter, whether products and lookups use it (True), or it is added or multiplied elementwise."""
+        return jax.tree.map(lambda leaf: sums_late(leaf.param), self._declared())
+
     def gather(self, params: Params) -> Params:
         """All parameters whole over the axes they are stored split over, for a forward and backward pass or several.
 
         What products and lookups use is in compute dtype, and its gradient is left as a summand a device, see
-        ``sharding.gather_once``; gains and biases are as ``params`` has them.
+        ``sharding.gather_weight``; gains and biases are as ``params`` has them.
         """
 
         def one(leaf: Declared, value: Array) -> Array:
@@ -99,7 +103,7 @@ class Functional:
             axes = ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
             if matrix:
                 value = value.astype(self.config.dtype)
-            return sharding.gather_once(value, *axes, sums_late=matrix)
+            return sharding.gather_weight(value, *axes, sums_late=matrix)
 
         with sharding.use_rules(self.rules):
             return jax.tree.map(one, self._declared(), params)

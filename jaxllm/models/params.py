@@ -63,7 +63,8 @@ def use(param: nnx.Param, dtype: jnp.dtype) -> Array:
 
     The one visible cast. Casting first means that the gather moves compute-dtype bytes.
     """
-    return sharding.gather_weight(param[...].astype(dtype), *param.get_metadata()["logical_axes"])
+    axes = param.get_metadata()["logical_axes"]
+    return sharding.gather_weight(param[...].astype(dtype), *axes, sums_late=sums_late(param))
 
 
 def at_least_f32(dtype: jnp.dtype) -> jnp.dtype:

@@ -15,11 +15,11 @@ class ParallelConfig:
     """How arrays are split over the mesh, beyond the sizes of its axes.
 
     Attributes:
-        zero: what a device holds a part of, over the axes that split tokens but for ``data`` (ZeRO, arXiv:1910.02054). 3: of parameters,
-            gradients and optimizer state; a layer's weights are gathered when it uses them. 2: of gradients and
-            optimizer state; all weights are gathered once a step, in compute dtype. 1: of optimizer state; gradients
-            are added up over devices once a step, whatever ``accumulate`` is. The float32 parameters that the optimizer
-            updates count as its state.
+        zero: what a device holds a part of, over the axes that split tokens but for ``data`` (ZeRO,
+            arXiv:1910.02054). 3: of parameters, gradients and optimizer state; a layer's weights are gathered when it
+            uses them. 2: of gradients and optimizer state; all weights are gathered once a step, in compute dtype. 1:
+            of optimizer state; gradients are added up over devices once a step, whatever ``accumulate`` is. The float32
+            parameters that the optimizer updates count as its state.
         sequence: the residual stream and norms are split by sequence over ``tensor`` as well (Megatron sequence
             parallelism, arXiv:2205.05198): less memory for the same bytes sent.
         context: how queries meet keys of other parts of the sequence over the axis ``context``: keys and values go

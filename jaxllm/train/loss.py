@@ -124,7 +124,7 @@ def value_and_grad(
 
         def stored(grads: Any) -> Any:
             """As the parameters are: in their dtype, and where they are."""
-            return jax.tree.map(lambda g, p: _reshard(g, p).astype(p.dtype), grads, params)
+            return jax.tree.map(lambda g, p: sharding.scatter_sum(g, p).astype(p.dtype), grads, params)
 
         if accumulate == 1:
             (_, sums), grads = grad(used, batch, total)
@@ -144,11 +144,6 @@ def value_and_grad(
         return sums, stored(grads)
 
     return run
-
-
-def _reshard(x: Array, like: Array) -> Array:
-    """``x`` where ``like`` is; summands that each device has one of are added up."""
-    return x if sharding.current_mesh() is None else jax.sharding.reshard(x, jax.typeof(like).sharding.spec)
 
 
 def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Array:
