@@ -97,6 +97,9 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
     lowest = -0.5 * float(jnp.finfo(dtype).max)
     page_size = problem.rows.shape[3]
     q = q.astype(dtype) * problem.scale
+    form = problem.format
+    if whole := size == 1:  # few rows: zeros for what is no key cost less than to cut keys and values out of slots
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, form.width - form.key_dim)))
     position = jnp.tile(block.position + jnp.arange(size), m // size)[:, None]  # M 1
     reach = block.position + block.tokens
     begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(block.position - problem.window + 1, 0)
@@ -104,11 +107,9 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
     def more(pages: int, first: Array, state: Any) -> Any:
         """Folds in the slots of ``pages`` pages from column ``first`` on."""
         top, total, out = state
-        held = _read(problem, block.request, first, pages).astype(dtype)
+        held = _read(problem, block.request, first, pages, begin, reach).astype(dtype)
         at = first * page_size + jnp.arange(pages * page_size)
-        # Slots beyond the last token may hold anything, and a weight of zero does not silence a nan.
-        held = jnp.where(((at >= begin) & (at < reach))[:, None], held, 0)
-        scores = jnp.einsum("kmh,ksh->kms", q, problem.format.keys(held))
+        scores = jnp.einsum("kmh,ksh->kms", q, held if whole else form.keys(held))
         if problem.softcap is not None:
             scores = problem.softcap * jnp.tanh(scores / problem.softcap)
         seen = at <= position
@@ -119,16 +120,17 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
         weights = jnp.exp(scores - highest)
         keep = jnp.exp(top - highest)
         total = total * keep + jnp.sum(weights, axis=-1, keepdims=True)
-        return highest, total, out * keep + jnp.einsum("kms,ksv->kmv", weights, problem.format.values(held))
+        values = held if whole else form.values(held)
+        return highest, total, out * keep + jnp.einsum("kms,ksv->kmv", weights, values)
 
     zero = jnp.zeros_like(q[:, :, :1])
     # Half the lowest number until a row has seen a slot: every weight before that is then zero.
     top, total = zero + lowest / 2, zero
     if problem.sinks is not None:
         top, total = zero + jnp.repeat(problem.sinks.astype(dtype).reshape(kv, -1, 1), size, axis=1), zero + 1.0
-    state = top, total, jnp.broadcast_to(zero, (kv, m, problem.format.value_dim))
+    state = top, total, jnp.broadcast_to(zero, (kv, m, form.width if whole else form.value_dim))
     _, total, out = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
-    return out / jnp.where(total > 0.0, total, 1.0)
+    return (form.values(out) if whole else out) / jnp.where(total > 0.0, total, 1.0)
 
 
 def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array, stop: Array, page_size: int) -> Any:
@@ -145,17 +147,23 @@ def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array
     return state
 
 
-def _read(problem: _Problem, request: Array, first: Array, count: int) -> Float[Array, "K S W"]:
-    """The slots of some pages, one after the other; beyond the table's end those of its last page."""
-    pages, columns = problem.rows.shape[1], problem.ragged.page_table.shape[1]
+def _read(
+    problem: _Problem, request: Array, first: Array, count: int, begin: Array, reach: Array
+) -> Float[Array, "K S W"]:
+    """The slots of some pages, one after the other; zeros for positions before ``begin`` and from ``reach`` on.
+
+    Those may hold anything, and a weight of zero does not silence a nan.
+    """
+    (pages, _, size, _), columns = problem.rows.shape[1:], problem.ragged.page_table.shape[1]
 
     def page(j: int) -> Float[Array, "K C W"]:
         number = problem.ragged.page_table[request, jnp.minimum(first + j, columns - 1)]
         number = jnp.clip(number, 0, pages - 1)  # what is not in use may be anything
         zero = jnp.zeros_like(number)
-        return jax.lax.dynamic_slice(
-            problem.rows, (problem.layer, number, *[zero] * 3), (1, 1, *problem.rows.shape[2:])
-        )[0, 0]
+        starts = problem.layer, number, zero, zero, zero
+        held = jax.lax.dynamic_slice(problem.rows, starts, (1, 1, *problem.rows.shape[2:]))[0, 0]
+        at = (first + j) * size + jnp.arange(size)
+        return jnp.where(((at >= begin) & (at < reach))[:, None], held, 0)
 
     return jnp.concatenate([page(j) for j in range(count)], axis=1)
 

@@ -73,7 +73,7 @@ SHAPES = {
     "DeepSeek-V3, decode": _MLA,
     "DeepSeek-V3, an eighth of the heads, mixed": mixed(dataclasses.replace(_MLA, n=16)),
     "Phi-3-mini, decode": Shape(32, 32, 96, held=32768),
-    "Phi-2, mixed": mixed(Shape(32, 32, 80, held=32768)),
+    "Phi-2, mixed": mixed(Shape(32, 32, 80, held=65536)),
     "SmolLM2-135M, mixed, float32": mixed(Shape(9, 3, 64, dtype="float32")),
 }
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)

@@ -75,11 +75,13 @@ CASES = {
     "window, decode": Case(DECODE, 4, 2, window=9, decode_only=True),
     "softcap": Case(MIXED, 4, 2, softcap=0.7),
     "sinks": Case(MIXED, 4, 2, sinks=True),
-    "latent": Case(MIXED, 6, 1, h=12, v=8, latent=True),
+    "latent": Case(MIXED, 20, 1, h=12, v=8, latent=True),
     "latent, decode": Case(DECODE, 6, 1, h=12, v=8, latent=True, decode_only=True),
     "shared pages": Case(((16, 3), (19, 1), (5, 2)), 4, 2, shared=2),
-    "everything": Case(MIXED, 6, 2, h=6, v=4, padding=3, window=17, softcap=1.3, sinks=True),
-    "everything, decode": Case(DECODE, 6, 2, h=6, v=4, padding=1, window=17, softcap=1.3, sinks=True, decode_only=True),
+    "everything": Case(MIXED, 12, 4, h=6, v=4, padding=3, window=17, softcap=1.3, sinks=True),
+    "everything, decode": Case(
+        DECODE, 12, 6, h=6, v=4, padding=1, window=17, softcap=1.3, sinks=True, decode_only=True
+    ),
 }
 
 
@@ -87,7 +89,7 @@ PACKAGE = "pallas_kernels.paged_attention"
 KILLERS = ("everything", "everything, decode")
 """Cases that a mutant is tried on, until one fails."""
 
-_WRONG_SLOT = {"wrong slot": ("ragged", "return page, tokens.position %", "return page, (tokens.position + 1) %")}
+_WRONG_SLOT = {"wrong slot": ("reference", "page, :, slot].set", "page, :, slot - 1].set")}
 _TPU = {
     "mask off by one": ("(at <= place)", "(at < place)"),
     "window off by one": ("(at > place - window)", "(at >= place - window)"),
@@ -141,7 +143,7 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(pallas_tpu, "UNROLLED", 64)
         patch.setattr(config, "tpu_blocks", lambda *_: tpu)
         patch.setattr(pallas_gpu, "LEAST", 1)
-        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(rows=4, slots=8, programs=64))
+        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(rows=16, slots=8, programs=64))
         yield
 
 
