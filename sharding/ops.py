@@ -76,7 +76,7 @@ def fan_out(x: Array, *logical: str | None, over: str, what: str = "activation")
     if mesh is None:
         return x
     there = spec(*logical, shape=x.shape, what=what)
-    return jax.sharding.reshard(x, jax.P(*there, reduced=set(axis_names(over)) - _mesh_axes(there)))
+    return jax.sharding.reshard(x, jax.P(*there, reduced=frozenset(axis_names(over)) - _mesh_axes(there)))
 
 
 def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activation") -> Array:
@@ -142,7 +142,7 @@ def gather_weight(w: Array, *logical: str | None, sums_late: bool = False, what:
         return w
     whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
     if sums_late:
-        late = set(axis_names("batch", "seq")) - _mesh_axes(whole)
+        late = frozenset(axis_names("batch", "seq")) - _mesh_axes(whole)
         stored = jax.typeof(w).sharding.spec
         # In two steps, so that the gradient is first scattered and then only the parts are summed over replicas.
         w = jax.sharding.reshard(w, jax.P(*stored, reduced=late - _mesh_axes(stored)))
@@ -212,14 +212,14 @@ def _names(part: Any) -> tuple[str, ...]:
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def _without(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
+def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
     """The spec less some mesh axes."""
     return jax.P(*(tuple(a for a in _names(part) if a not in axes) or None for part in spec))
 
 
-def _mesh_axes(parts: Iterable[Any]) -> set[str]:
+def _mesh_axes(parts: Iterable[Any]) -> frozenset[str]:
     """Mesh axes of a partition spec."""
-    return {axis for part in parts for axis in _names(part)}
+    return frozenset(axis for part in parts for axis in _names(part))
 
 
 def axis_names(*logical: str) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def _flat(
     sum_over: tuple[str, ...],
 ) -> Array:
     """``sum_of_experts`` of a shard's tokens as rows."""
-    rows = tuple(a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
-    out = sum_of_experts(*rows, gate, up, down, activation=ACTIVATIONS[activation], expert_axis=expert_axis)
-    out = out.reshape(x.shape)
+    rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
+    call = functools.partial(sum_of_experts, activation=ACTIVATIONS[activation], expert_axis=expert_axis)
+    out = call(rows, chosen, shares, gate, up, down).reshape(x.shape)
     return jax.lax.psum(out, sum_over) if sum_over else out
