@@ -9,8 +9,9 @@ product between its start and its done. These make no difference there, or are w
 left out: ``xla_gpu_enable_latency_hiding_scheduler`` (on already), ``xla_gpu_threshold_for_windowed_einsum_mib`` (no
 collective matmul under explicit axes), ``xla_gpu_*_combine_threshold_bytes``,
 ``xla_gpu_enable_pipelined_reduce_scatter``, ``xla_gpu_enable_analytical_sol_latency_estimator``,
-``xla_gpu_enable_highest_priority_async_stream``; and ``xla_gpu_enable_pipelined_all_reduce``, which takes memory and
-covers nothing more.
+``xla_gpu_enable_highest_priority_async_stream``; ``xla_gpu_enable_pipelined_all_reduce``, which takes memory and covers
+nothing more; ``xla_tpu_enable_latency_hiding_scheduler`` (on already: off, the schedule is another) and
+``xla_tpu_enable_sparse_core_collective_offload_*``, which on v6e costs the tensor core 11% more estimated cycles.
 """
 
 from __future__ import annotations

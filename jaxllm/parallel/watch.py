@@ -1,8 +1,8 @@
 """Signs of life between processes, and a last word when one vanishes.
 
 Each process writes a number into the key-value store now and then; process 0 reads them all and names the one whose
-number stands still; the others look whether process 0 has named somebody, and whether it still counts itself. Whoever
-learns of a loss says so on stderr and exits: its devices wait for ever for those of the lost one.
+number stands still; the others look whether it has named somebody. Whoever learns of a loss says so on stderr and
+exits: its devices wait for ever for those of the lost one.
 
 The store goes with process 0, and jax then aborts the others within a second, in C++. So each process has a child, a
 few lines of Python without jax, that speaks when its parent ends without a goodbye: killed, aborted or out of memory.
@@ -82,6 +82,7 @@ class Watch:
         """All are there: from now on they are watched."""
         self._store = store
         self._host = host
+        self._beat(0)
         self._thread = threading.Thread(target=self._run, name="jaxllm-watch", daemon=True)
         self._thread.start()
 
@@ -122,12 +123,10 @@ class Watch:
         while not self._over.wait(self._period):
             count += 1
             try:
-                self._store.key_value_set(
-                    f"{_BEAT}/{self._cluster.rank}", json.dumps([count, self._host, os.getpid()]), True
-                )
+                self._beat(count)
                 if lost := self._read_lost():
                     self.end(lost)
-                beats = self._beats()
+                beats = self._beats() if self._cluster.rank == 0 else {}
             except Exception as error:
                 # Seconds before jax aborts the process: the store has gone with process 0.
                 if not self._over.is_set() and time.monotonic() - said > self._lost_after:
@@ -145,23 +144,21 @@ class Watch:
                         f"{self._lost_after:g} s."
                     )
                     self._name(lost)
-                    if self._cluster.rank == 0:
-                        time.sleep(2 * self._period)  # until the others have read it
+                    time.sleep(2 * self._period)  # until the others have read it
                     self.end(lost)
 
+    def _beat(self, count: int) -> None:
+        """A sign of life."""
+        self._store.key_value_set(f"{_BEAT}/{self._cluster.rank}", json.dumps([count, self._host, os.getpid()]), True)
+
     def _beats(self) -> dict[int, str]:
-        """Last signs of life: in process 0 of all the others, in the others of process 0."""
-        if self._cluster.rank == 0:
-            found = self._store.key_value_dir_get(f"{_BEAT}/")
-            return {int(key.rsplit("/", 1)[1]): value for key, value in found if not key.endswith("/0")}
-        return {0: value} if (value := self._try_get(f"{_BEAT}/0")) is not None else {}
+        """Last signs of life of all processes but this."""
+        found = self._store.key_value_dir_get(f"{_BEAT}/")
+        return {int(key.rsplit("/", 1)[1]): value for key, value in found if not key.endswith("/0")}
 
     def _read_lost(self) -> str | None:
-        return self._try_get(_LOST)
-
-    def _try_get(self, key: str) -> str | None:
         try:
-            return self._store.key_value_try_get(key)
+            return self._store.key_value_try_get(_LOST)
         except Exception as error:
             if "NOT_FOUND" in str(error):
                 return None

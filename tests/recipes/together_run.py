@@ -39,7 +39,7 @@ def together_run() -> RunConfig:
         optim=OptimConfig(schedule=ScheduleConfig(peak=mine.get("peak", 1e-2))),
         steps=12,
         checkpoint=CheckpointConfig(every=4),
-        distributed=DistributedConfig(start_timeout=120, lost_after=5),
+        distributed=DistributedConfig(start_timeout=200, lost_after=30),
         log_every=1,
     )
 

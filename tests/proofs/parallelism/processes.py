@@ -29,7 +29,7 @@ RECIPE = environment.ROOT / "tests" / "recipes" / "together_run.py"
 PROCESSES, DEVICES, STEPS = 4, 8, 12
 LIMIT = 300.0
 """Seconds for anything: two cores start four processes."""
-GONE = 5 + 60.0
+GONE = 30 + 60.0
 """Seconds from a loss to the others' end: the recipe's ``lost_after``, and what a busy machine takes."""
 TOGETHER = "data=2,fsdp=2,tensor=2"
 
