@@ -242,7 +242,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def shard(argv: list[str]) -> int:
-    """Show how a run lies on its devices: `jaxllm shard RECIPE --mesh "fsdp=4,tensor=2" [--on v6e:8x8]`."""
+    """Show how a run lies on its devices: `jaxllm shard RECIPE --mesh fsdp=4,tensor=2`."""
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
