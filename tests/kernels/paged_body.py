@@ -143,7 +143,7 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(pallas_tpu, "UNROLLED", 64)
         patch.setattr(config, "tpu_blocks", lambda *_: tpu)
         patch.setattr(pallas_gpu, "LEAST", 1)
-        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(rows=16, slots=8, programs=64))
+        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(rows=16, slots=8, programs=256))
         yield
 
 
