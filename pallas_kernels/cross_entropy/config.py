@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
+from pallas_kernels._pallas import round_up
 from pallas_kernels.tuned import by_kind as tuned
 
 SIZES = (1024, 512, 256, 128)
@@ -57,7 +58,7 @@ class GpuBlocks:
     stages: int = 3
 
 
-_VMEM = {"TPU v4": (14 * 2**20, None), "TPU7x": (36 * 2**20, 48 * 2**20)}
+_VMEM = {"TPU v4": (11 * 2**20, None), "TPU7x": (36 * 2**20, 48 * 2**20)}
 """Kind -> (what blocks may take, what a kernel may take)."""
 
 
@@ -67,6 +68,8 @@ def tpu_blocks(kind: str, embed: int, item_bytes: int) -> TpuBlocks | None:
     room, limit = _VMEM.get(kind, _VMEM["TPU v4"]) if unknown else (44 * 2**20, 64 * 2**20)
 
     most = MOST_PRODUCTS if item_bytes == 2 else MOST_PRODUCTS // 6  # a product of float32 is six of bfloat16
+
+    embed = round_up(embed, 128)
 
     def largest(kept_bytes: int, passing_bytes: int) -> tuple[int, int] | None:
         """(kept, passing) rows of the embedding, of so many bytes a number."""

@@ -109,7 +109,10 @@ class _Kernels(NamedTuple):
         band = min(round_up(max(most, blocks.least_band), blocks.vocab), vocab)
 
         def add(first: Any, size: int, d_hidden: Array, d_head: Array) -> tuple[Array, Array]:
-            d_logits = _d_logits(blocks, options, padded, head, local, slopes, first, size)
+            # One band after the other: of a few the compiler makes straight code, and would hold all at once.
+            lse, d_hidden = jax.lax.optimization_barrier((slopes.lse, d_hidden))
+            mine = slopes._replace(lse=lse)
+            d_logits = _d_logits(blocks, options, padded, head, local, mine, first, size)
             rows = jax.lax.dynamic_slice_in_dim(head, first, size)
             d_hidden += jnp.einsum("tc,cd->td", d_logits, rows, preferred_element_type=jnp.float32)
             d_rows = jnp.einsum("tc,td->cd", d_logits, padded, preferred_element_type=jnp.float32)

@@ -127,10 +127,11 @@ def program(implementation: str):
 
 def error(got, want) -> float:
     """||got - want|| / ||want||, of what is worst; absolute where nothing is to be."""
-    return max(
-        float(np.linalg.norm(np.asarray(g, np.float64) - w) / (np.linalg.norm(w) or 1.0))
+    each = [
+        np.linalg.norm(np.asarray(g, np.float64) - w) / (np.linalg.norm(w) or 1.0)
         for g, w in zip(got, want, strict=True)
-    )
+    ]
+    return float(np.max(each))  # nan, if there is one
 
 
 def check(
