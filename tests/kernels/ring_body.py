@@ -71,7 +71,7 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla", "forgotten sink"): ("xla", "out * jnp.exp(lse - with_sink)[..., None], with_sink", "out, with_sink"),
     ("xla", "wrong half"): ("xla", "slice(0, size), slice(0, half))", "slice(0, size), slice(half, size))"),
     ("xla", "sums not sent on"): ("xla", "ring.shift(d_keys, 1) if last", "d_keys if last"),
-    ("xla", "gradients not home"): ("xla", "ring.shift(d_keys, -last)", "d_keys"),
+    ("xla", "gradients not home"): ("xla", ", -last)", ", 0)"),
     ("pallas_tpu", "another's keys"): ("pallas_tpu", "theirs = (mine - step)", "theirs = (mine + step)"),
     ("pallas_tpu", "earlier keys forgotten"): (
         "pallas_tpu",
