@@ -90,7 +90,7 @@ def small_pieces() -> Iterator[None]:
     """Blocks so small that few tokens and ids cross many of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(8, 16, 16, 8))
-        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(4, 8, 4, 4, 2, 96, 16, 2, 1, 1))
+        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(4, 8, 4, 8, 2, 96, 16, 2, 1, 1))
         yield
 
 
