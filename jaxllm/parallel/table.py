@@ -30,6 +30,8 @@ LETTERS = {
     "mlp": "F",
     "vocab": "V",
     "experts": "E",
+    "expert_embed": "D",
+    "expert_mlp": "F",
     "positions": "P",
 }
 

@@ -138,7 +138,8 @@ class _Step:
     def _attention(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
         attention, passes = block.attention, self.passes
         rows = self.rows // self.size(self.axes("batch"))
-        ring, ulysses = self.axes("attn_kv_seq"), self.axes("seq")[len(self.axes("attn_seq")) :]
+        split, ring = self.axes("attn_seq"), self.axes("attn_kv_seq")
+        ulysses = self.axes("seq")[len(split) :]
         heads = attention.heads // self.size(self.axes("act_heads"))
         shards = self.size(self.axes("attn_kv_heads"))
         kv_heads = max(attention.kv_heads, shards) // shards
@@ -149,6 +150,11 @@ class _Step:
                 yield Expected("all-to-all", ulysses, 1 + passes, size, "queries, keys, values, results")
             ids = rows * self.seq_len // self.size(self.axes("attn_seq")) * 4
             yield Expected("all-gather", ulysses, passes, ids, "numbers of documents")
+        if split and not ring:
+            gathered = rows * self.seq_len
+            kv = self._bytes(gathered, 2, kv_heads, attention.head_dim)
+            yield Expected("all-gather", split, passes, kv + gathered * 4, "keys, values, numbers of documents")
+            yield Expected("reduce-scatter", split, 1, kv, "their gradients")
         if ring:
             steps = self.size(ring) - 1
             if block.attention.window is not None and self.plan.layout == "contiguous":
@@ -158,7 +164,8 @@ class _Step:
             wide = kv * 4 // jnp.dtype(self.model.config.dtype).itemsize
             yield Expected("collective-permute", ring, steps * passes, kv + here * 4, "keys and values, forward")
             yield Expected("collective-permute", ring, steps, kv + here * 4 + wide, "keys and values, backward")
-            yield Expected("collective-permute", ring, 1, wide, "their gradients, home")
+            yield Expected("collective-permute", ring, 1, wide, "their gradients, one step behind")
+            yield Expected("collective-permute", ring, 1, kv, "their gradients, home")
 
     def _experts(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
         over = self.axes("experts")
@@ -170,7 +177,7 @@ class _Step:
         yield Expected("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
 
     def _arranged(self) -> Iterator[Expected]:
-        """The four arrays of a batch, put in the order of the layout."""
+        """The four arrays of a batch, put in the order of the layout; of places only what rotations need."""
         if self.plan.layout != "contiguous":
             size = self.rows // self.size(self.axes("batch")) * self.seq_len * 4
             yield Expected("all-gather", self.axes("attn_seq"), 4, size, "the batch in the layout's order")

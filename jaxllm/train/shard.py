@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from jaxllm.models import functional
 from jaxllm.optim import optimizer
-from jaxllm.parallel.table import Table, table
+from jaxllm.parallel.table import Expected, Table, table
+from jaxllm.parallel.traffic import expected
 from jaxllm.train.config import RunConfig
 from jaxllm.train.loop import fitting_mesh
 from jaxllm.train.state import abstract_state
@@ -20,4 +23,8 @@ def sharding_table(config: RunConfig, num_devices: int) -> Table:
     mesh = fitting_mesh(config, model, num_devices).abstract()
     transform = optimizer(config.optim, config.steps, model.logical_axes())
     state = abstract_state(model, transform, mesh)
-    return table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
+    sent: tuple[Expected, ...] = ()
+    with contextlib.suppress(NotImplementedError):  # then the table has no collectives
+        rows, length = config.data.batch_size, config.data.seq_len
+        sent = expected(model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate)
+    return table(state.params, state.opt_state, model.logical_axes(), mesh.shape, sent)

@@ -174,12 +174,12 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
     start = nothing[0], Keys(k, v, segments), nothing[1:]
     (d_q, keys, d_keys), _ = jax.lax.scan(body, start, jnp.arange(last, dtype=jnp.int32))
     d_q, d_keys = step(last, d_q, keys, d_keys)
-    d_k, d_v = ring.shift(d_keys, -last)
+    d_k, d_v = ring.shift((d_keys[0].astype(k.dtype), d_keys[1].astype(v.dtype)), -last)
     d_sinks = None
     if sinks is not None:
         delta = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1)
         d_sinks = -jnp.sum(jnp.exp(sinks.astype(dtype) - lse) * delta, axis=(0, 1)).astype(sinks.dtype)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
+    return d_q.astype(q.dtype), d_k, d_v, None, d_sinks
 
 
 _ring.defvjp(_forward, _backward)
