@@ -20,6 +20,7 @@ from jaxllm.models import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MlpConfig,
     RopeConfig,
     YarnScaling,
 )
@@ -45,6 +46,11 @@ def config_json(
     Raises:
         HubError: no family has this architecture; names the nearest, and what is different there.
     """
+    if not all(isinstance(block.mlp, MlpConfig) for block in config.blocks):
+        raise HubError(
+            "no family's tensors are mapped to mixtures of experts yet, so this model cannot be exported; the run's "
+            "own directory is what `jaxllm generate` reads."
+        )
     length = _length(config, length)
     ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have defaults of their own for these
     apart: dict[str, list[Difference]] = {}
@@ -139,7 +145,7 @@ def _llama(config: DecoderConfig, length: int) -> Fields:
         "hidden_size": config.embed_dim,
         "intermediate_size": mlp.hidden,
         "max_position_embeddings": length,
-        "mlp_bias": mlp.bias,
+        "mlp_bias": isinstance(mlp, MlpConfig) and mlp.bias,
         "num_attention_heads": attention.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": attention.kv_heads,

@@ -134,3 +134,9 @@ def test_the_same_layers_written_otherwise_are_the_same_model() -> None:
 def test_an_architecture_of_no_family_names_the_nearest(config: DecoderConfig, message: str) -> None:
     with pytest.raises(HubError, match=message):
         config_json(config)
+
+
+def test_a_mixture_of_experts_is_refused_by_name():
+    config = tiny.decoder(moe=(4, 2, 8, True), dtype="float32")
+    with pytest.raises(HubError, match="mixtures of experts"):
+        config_json(config)
