@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import jax
+
 _TPU_SOURCE = (
     "MaxText's flags for v5e, v5p and v6e: github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py"
 )
@@ -39,6 +41,7 @@ class Flag:
         buys: what it is for.
         measured: what it did to a compiled program.
         source: who recommends it.
+        known_before: the first version of jax whose compiler has not got it any more, as far as was seen; None: all.
     """
 
     name: str
@@ -48,6 +51,12 @@ class Flag:
     buys: str
     measured: str
     source: str
+    known_before: tuple[int, int] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the compiler of the jax that is here takes it; an unknown option is an error there."""
+        return self.known_before is None or jax.__version_info__[:2] < self.known_before
 
 
 FLAGS = (
@@ -113,6 +122,7 @@ FLAGS = (
         "an all-gather is moved to the turn of the loop before",
         "h100 FSDP: covered 2 of 4 (1 of 3 without); with double buffering 5 of 9",
         _GPU_SOURCE,
+        known_before=(0, 11),
     ),
 )
 """All options. Removing one needs a measurement, as adding one does."""
@@ -132,7 +142,7 @@ def options(platform: str, device_kind: str, changes: Iterable[str] = ()) -> dic
     chosen = {
         flag.name: flag.value
         for flag in FLAGS
-        if flag.platform == platform and (not flag.kinds or device_kind in flag.kinds)
+        if flag.is_known and flag.platform == platform and (not flag.kinds or device_kind in flag.kinds)
     }
     for change in changes:
         name, equals, value = change.strip().lstrip("-").partition("=")

@@ -157,6 +157,10 @@ class _Step:
             yield Expected("reduce-scatter", split, 1, kv, "their gradients")
         if ring:
             steps = self.size(ring) - 1
+            if steps == 1:
+                raise NotImplementedError(
+                    "traffic of a ring of two, whose passes share what they send: no formula yet."
+                )
             if block.attention.window is not None and self.plan.layout == "contiguous":
                 raise NotImplementedError("traffic of a ring that a window ends early: no formula yet.")
             here = tokens * self.size(ulysses)
@@ -180,7 +184,8 @@ class _Step:
         """The four arrays of a batch, put in the order of the layout; of places only what rotations need."""
         if self.plan.layout != "contiguous":
             size = self.rows // self.size(self.axes("batch")) * self.seq_len * 4
-            yield Expected("all-gather", self.axes("attn_seq"), 4, size, "the batch in the layout's order")
+            over = self.axes("seq") if self.axes("attn_seq") else ()
+            yield Expected("all-gather", over, 4, size, "the batch in the layout's order")
 
 
 def _axes(spec: Any) -> tuple[str, ...]:

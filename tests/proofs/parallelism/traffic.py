@@ -1,0 +1,92 @@
+"""Compiled for GPUs, a step sends what its plan's formula says, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from jaxllm.models import MoeConfig, functional
+from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.traffic import expected
+from jaxllm.train import RunConfig
+from jaxllm.train.compile import compile_for
+from sharding import MeshSpec
+from tests import tiny
+from tests.proofs.harness import proof
+
+PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "data": ("data=8", {}, 1),
+    "ZeRO-3": ("fsdp=8", {}, 1),
+    "ZeRO-3, two micro-batches": ("fsdp=8", {}, 2),
+    "ZeRO-2": ("fsdp=8", {"zero": 2}, 1),
+    "ZeRO-2, two micro-batches": ("fsdp=8", {"zero": 2}, 2),
+    "ZeRO-1, two micro-batches": ("fsdp=8", {"zero": 1}, 2),
+    "hybrid": ("data=2,fsdp=4", {}, 1),
+    "hybrid, ZeRO-1": ("data=2,fsdp=4", {"zero": 1}, 1),
+    "tensor": ("tensor=8", {}, 1),
+    "tensor and sequence": ("tensor=8", {"sequence": True}, 1),
+    "ZeRO-3 and tensor": ("fsdp=4,tensor=2", {}, 1),
+    "ring": ("context=8", {}, 1),
+    "gathered keys": ("context=8", {"context": "all_gather"}, 1),
+    "Ulysses": ("ulysses=8", {}, 1),
+    "Ulysses in a ring": ("context=4,ulysses=2", {}, 1),
+    "expert": ("expert=8", {}, 1),
+}
+"""Mesh, plan, micro-batches."""
+GPUS = "h100:1x8"
+OPTIONS = ("xla_gpu_enable_while_loop_double_buffering=", "xla_gpu_enable_pipelined_all_gather=")
+"""Left to the compiler: two layers in a turn of the loop hide from it that a recomputed sum is not needed."""
+SMALL = 512
+"""Bytes of collectives that no formula has: the loss, norms, counts of tokens."""
+
+
+def run_of(name: str) -> RunConfig:
+    """Every dimension is whole tiles of a TPU also when split; weights, activations and keys differ in size."""
+    mesh, plan, accumulate = PLANS[name]
+    model = tiny.decoder(
+        dtype="float32", embed_dim=256, heads=8, kv_heads=8, head_dim=128, mlp=512, vocab_size=2048, layers=3,
+        tied=False, remat="full",
+    )  # fmt: skip
+    if name == "expert":
+        model = dataclasses.replace(model, pattern=(dataclasses.replace(model.pattern[0], mlp=MoeConfig(16, 2, 256)),))
+    run = RunConfig(
+        model=dataclasses.replace(model, dtype="bfloat16"),
+        mesh=mesh,
+        parallel=ParallelConfig(**plan),
+        accumulate=accumulate,
+        compiler_options=OPTIONS,
+    )
+    data = dataclasses.replace(run.data, batch_size=8 * accumulate, seq_len=1024)
+    return dataclasses.replace(run, data=data)
+
+
+def totals(name: str) -> dict[tuple[str, int], int]:
+    """Bytes by kind and number of devices, by formula."""
+    run = run_of(name)
+    mesh = MeshSpec.parse(run.mesh).abstract()
+    model = functional(run.model, run.parallel.rules())
+    found: Counter[tuple[str, int]] = Counter()
+    for one in expected(
+        model, mesh, run.parallel, rows=run.data.batch_size, seq_len=run.data.seq_len, accumulate=run.accumulate
+    ):
+        size = 1
+        for axis in one.axes:
+            size *= mesh.shape[axis]
+        found[one.kind, size] += one.bytes * one.count
+    return dict(found)
+
+
+@proof("parallelism", cases=list(PLANS), sample=1, bound=1e-3)
+def traffic(name: str) -> float:
+    """Bytes of each kind over each number of devices: the largest difference, as a part of all bytes.
+
+    Gains and biases may be summed at another place than the formula has it, which is the difference there is.
+    """
+    want, got = totals(name), Counter()
+    for one in compile_for(run_of(name), GPUS).collectives:
+        if one.total_bytes > SMALL:
+            got[one.kind, one.group_size] += one.total_bytes
+    rows = [(key, want.get(key, 0), got.get(key, 0)) for key in sorted({*want, *got})]
+    print(f"\n{name}: " + ", ".join(f"{kind} over {n}: {a} wanted, {b} sent" for (kind, n), a, b in rows))
+    return max(abs(a - b) for _, a, b in rows) / sum(want.values())
