@@ -63,7 +63,9 @@ def runs(draw: st.DrawFn, float32: bool = False) -> dict[str, Any]:
     if draw(st.booleans()):
         experts = max(2, of("expert")) * draw(st.sampled_from([1, 2]))
         chosen = draw(st.integers(1, min(3, experts - 1)))  # the margin is to one that is not
-        model["moe"] = (experts, chosen, of("tensor") * draw(st.integers(1, 3)), draw(st.booleans()))
+        # The weight of one expert alone, made to sum to one, is one: its router has no gradient.
+        normalize = chosen > 1 and draw(st.booleans())
+        model["moe"] = (experts, chosen, of("tensor") * draw(st.integers(1, 3)), normalize)
     # Zigzag cuts a row into twice as many parts as there are shards.
     parts = 2 * of("context", "ulysses", "tensor")
     return {
@@ -115,7 +117,7 @@ def example_of(mesh: str, kind: str, rows: str) -> dict[str, Any]:
             "softcap": one(few, None, 1.5),
             "tied": one(few, False, True),
             "remat": one(few, "none", "elementwise", "full"),
-            "moe": (8, int(one(few, 1, 2)), 8, one(few, False, True)) if kind == "mixture" else None,
+            "moe": one(few, (8, 1, 8, False), (8, 2, 8, False), (8, 2, 8, True)) if kind == "mixture" else None,
         },
         "rows": 16,
         "seq_len": 16,
