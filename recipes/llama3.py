@@ -2,8 +2,8 @@
 
     jaxllm train llama3_8b --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Rows of 8,192 tokens, bf16 over float32 parameters, full recomputation. Meshes and slices that hold each size, with what
-the compilers say of memory and traffic there: docs/parallelism.md.
+Rows of 8,192 tokens, bf16 over float32 parameters, full recomputation. What the compilers say of the 8B step on 64
+devices is in README.md; the meshes of the others are where to begin, not yet compiled for any slice.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def llama3_8b() -> RunConfig:
 
 
 def llama3_70b() -> RunConfig:
-    """70B parameters on 256 devices, four of which share heads and feed-forward width."""
+    """70B parameters, meant for 256 devices, four of which share heads and feed-forward width."""
     return _llama3(
         "llama3_70b",
         embed_dim=8192,
@@ -37,7 +37,7 @@ def llama3_70b() -> RunConfig:
 
 
 def llama3_405b() -> RunConfig:
-    """405B parameters on 1,024 devices, eight of which share heads and feed-forward width."""
+    """405B parameters, meant for 1,024 devices, eight of which share heads and feed-forward width."""
     return _llama3(
         "llama3_405b",
         embed_dim=16384,
@@ -52,7 +52,7 @@ def llama3_405b() -> RunConfig:
 
 
 def llama3_8b_1m() -> RunConfig:
-    """8B parameters, one row of 1,048,576 tokens over 128 devices, whose keys and values go around a ring."""
+    """8B parameters, one row of 1,048,576 tokens, meant for 128 devices whose keys and values go around a ring."""
     run = _llama3("llama3_8b_1m", 4096, 32, 32, 14336, peak=3e-5, rows=1, mesh="context=128")
     return dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=2**20))
 

@@ -2,7 +2,7 @@
 
     jaxllm train mixtral_8x22b --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Memory and traffic on several slices, as the compilers see them: docs/parallelism.md.
+Its mesh is where to begin, not yet compiled for any slice.
 """
 
 from jaxllm.checkpoint import CheckpointConfig
@@ -13,7 +13,7 @@ from jaxllm.train import RunConfig
 
 
 def mixtral_8x22b() -> RunConfig:
-    """141B parameters, 39B of them for each token, on 256 devices; each of eight experts on its own part of them."""
+    """141B parameters, 39B of them for each token, meant for 256 devices; each of eight experts on its own part."""
     attention = AttentionConfig(heads=48, kv_heads=8, head_dim=128, rope=RopeConfig(theta=1_000_000.0))
     block = BlockConfig(attention, MoeConfig(experts=8, top_k=2, hidden=16384))
     return RunConfig(

@@ -17,7 +17,7 @@ from jaxllm.models import DecoderConfig
 from jaxllm.models.context import KV_AXES, Q_AXES, TOKEN_AXES, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels.cached_attention import cached_attention
 
-CACHE_AXES = ("layers", "batch", None, "act_kv_heads", None)
+CACHE_AXES = ("layers", "batch", None, "attn_kv_heads", None)
 
 
 @jax.tree_util.register_dataclass

@@ -85,12 +85,14 @@ class Table:
         parameters: a row for each.
         optimizer: a row for each array of the optimizer's state.
         collectives: of one step; empty where no formula was given.
+        remark: why there is none.
     """
 
     mesh: Mapping[str, int]
     parameters: tuple[Row, ...]
     optimizer: tuple[Row, ...]
     collectives: tuple[Expected, ...] = ()
+    remark: str = ""
 
     @property
     def parameter_count(self) -> int:
@@ -111,7 +113,6 @@ def table(
     opt_state: Any,
     logical_axes: Any,
     mesh: Mapping[str, int],
-    collectives: Sequence[Expected] = (),
 ) -> Table:
     """The table of a state.
 
@@ -120,7 +121,6 @@ def table(
         opt_state: the same of the optimizer; an array of a parameter's path and shape is written with its letters.
         logical_axes: of ``params``, a tuple at each leaf.
         mesh: sizes of its axes.
-        collectives: what a plan's formula expects.
     """
     axes = {
         _name(path): leaf
@@ -130,7 +130,6 @@ def table(
         dict(mesh),
         tuple(_row(_name(path), leaf, axes[_name(path)]) for path, leaf in tree_leaves_with_path(params)),
         tuple(_row(_name(path), leaf, _axes_of(_name(path), leaf, axes)) for path, leaf in _arrays(opt_state)),
-        tuple(collectives),
     )
 
 

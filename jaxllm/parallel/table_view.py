@@ -23,6 +23,8 @@ def text(table: Table) -> str:
     if table.collectives:
         sent = [(c.kind, ",".join(c.axes), str(c.count), size(c.bytes), c.why) for c in table.collectives]
         parts.append(_columns(("collectives of a step", "over", "times", "one moves", "for"), sent, "<<>><"))
+    if table.remark:
+        parts.append(table.remark)
     return "\n\n".join(parts)
 
 

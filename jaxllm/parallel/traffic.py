@@ -38,6 +38,7 @@ def expected(
         NotImplementedError: no formula is known for the plan; says for what.
     """
     step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate)
+    step.check()
     found: dict[tuple[str, tuple[str, ...], int, str], int] = {}
     for one in (*step.weights(), *step.activations()):
         if one.count and one.bytes and one.axes:
@@ -65,6 +66,28 @@ class _Step:
 
     def size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    def check(self) -> None:
+        """Refuses what the formulas were never compared with a compiled step on."""
+        config = self.model.config
+        tensor = self.size(self.axes("act_heads"))
+        unknown = {
+            f'remat = "{config.remat}"': config.remat != "full",
+            "a tied embedding": config.tied,
+            "learned positions": config.learned_positions is not None,
+        }
+        for block in config.blocks:
+            attention = block.attention
+            unknown |= {
+                "fewer kv heads than shards of heads": bool(attention.kv_heads % self.size(self.axes("attn_kv_heads"))),
+                "norms after a layer, over split tensors": tensor > 1 and block.norms != "pre",
+                "norms of all heads together, split": tensor > 1 and attention.qk_norm == "all",
+                "biases of split layers": tensor > 1
+                and (attention.bias != "none" or getattr(block.mlp, "bias", False)),
+                "experts over tensor": tensor > 1 and isinstance(block.mlp, MoeConfig),
+            }
+            if names := [name for name, is_so in unknown.items() if is_so]:
+                raise NotImplementedError(f"what a plan sends with {', '.join(names)}: no formula yet.")
 
     def weights(self) -> Iterator[Expected]:
         """Gathers of weights, sums of their gradients."""

@@ -108,7 +108,7 @@ def value_and_grad(
         accumulate: micro-batches the batch is cut into, one after the other, to bound memory. Each token weighs the
             same however many targets its micro-batch has, so the result does not depend on ``accumulate``.
         layout: which tokens of a row a device gets where the mesh splits the sequence.
-        zero: stage of ZeRO, see ``jaxllm.parallel.ParallelConfig``: in stages 1 and 2 weights are gathered here, once.
+        zero: stage of ZeRO, ``jaxllm.parallel.plan.ParallelConfig``; in stages 1 and 2 weights are gathered here, once.
     """
 
     def mean_loss(params: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+from dataclasses import replace
 
 from jaxllm.models import functional
 from jaxllm.optim import optimizer
-from jaxllm.parallel.table import Expected, Table, table
+from jaxllm.parallel.table import Table, table
 from jaxllm.parallel.traffic import expected
 from jaxllm.train.config import RunConfig
 from jaxllm.train.loop import fitting_mesh
@@ -23,8 +23,10 @@ def sharding_table(config: RunConfig, num_devices: int) -> Table:
     mesh = fitting_mesh(config, model, num_devices).abstract()
     transform = optimizer(config.optim, config.steps, model.logical_axes())
     state = abstract_state(model, transform, mesh)
-    sent: tuple[Expected, ...] = ()
-    with contextlib.suppress(NotImplementedError):  # then the table has no collectives
-        rows, length = config.data.batch_size, config.data.seq_len
+    found = table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
+    rows, length = config.data.batch_size, config.data.seq_len
+    try:
         sent = expected(model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate)
-    return table(state.params, state.opt_state, model.logical_axes(), mesh.shape, sent)
+    except NotImplementedError as unknown:
+        return replace(found, remark=str(unknown))
+    return replace(found, collectives=sent)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cli import main
-from jaxllm.models import functional
+from jaxllm.models import DecoderConfig, functional
 from jaxllm.optim import optimizer
 from jaxllm.parallel.table import Expected, device_bytes, notation
 from jaxllm.parallel.table_view import size, text
@@ -58,7 +58,7 @@ def test_bytes_are_those_of_a_real_state(mesh):
 
 
 def test_text_has_every_parameter_and_the_expected_collectives():
-    found = sharding_table(RunConfig(mesh="fsdp=8"), 8)
+    found = sharding_table(RunConfig(model=DecoderConfig(tied=False, remat="full"), mesh="fsdp=8"), 8)
     shown = text(found)
     for row in found.parameters:
         assert f"{row.name} " in shown
@@ -67,6 +67,12 @@ def test_text_has_every_parameter_and_the_expected_collectives():
     assert "collectives" not in text(dataclasses.replace(found, collectives=()))
     more = dataclasses.replace(found, collectives=(Expected("all-gather", ("fsdp",), 48, 2**20, "weights"),))
     assert "all-gather             fsdp     48   1.00 MiB  weights" in text(more)
+
+
+def test_a_plan_without_a_formula_says_so():
+    found = sharding_table(RunConfig(mesh="fsdp=8"), 8)
+    assert not found.collectives
+    assert 'with remat = "elementwise", a tied embedding: no formula yet.' in text(found)
 
 
 @pytest.mark.parametrize(

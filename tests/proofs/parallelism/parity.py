@@ -195,6 +195,7 @@ def compare_all(example: dict[str, Any], dtype: str, steps: int) -> tuple[float,
 
 
 CURVES = {"dense": 1e-8, "mixture": 1e-7}
+"""Bounds of 20 steps."""
 
 
 @proof(
@@ -202,7 +203,7 @@ CURVES = {"dense": 1e-8, "mixture": 1e-7}
     cases=MATRIX,
     sample=2,
     float64=True,
-    bound={"loss": 1e-10, "gradient": 1e-10, "curve of 20 steps, dense": 1e-8, "curve of 20 steps, mixture": 1e-7},
+    bound={"loss": 1e-10, "gradient": 1e-10, **{f"curve of 20 steps, {kind}": b for kind, b in CURVES.items()}},
 )
 def matrix_float64(cell: tuple[str, str, str]) -> dict[str, float]:
     """Loss, each leaf's gradient, routing and a 20-step AdamW curve, of every mesh."""
