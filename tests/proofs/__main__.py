@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 from concurrent.futures import BrokenExecutor
@@ -55,14 +54,24 @@ def main(arguments: list[str] | None = None) -> int:
     dirty = " with uncommitted changes" if journal.origin.dirty else ""
     console.print(f"{state}: {options.issue}, seed {journal.seed}, commit {journal.origin.commit[:12]}{dirty}")
     chosen = [case for name, case in cases.items() if options.only in (None, name)]
-    try:
-        runner.run(chosen, journal, options.jobs, console)
-    except runner.Failed as failed:
-        unit = failed.unit
-        console.print(escape(str(failed)), style="red")
+    failures = 0
+
+    def failed(unit: harness.Unit) -> None:
+        nonlocal failures
+        failures += 1
+        console.print(escape(unit.failure or ""), style="red")
         console.print(f"FAILED: {options.issue}/{unit.case}, unit {unit.index}, seed {journal.seed}. To see it again:")
         console.print(f"  make proof {options.issue} SEED={journal.seed} ONLY={unit.case} UNIT={unit.index}")
-        return 1
+
+    def completed(case: runner.Case) -> None:
+        path = stored.write(options.issue, case.record(journal.origin, journal.seed), proofs)
+        console.print(
+            f"passed: {case.proof.name}, {case.run} of {case.proof.count}, {case.seconds:.0f} s, {case.worst}; "
+            f"stored in {path.relative_to(environment.ROOT)}"
+        )
+
+    try:
+        runner.run(chosen, journal, options.jobs, console, failed=failed, completed=completed)
     except harness.ProofError as error:
         console.print(escape(str(error)), style="red")
         return 1
@@ -72,19 +81,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here while the code stays the same")
         return 130
-
-    for case in chosen:
-        console.print(
-            f"passed: {case.proof.name}, {case.run} of {case.proof.count}, {case.seconds:.0f} s, {case.worst}"
-        )
-    missing = [name for name, case in cases.items() if not case.complete]
-    if missing:
-        console.print(f"nothing stored yet; still to run: {', '.join(missing)}")
-        return 0
-    finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    path = stored.write(options.issue, runner.record(journal, options.issue, list(cases.values()), finished))
-    journal.finish()
-    console.print(f"stored: {path.relative_to(environment.ROOT)}")
+    if failures:
+        console.print(f"{failures} failed, see above", style="red")
+        return 1
+    if all(case.complete for case in cases.values()):
+        journal.finish()
+    if lacks := stored.shortcomings(stored.read(options.issue), proofs):
+        console.print("the record still lacks:\n  " + "\n  ".join(map(escape, lacks)))
     return 0
 
 

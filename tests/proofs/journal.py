@@ -1,4 +1,4 @@
-"""Finished units on disk, so that a stopped run goes on, and the record of a complete one.
+"""Finished units on disk, so that a stopped run goes on.
 
 A run resumes if the code is the same: the contents of jaxllm, pallas_kernels, sharding, recipes and tests, committed
 or not, and the versions of Python and the packages. Other files, such as documents, may change meanwhile.
@@ -7,14 +7,12 @@ or not, and the versions of Python and the packages. Other files, such as docume
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 from tests import environment
 from tests.proofs.harness import Unit
@@ -51,20 +49,14 @@ class Journal:
     def __init__(self, path: Path, origin: Origin, seed: int):
         self.path, self.origin, self.seed = path, origin, seed
         self.units: list[Unit] = []
-        self.started = _now()
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue  # cut short when the run was killed; that unit runs again
-            if "started" in entry:
-                self.started = entry["started"]
-            else:
-                self.units.append(Unit(**{**entry, "seen": tuple(entry["seen"])}))
+            self.units.append(Unit(**{**entry, "seen": tuple(entry["seen"])}))
         self.resumed = bool(self.units)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            self._write({"started": self.started})
 
     @staticmethod
     def open(issue: str, seed: int | None = None, folder: Path = FOLDER) -> Journal:
@@ -78,21 +70,15 @@ class Journal:
     def add(self, unit: Unit) -> None:
         """Keeps a unit that passed; on disk when this returns."""
         self.units.append(unit)
-        self._write(dataclasses.asdict(unit))
-
-    def finish(self) -> None:
-        """Marks the run as stored: the next one starts afresh."""
-        self.path.rename(self.path.with_suffix(".done"))
-
-    def _write(self, entry: dict[str, Any]) -> None:
         with open(self.path, "a") as file:
-            file.write("\n" + json.dumps(entry))  # the newline first: the line before may have been cut short
+            file.write("\n" + json.dumps(dataclasses.asdict(unit)))  # the last line may have been cut short
             file.flush()
             os.fsync(file.fileno())
 
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    def finish(self) -> None:
+        """Marks the run as stored: the next one starts afresh."""
+        if self.path.exists():
+            self.path.rename(self.path.with_suffix(".done"))
 
 
 def _code_digest() -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.proofs import harness, stored
 from tests.proofs.harness import Errors, Proof, ProofError, Unit
-from tests.proofs.journal import Journal
+from tests.proofs.journal import Journal, Origin
 
 _BARREN = 3  # chunks in a row without a new example before a strategy counts as exhausted
 _PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal
@@ -31,6 +32,7 @@ class Case:
         self.seen: set[str] = set()
         self.worst: Errors = {}
         self.flying: set[int] = set()
+        self.failed: set[int] = set()
         self._barren = 0
         for unit in done:
             self.add(unit)
@@ -63,13 +65,20 @@ class Case:
             )
 
     def next(self) -> int | None:
-        """A unit to start now; None if enough are done or under way."""
-        size = 1 if self.proof.strategy is None else self.proof.chunk
-        if self.run + size * len(self.flying) >= self.proof.count:
-            return None
-        return next(i for i in itertools.count() if i not in self.done and i not in self.flying)
+        """A unit to start now; None if enough are done or under way.
 
-    def record(self) -> dict[str, Any]:
+        After a failure the other listed cases still run, since each says something of its own; trials do not.
+        """
+        if self.failed and self.proof.cases is None:
+            return None
+        size = 1 if self.proof.strategy is None else self.proof.chunk
+        if self.run + size * len(self.flying) + len(self.failed) >= self.proof.count:
+            return None
+        taken = self.flying | self.failed
+        return next(i for i in itertools.count() if i not in self.done and i not in taken)
+
+    def record(self, origin: Origin, seed: int) -> dict[str, Any]:
+        """What docs/proofs/<issue>.json says of it."""
         record = {
             "name": self.proof.name,
             "asked": self.proof.count,
@@ -77,6 +86,12 @@ class Case:
             "worst_error": stored.flat(self.worst),
             "bound": stored.flat(self.proof.bounds),
             "seconds": round(self.seconds, 1),
+            "seed": seed,
+            "commit": origin.commit,
+            "dirty": origin.dirty,
+            "code": origin.code,
+            "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": origin.versions,
         }
         if self.proof.bounds and self.proof.cases is not None:
             each = {label: stored.flat(self.done[i].worst) for i, label in enumerate(self.proof.labels())}
@@ -84,19 +99,22 @@ class Case:
         return record
 
 
-class Failed(Exception):
-    """A unit failed; its traceback is the message."""
-
-    def __init__(self, unit: Unit):
-        super().__init__(unit.failure)
-        self.unit = unit
-
-
-def run(cases: list[Case], journal: Journal, jobs: int, console: Console) -> None:
+def run(
+    cases: list[Case],
+    journal: Journal,
+    jobs: int,
+    console: Console,
+    *,
+    failed: Callable[[Unit], None] = lambda unit: None,
+    completed: Callable[[Case], None] = lambda case: None,
+) -> None:
     """Runs what the cases lack; each passed unit is in the journal before the next one starts.
 
+    Args:
+        failed: called with each unit that failed; its traceback is in it.
+        completed: called with each case when its last unit is in.
+
     Raises:
-        Failed: at the first failing unit.
         ProofError: a strategy is exhausted before its count.
     """
     with _View(cases, console) as view:
@@ -104,33 +122,25 @@ def run(cases: list[Case], journal: Journal, jobs: int, console: Console) -> Non
             ([c for c in cases if c.proof.parallel], jobs),
             ([c for c in cases if not c.proof.parallel], 1),
         ):
+            for case in group:
+                if case.complete:
+                    completed(case)
             if any(not c.complete for c in group):
                 with _executor(width) as executor:
                     try:
-                        _run_group(group, journal, width, executor, view)
+                        for case, unit in _units(group, journal, width, executor):
+                            if unit.failure:
+                                failed(unit)
+                                continue
+                            view.update(case)
+                            if case.complete:
+                                completed(case)
                     except BaseException:
                         executor.shutdown(wait=False, cancel_futures=True)
                         raise
 
 
-def record(journal: Journal, issue: str, cases: list[Case], finished: str) -> dict[str, Any]:
-    """The content of docs/proofs/<issue>.json."""
-    origin = journal.origin
-    return {
-        "proof": issue,
-        "commit": origin.commit,
-        "dirty": origin.dirty,
-        "code": origin.code,
-        "seed": journal.seed,
-        "versions": origin.versions,
-        "started": journal.started,
-        "finished": finished,
-        "seconds": round(sum(case.seconds for case in cases), 1),
-        "cases": [case.record() for case in cases],
-    }
-
-
-def _run_group(group: list[Case], journal: Journal, width: int, executor, view: _View) -> None:
+def _units(group: list[Case], journal: Journal, width: int, executor) -> Iterator[tuple[Case, Unit]]:
     flying: dict[Future, Case] = {}
     while True:
         for case in group:
@@ -144,11 +154,14 @@ def _run_group(group: list[Case], journal: Journal, width: int, executor, view: 
         for future in concurrent.futures.wait(flying, return_when=concurrent.futures.FIRST_COMPLETED).done:
             case, unit = flying.pop(future), future.result()
             case.flying.discard(unit.index)
+            before = case.complete
             if unit.failure:
-                raise Failed(unit)
-            journal.add(unit)
-            case.add(unit)
-            view.update(case)
+                case.failed.add(unit.index)
+            else:
+                journal.add(unit)
+                case.add(unit)
+            if not before:  # two chunks may end a case, only the first is news
+                yield case, unit
 
 
 def work(issue: str, name: str, seed: int, index: int, seen: list[str]) -> Unit:

@@ -1,10 +1,13 @@
-"""docs/proofs/<issue>.json: the record of a complete run, and what makes a record insufficient."""
+"""docs/proofs/<issue>.json: the last complete run of each proof of an issue, and what makes a record insufficient.
+
+Each proof has its own commit, seed and versions, so that one can run again without the others.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,17 @@ def flat(errors: Errors) -> float | Errors | None:
     return None if not errors else errors["error"] if set(errors) == {"error"} else errors
 
 
-def write(issue: str, record: Mapping[str, Any], folder: Path = FOLDER) -> Path:
-    """Writes a record in one piece."""
+def read(issue: str, folder: Path | None = None) -> dict[str, Any]:
+    """The record of an issue, empty before its first."""
+    path = (folder or FOLDER) / f"{issue}.json"
+    return json.loads(path.read_text()) if path.exists() else {"proof": issue, "cases": []}
+
+
+def write(issue: str, case: Mapping[str, Any], registered: Collection[str], folder: Path | None = None) -> Path:
+    """Puts one proof's record in the place of its last one, and drops proofs no longer registered."""
+    folder = folder or FOLDER
+    cases = {known["name"]: known for known in read(issue, folder)["cases"]} | {case["name"]: case}
+    record = {"proof": issue, "cases": [cases[name] for name in sorted(cases) if name in registered]}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{issue}.json"
     part = path.with_suffix(".part")

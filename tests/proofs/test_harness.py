@@ -30,8 +30,7 @@ def toy(monkeypatch, tmp_path):
     """Runs the command line on given proofs, with journal and records below tmp_path."""
     opened = journal.Journal.open
     monkeypatch.setattr(journal.Journal, "open", staticmethod(lambda i, s=None: opened(i, s, tmp_path / "journal")))
-    write = stored.write
-    monkeypatch.setattr(stored, "write", lambda issue, record: write(issue, record, tmp_path / "docs"))
+    monkeypatch.setattr(stored, "FOLDER", tmp_path / "docs")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(journal, "_code_digest", lambda: "code")
     # The command sets it for its workers.
@@ -58,9 +57,9 @@ def test_seeded_proof_runs_different_seeds_and_keeps_the_worst(toy):
     record = toy.record()
     (case,) = record["cases"]
     assert case == case | {"name": "case", "asked": 6, "run": 6, "bound": 1.0, "worst_error": max(seeds) / 2**40}
-    assert record["seed"] == 7
-    assert {"commit", "dirty", "code", "versions", "started", "finished", "seconds"} <= set(record)
-    assert {"python", "jax", "jaxlib", "flax"} <= set(record["versions"])
+    assert case["seed"] == 7
+    assert {"commit", "dirty", "code", "versions", "finished", "seconds"} <= set(case)
+    assert {"python", "jax", "jaxlib", "flax"} <= set(case["versions"])
 
 
 def test_seeds_depend_on_the_seed_only(toy):
@@ -177,7 +176,7 @@ def test_resumes_after_a_stop(toy, tmp_path):
     assert toy(proofs=[make(rest.append, count=9)]) == 0  # the unfinished run's seed is found again
     assert len(set(rest)) == 5
     assert not before & set(rest)
-    assert toy.record()["seed"] == 5
+    assert toy.record()["cases"][0]["seed"] == 5
     again = []
     assert toy("--seed", "5", proofs=[make(again.append, count=9)]) == 0  # stored: a new run starts afresh
     assert set(again) == before | set(rest)
@@ -200,10 +199,46 @@ def test_changed_code_or_seed_starts_afresh(toy, monkeypatch):
 def test_one_case_at_a_time_then_stored(toy, capsys):
     proofs = [make(lambda _: None, name="a"), make(lambda _: None, name="b", parallel=False)]
     assert toy("--only", "a", proofs=proofs) == 0
-    assert "still to run: b" in capsys.readouterr().out
-    assert not toy.stored()
+    assert "still lacks:\n  b: is registered, but has no stored result" in capsys.readouterr().out
     assert toy("--only", "b", proofs=proofs) == 0
+    assert "lacks" not in capsys.readouterr().out
     assert [case["name"] for case in toy.record()["cases"]] == ["a", "b"]
+
+
+def test_one_case_again_leaves_the_others_as_they_were(toy, monkeypatch):
+    proofs = [make(lambda _: None, name=name) for name in ("a", "b", "gone")]
+    assert toy("--seed", "1", proofs=proofs) == 0
+    monkeypatch.setattr(journal, "_code_digest", lambda: "new code")
+    assert toy("--seed", "2", "--only", "b", proofs=proofs[:2]) == 0
+    assert [(c["name"], c["seed"], c["code"]) for c in toy.record()["cases"]] == [
+        ("a", 1, "code"),
+        ("b", 2, "new code"),
+    ]
+
+
+def test_a_failure_stops_its_trials_but_neither_listed_cases_nor_other_proofs(toy, capsys):
+    ran = []
+
+    def trial(case):
+        ran.append(case)
+        assert case not in ("b", "d")
+
+    trials = []
+
+    def first_fails(seed):
+        trials.append(seed)
+        raise AssertionError
+
+    other = make(lambda _: None, name="other")
+    proofs = [make(trial, name="listed", cases=tuple("abcde")), make(first_fails, name="seeded"), other]
+    assert toy("--seed", "1", proofs=proofs) == 1
+    assert ran == list("abcde")
+    assert len(trials) == 1
+    out = capsys.readouterr().out
+    assert "ONLY=listed UNIT=1" in out
+    assert "ONLY=listed UNIT=3" in out
+    assert "3 failed" in out
+    assert [case["name"] for case in toy.record()["cases"]] == ["other"]
 
 
 @pytest.mark.parametrize("error", [2.0, math.nan, math.inf])
