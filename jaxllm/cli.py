@@ -646,6 +646,13 @@ def data(argv: list[str]) -> int:
     return run(argv)
 
 
+def checkpoint(argv: list[str]) -> int:
+    """List, verify, compare, convert and remove checkpoints: `jaxllm checkpoint COMMAND WHERE`."""
+    from jaxllm.checkpoint_cli import checkpoint as run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Any] = {
     "train": train,
     "shard": shard,
@@ -656,6 +663,7 @@ COMMANDS: dict[str, Any] = {
     "eval": evaluate,
     "reproduce": reproduce,
     "data": data,
+    "checkpoint": checkpoint,
 }
 
 if __name__ == "__main__":

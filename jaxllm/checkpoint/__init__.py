@@ -11,6 +11,7 @@ Orbax writes the arrays; a manifest of our own holds a hash for each of them. No
 from typing import TYPE_CHECKING
 
 from jaxllm.checkpoint.config import CheckpointConfig as CheckpointConfig
+from jaxllm.checkpoint.config import MemoryConfig as MemoryConfig
 from jaxllm.checkpoint.errors import CheckpointBusyError as CheckpointBusyError
 from jaxllm.checkpoint.errors import CheckpointCorruptError as CheckpointCorruptError
 from jaxllm.checkpoint.errors import CheckpointError as CheckpointError
@@ -18,18 +19,24 @@ from jaxllm.checkpoint.errors import CheckpointMismatchError as CheckpointMismat
 from jaxllm.checkpoint.errors import CheckpointNotFoundError as CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from jaxllm.checkpoint.checkpointer import Checkpointer, Resumed
+    from jaxllm.checkpoint.checkpointer import Checkpointer
+    from jaxllm.checkpoint.looking import Resumed
     from jaxllm.checkpoint.manifest import LeafRecord, Manifest
+    from jaxllm.checkpoint.providers import StateProvider
+    from jaxllm.checkpoint.restore import Reading, Source
     from jaxllm.checkpoint.shared import SharedCheckpointer
     from jaxllm.checkpoint.writer import StreamedLeaf
 
 # Orbax takes 0.4 s to import: a program that only needs the config, such as `--help`, does not pay for it.
 _LAZY = {
     "Checkpointer": "jaxllm.checkpoint.checkpointer",
-    "Resumed": "jaxllm.checkpoint.checkpointer",
     "LeafRecord": "jaxllm.checkpoint.manifest",
     "Manifest": "jaxllm.checkpoint.manifest",
+    "Reading": "jaxllm.checkpoint.restore",
+    "Resumed": "jaxllm.checkpoint.looking",
+    "StateProvider": "jaxllm.checkpoint.providers",
     "SharedCheckpointer": "jaxllm.checkpoint.shared",
+    "Source": "jaxllm.checkpoint.restore",
     "StreamedLeaf": "jaxllm.checkpoint.writer",
 }
 
@@ -43,8 +50,12 @@ __all__ = [
     "Checkpointer",
     "LeafRecord",
     "Manifest",
+    "MemoryConfig",
+    "Reading",
     "Resumed",
     "SharedCheckpointer",
+    "Source",
+    "StateProvider",
     "StreamedLeaf",
 ]
 

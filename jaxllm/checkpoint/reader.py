@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import json
-import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint import hashing, store
 from jaxllm.checkpoint import manifest as manifest_lib
-from jaxllm.checkpoint import store
 from jaxllm.checkpoint.directory import Directory
 from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from jaxllm.checkpoint.manifest import LeafRecord, Manifest
-from jaxllm.files import release
+from jaxllm.checkpoint.stored import Damage, Index, StoredLeaf
 
 META = "meta.json"
-HASHERS = min(8, os.cpu_count() or 1)
-"""Threads that hash; hashlib releases the GIL."""
+
+Progress = Callable[[str, int, int], None]
+"""progress(leaf, bytes done, bytes in all)"""
+
+
+class Leaf:
+    """A leaf of a checkpoint that a caller reads; damage becomes the error that names it."""
+
+    def __init__(self, reader: Reader, step: int, stored: StoredLeaf):
+        self._reader, self._step, self._stored = reader, step, stored
+        self.record, self.shape, self.dtype = stored.record, stored.shape, stored.dtype
+
+    def read(self, index: Index | None = None) -> np.ndarray:
+        """A slice of the values, verified; all by default."""
+        with self._reader.named(self._step, self._stored.path):
+            return self._stored.read(index)
+
+    def mapped(self) -> np.ndarray:
+        """All values, verified, as a read-only view of the file where there is one."""
+        with self._reader.named(self._step, self._stored.path):
+            return self._stored.mapped()
+
+    def verify(self) -> None:
+        """Reads everything and compares it with the leaf's hash."""
+        with self._reader.named(self._step, self._stored.path):
+            self._stored.verify()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._stored.bytes_read
 
 
 class Reader:
     """Verified contents of the checkpoints in one directory, and the messages about damaged ones."""
 
-    def __init__(self, files: Directory):
-        self._files = files
+    def __init__(self, directory: Directory):
+        self._directory = directory
+        self._files = directory.files
 
     def existing(self, step: int | None) -> int:
         """`step`, or the newest if None.
@@ -34,10 +63,10 @@ class Reader:
         Raises:
             CheckpointNotFoundError: there is none.
         """
-        steps = self._files.steps()
+        steps = self._directory.steps()
         if step is None:
             if not steps:
-                raise CheckpointNotFoundError(f"there is no checkpoint in {self._files.root}.")
+                raise CheckpointNotFoundError(f"there is no checkpoint in {self._files}.")
             return steps[-1]
         if step not in steps:
             raise self._not_found(step)
@@ -51,7 +80,8 @@ class Reader:
             CheckpointCorruptError: the manifest is damaged.
         """
         try:
-            manifest = Manifest.from_json((self._files.path(step) / manifest_lib.NAME).read_text(encoding="utf-8"))
+            text = bytes(self._files.read(f"{self._directory.folder(step)}/{manifest_lib.NAME}"))
+            manifest = Manifest.from_json(text)
         except FileNotFoundError:
             raise self._not_found(step) from None
         except OSError as error:
@@ -64,95 +94,103 @@ class Reader:
 
     def meta(self, step: int, manifest: Manifest) -> dict[str, Any]:
         """The JSON saved along."""
-        self._check_files(step, manifest, [META])
-        return json.loads((self._files.path(step) / META).read_text(encoding="utf-8"))
+        return json.loads(self._small(step, manifest, META))
 
-    def leaves(self, step: int, manifest: Manifest, wanted: Mapping[str, LeafRecord]) -> dict[str, np.ndarray]:
-        """Values of the wanted leaves, read without touching the others, equal to what was saved.
-
-        Raises:
-            CheckpointCorruptError: naming leaf and file.
-        """
-        others = {store.leaf_folder(p) for p in manifest.leaves if p not in wanted}
-        self._check_files(step, manifest, [name for name in manifest.files if _folder(name) not in others])
-        try:
-            arrays = store.read_arrays(self._files.path(step), wanted)
-        except store.LeafReadError as error:
-            raise self._corrupt(step, f"it cannot be read ({error.__cause__})", leaf=error.leaf) from error
-        with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:
-            found = pool.map(lambda p: self._hash(step, manifest, p, arrays[p]), arrays)
-            hashes = dict(zip(arrays, found, strict=True))
-        for path, leaf in wanted.items():
-            if hashes[path] != leaf.hash:
-                raise self._corrupt(step, "its values do not match the hash in the manifest", leaf=path)
-        return arrays
-
-    def mapped(self, step: int, manifest: Manifest, wanted: Mapping[str, LeafRecord]) -> dict[str, np.ndarray]:
-        """The wanted leaves as read-only views of their files, compared with their hashes a piece at a time.
+    def leaves(self, step: int, manifest: Manifest, wanted: Collection[str]) -> dict[str, Leaf]:
+        """The wanted leaves, to be read; their files are there and whole, and those that describe them are verified.
 
         Raises:
             CheckpointCorruptError: naming leaf and file.
         """
-        folders = {store.leaf_folder(p): p for p in wanted}
-        names = [name for name in manifest.files if _folder(name) in folders]
-        self._check_files(step, manifest, names)
-        files = {folders[_folder(n)]: self._files.path(step) / n for n in names if not n.endswith("/.zarray")}
-        arrays: dict[str, np.ndarray] = {}
-        for path, leaf in wanted.items():
-            if leaf.empty or leaf.chunked:
-                arrays |= self.leaves(step, manifest, {path: leaf})
-                continue
-            try:
-                arrays[path] = store.map_array(files[path], leaf)
-            except (KeyError, ValueError) as error:
-                raise self._corrupt(step, "its file does not hold its values", leaf=path) from error
-            if manifest_lib.hash_pieces(_pieces(arrays[path])) != leaf.hash:
-                raise self._corrupt(step, "its values do not match the hash in the manifest", leaf=path)
-        return arrays
+        names: dict[str, list[str]] = {path: [] for path in wanted}
+        for name in manifest.files:
+            owner = manifest.owners.get(store.folder_of(name))
+            if owner is None and name != META:
+                self._small(step, manifest, name)  # what describes the tree
+            elif owner in names:
+                names[owner].append(name)
 
-    def _hash(self, step: int, manifest: Manifest, path: str, array: np.ndarray) -> str:
-        """A leaf's hash: of its values, or of its files where several processes wrote them."""
-        if not manifest.leaves[path].chunked:
-            return manifest_lib.hash_array(array)
-        folder = store.leaf_folder(path)
-        names = [name for name in manifest.files if _folder(name) == folder and not name.endswith("/.zarray")]
-        hashes = {n.rsplit("/", 1)[1]: manifest_lib.hash_file(self._files.path(step) / n) for n in names}
-        return manifest_lib.hash_chunks(hashes)
+        def one(path: str) -> Leaf:
+            parts, head = {}, None
+            for name in names[path]:
+                last = name.rsplit("/", 1)[1]
+                if last == store.HEAD:
+                    head = self._small(step, manifest, name)
+                else:
+                    self._check_size(step, manifest, name)
+                    parts[last] = manifest.files[name]
+            folder, record = self._directory.folder(step), manifest.leaves[path]
+            with self.named(step, path):
+                stored = StoredLeaf(self._files, folder, path, record, parts, head, manifest.block)
+            return Leaf(self, step, stored)
+
+        with ThreadPoolExecutor(hashing.HASHERS) as pool:
+            return dict(zip(names, pool.map(one, names), strict=True))
+
+    def verify(self, step: int, progress: Progress | None = None) -> None:
+        """Reads everything of a checkpoint and compares it with its manifest."""
+        manifest = self.manifest(step)
+        self.meta(step, manifest)
+        leaves = self.leaves(step, manifest, manifest.leaves)
+        in_order(leaves, manifest.leaves, lambda path: leaves[path].verify(), progress)
 
     def is_whole(self, step: int) -> bool:
         """Whether the manifest is sound and every file has its size; contents are not read."""
         try:
             manifest = self.manifest(step)
-            self._check_files(step, manifest, manifest.files, contents=False)
-        except CheckpointError:
+            sizes = self._files.walk(self._directory.folder(step))
+        except (CheckpointError, OSError):
             return False
-        return True
+        return all(sizes.get(name) == record.bytes for name, record in manifest.files.items())
 
     def where(self, step: int) -> str:
         """The checkpoint's name in messages."""
-        return f"the checkpoint of step {step} in {self._files.root}"
+        return f"the checkpoint of step {step} in {self._files}"
 
-    def _check_files(self, step: int, manifest: Manifest, names: Collection[str], *, contents: bool = True) -> None:
-        """Compares files with the manifest: size, and hash for those that hold no array data."""
-        owner = {store.leaf_folder(p): p for p in manifest.leaves}
-        for name in names:
-            expected = manifest.files[name]
-            file, leaf = self._files.path(step) / name, owner.get(_folder(name))
-            try:
-                size = file.stat().st_size
-                if size != expected.bytes:
-                    raise self._corrupt(step, f"it has {size} bytes instead of {expected.bytes}", leaf=leaf, file=name)
-                if contents and expected.hash and manifest_lib.hash_bytes(file.read_bytes()) != expected.hash:
-                    raise self._corrupt(step, "its bytes do not match the manifest", leaf=leaf, file=name)
-            except (FileNotFoundError, NotADirectoryError):
-                raise self._corrupt(step, "it is missing", leaf=leaf, file=name) from None
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
+    @contextlib.contextmanager
+    def named(self, step: int, leaf: str) -> Iterator[None]:
+        """Damage that is found inside is that of a leaf."""
+        try:
+            yield
+        except Damage as error:
+            file = error.file and f"{store.leaf_folder(leaf)}/{error.file}"
+            raise self._corrupt(step, error.what, leaf=leaf, file=file) from error
+        except FileNotFoundError as error:
+            raise self._corrupt(step, "a file of it is missing", leaf=leaf) from error
+        except OSError as error:
+            raise CheckpointError(f"leaf {leaf} of {self.where(step)} cannot be read: {error}") from error
+
+    def _small(self, step: int, manifest: Manifest, name: str) -> bytes:
+        """A file that holds no array data, verified."""
+        leaf = self._check_size(step, manifest, name)
+        try:
+            data = bytes(self._files.read(f"{self._directory.folder(step)}/{name}"))
+        except OSError as error:
+            raise CheckpointError(f"{name} of {self.where(step)} cannot be read: {error}") from error
+        if hashing.hash_bytes(data) != manifest.files[name].hash:
+            raise self._corrupt(step, "its bytes do not match the manifest", leaf=leaf, file=name)
+        return data
+
+    def _check_size(self, step: int, manifest: Manifest, name: str) -> str | None:
+        """The leaf that a file belongs to; the file has the size that it was saved with."""
+        leaf = manifest.owners.get(store.folder_of(name))
+        expected = manifest.files.get(name)
+        if expected is None:
+            raise self._corrupt(step, f"it lists no {name}", file=manifest_lib.NAME)
+        try:
+            size = self._files.size(f"{self._directory.folder(step)}/{name}")
+        except OSError as error:
+            raise CheckpointError(f"{name} of {self.where(step)} cannot be read: {error}") from error
+        if size is None:
+            raise self._corrupt(step, "it is missing", leaf=leaf, file=name)
+        if size != expected.bytes:
+            raise self._corrupt(step, f"it has {size} bytes instead of {expected.bytes}", leaf=leaf, file=name)
+        return leaf
 
     def _corrupt(self, step: int, what: str, *, leaf: str | None = None, file: str | None = None):
         """The error for a damaged checkpoint: where, what, and which others there are."""
         place = ", ".join(text for text in (leaf and f"leaf {leaf}", file and f"file {file}") if text)
-        others = [s for s in self._files.steps() if s != step]
+        others = [s for s in self._directory.steps() if s != step]
         advice = (
             f"Restore another step instead, such as restore(step={others[-1]}) (here: {_list(others)}), "
             "or let resume() find the newest good one."
@@ -163,22 +201,27 @@ class Reader:
         return CheckpointCorruptError(finding, advice, step=step, leaf=leaf, file=file)
 
     def _not_found(self, step: int) -> CheckpointNotFoundError:
-        present = self._files.steps()
+        present = self._directory.steps()
         held = f"it holds {_list(present)}" if present else "it holds none"
-        return CheckpointNotFoundError(f"there is no checkpoint of step {step} in {self._files.root}: {held}.")
+        return CheckpointNotFoundError(f"there is no checkpoint of step {step} in {self._files}: {held}.")
 
 
-def _pieces(array: np.ndarray, size: int = 2**24) -> Iterator[memoryview]:
-    """The bytes of a mapped array; those that were read are let go."""
-    data = array.reshape(-1).view(np.uint8)
-    for begin in range(0, data.size, size):
-        yield data[begin : begin + size].data
-        release([array])
-
-
-def _folder(name: str) -> str:
-    """The leaf's folder that a file is in, as `store.leaf_folder` names it."""
-    return "/".join(name.split("/")[:2])
+def in_order(
+    leaves: Collection[str],
+    records: Mapping[str, LeafRecord],
+    work: Callable[[str], Any],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """`work` of every leaf, several at a time."""
+    total, done = sum(records[path].nbytes for path in leaves), 0
+    out = {}
+    with ThreadPoolExecutor(hashing.HASHERS) as pool:
+        for path, result in zip(leaves, pool.map(work, leaves), strict=True):
+            out[path] = result
+            done += records[path].nbytes
+            if progress is not None:
+                progress(path, done, total)
+    return out
 
 
 def _list(steps: Collection[int]) -> str:

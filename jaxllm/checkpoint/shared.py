@@ -1,34 +1,36 @@
-"""One checkpoint of an array state that lives in several processes, on a file system that they share.
+"""One checkpoint of an array state that lives in several processes, on a file system or object store that they share.
 
 Process 0 owns the directory: it makes the folder, writes what is whole in every process, waits for the others, writes
 the manifest and commits. Every process writes the shards that are its own, each as one zarr chunk whose bytes are the
-shard's, and reports their hashes, which are taken before they are written. So nothing is gathered and no byte is sent
-from one process to another.
+shard's, and reports their hashes, which are taken before they are written. So nothing is gathered and no array's byte
+is sent from one process to another.
 
-A leaf in several chunks has a hash over the names and hashes of its chunks, which is another one for another layout.
+The hash of a leaf is over its values in C order, which no process has. So when all chunks are written, each process
+reads its share of the leaf's blocks back, comparing what it reads with the chunks' hashes; all this is in the
+background.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import jax
-import numpy as np
-
-from jaxllm.checkpoint import store, tree, writer
-from jaxllm.checkpoint.checkpointer import Checkpointer, Resumed
+from jaxllm.checkpoint import hashing, snapshot, store, writer
+from jaxllm.checkpoint.checkpointer import Checkpointer
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.manifest import LeafRecord, hash_array, hash_chunks
+from jaxllm.checkpoint.looking import Resumed
+from jaxllm.checkpoint.manifest import FileRecord, LeafRecord
+from jaxllm.checkpoint.snapshot import Leaf
+from jaxllm.checkpoint.stored import StoredLeaf
+from jaxllm.checkpoint.writer import Budget, Part
 
 _SAVE = "checkpoint/save"
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -48,23 +50,6 @@ class Group(Protocol):
     def tell(self, topic: str, text: str = "") -> str: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """What this process writes of a leaf.
-
-    Attributes:
-        shape: of the leaf.
-        chunk: of one shard.
-        dtype: of both.
-        pieces: shards by the name of their chunk, ``"0.1"``.
-    """
-
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
-    dtype: str
-    pieces: Mapping[str, np.ndarray]
-
-
 class SharedCheckpointer(Checkpointer):
     """A `Checkpointer` that every process of a group opens on the same directory.
 
@@ -82,11 +67,11 @@ class SharedCheckpointer(Checkpointer):
     def resume(self, abstract_state: Any) -> Resumed | None:
         """As `Checkpointer.resume`; process 0 looks for the newest good one, the others take the same."""
         self._group.gather("checkpoint/resume", "")  # nobody reads a folder that process 0 is about to rename
-        found = super().resume(abstract_state) if self._leads else None
-        step = json.loads(self._group.tell("checkpoint/resume", json.dumps(found and found.step)))
-        return found if self._leads or step is None else Resumed(step, *self.restore(abstract_state, step))
+        step = super().latest_good() if self._leads else None
+        step = json.loads(self._group.tell("checkpoint/resume", json.dumps(step)))
+        return None if step is None else Resumed(step, *self.restore(abstract_state, step))
 
-    def set_aside_after(self, step: int) -> list[Path]:
+    def set_aside_after(self, step: int) -> list[Path | str]:
         """As `Checkpointer.set_aside_after`; the paths are told in process 0 only."""
         self.wait()
         return super().set_aside_after(step) if self._leads else []
@@ -108,107 +93,140 @@ class SharedCheckpointer(Checkpointer):
             raise CheckpointError(problem)
         return text
 
-    def _snapshot(self, state: Any) -> Callable[[Path], dict[str, LeafRecord]]:
-        whole, shards = snapshot(state)
-        return functools.partial(self._write_parts, whole, shards)
+    def _capture(self, state: Any, lazy: bool) -> dict[str, Leaf]:
+        # A copy on the devices is one program of all processes: all make it, or none.
+        said = self._group.gather("checkpoint/room", json.dumps(lazy))
+        lazy = json.loads(self._group.tell("checkpoint/room", json.dumps(all(json.loads(one) for one in said))))
+        leaves = snapshot.capture(state, lazy=lazy, shared=True)
+        return leaves if self._leads else {path: leaf for path, leaf in leaves.items() if leaf.split}
 
-    def _write(self, step: int, meta: str, write: Callable[[Path], dict[str, LeafRecord]]) -> None:
-        """Process 0 says twice how it is: when the folder is there, and in the end; a problem is the last word."""
+    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf]) -> None:
+        """Process 0 speaks three times: when the folder is there, when all chunks are, and in the end.
+
+        What it says is JSON; one with a `problem` is its last word.
+        """
         if self._leads:
             try:
-                super()._write(step, meta, write)
+                super()._write(step, meta, leaves)
             except CheckpointError as error:
-                self._group.tell(_SAVE, str(error))
+                self._say(problem=str(error))
                 raise
-            self._group.tell(_SAVE)
+            self._say()
             return
-        problem = self._group.tell(_SAVE)
-        if not problem:
-            write(self._files.path(step, "saving"))
-            problem = self._group.tell(_SAVE)
-        if problem:
-            raise CheckpointError(problem)
+        self._hear()
+        self._put_shards(self._directory.saving(step), leaves)
+        self._hear()
 
-    def _write_parts(
-        self, whole: Mapping[str, tree.HostLeaf], shards: Mapping[str, Shards], folder: Path
-    ) -> dict[str, LeafRecord]:
-        """Writes this process's part; returns in process 0 what the manifest says of all."""
-        records: dict[str, LeafRecord] = {}
+    def _say(self, **what: Any) -> None:
+        self._group.tell(_SAVE, json.dumps(what))
+
+    def _hear(self) -> dict[str, Any]:
+        said = json.loads(self._group.tell(_SAVE))
+        if "problem" in said:
+            raise CheckpointError(said["problem"])
+        return said
+
+    def _put(self, folder: str, leaves: Mapping[str, Leaf]) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
+        """What process 0 writes, and what the manifest says of all."""
+        files = writer.describe(self._directory.files, folder, leaves)
+        self._say()
+        split = {path: leaf for path, leaf in leaves.items() if leaf.split}
+        own = {path: leaf for path, leaf in leaves.items() if not leaf.split}
+        try:
+            written = writer.write_parts(self._directory.files, folder, own, Budget(self.config.host_bytes))
+            problem = None
+        except Exception as error:  # told when the others listen
+            written, problem = {}, error
+        records, chunks = self._put_shards(folder, split)
+        if problem is not None:
+            raise problem
+        whole = writer.records_of(own, written)
+        return {p: whole.get(p) or records[p] for p in leaves}, files | writer.files_of(written) | chunks
+
+    def _put_shards(
+        self, folder: str, leaves: Mapping[str, Leaf]
+    ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
+        """Writes this process's shards and hashes its share of the blocks of all; returns what the manifest says.
+
+        Raises:
+            CheckpointError: in process 0, naming the process that could not; the others are told in the end.
+        """
+        chunks = self._together(
+            "checkpoint/chunks",
+            lambda: {
+                f"{store.leaf_folder(path)}/{name}": [part.bytes, part.hash]
+                for path, parts in write_shards(self, folder, leaves).items()
+                for name, part in parts.items()
+            },
+        )
+        every = {name: FileRecord(*about) for one in chunks for name, about in one.items()}
         if self._leads:
-            records = writer.write_snapshot(whole, folder)
-            for path, leaf in shards.items():
-                writer.reshape(folder, path, leaf.shape, leaf.chunk).unlink()
-            self._group.tell(_SAVE)
-        said = [json.loads(text) for text in self._group.gather("checkpoint/chunks", _write_chunks(folder, shards))]
+            _check_chunks(self, folder, leaves, every)
+            self._say(chunks={name: [file.bytes, file.hash] for name, file in every.items()})
+        else:
+            every = {name: FileRecord(*about) for name, about in self._hear()["chunks"].items()}
+        hashes = self._together("checkpoint/blocks", lambda: self._share_of_blocks(folder, leaves, every))
+        records = {}
+        for path, leaf in leaves.items() if self._leads else ():
+            blocks = {int(n): digest for one in hashes for n, digest in one.get(path, {}).items()}
+            records[path] = writer.record(leaf, [blocks[n] for n in range(len(blocks))])
+        return records, every
+
+    def _share_of_blocks(
+        self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+    ) -> dict[str, dict[int, str]]:
+        """Path -> number -> hash of the blocks that are this process's to hash."""
+        out: dict[str, dict[int, str]] = {}
+        turn = 0
+        for path, leaf in leaves.items():
+            where = store.leaf_folder(path)
+            parts = {n.rsplit("/", 1)[1]: f for n, f in chunks.items() if store.folder_of(n) == where}
+            head = json.dumps({"chunks": leaf.chunk}).encode()
+            record = LeafRecord(leaf.shape, leaf.dtype, "", leaf.key_impl)
+            stored = StoredLeaf(self._directory.files, folder, path, record, parts, head, hashing.BLOCK)
+            mine = out[path] = {}
+            for number in range(stored.blocks):
+                if turn % self._group.size == self._group.rank:
+                    (mine[number],) = stored.block_hashes(range(number, number + 1))
+                turn += 1
+        return out
+
+    def _together(self, topic: str, work: Callable[[], _T]) -> list[_T]:
+        """What `work` gives in each process, in process 0; nothing in the others.
+
+        Raises:
+            CheckpointError: in process 0, of those where it failed.
+        """
+        try:
+            text = json.dumps({"result": work()})
+        except Exception as error:
+            text = json.dumps({"problem": f"{type(error).__name__}: {error}"})
+        said = [json.loads(one) for one in self._group.gather(topic, text)]
         problems = [f"process {rank}: {one['problem']}" for rank, one in enumerate(said) if "problem" in one]
         if problems:
             raise CheckpointError("; ".join(problems))
-        for path, leaf in shards.items() if self._leads else ():
-            hashes = {name: digest for one in said for name, digest in one["hashes"].get(path, {}).items()}
-            _check_chunks(folder / store.leaf_folder(path), path, leaf, hashes, self._group.size)
-            records[path] = LeafRecord(leaf.shape, leaf.dtype, hash_chunks(hashes))
-        return records
+        return [one["result"] for one in said]
 
 
-def snapshot(state: Any) -> tuple[dict[str, tree.HostLeaf], dict[str, Shards]]:
-    """Copies to host memory what this process has of a state.
-
-    Returns:
-        (leaves, shards): of a leaf in several processes, the first holds one element, or none, and the second the
-        shards that are this process's to write.
-    """
-    split: dict[str, Shards] = {}
-    leaves = tree.leaf_paths(state)
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array) or leaf.is_deleted() or leaf.is_fully_addressable:
-            continue  # as in one process
-        if leaf.is_fully_replicated:
-            leaves[path] = leaf.addressable_data(0)
-            continue
-        chunk = leaf.sharding.shard_shape(leaf.shape)
-        own = [s for s in leaf.addressable_shards if s.replica_id == 0 and s.data is not None]
-        for shard in own:
-            shard.data.copy_to_host_async()
-        split[path] = Shards(leaf.shape, chunk, str(leaf.dtype), {_name(s.index, chunk): s.data for s in own})
-        leaves[path] = np.zeros([min(1, n) for n in leaf.shape], leaf.dtype)
-    host = tree.snapshot(jax.tree.unflatten(jax.tree.structure(state), leaves.values()))
-    arrays = {
-        path: dataclasses.replace(one, pieces={name: np.array(data, order="C") for name, data in one.pieces.items()})
-        for path, one in split.items()
-    }
-    return host, arrays
+def write_shards(of: SharedCheckpointer, folder: str, leaves: Mapping[str, Leaf]) -> dict[str, dict[str, Part]]:
+    """Writes this process's shards of every leaf."""
+    return writer.write_parts(of._directory.files, folder, leaves, Budget(of.config.host_bytes))
 
 
-def _name(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
-    """The zarr chunk that a shard is."""
-    return ".".join(str((part.start or 0) // size) for part, size in zip(index, chunk, strict=True))
-
-
-def _write_chunks(folder: Path, shards: Mapping[str, Shards]) -> str:
-    """Writes this process's shards; JSON of their hashes, or of what went wrong."""
-    hashes: dict[str, dict[str, str]] = {}
-    try:
-        for path, leaf in shards.items():
-            hashes[path] = {}
-            for name, piece in leaf.pieces.items():
-                hashes[path][name] = hash_array(piece)
-                with open(folder / store.leaf_folder(path) / name, "wb") as file:
-                    file.write(piece.reshape(-1).view(np.uint8).data)
-                    file.flush()
-                    os.fsync(file.fileno())
-    except Exception as error:
-        return json.dumps({"problem": f"{type(error).__name__}: {error}"})
-    return json.dumps({"hashes": hashes})
-
-
-def _check_chunks(folder: Path, path: str, leaf: Shards, hashes: Mapping[str, str], processes: int) -> None:
+def _check_chunks(
+    of: SharedCheckpointer, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+) -> None:
     """Whether all chunks were written, and can be seen from here."""
-    grid = [whole // part for whole, part in zip(leaf.shape, leaf.chunk, strict=True)]
-    if len(hashes) != math.prod(grid):
-        raise CheckpointError(f"leaf {path} has {math.prod(grid)} shards, and the processes wrote {len(hashes)}.")
-    unseen = [name for name in hashes if not (folder / name).exists()]
-    if unseen:
-        raise CheckpointError(
-            f"process 0 does not see {len(unseen)} files that the others wrote, such as {folder / unseen[0]}: "
-            f"the {processes} processes do not share a file system there. Choose a directory that they share."
-        )
+    files = of._directory.files
+    for path, leaf in leaves.items():
+        wanted = math.prod(n // c for n, c in zip(leaf.array_shape, leaf.chunk, strict=True))
+        there = [name for name in chunks if store.folder_of(name) == store.leaf_folder(path)]
+        if len(there) != wanted:
+            raise CheckpointError(f"leaf {path} has {wanted} shards, and the processes wrote {len(there)}.")
+        unseen = [name for name in there if files.size(f"{folder}/{name}") is None]
+        if unseen:
+            raise CheckpointError(
+                f"process 0 does not see {len(unseen)} files that the others wrote, such as {folder}/{unseen[0]} in "
+                f"{files}: the {of._group.size} processes do not share a file system there. Choose a directory that "
+                "they share."
+            )

@@ -1,9 +1,12 @@
-"""Arrays on disk, written and read by Orbax: one zarr array per leaf, uncompressed, in `state/<leaf>/`.
+"""Arrays on disk in Orbax's format: one zarr array per leaf, uncompressed, in `state/<leaf>/`.
 
 One folder per leaf (rather than Orbax's default OCDBT database) keeps a damaged file the damage of one named leaf,
 and an uncompressed chunk is the array's bytes. Compression would cost up to five times the write (0.2 s against
 0.4-1.1 s for 360 MB) for weights that hardly shrink. `orbax.checkpoint.PyTreeCheckpointer().restore(".../state")`
 reads the same folder without this package.
+
+Orbax makes the description of the tree, with one element a leaf, once for each kind of state; the bytes of the arrays
+are written and read as files, so that they can be hashed on the way, in pieces, to any file system.
 
 Only numpy's own dtypes and bfloat16 are stored as such. The narrower ones (float8, int4, ...) are not all known to
 zarr, so they go to disk as their bytes (uint8, one an element); the manifest says what they are.
@@ -11,20 +14,20 @@ zarr, so they go to disk as their bytes (uint8, one an element); the manifest sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import json
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 
-from jaxllm.checkpoint.manifest import LeafRecord
 from jaxllm.checkpoint.tree import storage_keys
 
 FOLDER = "state"
+HEAD = ".zarray"
 
 
 def leaf_folder(path: str) -> str:
@@ -32,94 +35,56 @@ def leaf_folder(path: str) -> str:
     return f"{FOLDER}/{'.'.join(storage_keys(path))}"
 
 
-def write_arrays(checkpoint: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes every array with elements below `checkpoint/state` and returns when they are on disk."""
-    folder = checkpoint / FOLDER
-    folder.mkdir()
-    stored = {p: _as_stored(a) for p, a in arrays.items() if a.size}
-    if stored:
-        _handler().save(epath.Path(folder), args=ocp.args.PyTreeSave(_nested(stored)))
+def folder_of(name: str) -> str:
+    """The leaf's folder that a file is in, as `leaf_folder` names it."""
+    return "/".join(name.split("/")[:2])
 
 
-def map_array(file: Path, leaf: LeafRecord) -> np.ndarray:
-    """A leaf's values as a read-only view of the file of its one chunk."""
-    return np.memmap(file, np.uint8, "r").view(_dtype(leaf.dtype)).reshape(leaf.shape)
+def only_chunk(shape: tuple[int, ...]) -> str:
+    """The name of a leaf's one chunk."""
+    return ".".join("0" for _ in shape) or "0"
 
 
-def read_arrays(checkpoint: Path, leaves: Mapping[str, LeafRecord]) -> dict[str, np.ndarray]:
-    """Reads the named leaves. The bytes are not checked here.
+def description(
+    leaves: Mapping[str, tuple[tuple[int, ...], np.dtype, tuple[int, ...]]],
+) -> dict[str, bytes]:
+    """The files of a state that hold no array data, by name inside the checkpoint.
 
-    Raises:
-        LeafReadError: naming the first leaf that cannot be read.
+    Args:
+        leaves: (shape, dtype, shape of a chunk) of every leaf with elements.
     """
-    full = [p for p, leaf in leaves.items() if not leaf.empty]
-    try:
-        raw = _restore(checkpoint, full)
-    except Exception:
-        raw = {}
-        for path in full:  # once more, one by one, to learn which leaf it was
-            try:
-                raw.update(_restore(checkpoint, [path]))
-            except Exception as error:
-                raise LeafReadError(path, error) from error
-    return {p: _as_logical(raw.get(p), leaf) for p, leaf in leaves.items()}
+    frame = _frame(tuple((path, len(shape), str(dtype)) for path, (shape, dtype, _) in leaves.items()))
+    files = dict(frame)
+    for path, (shape, _, chunk) in leaves.items():
+        name = f"{leaf_folder(path)}/{HEAD}"
+        about = json.loads(frame[name]) | {"shape": shape, "chunks": chunk}
+        files[name] = json.dumps(about, separators=(",", ":")).encode()
+    return files
 
 
-class LeafReadError(Exception):
-    """Orbax could not read one leaf."""
-
-    def __init__(self, leaf: str, cause: Exception):
-        super().__init__(f"{leaf}: {cause}")
-        self.leaf = leaf
-
-
-def _restore(checkpoint: Path, paths: Iterable[str]) -> dict[str, np.ndarray]:
-    paths = list(paths)
-    if not paths:
+@functools.lru_cache(maxsize=4)
+def _frame(leaves: tuple[tuple[str, int, str], ...]) -> dict[str, bytes]:
+    """What Orbax writes of leaves of one element each, but their data."""
+    if not leaves:
         return {}
-    item = _nested(dict.fromkeys(paths, 0))
-    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-    args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-    tree = _handler().restore(epath.Path(checkpoint / FOLDER), args=args)
-    return {p: _lookup(tree, storage_keys(p)) for p in paths}
+    import orbax.checkpoint as ocp
+    from etils import epath
 
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-
-
-def _as_stored(array: np.ndarray) -> np.ndarray:
-    return array if _native(array.dtype) else array.view(np.uint8)
-
-
-def _as_logical(array: np.ndarray | None, leaf: LeafRecord) -> np.ndarray:
-    dtype = np.dtype(np.uint32 if leaf.key_impl is not None else _dtype(leaf.dtype))
-    if array is None:
-        inner = () if leaf.key_impl is None else jax.random.key_data(jax.random.key(0, impl=leaf.key_impl)).shape
-        return np.empty((*leaf.shape, *inner), dtype)
-    return array if array.dtype == dtype or _native(dtype) else array.view(dtype)
-
-
-def _native(dtype: np.dtype) -> bool:
-    return dtype.type.__module__ == "numpy" or dtype == ml_dtypes.bfloat16
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
+    small: dict[str, Any] = {}
+    for path, ndim, dtype in leaves:
         *parents, name = storage_keys(path)
-        node = root
+        node = small
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[name] = leaf
-    return root
+        node[name] = np.zeros((1,) * ndim, getattr(ml_dtypes, dtype, dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+        handler.save(epath.Path(folder) / FOLDER, args=ocp.args.PyTreeSave(small))
+        files = {p.relative_to(folder).as_posix(): p for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+        return {n: p.read_bytes() for n, p in files.items() if n.count("/") == 1 or p.name == HEAD}
 
 
-def _lookup(tree: Any, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        tree = tree[key]
-    return tree
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype that zarr sees."""
+    native = dtype.type.__module__ == "numpy" or dtype == ml_dtypes.bfloat16
+    return dtype if native else np.dtype(np.uint8)

@@ -1,22 +1,25 @@
-"""Writing the arrays of a checkpoint, hashed before they are written: of a state in memory, or of one in pieces."""
+"""Writing the arrays of a checkpoint: hashed and written at the same time, with a bound on what waits in memory."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import BinaryIO
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxllm.checkpoint import store
-from jaxllm.checkpoint.manifest import LeafRecord, hash_array, hash_bytes, hash_pieces
-from jaxllm.checkpoint.reader import HASHERS
-from jaxllm.checkpoint.tree import HostLeaf
+from jaxllm.checkpoint import hashing, store
+from jaxllm.checkpoint.files import Files
+from jaxllm.checkpoint.hashing import as_bytes, cut, hash_bytes
+from jaxllm.checkpoint.manifest import FileRecord, LeafRecord
+from jaxllm.checkpoint.snapshot import Leaf, whole
+
+WRITERS = 4
+"""Files that are written at a time: while one waits for the disk, others go on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,69 +27,180 @@ class StreamedLeaf:
     """A leaf that need not be in memory as a whole.
 
     pieces: its values, one after another in C order, in pieces of any size.
+    key: dtype and implementation of typed keys; the rest is then that of their data.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     pieces: Iterable[np.ndarray]
+    key: tuple[str, str] | None = None
 
 
-def write_snapshot(leaves: Mapping[str, HostLeaf], checkpoint: Path) -> dict[str, LeafRecord]:
-    """Hashes and writes a state that is in host memory, and returns when it is on disk."""
-    with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:
-        hashes = list(pool.map(lambda leaf: hash_array(leaf.array), leaves.values()))
-    store.write_arrays(checkpoint, {p: leaf.array for p, leaf in leaves.items()})
+def streamed(leaves: Mapping[str, StreamedLeaf]) -> dict[str, Leaf]:
+    """Leaves that come in pieces, to be written as others are."""
     return {
-        p: LeafRecord(leaf.shape, leaf.dtype, digest, leaf.key_impl)
-        for (p, leaf), digest in zip(leaves.items(), hashes, strict=True)
+        p: whole(tuple(leaf.shape), np.dtype(leaf.dtype), lambda leaf=leaf: leaf.pieces, leaf.key)
+        for p, leaf in leaves.items()
     }
 
 
-def write_streamed(leaves: Mapping[str, StreamedLeaf], checkpoint: Path) -> dict[str, LeafRecord]:
-    """Writes the same files for the same values, holding one piece at a time, and returns when they are on disk.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What was written of a leaf: one chunk.
 
-    Orbax makes the tree with one element a leaf, so every file is as it makes them; then each leaf gets its shape, and
-    its one chunk its bytes.
+    blocks: hashes of the blocks of its bytes.
+    hash: of its bytes as a whole, where the leaf is in several chunks.
+    """
+
+    bytes: int
+    blocks: list[str]
+
+    @property
+    def hash(self) -> str:
+        return hashing.join(self.blocks)
+
+
+class Budget:
+    """Bytes in host memory at a time: `with budget(n)` waits until there is room, or nothing else is there."""
+
+    def __init__(self, most: int):
+        self._most, self._used = most, 0
+        self._change = threading.Condition()
+
+    @contextlib.contextmanager
+    def __call__(self, size: int) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: self._used == 0 or self._used + size <= self._most)
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._change:
+                self._used -= size
+                self._change.notify_all()
+
+
+def describe(files: Files, folder: str, leaves: Mapping[str, Leaf]) -> dict[str, FileRecord]:
+    """Makes the folders of leaves and writes every file that holds no array data."""
+    described = store.description(
+        {p: (leaf.array_shape, store.stored_dtype(leaf.array_dtype), leaf.chunk) for p, leaf in filled(leaves).items()}
+    )
+    for name in sorted({name.rsplit("/", 1)[0] for name in described} | {store.FOLDER}):
+        files.make(f"{folder}/{name}")
+    with ThreadPoolExecutor(WRITERS) as pool:
+        return dict(pool.map(lambda item: (item[0], write_file(files, folder, *item)), described.items()))
+
+
+def write_file(files: Files, folder: str, name: str, data: bytes) -> FileRecord:
+    """Writes a small file of a checkpoint, hashed."""
+    with files.create(f"{folder}/{name}") as out:
+        out.write(data)
+    return FileRecord(len(data), hash_bytes(data))
+
+
+def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: Budget) -> dict[str, dict[str, Part]]:
+    """Writes what this process has of every leaf, and returns when it is on disk.
+
+    Returns:
+        Path -> chunk -> what was written.
 
     Raises:
         ValueError: the pieces of a leaf are not of its type, or too few or too many.
     """
-    small = {p: np.zeros([min(1, n) for n in leaf.shape], leaf.dtype) for p, leaf in leaves.items()}
-    store.write_arrays(checkpoint, small)
-    records = {}
+    jobs = [(path, name) for path, leaf in filled(leaves).items() for name in leaf.parts]
+    with ThreadPoolExecutor(WRITERS) as pool, ThreadPoolExecutor(hashing.HASHERS) as hashers:
+
+        def write(job: tuple[str, str]) -> Part:
+            path, chunk = job
+            leaf = leaves[path]
+            size = math.prod(leaf.chunk) * leaf.array_dtype.itemsize
+            # One that comes in small pieces holds less than this.
+            with budget(size), files.create(f"{folder}/{store.leaf_folder(path)}/{chunk}") as out:
+                return _write(out.write, leaf.parts[chunk](), path, leaf, size, hashers)
+
+        running = [pool.submit(write, job) for job in jobs]
+        done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+        if failed := [future for future in done if future.exception()]:
+            pool.shutdown(wait=False, cancel_futures=True)
+            failed[0].result()
+        out: dict[str, dict[str, Part]] = {path: {} for path in leaves}
+        for (path, chunk), future in zip(jobs, running, strict=True):
+            out[path][chunk] = future.result()
+        return out
+
+
+def records_of(leaves: Mapping[str, Leaf], written: Mapping[str, Mapping[str, Part]]) -> dict[str, LeafRecord]:
+    """What the manifest says of leaves that one process wrote."""
+    out = {}
     for path, leaf in leaves.items():
-        record = LeafRecord(tuple(leaf.shape), str(leaf.dtype), hash_bytes(b""))
-        if not record.empty:
-            with _chunk(checkpoint, path, leaf.shape) as out:
-                record = dataclasses.replace(record, hash=hash_pieces(_written(out, path, leaf)))
-                out.flush()
-                os.fsync(out.fileno())
-        records[path] = record
-    return records
+        blocks = next((part.blocks for part in written[path].values()), [hash_bytes(b"")])
+        out[path] = record(leaf, blocks)
+    return out
 
 
-def _written(out: BinaryIO, path: str, leaf: StreamedLeaf) -> Iterator[memoryview]:
-    """Writes the pieces; gives their bytes on."""
-    for piece in leaf.pieces:
-        if piece.dtype != leaf.dtype:
-            raise ValueError(f"leaf {path} is {leaf.dtype}, and a piece of it is {piece.dtype}.")
-        data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
-        out.write(data)
-        yield data
-    if out.tell() != (size := math.prod(leaf.shape) * leaf.dtype.itemsize):
-        raise ValueError(f"leaf {path} has {size} bytes, and its pieces have {out.tell()}.")
+def files_of(written: Mapping[str, Mapping[str, Part]], hashed: bool = False) -> dict[str, FileRecord]:
+    """What the manifest says of the files of array data; with a hash of their own where the leaf's is not enough."""
+    return {
+        f"{store.leaf_folder(path)}/{name}": FileRecord(part.bytes, part.hash if hashed else None)
+        for path, parts in written.items()
+        for name, part in parts.items()
+    }
 
 
-def _chunk(checkpoint: Path, path: str, shape: tuple[int, ...]) -> BinaryIO:
-    """Gives a leaf of one element its shape, and opens its chunk to be written."""
-    return reshape(checkpoint, path, shape, shape).open("wb")
+def record(leaf: Leaf, blocks: list[str]) -> LeafRecord:
+    """A leaf's entry in the manifest, from the hashes of its blocks."""
+    several = tuple(blocks) if len(blocks) > 1 else ()
+    return LeafRecord(leaf.shape, leaf.dtype, hashing.join(blocks), leaf.key_impl, several)
 
 
-def reshape(checkpoint: Path, path: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Path:
-    """Gives a leaf that Orbax wrote with one element its real shape, in chunks; returns the file of its one chunk."""
-    folder = checkpoint / store.leaf_folder(path)
-    head = folder / ".zarray"
-    about = json.loads(head.read_text())
-    head.write_text(json.dumps(about | {"shape": shape, "chunks": chunk}, separators=(",", ":")))
-    (file,) = (file for file in folder.iterdir() if file != head)
-    return file
+def filled(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Those that have a file: a leaf without elements has none."""
+    return {path: leaf for path, leaf in leaves.items() if 0 not in leaf.array_shape}
+
+
+def _write(
+    put: Callable[..., object],
+    pieces: Iterable[np.ndarray],
+    path: str,
+    leaf: Leaf,
+    size: int,
+    hashers: ThreadPoolExecutor,
+) -> Part:
+    """Writes one chunk while its blocks are hashed. A block that several pieces make up is put together first."""
+    pending: list[concurrent.futures.Future[str]] = []
+    held: list[np.ndarray] = []
+    waiting, written = 0, 0
+    for piece in pieces:
+        if piece.dtype != leaf.array_dtype:
+            raise ValueError(f"leaf {path} is {leaf.array_dtype}, and a piece of it is {piece.dtype}.")
+        held.append(as_bytes(piece))
+        waiting += len(held[-1])
+        if waiting >= hashing.BLOCK:
+            data = np.concatenate(held) if len(held) > 1 else held[0]
+            full = waiting - waiting % hashing.BLOCK
+            for block in cut(data[:full], hashing.BLOCK):
+                written += _put(put, block, pending, hashers)
+            held, waiting = [data[full:]], waiting - full
+        if written + waiting > size:
+            break
+    if waiting:
+        written += _put(put, np.concatenate(held), pending, hashers)
+    if written != size:
+        raise ValueError(f"leaf {path} has {size} bytes, and its pieces have {written}.")
+    return Part(size, [future.result() for future in pending])
+
+
+def _put(
+    put: Callable[..., object],
+    block: np.ndarray,
+    pending: list[concurrent.futures.Future[str]],
+    pool: ThreadPoolExecutor,
+) -> int:
+    pending.append(pool.submit(hash_bytes, block))
+    view = block.data
+    while len(view):  # an unbuffered file may take a part
+        count = put(view)
+        view = view[count if isinstance(count, int) else len(view) :]
+    if len(pending) > 2:
+        pending[-3].result()  # no more than three blocks are held
+    return len(block)

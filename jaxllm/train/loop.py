@@ -6,7 +6,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, SharedCheckpointer
+from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, SharedCheckpointer, StateProvider, providers
 from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import Functional, functional, param_count
@@ -72,8 +72,9 @@ class Run:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, also: Sequence[StateProvider] = ()):
         self.config = config
+        self.also = also
         self.group = group()
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
         check_precision(config)
@@ -100,7 +101,8 @@ class Run:
 
     def checkpointer(self) -> Checkpointer:
         """Of this process, or of all together."""
-        where, config = self.directory.checkpoints, self.config.checkpoint
+        config = self.config.checkpoint
+        where = config.directory or self.directory.checkpoints
         return Checkpointer(where, config) if self.group.size == 1 else SharedCheckpointer(where, config, self.group)
 
     def compile_step(self) -> tuple[Any, float]:
@@ -115,6 +117,11 @@ class Run:
             compiled = step.lower(self.abstract, batch).compile(compiler_options=self.compiler_options or None)
         return compiled, time.monotonic() - start
 
+    def save(self, checkpointer: Checkpointer, step: int, state: TrainState, metrics: dict[str, float]) -> None:
+        """The state, the providers', and the facts beside them."""
+        meta = {**self.meta(step), "metrics": metrics, **providers.facts(self.also)}
+        checkpointer.save(step, providers.with_arrays(state, self.also), meta)
+
     def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint carries beside the state."""
         return {
@@ -126,11 +133,14 @@ class Run:
         }
 
 
-def train(config: RunConfig) -> Finished:
+def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
     """Runs, or goes on with, the run that ``config`` describes.
 
     Ctrl-C and SIGTERM finish the step, save and return; the next call with the same configuration continues, bit for
     bit on the same mesh.
+
+    Args:
+        also: parts of the program whose state is saved and restored together with the run's.
 
     Raises:
         ResumeError: the directory holds a run with other mathematics.
@@ -139,7 +149,7 @@ def train(config: RunConfig) -> Finished:
         DistributedError: the processes that are to train together differ; says in what.
     """
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
-    run = Run(config)
+    run = Run(config, also)
     run.group.agree("the devices and data", surroundings(run.mesh, run.data.train.fingerprint))
     files = run.directory
     with run.checkpointer() as checkpointer:
@@ -180,9 +190,11 @@ def steps(
     stop_together = StopTogether(run.mesh)
     batches = Prefetcher(run.data.train, first, run.put, shard=run.part, num_shards=run.parts)
     with batches, open_log(files) as log, jax.set_mesh(run.mesh):
+        values: dict[str, float] = {}
 
         def settle() -> None:
             # Fetched one step late, so that the next step is already on its way: the device never waits for the log.
+            nonlocal values
             if not pending:
                 return
             number, metrics = pending.pop()
@@ -203,7 +215,7 @@ def steps(
             if saving or evaluating:
                 settle()  # nothing is saved before its loss was seen to be finite
             if saving:
-                checkpointer.save(done, state, run.meta(done))
+                run.save(checkpointer, done, state, values)
             if evaluating and evaluate is not None:
                 record_evaluation(evaluate(state.params), done, log, view)
             if last:
@@ -234,7 +246,7 @@ def start_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, int]:
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
         check_resumable(checkpointer.read_meta(), run.config, run.directory.path)
-    found = checkpointer.resume(run.abstract)
+    found = checkpointer.resume(providers.with_arrays(run.abstract, run.also))
     if found is None:  # another process emptied the directory between two lines
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} are gone; start again.")
     check_resumable(found.meta, run.config, run.directory.path)
@@ -244,7 +256,8 @@ def start_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, int]:
             f"data.tokenizer = {run.config.data.tokenizer!r} now gives {run.data.tokenizer.fingerprint[:12]}). "
             f"Use {run.directory.tokenizer}, or start a new run under another name."
         )
-    return found.state, run.data.train.check_cursor(found.meta["cursor"])
+    state = providers.give_back(TrainState, found.state, found.meta, run.also)
+    return state, run.data.train.check_cursor(found.meta["cursor"])
 
 
 def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) -> None:

@@ -22,7 +22,7 @@ from jaxllm.checkpoint import (
 )
 from tests.checkpoint.states import assert_same, make_state
 
-BLOCKING = CheckpointConfig(asynchronous=False, keep_last=9)
+BLOCKING = CheckpointConfig(saving="blocking", keep_last=9)
 
 
 @pytest.fixture
@@ -148,10 +148,10 @@ def test_missing_step_lists_the_others(run):
 
 def test_newer_format_is_told_apart_from_damage(run):
     file = run / "step_00000300" / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
     with (
         Checkpointer(run, read_only=True) as reader,
-        pytest.raises(CheckpointCorruptError, match="format is 2, and this version of jaxllm reads 1"),
+        pytest.raises(CheckpointCorruptError, match="format is 3, and this version of jaxllm reads 2"),
     ):
         reader.manifest()
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from tests.checkpoint.states import abstract_on, assert_same, make_state
 
-BLOCKING = CheckpointConfig(asynchronous=False)
+BLOCKING = CheckpointConfig(saving="blocking")
 META = {"cursor": 3, "config": {"lr": 1e-3, "names": ["a", "b"]}, "none": None}
 
 

@@ -22,7 +22,7 @@ from jaxllm.checkpoint import (
     StreamedLeaf,
 )
 
-CONFIG = CheckpointConfig(asynchronous=False)
+CONFIG = CheckpointConfig(saving="blocking")
 META = {"cursor": 3}
 
 

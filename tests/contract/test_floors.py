@@ -28,7 +28,17 @@ FLOORS = [
     {"jaxllm.parallel", "jaxllm.hub", "jaxllm.data", "jaxllm.optim", "jaxllm.checkpoint"},
     {"jaxllm.train", "jaxllm.infer"},
     {"jaxllm.plan", "jaxllm.serve"},
-    {"jaxllm.cli", "jaxllm.data_cli", "jaxllm.__main__", "recipes", "tpu_scripts", "benchmarks", "notebooks", "jaxllm"},
+    {
+        "jaxllm.cli",
+        "jaxllm.data_cli",
+        "jaxllm.checkpoint_cli",
+        "jaxllm.__main__",
+        "recipes",
+        "tpu_scripts",
+        "benchmarks",
+        "notebooks",
+        "jaxllm",
+    },
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 TOP = len(FLOORS) - 1

@@ -19,9 +19,10 @@ from jaxllm.checkpoint import (
     CheckpointError,
     SharedCheckpointer,
     shared,
-    tree,
+    snapshot,
 )
-from jaxllm.checkpoint.manifest import hash_array
+from jaxllm.checkpoint.hashing import hash_array
+from jaxllm.checkpoint.snapshot import Leaf, capture
 from jaxllm.parallel.distributed import Group
 from sharding import MeshSpec
 from tests.parallel.test_distributed import Store
@@ -33,17 +34,20 @@ STATE = {"params": {"w": WEIGHT, "gain": np.ones(3)}, "step": np.int32(7)}
 def save(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int], chunk: tuple[int, int] = (2, 6)) -> list[Any]:
     """Both save every step; what each raised. The first process has the first rows of ``w``, the second the others."""
 
-    def parts(state: dict[str, Any]) -> tuple[Any, Any]:
-        pieces = {f"{state['rank']}.0": WEIGHT[2 * state["rank"] : 2 * state["rank"] + 2].copy()}
-        small = {"params": {"w": np.zeros((1, 1), np.float32), "gain": np.ones(3)}, "step": np.int32(7)}
-        return tree.snapshot(small), {"params/w": shared.Shards((4, 6), chunk, "float32", pieces)}
+    def parts(state: dict[str, Any], **how: Any) -> dict[str, Leaf]:
+        rank = state["rank"]
+        rows = WEIGHT[2 * rank : 2 * rank + 2].copy()
+        split = Leaf(
+            (4, 6), "float32", None, (4, 6), np.dtype("float32"), chunk, {f"{rank}.0": lambda: [rows[: chunk[0]]]}
+        )
+        return {**capture({"params": {"gain": np.ones(3)}, "step": np.int32(7)}, **how), "params/w": split}
 
-    monkeypatch.setattr(shared, "snapshot", parts)
+    monkeypatch.setattr(snapshot, "capture", parts)
     store = Store()
 
     def one(rank: int) -> Any:
         try:
-            config = CheckpointConfig(keep_last=2, asynchronous=rank == 0)
+            config = CheckpointConfig(keep_last=2, saving="auto" if rank == 0 else "blocking")
             with SharedCheckpointer(folder, config, Group(rank, 2, store)) as checkpointer:
                 saved = [checkpointer.save(step, {"rank": rank}, {"cursor": step}) for step in steps]
                 checkpointer.wait()
@@ -70,7 +74,7 @@ def test_two_processes_write_what_one_reads_on_any_mesh(tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.asarray(state["params"]["w"]), WEIGHT)
         assert state["params"]["w"].sharding == where
         np.testing.assert_array_equal(checkpointer.map_leaves()["w"], WEIGHT)
-        assert checkpointer.manifest().leaves["params/w"].chunked
+        assert checkpointer.manifest().leaves["params/w"].hash == hash_array(WEIGHT)  # as one process saves it
         assert checkpointer.manifest().leaves["params/gain"].hash == hash_array(np.ones(3))
 
 
@@ -97,14 +101,14 @@ def test_a_missing_shard_ends_the_save_in_both_and_leaves_nothing(tmp_path, monk
 
 
 def test_a_disk_that_one_cannot_write_is_told_by_both(tmp_path, monkeypatch):
-    write = shared._write_chunks
+    write = shared.write_shards
 
-    def fails(folder: Path, shards: Any) -> str:
-        if "1.0" in shards["params/w"].pieces:
-            return write(folder / "elsewhere", shards)
-        return write(folder, shards)
+    def fails(of: SharedCheckpointer, folder: str, leaves: Any) -> Any:
+        if "1.0" in leaves["params/w"].parts:
+            return write(of, f"{folder}/elsewhere", leaves)
+        return write(of, folder, leaves)
 
-    monkeypatch.setattr(shared, "_write_chunks", fails)
+    monkeypatch.setattr(shared, "write_shards", fails)
     for error in save(tmp_path, monkeypatch, [1]):
         assert isinstance(error, CheckpointError)
         assert "process 1: FileNotFoundError" in str(error)

@@ -73,7 +73,7 @@ def run_config(folder: Path, **fields: Any) -> RunConfig:
         ),
         optim=OptimConfig(schedule=ScheduleConfig(peak=1e-2)),
         steps=STEPS,
-        checkpoint=CheckpointConfig(every=4, asynchronous=False),
+        checkpoint=CheckpointConfig(every=4, saving="blocking"),
         log_every=1,
         out=str(folder / "runs"),
     )

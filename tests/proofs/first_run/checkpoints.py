@@ -79,7 +79,7 @@ def _quietly(resume: Callable[[], Resumed | None]) -> Resumed | None:
 def _template() -> Path:
     """Two good checkpoints to copy."""
     directory = Path(tempfile.mkdtemp(prefix="jaxllm-damage-"))
-    with Checkpointer(directory, CheckpointConfig(asynchronous=False)) as checkpointer:
+    with Checkpointer(directory, CheckpointConfig(saving="blocking")) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, make_state(0, step), {"cursor": step})
     return directory

@@ -1,0 +1,183 @@
+"""Where checkpoints lie: a folder of this machine or an object store, behind the same few operations.
+
+Names are relative to the root, with slashes. A local folder commits by renaming; an object store has no rename, but
+writes an object in one piece, so there the manifest, which is written last, is what makes a folder a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from jaxllm.checkpoint.errors import CheckpointError
+
+PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
+
+
+class Local:
+    """A folder of a file system."""
+
+    renames = True
+
+    def __init__(self, root: str | os.PathLike):
+        self.path = Path(os.path.abspath(root))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def make(self, name: str) -> None:
+        """A folder, with those it is in."""
+        (self.path / name).mkdir(parents=True, exist_ok=True)
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies in a folder; nothing if there is none."""
+        try:
+            return sorted(os.listdir(self.path / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def walk(self, folder: str) -> dict[str, int]:
+        """Bytes of every file below a folder, by name within it."""
+        root = self.path / folder
+        return {p.relative_to(root).as_posix(): p.stat().st_size for p in sorted(root.rglob("*")) if p.is_file()}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        try:
+            return os.stat(self.path / name).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Bytes of a file, as uint8: a read-only view of it where it is large."""
+        size = os.stat(self.path / name).st_size
+        end = size if end is None else min(end, size)
+        if end - begin < 2**16:
+            with open(self.path / name, "rb") as file:
+                file.seek(begin)
+                return np.frombuffer(file.read(end - begin), np.uint8)
+        return np.memmap(self.path / name, np.uint8, "r")[begin:end]
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        """A new file, which is on the disk when the block ends."""
+        with open(self.path / name, "wb", buffering=0) as file:
+            yield file  # type: ignore[misc]
+            os.fsync(file.fileno())
+
+    def rename(self, name: str, to: str) -> None:
+        os.rename(self.path / name, self.path / to)
+
+    def remove(self, name: str) -> None:
+        """A file or a folder with all in it; nothing if it is not there."""
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def sync(self, folders: Iterable[str]) -> None:
+        """Waits until the entries of folders are on the disk."""
+        for name in folders:
+            handle = os.open(self.path / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+class Remote:
+    """A folder of an object store, through fsspec.
+
+    Raises:
+        CheckpointError: a package is missing that this kind of URL needs.
+    """
+
+    renames = False
+
+    def __init__(self, url: str):
+        scheme = url.split("://")[0]
+        missing = f"checkpoints at {url} need the package {{}}: pip install {{}}."
+        try:
+            import fsspec
+        except ImportError as error:
+            raise CheckpointError(missing.format("fsspec", "fsspec")) from error
+        self.url = url.rstrip("/")
+        try:
+            self.fs, self._root = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            package = PACKAGES.get(scheme, "that fsspec names")
+            raise CheckpointError(missing.format(package, package) + f" ({error})") from error
+        except ValueError as error:
+            known = ", ".join(sorted({*PACKAGES, "memory"}))
+            raise CheckpointError(f"{url}: {error}. Legal: a local path, or a URL such as {known}.") from error
+
+    def __str__(self) -> str:
+        return self.url
+
+    def make(self, name: str) -> None:
+        """Folders are names here."""
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            self.fs.invalidate_cache()
+            return sorted(
+                {entry.rstrip("/").rsplit("/", 1)[-1] for entry in self.fs.ls(self._at(folder), detail=False)}
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def walk(self, folder: str) -> dict[str, int]:
+        root = self._at(folder)
+        found = self.fs.find(root, detail=True)
+        return {name.split(root, 1)[1].lstrip("/"): about["size"] for name, about in sorted(found.items())}
+
+    def size(self, name: str) -> int | None:
+        try:
+            return self.fs.size(self._at(name))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        data = self.fs.cat_file(self._at(name), start=begin or None, end=end)
+        return np.frombuffer(data, np.uint8)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        """A new object; none at all if the block fails."""
+        with tempfile.SpooledTemporaryFile(max_size=2**26) as waiting:
+            yield waiting  # type: ignore[misc]
+            waiting.seek(0)
+            with self.fs.open(self._at(name), "wb") as out:
+                shutil.copyfileobj(waiting, out, 2**24)
+
+    def rename(self, name: str, to: str) -> None:
+        self.fs.mv(self._at(name), self._at(to), recursive=True)
+
+    def remove(self, name: str) -> None:
+        if self.fs.exists(self._at(name)):
+            self.fs.rm(self._at(name), recursive=True)
+
+    def sync(self, folders: Iterable[str]) -> None:
+        """What is written is there."""
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+
+Files = Local | Remote
+
+
+def open_files(root: str | os.PathLike) -> Files:
+    """The files below a path or a URL."""
+    text = os.fspath(root)
+    if "://" not in text:
+        return Local(text)
+    return Local(text.removeprefix("file://")) if text.startswith("file://") else Remote(text)

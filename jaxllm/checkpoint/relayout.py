@@ -1,0 +1,121 @@
+"""A checkpoint as another one: part of it, in another dtype, with layers stacked or alone, under other names.
+
+Meshes need no conversion: a checkpoint holds whole arrays, of which every process reads the slices that it needs. What
+is here changes what is stored, a piece of a leaf at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.manifest import LeafRecord, dtype_of
+from jaxllm.checkpoint.reader import Leaf, Progress
+from jaxllm.checkpoint.restore import Source, stacked, unstacked
+from jaxllm.checkpoint.writer import StreamedLeaf
+
+Layers = Literal["stacked", "single"]
+PIECE = 2**25
+"""Bytes of a leaf that are in memory at a time."""
+
+_STACK = re.compile(r"(?P<before>(?:.*/)?)segments/(?P<segment>\d+)/(?P<slot>\d+)/(?P<rest>[^/].*)")
+_LAYER = re.compile(r"(?P<before>(?:.*/)?)layers/(?P<segment>\d+)/(?P<slot>\d+)/(?P<row>\d+)/(?P<rest>.+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What becomes of a checkpoint's leaves.
+
+    Attributes:
+        only: the paths of subtrees to keep, such as ``params``; empty keeps all.
+        dtype: of the floating-point leaves; None leaves them.
+        layers: stacked: one leaf for all layers of a group, ``segments/0/0/...``, as models here have them; single: one
+            leaf a layer, ``layers/0/0/ROW/...``. None leaves them.
+    """
+
+    only: tuple[str, ...] = ()
+    dtype: str | None = None
+    layers: Layers | None = None
+
+
+def sources_of(saved: Mapping[str, LeafRecord], layout: Layout) -> dict[str, Source]:
+    """Where each leaf of the new checkpoint comes from.
+
+    Raises:
+        CheckpointError: nothing is left.
+    """
+    kept = {
+        path: leaf
+        for path, leaf in saved.items()
+        if not layout.only or any(path == top or path.startswith(f"{top}/") for top in layout.only)
+    }
+    if not kept:
+        tops = sorted({path.split("/")[0] for path in saved})
+        raise CheckpointError(f"nothing is below {', '.join(layout.only)}: the checkpoint holds {', '.join(tops)}.")
+    if layout.layers == "single":
+        inside = {p: leaf for p, leaf in kept.items() if _STACK.fullmatch(p) and leaf.shape}
+        found = unstacked(inside, _single)
+    elif layout.layers == "stacked":
+        inside = {p: leaf for p, leaf in kept.items() if _LAYER.fullmatch(p)}
+        found = stacked(inside, _place)
+    else:
+        inside, found = {}, {}
+    return {p: Source((p,)) for p in kept if p not in inside} | found
+
+
+def relaid(
+    leaves: Mapping[str, Leaf], sources: Mapping[str, Source], dtype: str | None, progress: Progress | None = None
+) -> dict[str, StreamedLeaf]:
+    """The new leaves, in pieces that are read, verified and converted as they are asked for."""
+    shapes = {path: source.shape(leaves) for path, source in sources.items()}
+    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    done = 0
+
+    def pieces(path: str, source: Source, to: np.dtype) -> Iterator[np.ndarray]:
+        nonlocal done
+        shape = shapes[path]
+        rows = shape[0] if shape else 1
+        step = max(1, rows * PIECE // max(1, int(np.prod(shape)) * to.itemsize))
+        for begin in range(0, rows, step) if shape else [0]:
+            index = (slice(begin, min(rows, begin + step)), *(slice(None) for _ in shape[1:])) if shape else ()
+            piece = source.read(leaves, index)
+            if piece.dtype != to:
+                with np.errstate(over="ignore"):
+                    piece, before = piece.astype(to), piece
+                if np.isfinite(before).all() and not np.isfinite(piece).all():
+                    raise CheckpointError(f"{path} has values that are too large for {to}.")
+            done += piece.size
+            yield piece
+            if progress is not None:
+                progress(path, done, total)
+
+    out = {}
+    for path, source in sources.items():
+        record = leaves[source.paths[0]].record
+        own = record.stored_dtype
+        to = dtype_of(dtype) if dtype is not None and record.key_impl is None and _floating(own) else own
+        key = None if record.key_impl is None else (record.dtype, record.key_impl)
+        out[path] = StreamedLeaf(shapes[path], to, pieces(path, source, to), key)
+    return out
+
+
+def _place(path: str) -> tuple[str, int] | None:
+    found = _LAYER.fullmatch(path)
+    if found is None:
+        return None
+    return f"{found['before']}segments/{found['segment']}/{found['slot']}/{found['rest']}", int(found["row"])
+
+
+def _single(path: str, row: int) -> str:
+    return _STACK.sub(rf"\g<before>layers/\g<segment>/\g<slot>/{row}/\g<rest>", path)
+
+
+def _floating(dtype: np.dtype) -> bool:
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(dtype, jnp.floating))
