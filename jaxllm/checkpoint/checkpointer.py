@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint import hashing, snapshot, writer
 from jaxllm.checkpoint import manifest as manifest_lib
-from jaxllm.checkpoint import snapshot, writer
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.looking import Looking, Resumed
@@ -207,7 +207,7 @@ class Checkpointer(Looking):
             folder = self._directory.begin(step)
             records, files = self._put(folder, leaves)
             files[META] = writer.write_file(self._directory.files, folder, META, meta.encode())
-            manifest = Manifest(step, records, dict(sorted(files.items())))
+            manifest = Manifest(step, records, dict(sorted(files.items())), hashing.BLOCK)
             writer.write_file(self._directory.files, folder, manifest_lib.NAME, manifest.to_json().encode())
             self._directory.commit(step)
         except Exception as error:

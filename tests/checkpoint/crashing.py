@@ -1,0 +1,191 @@
+"""A process that saves until it is killed at a chosen point, or whose disk refuses; forked, so trials are short."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+POINTS = ("step", "snapshot", "write", "sync", "rename", "gc", "time", "slow disk")
+FAULTS = {"disk full": errno.ENOSPC, "read-only": errno.EROFS}
+KEEP = 2
+
+
+def state_at(seed: int, step: int) -> dict[str, Any]:
+    """A small state, a pure function of its arguments."""
+    rng = np.random.default_rng([seed, step])
+    return {
+        "params": {"w": rng.standard_normal((8, 6), np.float32), "gain": rng.standard_normal(5)},
+        "mu": {"w": rng.standard_normal((8, 6), np.float32)},
+        "step": np.int32(step),
+    }
+
+
+def start(directory: Path, told: Path, seed: int, first: int, point: str, number: int, fault: str | None) -> Any:
+    """Forks the process from a server that has imported everything and started nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint.crashing", "jaxllm.checkpoint.checkpointer", "orbax.checkpoint"])
+    process = context.Process(target=save_on, args=(str(directory), str(told), seed, first, point, number, fault))
+    process.start()
+    return process
+
+
+def promised(told: Path) -> int:
+    """The last step that the process knew to be on disk."""
+    return max((int(line) for line in told.read_text().split()), default=0) if told.exists() else 0
+
+
+def save_on(directory: str, told: str, seed: int, first: int, point: str, number: int, fault: str | None) -> None:
+    """Saves step after step; dies at the `number`-th time that it comes to `point`."""
+    from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+    from jaxllm.checkpoint import checkpointer as module
+    from jaxllm.checkpoint.files import Local
+
+    count = itertools.count(1)
+
+    def here(name: str) -> bool:
+        """Whether to die now."""
+        return name == point and next(count) == number
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    faulty = itertools.count(1)
+    error = FAULTS.get(fault or "")
+
+    def refuses() -> bool:
+        return error is not None and next(faulty) == number
+
+    create, rename, remove, sync, capture = (
+        Local.create,
+        Local.rename,
+        Local.remove,
+        os.fsync,
+        module.snapshot.capture,
+    )
+
+    class Disk:
+        def __init__(self, file: Any):
+            self.file = file
+
+        def write(self, data: Any) -> int:
+            if point == "slow disk":
+                time.sleep(0.003)
+            half = memoryview(data)[: len(data) // 2]
+            if here("write"):
+                self.file.write(half)
+                die()
+            if fault == "disk full" and refuses():
+                self.file.write(half)
+                raise OSError(error, os.strerror(error or 0))
+            return self.file.write(data)
+
+    @contextlib.contextmanager
+    def creating(self: Local, name: str) -> Iterator[Any]:
+        if fault == "read-only" and refuses():
+            raise OSError(error, os.strerror(error or 0))
+        with create(self, name) as file:
+            yield Disk(file)
+
+    def renaming(self: Local, name: str, to: str) -> None:
+        if here("rename"):
+            if number % 2:
+                rename(self, name, to)
+            die()
+        rename(self, name, to)
+
+    def removing(self: Local, name: str) -> None:
+        if "deleting" in name and here("gc"):
+            files = sorted(self.walk(name))
+            for file in files[: number % (len(files) + 1)]:
+                os.unlink(self.path / name / file)
+            die()
+        remove(self, name)
+
+    def syncing(handle: int) -> None:
+        if here("sync"):
+            die()
+        sync(handle)
+
+    def capturing(state: Any, **how: Any) -> Any:
+        found = capture(state, **how)
+        if here("snapshot"):
+            die()
+        return found
+
+    Local.create, Local.rename, Local.remove = creating, renaming, removing  # type: ignore[method-assign]
+    os.fsync = syncing
+    module.snapshot.capture = capturing
+    import jax.numpy as jnp
+
+    with (
+        open(told, "a", buffering=1) as tell,
+        Checkpointer(directory, CheckpointConfig(keep_last=KEEP)) as checkpointer,
+    ):
+        for step in itertools.count(first):
+            if here("step"):
+                die()
+            state = state_at(seed, step) | {"rows": jnp.full((4, 4), step, jnp.float32)}
+            try:
+                if checkpointer.save(step, state, {"cursor": step * 7}) and step > first:
+                    tell.write(f"{max(checkpointer.steps(), default=0)}\n")
+            except CheckpointError as refused:  # the disk did; it is reported once, by the save after
+                if error is None or os.strerror(error) not in str(refused):
+                    raise
+                error = None
+
+
+def trial(directory: Path, seed: int, rounds: int = 2) -> None:
+    """Kills a saving process at random points, one life after the other in one directory.
+
+    After each death: what was promised is there, the newest checkpoint is the one that resuming selects, with the bits
+    that were saved, all that are listed are whole, nothing half remains.
+    """
+    from jaxllm.checkpoint import Checkpointer
+
+    rng = random.Random(seed)
+    told, first = directory / "told", 1
+    place = directory / "checkpoints"
+    for _ in range(rounds):
+        point = rng.choice(POINTS)
+        fault = rng.choice(sorted(FAULTS)) if rng.random() < 0.3 else None
+        number = rng.randint(1, 40 if point in ("write", "sync") else 8)
+        process = start(place, told, seed, first, point, number, fault)
+        if point in ("time", "slow disk"):
+            time.sleep(rng.uniform(0, 0.5))
+            process.kill()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, f"{point} {number} {fault}: {process.exitcode}"
+        with Checkpointer(place, read_only=True) as reader:
+            listed = reader.steps()
+            for step in listed:
+                reader.verify(step)
+        with Checkpointer(place) as checkpointer:
+            assert checkpointer.steps() == listed
+            left = [name for name in os.listdir(place) if not re.fullmatch(r"\.lock|step_\d{8}", name)]
+            assert not left, left
+            found = checkpointer.resume(None)
+            least = promised(told)
+            if found is None:
+                assert least == 0, f"{point} {number}: step {least} was on disk"
+                continue
+            assert found.step == listed[-1] >= least, (found.step, least)
+            want = state_at(seed, found.step) | {"rows": np.full((4, 4), found.step, np.float32)}
+            assert found.meta == {"cursor": found.step * 7}
+            for name in ("step", "rows"):
+                assert found.state[name].tobytes() == want[name].tobytes()
+            assert found.state["params"]["w"].tobytes() == want["params"]["w"].tobytes()
+            assert found.state["params"]["gain"].tobytes() == want["params"]["gain"].tobytes()
+            assert found.state["mu"]["w"].tobytes() == want["mu"]["w"].tobytes()
+            first = found.step + 1
