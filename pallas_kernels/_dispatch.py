@@ -54,6 +54,9 @@ VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 reference -> how. One that is not named here is plain JAX, verified wherever XLA is right; one that is named and lacks a
 platform is compile-only there, and ``None`` never chooses it."""
 
+FIRST: Mapping[str, Mapping[str, str]] = {"linear_cross_entropy": {"cpu": "xla"}}
+"""operation -> platform -> the implementation that is tried first there, where it is not the first of all."""
+
 Implementation = str | Sequence[str] | None
 """Which implementation of an operation to use: a name, names in order, or None for the default order."""
 
@@ -115,8 +118,9 @@ def explain(operation: str, *, platform: str | None = None) -> str:
 
 
 def _eligible(operation: str, implementations: Mapping[str, Callable[..., Any]], platform: str) -> tuple[str, ...]:
-    verified = VERIFIED.get(operation, {})
-    return tuple(name for name in implementations if name not in verified or platform in verified[name])
+    verified, first = VERIFIED.get(operation, {}), FIRST.get(operation, {}).get(platform)
+    names = sorted(implementations, key=lambda name: name != first)
+    return tuple(name for name in names if name not in verified or platform in verified[name])
 
 
 def _named(operation: str, implementations: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:

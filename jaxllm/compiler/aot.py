@@ -120,7 +120,7 @@ class CompileReport:
             f"  {'total':<33}{self.total_bytes / GIB:10.3f}{self._verdict()}",
             "",
             f"{'collectives in one run':<25}{'devices':>8}{'times':>8}{'GiB':>12}",
-            *(f"  {kind:<23}{group:>8}{count:>8}{size / GIB:12.3f}" for kind, group, count, size in self._by_kind()),
+            *(f"  {kind:<23}{group:>8}{count:>8}{size / GIB:12.3f}" for kind, group, count, size in self.by_kind()),
         ]
         if not self.collectives:
             lines.append("  none")
@@ -144,12 +144,14 @@ class CompileReport:
         verdict = "fits" if self.fits else f"{self.over_bytes / GIB:.3f} too much"
         return f" of {self.hbm_bytes / GIB:.2f}: {verdict}"
 
-    def _by_kind(self) -> list[tuple[str, int, int, int]]:
+    def by_kind(self) -> list[tuple[str, int, int, int]]:
+        """(kind, devices, times, bytes in all), largest first; what an all-reduce stands for is marked "summed"."""
         counts: Counter[tuple[str, int]] = Counter()
         sizes: Counter[tuple[str, int]] = Counter()
         for row in self.collectives:
-            counts[row.kind, row.group_size] += row.count
-            sizes[row.kind, row.group_size] += row.total_bytes
+            key = f"{row.kind}, summed" if row.summed else row.kind, row.group_size
+            counts[key] += row.count
+            sizes[key] += row.total_bytes
         return [(*key, counts[key], size) for key, size in sizes.most_common()]
 
 

@@ -6,6 +6,11 @@ Loops are multiplied out. Forms are normalised, so that a plan's table of collec
     all-gather-start / -done, async-start calling it (GPU)              all-gather
     AsyncCollectiveStart ... async_collective_fusion ... Done (TPU)     the one collective that these share
     fusion of all-reduce and dynamic-slice, all-reduce-scatter (TPU)    reduce-scatter
+    all-reduce of whose result each device uses a slice (TPU)           reduce-scatter, summed
+    all-reduce of zeros with a device's own slice put in (TPU)          all-gather, summed
+
+The TPU compiler writes the last two for groups that span more than one dimension of the torus, and for small arrays.
+"Summed" ones send what an all-reduce sends: twice the bytes of the collective that they stand for.
 
 Not seen: remote copies inside Pallas kernels, and copies between host and device.
 """
@@ -31,6 +36,7 @@ KINDS = (
 )
 """The kinds of collective, by XLA's names. ``send`` stands for a send and its receive."""
 
+_PASSES = ("get-tuple-element", "bitcast", "copy", "convert", "reshape", "transpose")  # a slice before is a slice after
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # 19 digits: "no idea", said of work for the SparseCore
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _MESH_GROUPS = re.compile(r"replica_groups=\{?mesh\[(.*?)\](?:, device_ids=\(.*?\)\)|, device_ids=\(.*?\))? ?\{(.*?)\}")
@@ -46,12 +52,14 @@ class Collective:
         bytes: of one, on one device: the whole that it moves, be it split before (all-gather) or after
             (reduce-scatter). Several arrays sent together are one collective.
         count: how often a device takes part, loops multiplied out.
+        summed: it is carried out as an all-reduce, which sends twice as much.
     """
 
     kind: str
     group_size: int
     bytes: int
     count: int
+    summed: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -85,16 +93,19 @@ def read(text: str) -> Work:
     """
     module = hlo.parse(text)
     sums = _Walker(module).run(hlo.Frame(module.entry))
-    collectives = [Collective(*key, count) for key, count in sums.collectives.items()]
+    collectives = [Collective(*key[:3], count, key[3]) for key, count in sums.collectives.items()]
     collectives.sort(key=lambda collective: (-collective.total_bytes, collective))
     return Work(tuple(collectives), sums.cycles if _CYCLES.search(text) else None, sums.unknown_loops)
 
 
+_Key = tuple[str, int, int, bool]
+
+
 @dataclass
 class _Sums:
-    """``Work`` in the making; ``collectives`` by (kind, group size, bytes)."""
+    """``Work`` in the making; ``collectives`` by (kind, group size, bytes, summed)."""
 
-    collectives: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    collectives: Counter[_Key] = field(default_factory=Counter)
     cycles: int = 0
     unknown_loops: int = 0
 
@@ -107,7 +118,7 @@ class _Sums:
     @property
     def weight(self) -> tuple[int, int]:
         """Orders the branches of a conditional."""
-        return self.cycles, sum(size * count for (_, _, size), count in self.collectives.items())
+        return self.cycles, sum(size * count for (_, _, size, _), count in self.collectives.items())
 
 
 class _Walker:
@@ -123,7 +134,10 @@ class _Walker:
                 sums.cycles += int(cycles[1])
             opcode = instruction.opcode.removesuffix("-start")
             if opcode in KINDS:
-                sums.collectives.update(self._collective(opcode, instruction, frame.computation))
+                kind, summed = opcode, False
+                if opcode == "all-reduce" and instruction.opcode == opcode:
+                    kind, summed = self._stands_for(instruction, frame.computation)
+                sums.collectives.update(self._collective(kind, instruction, frame.computation, summed))
             elif opcode == "while":
                 turns = hlo.trip_count(self.module, instruction, frame)
                 sums.unknown_loops += turns is None
@@ -138,10 +152,10 @@ class _Walker:
                 sums.add(self.run(hlo.Frame(self._callee(instruction))))
         return sums
 
-    def _fused(self, fusion: hlo.Instruction, chains: set[tuple[str, str]]) -> Counter[tuple[str, int, int]]:
+    def _fused(self, fusion: hlo.Instruction, chains: set[tuple[str, str]]) -> Counter[_Key]:
         """The collectives inside a fusion (TPU). ``chains``: the split-up ones that were counted already."""
         inside = self._callee(fusion)
-        found: Counter[tuple[str, int, int]] = Counter()
+        found: Counter[_Key] = Counter()
         for instruction in inside.instructions.values():
             if instruction.opcode == "fusion":
                 found.update(self._fused(instruction, chains))
@@ -152,14 +166,44 @@ class _Walker:
                     continue
                 chains.add((instruction.opcode, chain[1]))
             kind = instruction.opcode
-            if kind == "all-reduce" and _only_sliced(instruction, inside):
+            if kind == "all-reduce" and self._only_sliced(instruction.name, inside):
                 kind = "reduce-scatter"
             found.update(self._collective(kind, instruction, inside))
         return found
 
+    def _stands_for(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, bool]:
+        """(kind, summed) of an all-reduce outside fusions."""
+        operands = [computation.instructions[name] for name in instruction.operands]
+        if all(_is_padded(operand, computation) for operand in operands):
+            return "all-gather", True
+        return ("reduce-scatter", True) if self._only_sliced(instruction.name, computation) else ("all-reduce", False)
+
+    def _only_sliced(self, name: str, computation: hlo.Computation) -> bool:
+        """Whether of a value only slices are used, here and in fusions."""
+        users = [user for user in computation.instructions.values() if name in user.operands]
+        return (
+            bool(users)
+            and computation.root.name != name
+            and all(self._slices(user, name, computation) for user in users)
+        )
+
+    def _slices(self, user: hlo.Instruction, name: str, computation: hlo.Computation) -> bool:
+        if user.opcode == "dynamic-slice":
+            return user.operands[0] == name
+        if user.opcode in _PASSES:
+            return self._only_sliced(user.name, computation)
+        if user.opcode != "fusion":
+            return False
+        inside = self._callee(user)
+        places = [place for place, operand in enumerate(user.operands) if operand == name]
+        parameters = [
+            p.name for p in inside.instructions.values() if p.opcode == "parameter" and int(p.inside) in places
+        ]
+        return all(self._only_sliced(parameter, inside) for parameter in parameters)
+
     def _collective(
-        self, kind: str, instruction: hlo.Instruction, computation: hlo.Computation
-    ) -> Counter[tuple[str, int, int]]:
+        self, kind: str, instruction: hlo.Instruction, computation: hlo.Computation, summed: bool = False
+    ) -> Counter[_Key]:
         operands = [computation.instructions[name].shape for name in instruction.operands]
         if kind == "ragged-all-to-all" or "slice_sizes=" in instruction.attributes:
             operands = operands[:1]  # the others are offsets, or the buffer to write into
@@ -167,7 +211,8 @@ class _Walker:
         group = group_size(instruction.attributes, self.module.num_devices) if kind != "send" else 2
         if group == 1:
             return Counter()
-        return Counter({(kind, group, size * group if kind == "all-gather" else size): 1})
+        whole = size * group if kind == "all-gather" and not summed else size
+        return Counter({(kind, group, whole, summed): 1})
 
     def _callee(self, instruction: hlo.Instruction) -> hlo.Computation:
         name = instruction.callee("calls", "to_apply")
@@ -182,10 +227,12 @@ class _Walker:
         return [self.module.computations[name] for name in names]
 
 
-def _only_sliced(instruction: hlo.Instruction, computation: hlo.Computation) -> bool:
-    """Whether each device keeps only a slice of an all-reduce's result."""
-    users = [user for user in computation.instructions.values() if instruction.name in user.operands]
-    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
+def _is_padded(operand: hlo.Instruction, computation: hlo.Computation) -> bool:
+    """Whether an array is one value everywhere but in a slice."""
+    if operand.opcode != "dynamic-update-slice":
+        return False
+    around = computation.instructions.get(operand.operands[0])
+    return around is not None and around.opcode == "broadcast"
 
 
 def group_size(attributes: str, num_devices: int) -> int:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.cross_entropy.bands import cross_entropy_bands
 from pallas_kernels.cross_entropy.reference import cross_entropy_reference
 from pallas_kernels.cross_entropy.xla import cross_entropy_xla
 
@@ -30,6 +31,7 @@ def _pallas_gpu(*args: Any, **kw: Any) -> tuple[Array, Array, Array]:
 
 
 IMPLEMENTATIONS = {
+    "xla_bands": cross_entropy_bands,
     "xla": cross_entropy_xla,
     "pallas_tpu": _pallas_tpu,
     "pallas_gpu": _pallas_gpu,
@@ -76,7 +78,7 @@ def linear_cross_entropy(
         vocab_axis: mesh axis over which the vocabulary is split. Inside a ``jax.shard_map`` that checks varying axes
             (its default), where ``head`` varies over it; the sums are the same on all its shards.
         chunk: tokens whose logits are held at a time; None chooses.
-        implementation: "xla", "pallas_tpu", "pallas_gpu" or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "xla_bands", "xla", "pallas_tpu", "pallas_gpu" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The loss, and its two parts without their coefficients. Sums, like logits, are in at least float32. They cover

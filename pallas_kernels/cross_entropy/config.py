@@ -1,4 +1,4 @@
-"""Block sizes of the Pallas kernels, by kind of device and size of an embedding.
+"""Sizes of pieces: of the bands in plain JAX, and of the Pallas kernels' blocks by kind of device.
 
 ``pallas_kernels.tuned``, where the kind was measured, overrides fields of the result.
 """
@@ -15,6 +15,31 @@ from pallas_kernels.tuned import by_kind as tuned
 SIZES = (1024, 512, 256, 128)
 MOST_PRODUCTS = 2**29
 """Of numbers in a step on a TPU: programs are unrolled, and larger ones compile for minutes."""
+
+
+BAND_TOKENS = 8192
+"""Of a chunk: with fewer, gradients would be read and written for longer than products take."""
+BAND_LOGITS = 2**26
+"""A band's logits of one chunk (256 MiB in float32), unless that is fewer than LEAST_BAND columns."""
+LEAST_BAND = 1024
+
+
+def tokens_of_a_chunk(tokens: int) -> int:
+    """Whose logits the bands in plain JAX hold at a time."""
+    return min(tokens, BAND_TOKENS)
+
+
+def vocab_of_a_band(chunk: int, vocab: int) -> int:
+    """Columns: equal bands of whole tiles of the head, if fewer than twice as many as are needed are that.
+
+    A last band of another size would be cut from the head outside the loop, in another layout, which TPUs copy.
+    """
+    most = max(LEAST_BAND, BAND_LOGITS // chunk)
+    if vocab <= most:
+        return vocab
+    needed = -(-vocab // most)
+    equal = [vocab // n for n in range(needed, 2 * needed) if vocab % (n * 16) == 0]
+    return equal[0] if equal else most // 128 * 128
 
 
 @dataclass(frozen=True)

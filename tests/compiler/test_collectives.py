@@ -169,3 +169,46 @@ ROOT %b = f32[8,128] negate(%a), backend_config={"estimated_cycles":"92233720368
 def test_other_text_is_refused():
     with pytest.raises(HloError, match="not the text of a compiled program"):
         collectives.read("module @jit_f { func.func public @main() }")
+
+
+DISGUISED = """HloModule m, num_partitions=4
+
+%cut (p0: f32[8,16], p1: s32[]) -> f32[2,16] {
+  %p0 = f32[8,16]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %own = f32[2,16]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={2,16}
+}
+
+%double (p2: f32[8,16]) -> f32[8,16] {
+  %p2 = f32[8,16]{1,0} parameter(0)
+  ROOT %twice = f32[8,16]{1,0} add(%p2, %p2)
+}
+
+ENTRY %main (x: f32[8,16], part: f32[2,16], at: s32[]) -> (f32[2,16], f32[8,16], f32[8,16]) {
+  %x = f32[8,16]{1,0} parameter(0)
+  %part = f32[2,16]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %nothing = f32[] constant(0)
+  %zeros = f32[8,16]{1,0} broadcast(%nothing), dimensions={}
+  %padded = f32[8,16]{1,0} dynamic-update-slice(%zeros, %part, %at, %at)
+  %sum = f32[8,16]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  %moved = f32[8,16]{1,0} copy(%sum)
+  %slice = f32[2,16]{1,0} fusion(%moved, %at), kind=kLoop, calls=%cut
+  %gathered = f32[8,16]{1,0} all-reduce(%padded), replica_groups={{0,1,2,3}}, to_apply=%add
+  %both = f32[8,16]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  %some = f32[2,16]{1,0} fusion(%both, %at), kind=kLoop, calls=%cut
+  %all = f32[8,16]{1,0} fusion(%both), kind=kLoop, calls=%double
+  ROOT %out = (f32[2,16]{1,0}, f32[8,16]{1,0}, f32[8,16]{1,0}) tuple(%slice, %gathered, %all)
+}
+"""
+
+
+def test_all_reduces_that_stand_for_something_else():
+    """One is only sliced, one sums slices in zeros; one is sliced and used whole too, so it is what it says."""
+    size = 8 * 16 * 4
+    assert set(collectives.read(DISGUISED).collectives) == {
+        Collective("reduce-scatter", 4, size, 1, summed=True),
+        Collective("all-gather", 4, size, 1, summed=True),
+        Collective("all-reduce", 4, size, 1),
+    }

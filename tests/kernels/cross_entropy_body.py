@@ -19,7 +19,7 @@ from pallas_kernels.cross_entropy import config, linear_cross_entropy
 
 PACKAGE = "pallas_kernels.cross_entropy"
 PALLAS = ("pallas_tpu", "pallas_gpu")
-PLAIN = ("xla", "reference")
+PLAIN = ("xla", "xla_bands", "reference")
 """Implementations that run on any device, in any precision."""
 
 
@@ -60,7 +60,19 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla", "z-loss slope missing"): ("xla", "(1.0 + 2.0 * options.z_loss * lse)", "1.0"),
     ("xla", "cap's slope missing"): ("xla", "slopes * (1.0 - jnp.square(logits / options.softcap))", "slopes"),
     ("xla", "target outside"): ("xla", "target = jnp.where(held, target, 0.0)", "target = target"),
-    **{(name, what): edit for name in PALLAS for what, edit in _SHARED.items()},
+    ("xla_bands", "missing rescale"): ("bands", "total * jnp.exp(top - highest) + jnp", "total + jnp"),
+    ("xla_bands", "another target"): ("bands", "(local - first)[:, None]", "(local - first + 1)[:, None]"),
+    ("xla_bands", "band's place"): ("bands", "astype(head.dtype), first)", "astype(head.dtype), 0)"),
+    ("xla_bands", "chunk's place"): ("bands", "count) + more, start)", "count) + more, 0)"),
+    ("xla_bands", "chunks not added up"): ("bands", "d_rows += jnp", "d_rows = jnp"),
+    ("xla_bands", "bands not added up"): (
+        "bands",
+        "_put(d_hidden, _cut(d_hidden, start, count) + more",
+        "_put(d_hidden, more",
+    ),
+    ("xla_bands", "last piece missing"): ("bands", "if rest else state", "if False else state"),
+    ("xla_bands", "cap's slope missing"): ("bands", "of_target, 0.0)) * slope", "of_target, 0.0))"),
+    **{(name, what): edit for name in (*PALLAS, "xla_bands") for what, edit in _SHARED.items()},
     ("pallas_tpu", "missing rescale"): ("pallas_tpu", "jnp.exp(top[...] - highest)", "jnp.ones_like(highest)"),
     ("pallas_tpu", "average not rescaled"): ("pallas_tpu", "ref[...] * keep + dot", "ref[...] + dot"),
     ("pallas_tpu", "beyond the vocabulary"): (
@@ -90,6 +102,8 @@ def small_pieces() -> Iterator[None]:
     """Blocks so small that few tokens and ids cross many of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(8, 16, 16, 8))
+        patch.setattr(config, "tokens_of_a_chunk", lambda tokens: min(tokens, 8))
+        patch.setattr(config, "vocab_of_a_band", lambda chunk, vocab: min(vocab, 8))
         patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(4, 8, 4, 8, 2, 96, 16, 2, 1, 1))
         yield
 

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.cross_entropy import linear_cross_entropy
+from pallas_kernels import explain
+from pallas_kernels.cross_entropy import config, linear_cross_entropy
 from pallas_kernels.cross_entropy.api import IMPLEMENTATIONS
 from pallas_kernels.cross_entropy.xla import LEAST_CHUNK, MOST_LOGITS, default_chunk
 from tests.kernels import cross_entropy_body
@@ -26,6 +27,9 @@ WAYS = {  # implementation, chunk
     "xla, chunks of 1": ("xla", 1),
     "xla, odd chunks": ("xla", 5),
     "xla, one chunk": ("xla", 1000),
+    "bands": ("xla_bands", None),
+    "bands, chunks of 1": ("xla_bands", 1),
+    "bands, odd chunks": ("xla_bands", 5),
 }
 assert {name for name, _ in WAYS.values()} == set(PLAIN)
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -35,12 +39,20 @@ def test_every_implementation_is_tested():
     assert {*PLAIN, *PALLAS} == set(IMPLEMENTATIONS)
 
 
+@pytest.fixture
+def pieces():
+    with cross_entropy_body.small_pieces():
+        yield
+
+
+@pytest.mark.usefixtures("pieces")
 @ways
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_is_the_formula(way, case, rng, float64):
     cross_entropy_body.check(way[0], case, rng, np.float64, 1e-13, way[1])
 
 
+@pytest.mark.usefixtures("pieces")
 @ways
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"])
 def test_lower_precision(way, dtype, bound, rng):
@@ -66,6 +78,7 @@ def test_statistics_have_no_gradient(rng, float64):
         np.testing.assert_array_equal(grad, 0.0)
 
 
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("implementation", PLAIN)
 @pytest.mark.parametrize("split", [True, False], ids=["vocabulary split", "vocabulary whole"])
 def test_on_a_mesh_is_as_on_one_device(implementation, split, rng, float64):
@@ -73,7 +86,7 @@ def test_on_a_mesh_is_as_on_one_device(implementation, split, rng, float64):
     hidden, head, targets, weights = draw(rng, 22, 5, 12)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     rows, vocab = P("data"), P("tensor" if split else None)
-    options = {"z_loss": 0.1, "implementation": implementation, "chunk": 4 if implementation == "xla" else None}
+    options = {"z_loss": 0.1, "implementation": implementation, "chunk": None if implementation == "reference" else 4}
     local = functools.partial(linear_cross_entropy, vocab_axis="tensor" if split else None, **options)
 
     def sums(hidden, head, weights, targets):
@@ -92,13 +105,25 @@ def test_on_a_mesh_is_as_on_one_device(implementation, split, rng, float64):
     assert errors(jax.device_get(grads), want_grads) <= 1e-12
 
 
-def test_never_all_logits():
+def test_cpus_take_fewer_products_and_others_fewer_bytes():
+    assert explain("linear_cross_entropy", platform="cpu").startswith("linear_cross_entropy on cpu: xla,")
+    for platform in ("tpu", "gpu"):
+        assert explain("linear_cross_entropy", platform=platform).startswith(
+            f"linear_cross_entropy on {platform}: xla_bands,"
+        )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_bands"])
+def test_never_all_logits(implementation, monkeypatch):
+    monkeypatch.setattr(config, "vocab_of_a_band", lambda chunk, vocab: 128)
     tokens, embed, vocab = 2048, 8, 512
 
     def temporary(tokens: int) -> int:
         hidden, head = (jax.ShapeDtypeStruct((n, embed), jnp.float32) for n in (tokens, vocab))
         targets, weights = (jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32))
-        run = jax.jit(jax.grad(lambda *x: linear_cross_entropy(*x, chunk=128)[0], argnums=(0, 1)))
+        run = jax.jit(
+            jax.grad(lambda *x: linear_cross_entropy(*x, chunk=128, implementation=implementation)[0], argnums=(0, 1))
+        )
         return run.lower(hidden, head, targets, weights).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(tokens) < 4 * tokens * vocab / 2
@@ -110,6 +135,16 @@ def test_default_chunk():
     assert default_chunk(4096, 8192) == 512
     assert default_chunk(2**20, 2**17) == MOST_LOGITS // 2**17 == 512
     assert default_chunk(2**20, 2**30) == LEAST_CHUNK
+
+
+def test_bands():
+    assert config.vocab_of_a_band(10, 50) == 50
+    assert config.vocab_of_a_band(8192, 128256) == 128256 // 16
+    assert config.vocab_of_a_band(8192, 256000) == 256000 // 32
+    assert config.vocab_of_a_band(8192, 50257) == 8192
+    assert config.vocab_of_a_band(1024, 128256) == 128256 // 2
+    assert config.vocab_of_a_band(2**20, 50257) == config.LEAST_BAND
+    assert config.tokens_of_a_chunk(100) == 100
 
 
 def test_what_cannot_be_is_refused(rng):

@@ -18,6 +18,7 @@ import pytest
 
 from sharding.isolate import IsolatedError, OutOfDeviceMemory
 from tests import environment
+from tests.kernels import cross_entropy_aot
 from tests.proofs.harness import proof
 
 TEMPORARIES = 2.0
@@ -51,3 +52,9 @@ def _register(name: str, matrix: Any) -> None:
 
 for _name, _matrix in matrices().items():
     _register(_name, _matrix)
+
+
+@proof("kernels", cases=cross_entropy_aot.TOPOLOGIES, sample=1, bound=2.3)
+def cross_entropy_grows_linearly(topology: str) -> float:
+    """Temporaries of twice the tokens and twice the vocabulary are twice the bytes; logits would be four times."""
+    return cross_entropy_aot.growth(topology)

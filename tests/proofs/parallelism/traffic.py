@@ -1,17 +1,20 @@
-"""Compiled for GPUs, a step sends what its plan's formula says, and nothing else."""
+"""Compiled for GPUs and TPUs, a step sends what its plan's formula says, and nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
+from jaxllm.compiler.aot import CompileReport
 from jaxllm.models import MoeConfig, functional
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.traffic import expected
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
-from sharding import MeshSpec
+from jaxllm.train.loop import fitting_mesh
 from tests import tiny
 from tests.proofs.harness import proof
 
@@ -34,7 +37,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "expert": ("expert=8", {}, 1),
 }
 """Mesh, plan, micro-batches."""
-GPUS = "h100:1x8"
+GPUS, TPUS = "h100:1x8", "v6e:2x4"
 OPTIONS = ("xla_gpu_enable_while_loop_double_buffering=", "xla_gpu_enable_pipelined_all_gather=")
 """Left to the compiler: two layers in a turn of the loop hide from it that a recomputed sum is not needed."""
 SMALL = 512
@@ -51,6 +54,7 @@ def run_of(name: str) -> RunConfig:
     if name == "expert":
         model = dataclasses.replace(model, pattern=(dataclasses.replace(model.pattern[0], mlp=MoeConfig(16, 2, 256)),))
     run = RunConfig(
+        name=name,
         model=dataclasses.replace(model, dtype="bfloat16"),
         mesh=mesh,
         parallel=ParallelConfig(**plan),
@@ -61,32 +65,39 @@ def run_of(name: str) -> RunConfig:
     return dataclasses.replace(run, data=data)
 
 
-def totals(name: str) -> dict[tuple[str, int], int]:
+def wanted(run: RunConfig, num_devices: int) -> Counter[tuple[str, int]]:
     """Bytes by kind and number of devices, by formula."""
-    run = run_of(name)
-    mesh = MeshSpec.parse(run.mesh).abstract()
     model = functional(run.model, run.parallel.rules())
+    mesh = fitting_mesh(run, model, num_devices).abstract()
     found: Counter[tuple[str, int]] = Counter()
     for one in expected(
         model, mesh, run.parallel, rows=run.data.batch_size, seq_len=run.data.seq_len, accumulate=run.accumulate
     ):
-        size = 1
-        for axis in one.axes:
-            size *= mesh.shape[axis]
-        found[one.kind, size] += one.bytes * one.count
-    return dict(found)
+        found[one.kind, math.prod(mesh.shape[axis] for axis in one.axes)] += one.bytes * one.count
+    return found
 
 
-@proof("parallelism", cases=list(PLANS), sample=1, bound=1e-3)
-def traffic(name: str) -> float:
-    """Bytes of each kind over each number of devices: the largest difference, as a part of all bytes.
+def difference(run: RunConfig, report: CompileReport, unseen: Collection[str] = ()) -> float:
+    """Between what is wanted and what is sent: the largest of a kind and a number of devices, as a part of all bytes.
+
+    Args:
+        unseen: kinds that the program's text does not show.
+    """
+    want, got = wanted(run, report.num_devices), Counter()
+    for one in report.collectives:
+        if one.total_bytes > SMALL:
+            got[one.kind, one.group_size] += one.total_bytes
+    rows = [(*key, want[key], got[key]) for key in sorted({*want, *got}) if key[0] not in unseen]
+    print(f"\n{run.name}: " + ", ".join(f"{kind} over {n}: {a} wanted, {b} sent" for kind, n, a, b in rows))
+    return max(abs(a - b) for _, _, a, b in rows) / sum(want.values())
+
+
+@proof("parallelism", cases=[(name, on) for on in (GPUS, TPUS) for name in PLANS], sample=1, bound=1e-3)
+def traffic(case: tuple[str, str]) -> float:
+    """Bytes of each kind over each number of devices.
 
     Gains and biases may be summed at another place than the formula has it, which is the difference there is.
     """
-    want, got = totals(name), Counter()
-    for one in compile_for(run_of(name), GPUS).collectives:
-        if one.total_bytes > SMALL:
-            got[one.kind, one.group_size] += one.total_bytes
-    rows = [(key, want.get(key, 0), got.get(key, 0)) for key in sorted({*want, *got})]
-    print(f"\n{name}: " + ", ".join(f"{kind} over {n}: {a} wanted, {b} sent" for (kind, n), a, b in rows))
-    return max(abs(a - b) for _, a, b in rows) / sum(want.values())
+    name, on = case
+    run = run_of(name)
+    return difference(run, compile_for(run, on))
