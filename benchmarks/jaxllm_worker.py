@@ -1,4 +1,4 @@
-"""Our side of ``benchmarks.cpu_peer``: the step that ``jaxllm train`` runs and the generator of ``jaxllm generate``."""
+"""Our side of ``benchmarks.cpu_peer``: the step that ``jaxllm train`` runs and the engine of ``jaxllm generate``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import worker
 from benchmarks.setting import Product
 from jaxllm.data import Batch
-from jaxllm.infer import Generator
+from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional, param_count
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import abstract_state, init_state, jit_step, train_step, value_and_grad
@@ -44,7 +44,7 @@ class JaxllmSide(worker.Side):
         with jax.set_mesh(self.mesh):
             self.state = init_state(self.model, transform, self.mesh, 0, abstract)
         self.batch = self._batch()
-        self._generator: Generator | None = None
+        self._engines: dict[int, Engine] = {}
 
     def _batch(self) -> Batch:
         s = self.setting
@@ -74,12 +74,19 @@ class JaxllmSide(worker.Side):
         return float(metrics["loss"])
 
     def decode(self, batch: int) -> int:
-        with jax.set_mesh(self.mesh):
-            if self._generator is None:
-                self._generator = Generator(self.model, self.state.params, block=32)
-            prompts = [self.batch.tokens[0, : self.setting.prompt].tolist()] * batch
-            made = sum(block.size for block in self._generator.stream(prompts, self.setting.new_tokens))
-        return made
+        s = self.setting
+        if batch not in self._engines:
+            sizes = EngineConfig(
+                sequences=batch, budget=batch * s.prompt, max_len=s.prompt + s.new_tokens, loop=32, prefix_cache=False,
+                samplers=("plain",), buckets=(batch * s.prompt,),
+            )  # fmt: skip
+            self._engines[batch] = Engine(self.model, self.state.params, sizes)
+        engine = self._engines[batch]
+        greedy = SamplingParams(max_tokens=s.new_tokens, temperature=0.0)
+        requests = [engine.submit(self.batch.tokens[0, : s.prompt], greedy) for _ in range(batch)]
+        while engine.busy:
+            engine.step()
+        return sum(len(request.sequences[0].tokens) - s.prompt for request in requests)
 
     def product_seconds(self, product: Product) -> float:
         shape = (product.batch,) if product.batch > 1 else ()

@@ -332,28 +332,17 @@ def generate(argv: list[str]) -> int:
                 own.
         """
         use_compilation_cache()
-        from jaxllm.infer import Generator
-        from jaxllm.text import StreamDecoder
+        from jaxllm.infer import LLM, SamplingParams, for_one
 
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         loaded = load_with_progress(model, dtype)
-        tokenizer = loaded.tokenizer
-        ids = [int(i) for i in tokenizer.encode(prompt, bos=tokenizer.adds_bos)]
-        if not ids and tokenizer.start_id is not None:
-            ids = [tokenizer.start_id]
-        if not ids:
-            raise UsageError("--prompt is empty and this tokenizer has no token to begin a document with.")
-        decoder = StreamDecoder(tokenizer, continues=True)
-        vocab_size = min(tokenizer.vocab_size, loaded.model.config.vocab_size)
-        stop = tokenizer.stop_ids
-        stream = Generator(loaded.model, loaded.params, vocab_size=vocab_size).stream(
-            [ids], max_tokens, temperature=temperature, seed=seed, stop_ids=stop
-        )
+        tokens = len(loaded.tokenizer.encode(prompt)) + 1
+        llm = LLM(loaded, for_one(loaded, tokens + max_tokens))
+        stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
-        for block in stream:
-            row = [int(i) for i in block[0]]
-            ended = next((i for i, token in enumerate(row) if token in stop), None)
-            print(decoder.push(row[:ended]), end="", flush=True)
-        print(decoder.flush())
+        for piece in stream:
+            print(piece.text, end="", flush=True)
+        print()
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm generate")

@@ -3,6 +3,7 @@
 Import this before anything that touches a JAX backend; importing it is enough.
 
     JAXLLM_SEED                 the seed; default: changes every day and with every commit
+    JAXLLM_CACHE                programs that engines keep; default: .cache/jaxllm in the repository
     JAX_COMPILATION_CACHE_DIR   the persistent compilation cache; default: .cache/jax in the repository
 """
 
@@ -25,6 +26,7 @@ TYPECHECK_RANDOM = "Do not use the `random` module inside strategies"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAXLLM_CACHE", str(ROOT / ".cache" / "jaxllm"))
 # Two test workers may both load libtpu, as the TPU compiler.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 

@@ -4,30 +4,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.infer.async_engine import AsyncEngine, EngineStopped
     from jaxllm.infer.cache import DenseCache, empty_cache
     from jaxllm.infer.chat import Chat
-    from jaxllm.infer.generate import Generator
+    from jaxllm.infer.config import EngineConfig
+    from jaxllm.infer.engine import Engine, Piece
+    from jaxllm.infer.llm import LLM, Completion, Output, for_one
     from jaxllm.infer.load import LoadedModel, ModelNotFoundError, load_model
-    from jaxllm.infer.sampler import sample
+    from jaxllm.infer.manifest import RecompileError
+    from jaxllm.infer.paged import PagedCache
+    from jaxllm.infer.sampling import SamplingParams
+    from jaxllm.infer.sequence import Request
 
 _HOMES = {
+    "async_engine": ("AsyncEngine", "EngineStopped"),
     "cache": ("DenseCache", "empty_cache"),
     "chat": ("Chat",),
-    "generate": ("Generator",),
+    "config": ("EngineConfig",),
+    "engine": ("Engine", "Piece"),
+    "llm": ("LLM", "Completion", "Output", "for_one"),
     "load": ("LoadedModel", "ModelNotFoundError", "load_model"),
-    "sampler": ("sample",),
+    "manifest": ("RecompileError",),
+    "paged": ("PagedCache",),
+    "sampling": ("SamplingParams",),
+    "sequence": ("Request",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "LLM",
+    "AsyncEngine",
     "Chat",
+    "Completion",
     "DenseCache",
-    "Generator",
+    "Engine",
+    "EngineConfig",
+    "EngineStopped",
     "LoadedModel",
     "ModelNotFoundError",
+    "Output",
+    "PagedCache",
+    "Piece",
+    "RecompileError",
+    "Request",
+    "SamplingParams",
     "empty_cache",
+    "for_one",
     "load_model",
-    "sample",
 ]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.files import DataError
-from jaxllm.infer import generate
+from jaxllm.infer.llm import LLM, for_one
 from jaxllm.infer.load import LoadedModel
-from jaxllm.text import StreamDecoder
+from jaxllm.infer.sampling import SEEDS, SamplingParams
 
 Message = dict[str, Any]
 """With "role" and "content", as templates read them."""
@@ -38,14 +38,13 @@ class Chat:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generate.check_settings(self.max_tokens, self.temperature)
+        self._params(self.max_tokens)
         if self.loaded.template is None:
             raise DataError(
                 "this model has no chat template, so it was not trained to converse; "
                 "`jaxllm generate` continues a text with it."
             )
-        vocab_size = min(self.loaded.tokenizer.vocab_size, self.loaded.model.config.vocab_size)
-        self._generator = generate.Generator(self.loaded.model, self.loaded.params, vocab_size=vocab_size)
+        self._llm: LLM | None = None
 
     def say(self, text: str) -> Generator[str, None, None]:
         """Streams the answer to ``text``, which then belongs to the conversation.
@@ -82,16 +81,15 @@ class Chat:
             raise DataError("the template makes an empty prompt of this conversation; a prompt has one token or more.")
         return [int(i) for i in ids]
 
-    def _answer(self, ids: list[int], room: int) -> Iterator[str]:
-        stop = self.loaded.tokenizer.stop_ids
-        decoder = StreamDecoder(self.loaded.tokenizer)
-        blocks = self._generator.stream(
-            [ids], room, temperature=self.temperature, seed=self.seed + len(self.messages), stop_ids=stop
+    def _params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens, temperature=self.temperature, seed=(self.seed + len(self.messages)) % SEEDS
         )
-        for block in blocks:
-            row = [int(i) for i in block[0]]
-            ended = next((i for i, token in enumerate(row) if token in stop), None)
-            if piece := decoder.push(row[:ended]):
-                yield piece
-        if rest := decoder.flush():
-            yield rest
+
+    def _answer(self, ids: list[int], room: int) -> Iterator[str]:
+        # A conversation that outgrows its engine gets a larger one.
+        if self._llm is None or self._llm.engine.max_len < len(ids) + room:
+            self._llm = LLM(self.loaded, for_one(self.loaded, max(2048, len(ids) + room)))
+        for piece in self._llm.stream(ids, self._params(room)):
+            if piece.text:
+                yield piece.text

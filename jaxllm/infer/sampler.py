@@ -1,28 +1,119 @@
-"""From logits to tokens, on the device."""
+"""From logits to tokens and log-probabilities, on the device.
+
+A draw takes two uniform numbers whose key is folded from the request's seed and the position that is filled, so it does
+not depend on the other rows of a step: the first chooses a block of the vocabulary by its share, the second a token of
+it. Filters are thresholds, found by halving the ordered integers that floats are, without sorting the vocabulary.
+
+Legend: S sampled rows, V vocab, B blocks of the vocabulary, K likeliest tokens that are reported.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-import sharding
+BLOCK = 128
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
-def sample(
-    logits: Float[Array, "B V"], temperature: Float[Array, ""], key: PRNGKeyArray, positions: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """A token per row from ``softmax(logits / temperature)``; the largest logit where temperature is 0.
+class Rows(NamedTuple):
+    """Of each sampled row: its request's parameters and the position it fills.
 
-    Each row draws with a key folded from its number and the position it fills, so a draw does not depend on how many
-    tokens a step makes.
+    Attributes:
+        seeds: of the draws.
+        positions: of the token that is chosen.
+        temperature: 0 for the likeliest token.
+        top_k, top_p, min_p: see ``SamplingParams``; None where the sampler is the plain one.
     """
 
-    def draw(row: Array, number: Array, position: Array) -> Array:
-        row_key = jax.random.fold_in(jax.random.fold_in(key, number), position)
-        return jax.random.categorical(row_key, row / jnp.maximum(temperature, 1e-6))
+    seeds: UInt[Array, " S"]
+    positions: Int[Array, " S"]
+    temperature: Float[Array, " S"]
+    top_k: Int[Array, " S"] | None = None
+    top_p: Float[Array, " S"] | None = None
+    min_p: Float[Array, " S"] | None = None
 
-    greedy = jnp.argmax(logits, axis=-1)
-    numbers, positions = (sharding.constrain(x, "batch") for x in (jnp.arange(logits.shape[0]), positions))
-    drawn = jax.vmap(draw)(logits, numbers, positions)
-    return jnp.where(temperature > 0, drawn, greedy).astype(jnp.int32)
+
+def sample(logits: Float[Array, "S V"], rows: Rows) -> Int[Array, " S"]:
+    """A token of each row, drawn from ``softmax(logits / temperature)``, filtered if the rows have filters."""
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = (scaled / jnp.maximum(rows.temperature, 1e-6)[:, None].astype(logits.dtype)).astype(jnp.float32)
+    if rows.top_k is not None and rows.top_p is not None and rows.min_p is not None:
+        filtering = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+        scaled = jax.lax.cond(jnp.any(filtering), lambda x: filtered(x, rows), lambda x: x, scaled)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawn = jax.lax.cond(
+        jnp.any(rows.temperature > 0),
+        lambda x: jax.vmap(draw)(jnp.exp(x), rows.seeds, rows.positions),
+        lambda x: jnp.zeros_like(greedy),
+        scaled,
+    )
+    return jnp.where(rows.temperature > 0, drawn, greedy)
+
+
+def draw(weights: Float[Array, " V"], seed: UInt[Array, ""], position: Int[Array, ""]) -> Int[Array, ""]:
+    """A token with probability by its weight; one of weight zero never."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
+    first, second = jax.random.uniform(key, (2,), jnp.float32)
+    blocks = jnp.pad(weights, (0, -weights.shape[0] % BLOCK)).reshape(-1, BLOCK)
+    block = _place(blocks.sum(axis=1), first)
+    return (block * BLOCK + _place(blocks[block], second)).astype(jnp.int32)
+
+
+def _place(weights: Float[Array, " B"], at: Float[Array, ""]) -> Int[Array, ""]:
+    """The first index whose cumulated weight exceeds this part of the whole, ``at`` < 1: its own weight is positive."""
+    cumulated = jnp.cumsum(weights)
+    return jnp.argmax(cumulated > at * cumulated[-1])
+
+
+def filtered(scaled: Float[Array, "S V"], rows: Rows) -> Float[Array, "S V"]:
+    """Logits over temperature, -inf where a filter leaves a token out; the highest is 0."""
+    assert rows.top_k is not None
+    assert rows.top_p is not None
+    assert rows.min_p is not None
+    bits = jax.lax.bitcast_convert_type(scaled, jnp.int32)
+    bits = jnp.where(bits == LOWEST, 0, bits)  # minus zero is zero
+    order = jnp.where(bits < 0, bits ^ HIGHEST, bits)  # of integers: that of the floats
+    k = jnp.where(rows.top_k > 0, rows.top_k, scaled.shape[1])
+    least = _highest(lambda t: jnp.sum(order >= t[:, None], axis=1) >= k, k)
+    weights = jnp.where(order >= least[:, None], jnp.exp(scaled), 0)
+    enough = rows.top_p * jnp.sum(weights, axis=1)
+    nucleus = _highest(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, k)
+    least = jnp.maximum(least, jnp.where(rows.top_p < 1, nucleus, LOWEST))
+    keep = (order >= least[:, None]) & (scaled >= jnp.log(rows.min_p)[:, None])
+    return jnp.where(keep, scaled, -jnp.inf)
+
+
+def _highest(holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Int[Array, " S"]) -> Int[Array, " S"]:
+    """The highest integer of each row at which this still holds; it holds at the lowest."""
+
+    def halve(_: Int[Array, ""], ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        there = holds(middle)
+        return jnp.where(there, middle, low), jnp.where(there, high, middle)
+
+    low = jnp.full_like(like, LOWEST)
+    return jax.lax.fori_loop(0, 32, halve, (low, jnp.full_like(like, HIGHEST)))[0]
+
+
+def logprobs(
+    logits: Float[Array, "S V"], tokens: Int[Array, " S"], count: int
+) -> tuple[Float[Array, " S"], Int[Array, "S K"], Float[Array, "S K"]]:
+    """Log-probabilities of the tokens; the likeliest ``count`` tokens and theirs. The model's own distribution."""
+    whole = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - whole
+    top, ids = jax.lax.top_k(logits, count)
+    return own[:, 0], ids.astype(jnp.int32), top - whole
+
+
+def score(logits: Float[Array, "S V"], targets: Int[Array, " S"]) -> tuple[Float[Array, " S"], Int[Array, " S"]]:
+    """Log-probability of each row's target, and how many tokens are likelier."""
+    there = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
+    return (there - jax.nn.logsumexp(logits, axis=-1, keepdims=True))[:, 0], jnp.sum(logits > there, axis=1).astype(
+        jnp.int32
+    )

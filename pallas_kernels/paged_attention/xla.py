@@ -16,6 +16,7 @@ once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,13 @@ QUERIES = 64
 """Tokens of a block, at most."""
 SLOTS = 256, 64
 """Slots read at once: as long as that many are left, and of the rest."""
+PAGES = 8
+"""Pages read at once, at most: each is an instruction of its own."""
+
+
+def unit(page_size: int) -> int:
+    """Slots that one instruction reads: a page, or the part of a large one that a read takes whole."""
+    return page_size if page_size <= SLOTS[0] else math.gcd(page_size, SLOTS[0])
 
 
 class _Problem(NamedTuple):
@@ -95,7 +103,7 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
     kv, m, _ = q.shape
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     lowest = -0.5 * float(jnp.finfo(dtype).max)
-    page_size = problem.rows.shape[3]
+    page_size = unit(problem.rows.shape[3])
     q = q.astype(dtype) * problem.scale
     form = problem.format
     if whole := size == 1:  # few rows: zeros for what is no key cost less than to cut keys and values out of slots
@@ -105,7 +113,7 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
     begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(block.position - problem.window + 1, 0)
 
     def more(pages: int, first: Array, state: Any) -> Any:
-        """Folds in the slots of ``pages`` pages from column ``first`` on."""
+        """Folds in the slots of ``pages`` pages (or parts of one, see ``unit``), the first of them number ``first``."""
         top, total, out = state
         held = _read(problem, block.request, first, pages, begin, reach).astype(dtype)
         at = first * page_size + jnp.arange(pages * page_size)
@@ -134,9 +142,9 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
 
 
 def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array, stop: Array, page_size: int) -> Any:
-    """Folds ``more(pages, first column, state)`` over columns of the page table, many at a time, then few."""
+    """Folds ``more(pages, first, state)`` over pages of a request, or parts of them, many at a time, then few."""
     for slots in SLOTS:
-        pages = max(1, slots // page_size)
+        pages = min(max(1, slots // page_size), PAGES)
         whole = slots != SLOTS[-1]
         steps = (stop - first) // pages if whole else (stop - first + pages - 1) // pages
         step = functools.partial(
@@ -154,14 +162,16 @@ def _read(
 
     Those may hold anything, and a weight of zero does not silence a nan.
     """
-    (pages, _, size, _), columns = problem.rows.shape[1:], problem.ragged.page_table.shape[1]
+    (pages, kv, page_size, width), columns = problem.rows.shape[1:], problem.ragged.page_table.shape[1]
+    size = unit(page_size)
 
     def page(j: int) -> Float[Array, "K C W"]:
-        number = problem.ragged.page_table[request, jnp.minimum(first + j, columns - 1)]
+        column, within = (first + j) * size // page_size, (first + j) * size % page_size
+        number = problem.ragged.page_table[request, jnp.minimum(column, columns - 1)]
         number = jnp.clip(number, 0, pages - 1)  # what is not in use may be anything
         zero = jnp.zeros_like(number)
-        starts = problem.layer, number, zero, zero, zero
-        held = jax.lax.dynamic_slice(problem.rows, starts, (1, 1, *problem.rows.shape[2:]))[0, 0]
+        starts = problem.layer, number, zero, within.astype(number.dtype), zero
+        held = jax.lax.dynamic_slice(problem.rows, starts, (1, 1, kv, size, width))[0, 0]
         at = (first + j) * size + jnp.arange(size)
         return jnp.where(((at >= begin) & (at < reach))[:, None], held, 0)
 

@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxllm import cli
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, find_model
-from jaxllm.infer import Chat, Generator, ModelNotFoundError, load_model
+from jaxllm.infer import LLM, Chat, EngineConfig, ModelNotFoundError, SamplingParams, for_one, load_model
 from jaxllm.text import ByteTokenizer
 from tests import quick
 
@@ -33,6 +34,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|bos|>' if m.role == 'user' else '' }}{{ m.role }}:{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "jit", quick.jit)
 
 
 def save(directory: Path, template: str = "", **fields: Any) -> str:
@@ -202,10 +208,13 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
     ByteTokenizer().save(tmp_path / "model")
     loaded = load_model(tmp_path / "model")
     assert loaded.longest == 16
-    generator = Generator(loaded.model, loaded.params)
-    assert sum(block.shape[1] for block in generator.stream([[1, 2, 3]], 13)) == 13
-    with pytest.raises(ValueError, match="3 tokens of prompt and 14 new ones are 17; the model has learned 16"):
-        next(generator.stream([[1, 2, 3]], 14))
+    llm = LLM(loaded, for_one(loaded, 16), manifest=None)
+    (made,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=13, ignore_eos=True))
+    assert len(made.outputs[0].tokens) == 13
+    with pytest.raises(ValueError, match="3 tokens of prompt and 14 new ones are 17; this engine's sequences have 16"):
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=14))
+    with pytest.raises(ValueError, match="max_len = 17, but the model has learned positions for 16"):
+        LLM(loaded, EngineConfig(max_len=17), manifest=None)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"}], ids=str)
@@ -216,6 +225,9 @@ def test_padding_to_a_bucket_does_not_lengthen_a_prompt(tmp_path: Path, rope: di
     loaded = load_model(save(tmp_path / "model", rope_parameters=rope, max_position_embeddings=12))
     plain = load_model(save(tmp_path / "plain", rope_parameters={"rope_theta": 100.0}))
     prompt = np.random.default_rng(0).integers(0, 256, 7).tolist()
-    first, second = (next(Generator(m.model, m.params).stream([prompt], 5)) for m in (loaded, plain))
-    np.testing.assert_array_equal(first, second)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    first, second = (LLM(m, for_one(m, 12), manifest=None).generate(prompt, params)[0] for m in (loaded, plain))
+    assert first.outputs[0].tokens == second.outputs[0].tokens
+    with pytest.raises(ValueError, match="Scaling turns what is cached by other angles beyond 12"):
+        LLM(loaded, EngineConfig(max_len=13), manifest=None)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["rope_parameters"] == rope

@@ -1,0 +1,137 @@
+"""An engine for many callers at once: each reads its own stream, and a caller that goes away ends its request."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jaxllm.infer.engine import Engine, Piece
+from jaxllm.infer.sampling import SamplingParams
+from jaxllm.infer.sequence import Request
+
+
+class EngineStopped(RuntimeError):
+    """The engine was stopped, or its thread has failed; the cause is chained."""
+
+
+class AsyncEngine:
+    """Runs an engine in a thread of its own; used as an async context manager.
+
+        async with AsyncEngine(llm.engine) as engine:
+            async for piece in engine.stream(ids, SamplingParams()):
+                print(piece.text)
+
+    Args:
+        engine: nobody else may call it meanwhile.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._streams: dict[int, tuple[Request, asyncio.AbstractEventLoop, asyncio.Queue[Any]]] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._thread = threading.Thread(target=self._run, name="jaxllm engine", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._thread is not None
+        self._inbox.put(("stop", None))
+        await asyncio.to_thread(self._thread.join)
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, *, salt: str = ""
+    ) -> AsyncIterator[Piece]:
+        """Pieces of a request's continuations as they come, until all have ended.
+
+        Leaving the stream early, or cancelling the task that reads it, cancels the request.
+
+        Raises:
+            ValueError: see ``Engine.submit``.
+            EngineStopped: the engine is not running.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            raise EngineStopped("the engine is not running; use it within its `async with`.") from self._failure
+        loop = asyncio.get_running_loop()
+        out: asyncio.Queue[Any] = asyncio.Queue()
+        self._inbox.put(("submit", (list(prompt), params, salt, loop, out)))
+        left = 1
+        try:
+            while left:
+                item = await out.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, Request):
+                    left = len(item.sequences)
+                    continue
+                left -= item.finish is not None
+                yield item
+        finally:
+            if left:
+                self._inbox.put(("cancel", out))
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while self._take(wait=not self.engine.busy):
+                if self.engine.busy:
+                    for piece in self.engine.step():
+                        self._deliver(piece)
+        except BaseException as error:
+            self._failure = error
+        stopped = EngineStopped("the engine has stopped.")
+        stopped.__cause__ = self._failure
+        for _, loop, out in self._streams.values():
+            _post(loop, out, stopped)
+        while not self._inbox.empty():
+            what, detail = self._inbox.get()
+            if what == "submit":
+                _post(detail[3], detail[4], stopped)
+
+    def _take(self, wait: bool) -> bool:
+        """Does what was asked for; False when the engine is to stop."""
+        while wait or not self._inbox.empty():
+            what, detail = self._inbox.get()
+            wait = False
+            if what == "stop":
+                return False
+            if what == "submit":
+                self._submit(*detail)
+            else:
+                self._cancel(detail)
+        return True
+
+    def _submit(self, prompt: list[int], params: SamplingParams | None, salt: str, loop: Any, out: Any) -> None:
+        try:
+            request = self.engine.submit(prompt, params, salt=salt)
+        except ValueError as error:
+            _post(loop, out, error)
+            return
+        self._streams[request.id] = request, loop, out
+        _post(loop, out, request)
+
+    def _cancel(self, out: asyncio.Queue[Any]) -> None:
+        """Ends the request whose pieces go there; messages come in order, so it was submitted before."""
+        for number, (request, _, there) in list(self._streams.items()):
+            if there is out:
+                del self._streams[number]
+                self.engine.cancel(request)
+
+    def _deliver(self, piece: Piece) -> None:
+        if (stream := self._streams.get(piece.request.id)) is None:
+            return
+        if all(s.finish is not None for s in piece.request.sequences):
+            del self._streams[piece.request.id]
+        _post(*stream[1:], piece)
+
+
+def _post(loop: asyncio.AbstractEventLoop, out: asyncio.Queue[Any], item: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(out.put_nowait, item)

@@ -1,0 +1,315 @@
+"""The device's side of an engine: programs, pools of pages, the last token of each slot."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sharding
+from jaxllm.infer.config import EngineConfig
+from jaxllm.infer.manifest import Manifest, Program, config_key, describe
+from jaxllm.infer.paged import POOL_AXES, LayerGroup, layer_groups
+from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, serving_model, write_pages
+from jaxllm.models import DecoderConfig, DynamicScaling, Functional, LongRopeScaling
+from sharding import ShardingError
+
+MOVED = 16
+"""Pages that one program takes to the host or back."""
+SHARE = 0.9
+"""Of an accelerator's memory that parameters, pools and a step's temporaries may take together."""
+CPU_SHARE = 0.25
+"""Of a computer's memory that pools may take."""
+UNKNOWN_LENGTH = 2048
+"""Tokens of a sequence where neither the model nor the engine's configuration says how many."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Sizes of an engine, all settled.
+
+    Attributes:
+        groups: of layers, each with a pool.
+        pages: of each pool.
+        page_size: positions of a page.
+        columns: pages of the longest sequence.
+        max_len: tokens of the longest sequence.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    pages: tuple[int, ...]
+    page_size: int
+    columns: int
+    max_len: int
+
+
+class Device:
+    """See the module; arguments as those of ``Engine``.
+
+    Attributes:
+        spec: the sizes.
+        manifest: of its programs, with counts of what was compiled.
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        params: Any,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        longest: int | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        manifest: Path | None = None,
+        strict: bool = False,
+    ):
+        self.config, self.params, self.vocab_size = config, params, vocab_size
+        self.model = serving_model(model)
+        self.mesh = mesh if mesh is not None and mesh.size > 1 else None
+        _check_mesh(self.mesh)
+        self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        groups = layer_groups(model.config)
+        max_len = settle_length(model.config, config.max_len, longest)
+        page_size = config.page_size or -(-max_len // 64) * 64
+        columns = -(-max_len // page_size)
+        devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
+        key = [*config_key(model.config, config), str(self.model.rules), describe(self._abstract), vocab_size, max_len]
+        self.manifest = Manifest(manifest, key, devices, strict)
+        self.spec = Spec(groups, (columns + 1,) * len(groups), page_size, columns, max_len)
+        if config.pages is not None or (pages := self.manifest.note("pages")) is None:
+            pages = self._pages(config.pages or self._room())
+            self.manifest.note("pages", list(pages))
+        self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
+        self._moves = config.preemption == "swap"
+        self.programs = self.manifest.make(self._programs())
+        with self._on_mesh():
+            make = functools.partial(empty_pools, groups, self.spec.pages, page_size, model.config.dtype)
+            self.pools = tuple(jax.block_until_ready(jax.jit(self._with_rules(make))()))
+            self.last = jax.device_put(np.zeros(config.sequences, np.int32), self._replicated)
+        self.manifest.ready = True
+
+    # Steps
+
+    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Shape:
+        """The smallest program that a step fits."""
+        full = full or "plain" not in self.config.samplers
+        sizes = self.config.decode_buckets
+        if decode and sizes:
+            return self._shape(next(size for size in sizes if size >= requests), True, full)
+        return self._shape(next(size for size in self.config.prompt_buckets if size >= tokens), False, full)
+
+    def run(self, shape: Shape, packed: np.ndarray) -> Any:
+        """Sends a step; what it gives is on its way to the host."""
+        with self._on_mesh():
+            packed = jax.device_put(packed, self._replicated)
+            self.pools, self.last, out = self.programs[shape.name](self.params, self.pools, self.last, packed)
+        out.copy_to_host_async()
+        return out
+
+    # Pages on the host
+
+    def read(self, group: int, pages: list[int]) -> np.ndarray:
+        """Pages of a pool, on the host."""
+        parts = []
+        for at in range(0, len(pages), MOVED):
+            some = pages[at : at + MOVED]
+            with self._on_mesh():
+                found = self.programs[f"read-{group}"](self.pools[group], self._padded(some, group))
+            parts.append(np.asarray(found)[:, : len(some)])
+        return np.concatenate(parts, axis=1) if parts else np.empty(0)
+
+    def write(self, group: int, pages: list[int], content: np.ndarray) -> None:
+        """Puts pages from the host into a pool."""
+        for at in range(0, len(pages), MOVED):
+            some = pages[at : at + MOVED]
+            held = np.zeros((content.shape[0], MOVED, *content.shape[2:]), content.dtype)
+            held[:, : len(some)] = content[:, at : at + MOVED]
+            with self._on_mesh():
+                placed = jax.device_put(held, self._pool_sharding(group))
+                pool = self.programs[f"write-{group}"](self.pools[group], self._padded(some, group), placed)
+            self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
+
+    def _padded(self, pages: list[int], group: int) -> Any:
+        padded = np.full(MOVED, self.spec.pages[group], np.int32)  # beyond the last: nowhere
+        padded[: len(pages)] = pages
+        return jax.device_put(padded, self._replicated)
+
+    # Sizes
+
+    def _room(self) -> int:
+        """Pages that the memory has room for, beside the parameters and the largest program's temporaries."""
+        largest = self._step(self._shape(self.config.budget, False, "full" in self.config.samplers))
+        temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
+        self.manifest.counts.compiled = self.manifest.counts.loaded = 0
+        memory = _device_of(self.params).memory_stats()
+        if memory is None or "bytes_limit" not in memory:
+            room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            most = (
+                self.config.sequences + 1
+            ) * self.spec.columns  # no more than can be in use, and one to be found again
+        else:
+            shards = 1 if self.mesh is None else self.mesh.size
+            weights = sum(x.nbytes for x in jax.tree.leaves(self.params)) // shards
+            room = SHARE * memory["bytes_limit"] - weights - temporaries
+            most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
+        least = self.spec.columns + 1
+
+        def taken(pages: int) -> int:
+            return sum(n * self._page_bytes(g) for n, g in zip(self._pages(pages), self.spec.groups, strict=True))
+
+        if taken(least) > room:
+            raise ValueError(
+                f"the device has room for {max(room, 0) / 2**30:.2f} GiB of keys and values, and a sequence of "
+                f"{self.spec.max_len} tokens needs {taken(least) / 2**30:.2f}: give a smaller max_len or budget."
+            )
+        pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
+        return max(pages, least)
+
+    def _pages(self, most: int) -> tuple[int, ...]:
+        """Pages of each group: those with windows need no more than the windows of all sequences reach."""
+        spec = self.spec
+        if most < spec.columns + 1:
+            raise ValueError(
+                f"engine: pages = {most}, but one sequence of {spec.max_len} tokens needs {spec.columns + 1} of "
+                f"{spec.page_size}: give more pages or a smaller max_len."
+            )
+        ahead = max(self.config.budget, self.config.loop)
+        reach = [
+            spec.columns if g.window is None else -(-(g.window + ahead) // spec.page_size) + 2 for g in spec.groups
+        ]
+        return tuple(
+            most if g.window is None else min(most, self.config.sequences * min(n, spec.columns) + spec.columns + 1)
+            for n, g in zip(reach, spec.groups, strict=True)
+        )
+
+    def _page_bytes(self, group: LayerGroup) -> int:
+        form = group.format(1)
+        item = jnp.dtype(self.model.config.dtype).itemsize
+        shards = 1 if self.mesh is None else self.mesh.size
+        return len(group.layers) * max(1, form.kv_heads // shards) * self.spec.page_size * form.width * item
+
+    # Programs
+
+    def _shape(self, tokens: int, decode: bool, full: bool) -> Shape:
+        return Shape(
+            tokens=tokens,
+            requests=min(tokens, self.config.sequences),
+            decode=decode,
+            full=full,
+            slots=self.config.sequences,
+            columns=self.spec.columns,
+            groups=len(self.spec.groups),
+            loop=self.config.loop,
+            top=min(self.config.top_logprobs, self.model.config.vocab_size),
+            real=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
+        )
+
+    def _programs(self) -> list[Program]:
+        """All of them, the ones that take longest to compile first."""
+        shapes = [
+            self._shape(tokens, decode, sampler == "full")
+            for decode, sizes in ((False, self.config.prompt_buckets), (True, self.config.decode_buckets))
+            for tokens in reversed(sizes)
+            for sampler in self.config.samplers
+        ]
+        programs = [self._step(shape) for shape in shapes]
+        for group in range(len(self.spec.groups)) if self._moves else ():
+            pool, pages = self._abstract_pools()[group], self._abstract_ints(MOVED)
+            held = jax.ShapeDtypeStruct((pool.shape[0], MOVED, *pool.shape[2:]), pool.dtype, sharding=pool.sharding)
+            programs.append(Program(f"read-{group}", read_pages, {"pool": pool, "pages": pages}))
+            arguments = {"pool": pool, "pages": pages, "held": held}
+            programs.append(Program(f"write-{group}", write_pages, arguments, donated=("pool",)))
+        return programs
+
+    def _step(self, shape: Shape) -> Program:
+        arguments = {
+            "params": self._abstract,
+            "pools": self._abstract_pools(),
+            "last": self._abstract_ints(shape.slots),
+            "packed": self._abstract_ints(shape.inputs.size),
+        }
+        step = Step(self.model, self.spec.groups, shape, self.vocab_size)
+        return Program(shape.name, step.__call__, arguments, donated=("pools", "last"))
+
+    def _abstract_pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        with self._on_mesh():
+            make = functools.partial(
+                empty_pools, self.spec.groups, self.spec.pages, self.spec.page_size, self.model.config.dtype
+            )
+            shapes = jax.eval_shape(self._with_rules(make))
+        return tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._pool_sharding(g)) for g, x in enumerate(shapes)
+        )
+
+    def _abstract_ints(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._replicated)
+
+    # Places
+
+    def _with_rules(self, function: Any) -> Any:
+        def run() -> Any:
+            with sharding.use_rules(self.model.rules):
+                return function()
+
+        return run
+
+    def _on_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @functools.cached_property
+    def _replicated(self) -> jax.sharding.Sharding:
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(_device_of(self.params))
+        return jax.NamedSharding(self.mesh, jax.P())
+
+    def _pool_sharding(self, group: int) -> jax.sharding.Sharding:
+        if self.mesh is None:
+            return self._replicated
+        with self._on_mesh(), sharding.use_rules(self.model.rules):
+            return jax.NamedSharding(self.mesh, sharding.spec(*POOL_AXES))
+
+
+def settle_length(config: DecoderConfig, asked: int | None, longest: int | None) -> int:
+    """Tokens of the longest sequence: what is asked for, else what the model was trained to read.
+
+    Raises:
+        ValueError: more than the model can do.
+    """
+    most, why = hard_limit(config)
+    if asked is not None and most is not None and asked > most:
+        raise ValueError(f"engine: max_len = {asked}, but {why} {most} tokens.")
+    return asked or min(n for n in (most, longest or UNKNOWN_LENGTH) if n is not None)
+
+
+def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:
+    """(tokens of a sequence that the model can be served with, why no more); None where any number will do."""
+    limits = [(config.learned_positions, "the model has learned positions for")]
+    for block in config.blocks:
+        scaling = None if block.attention.rope is None else block.attention.rope.scaling
+        if isinstance(scaling, (DynamicScaling, LongRopeScaling)):
+            what = f"{type(scaling).__name__} turns what is cached by other angles beyond"
+            limits.append((scaling.original_length, what))
+    known = [(most, what) for most, what in limits if most is not None]
+    return min(known, default=(None, ""))
+
+
+def _device_of(params: Any) -> Any:
+    return next(iter(jax.tree.leaves(params)[0].devices()))
+
+
+def _check_mesh(mesh: jax.sharding.Mesh | None) -> None:
+    wrong = [] if mesh is None else [name for name, size in mesh.shape.items() if size > 1 and name != "tensor"]
+    if wrong:
+        raise ShardingError(
+            f"an engine splits a model over tensor alone, and this mesh has {', '.join(wrong)}: load the model "
+            "on a mesh of tensor, and start an engine for each part of the devices."
+        )

@@ -1,0 +1,304 @@
+"""Programs made ahead: compiled in threads before the first request, kept on disk, and never again while serving.
+
+An executable is native code, so a file of them is as trustworthy as a library: what runs it can run anything. Each file
+is therefore signed with a key that only this user can read (HMAC-SHA256), and one that was not signed with it is not
+opened; see docs/decisions/0006-engine.md. A folder is for one key: the programs' source, versions of jax and of the
+compiler's runtime, the device, the model and the engine's sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import importlib.metadata
+import importlib.util
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxllm.files import atomic, cache_root, digest, read_json, write_json
+
+SOURCES = ("jaxllm.models", "jaxllm.infer", "pallas_kernels", "sharding")
+
+
+class RecompileError(RuntimeError):
+    """A program was called with other arguments than it was compiled for, after the engine was ready."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function to be compiled.
+
+    Attributes:
+        name: of its file.
+        function: pure.
+        arguments: trees of ``jax.ShapeDtypeStruct`` with shardings, by the name of the parameter.
+        donated: which of them.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    donated: tuple[str, ...] = ()
+
+    def jit(self) -> Any:
+        """The function, to be lowered."""
+        numbers = tuple(i for i, name in enumerate(self.arguments) if name in self.donated)
+        return jax.jit(self.function, donate_argnums=numbers, keep_unused=True)
+
+
+@dataclass
+class Counts:
+    """What making programs has taken.
+
+    Attributes:
+        compiled, loaded: programs, before the engine was ready.
+        late: programs compiled after that.
+        seconds: until all were ready.
+    """
+
+    compiled: int = 0
+    loaded: int = 0
+    late: int = 0
+    seconds: float = 0.0
+
+
+class Executable:
+    """A compiled program that says so when it is called with anything else.
+
+    Args:
+        program: what it was made of.
+        compiled: what was made of it.
+        counts: hears of calls that do not fit.
+        strict: such a call raises; otherwise another program is compiled for it.
+    """
+
+    def __init__(self, program: Program, compiled: Any, counts: Counts, strict: bool):
+        self.program, self.compiled, self.counts, self.strict = program, compiled, counts, strict
+        self._late: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs it.
+
+        Raises:
+            RecompileError: the arguments are others; names those that differ.
+        """
+        try:
+            return self.compiled(*arguments)
+        except (TypeError, ValueError) as error:
+            wrong = differences(self.program.arguments, arguments)
+            if not wrong:
+                raise
+            self.counts.late += 1
+            if self.strict:
+                raise RecompileError(
+                    f"program {self.program.name} would be compiled again: {'; '.join(wrong)}."
+                ) from error
+            self._late = self._late or self.program.jit()
+            return self._late(*arguments)
+
+    @property
+    def memory(self) -> Any:
+        """The compiler's memory analysis."""
+        return self.compiled.memory_analysis()
+
+
+def differences(expected: Mapping[str, Any], arguments: Sequence[Any]) -> list[str]:
+    """What is wrong with arguments, each by its path: structure, shape, dtype, sharding."""
+    found = []
+    for (name, want), got in zip(expected.items(), arguments, strict=True):
+        wants, gots = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (want, got))
+        if [path for path, _ in wants] != [path for path, _ in gots]:
+            found.append(f"{name} has another structure")
+            continue
+        for (path, w), (_, g) in zip(wants, gots, strict=True):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            if (w.shape, w.dtype) != (g.shape, g.dtype):
+                found.append(f"{where} is {g.dtype}{list(g.shape)}, compiled for {w.dtype}{list(w.shape)}")
+            elif isinstance(g, jax.Array) and not g.sharding.is_equivalent_to(w.sharding, g.ndim):
+                found.append(f"{where} lies as {g.sharding}, compiled for {w.sharding}")
+    return found
+
+
+class Manifest:
+    """The programs of one engine.
+
+    Args:
+        folder: where to keep them; None: nowhere.
+        key: JSON-able: all that decides them besides sources and versions.
+        devices: that run them.
+        strict: see ``Executable``.
+    """
+
+    def __init__(self, folder: Path | None, key: Any, devices: Sequence[Any], strict: bool):
+        self.devices, self.strict = list(devices), strict
+        self.folder = None if folder is None else folder / digest([key, surroundings(self.devices)])[:32]
+        self.counts = Counts()
+        self.ready = False
+
+    def make(self, programs: Sequence[Program]) -> dict[str, Executable]:
+        """Loads those that are kept, and compiles and keeps the others, as many at a time as there are cores."""
+        started = time.monotonic()
+        cached = contextlib.nullcontext() if self.folder is None else _uncached()
+        with cached, ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+            made = list(pool.map(self._one, programs))
+        self.counts.seconds += time.monotonic() - started
+        return {program.name: one for program, one in zip(programs, made, strict=True)}
+
+    def note(self, name: str, value: Any = None) -> Any:
+        """Keeps a JSON value by this name, or gives the one that is kept; None if there is none."""
+        if self.folder is None:
+            return None
+        path = self.folder / f"{name}.json"
+        if value is not None:
+            write_json(path, value)
+            return value
+        return read_json(path) if path.exists() else None
+
+    def _one(self, program: Program) -> Executable:
+        compiled = None if self.folder is None else self._load(program)
+        if compiled is None:
+            with _mesh_of(program):
+                compiled = program.jit().lower(*program.arguments.values()).compile()
+            self.counts.compiled += 1
+            if self.folder is not None:
+                self._keep(program, compiled)
+        else:
+            self.counts.loaded += 1
+        return Executable(program, compiled, self.counts, self.strict)
+
+    def _path(self, program: Program) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{program.name}-{digest(describe(dict(program.arguments)))[:8]}.xla"
+
+    def _keep(self, program: Program, compiled: Any) -> None:
+        data, _, out = serialize_executable.serialize(compiled)
+        with _mesh_of(program):
+            shape = jax.eval_shape(program.function, *program.arguments.values())
+        assert jax.tree.structure(shape) == out
+        write_json(self._path(program).with_suffix(".out.json"), _to_json(shape))
+        with atomic(self._path(program)) as file:
+            file.write(_sign(self._path(program).name, data) + data)
+
+    def _load(self, program: Program) -> Any:
+        path = self._path(program)
+        out = path.with_suffix(".out.json")
+        if not path.exists() or not out.exists():
+            return None
+        content = path.read_bytes()
+        signature, data = content[:32], content[32:]
+        if not hmac.compare_digest(signature, _sign(path.name, data)):
+            return None
+        in_tree = jax.tree.structure((tuple(program.arguments.values()), {}))
+        out_tree = jax.tree.structure(_from_json(read_json(out)))
+        return serialize_executable.deserialize_and_load(data, in_tree, out_tree, execution_devices=self.devices)
+
+
+def surroundings(devices: Sequence[Any]) -> list[Any]:
+    """What a compiled program depends on besides its own text."""
+    first = devices[0]
+    settings = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+    return [
+        jax.__version__,
+        importlib.metadata.version("jaxlib"),
+        [first.platform, first.device_kind, first.client.platform_version, len(devices)],
+        [str(getattr(jax.config, name)) for name in settings],
+        [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+        source_digest(),
+    ]
+
+
+def source_digest() -> str:
+    """Of the files that programs are made of."""
+    found = hashlib.sha256()
+    for name in SOURCES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        for place in spec.submodule_search_locations or ():
+            for path in sorted(Path(place).rglob("*.py")):
+                found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def describe(tree: Any) -> Any:
+    """A JSON-able description of abstract arrays."""
+    return [
+        [jax.tree_util.keystr(path), str(x.dtype), list(x.shape), str(getattr(x, "sharding", ""))]
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def _to_json(tree: Any) -> Any:
+    """A tree of tuples and arrays as lists and nulls."""
+    return [_to_json(x) for x in tree] if isinstance(tree, tuple) else 0
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value
+
+
+def _mesh_of(program: Program) -> Any:
+    for x in jax.tree.leaves(dict(program.arguments)):
+        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and mesh.size > 1:
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
+
+
+_switch = threading.Lock()
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Without jax's own cache of compiled programs: one that comes out of it cannot be kept again (CPU, jax 0.10)."""
+    with _switch:
+        before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", before)
+            compilation_cache.reset_cache()
+
+
+def _sign(name: str, data: bytes) -> bytes:
+    return hmac.digest(_key(), name.encode() + b"\0" + data, "sha256")
+
+
+def _key() -> bytes:
+    """32 bytes that only this user can read; made when they are first needed."""
+    path = cache_root("") / "engine.key"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        part.touch(mode=0o600)
+        part.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)  # another process may have been first
+        part.unlink()
+    held = path.stat()
+    if held.st_uid != os.getuid() or held.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} can be read by others than you, so it proves nothing about the programs signed with it. "
+            "Delete it; it is made anew."
+        )
+    return path.read_bytes()
+
+
+def config_key(*configs: Any) -> list[Any]:
+    """JSON-able data of frozen configurations."""
+    return [json.loads(json.dumps(dataclasses.asdict(c), sort_keys=True, default=str)) for c in configs]

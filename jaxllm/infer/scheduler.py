@@ -1,0 +1,393 @@
+"""What the next step computes: decoded tokens first, then pieces of prompts, in one budget of tokens.
+
+Decodes never wait for a prompt: prompts are cut into pieces that fill what decodes leave (Sarathi, arXiv:2403.02310).
+First come, first served; where pages run out, the last to come gives way, and is computed again later or waits on the
+host (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs: it knows how many tokens that makes,
+not which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxllm.infer.config import EngineConfig
+from jaxllm.infer.pages import NONE, Pages
+from jaxllm.infer.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sequence's part of a step: ``count`` tokens from position ``start``; ``samples`` if a token is made after."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass
+class Plan:
+    """A step.
+
+    Attributes:
+        entries: in the order of the flat batch.
+        steps: tokens that each entry makes on the device before the host hears of them; 1 where prompts are read.
+        copies: by group: (page, its copy), one after the other, before anything is computed.
+        leaving: swapped out before anything else: (sequence, by group: columns and pages).
+        returning: swapped in after that: the same.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    steps: int = 1
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)
+    leaving: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
+    returning: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the flat batch."""
+        return sum(entry.count for entry in self.entries)
+
+
+class Scheduler:
+    """Chooses what is computed, and keeps the books of pages and slots.
+
+    Args:
+        config: of the engine.
+        windows: of each group of layers: its sliding window, or None.
+        counts: pages of each group's pool.
+        page_size: positions of a page.
+        columns: pages of the longest sequence.
+    """
+
+    def __init__(
+        self, config: EngineConfig, windows: list[int | None], counts: list[int], page_size: int, columns: int
+    ):
+        self.config, self.windows, self.page_size = config, windows, page_size
+        self.pages = [Pages(count) for count in counts]
+        self.tables = [np.zeros((config.sequences, columns), np.int32) for _ in counts]
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.forks: list[Sequence] = []  # wait for the first of their request to have the prompt in pages
+        self.preemptions = self.hit_tokens = 0
+        self._slots = list(range(config.sequences - 1, -1, -1))
+        self._spare = max(1, min(counts) // 64)  # pages that admission leaves to those who run
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.running or self.forks)
+
+    def sequences(self) -> list[Sequence]:
+        """All that have not ended."""
+        return [*self.running, *self.waiting, *self.forks]
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a new sequence in; continuations of a request after its first share the first's prompt."""
+        sequence.pages = [[] for _ in self.pages]
+        (self.forks if sequence.number else self.waiting).append(sequence)
+
+    def plan(self) -> Plan | None:
+        """What to do next, already entered into the books; None where nothing can be done now."""
+        plan = Plan(copies=[[] for _ in self.pages])
+        self._release: list[tuple[int, int]] = []
+        self._fork()
+        for sequence in self.running:
+            self._register(sequence)
+            self._trim(sequence)
+        by_order = sorted(self.running, key=lambda s: s.order)
+        decodes = [s for s in by_order if s.length - s.computed == 1 and s.room > 0]
+        prompts = [s for s in by_order if s.length - s.computed > 1]
+        plan.steps = self._steps(decodes, prompts)
+        budget = self.config.budget
+        for sequence in decodes:
+            while sequence.slot >= 0 and not (taken := self._reserve(sequence, plan.steps, plan)):
+                self._make_room(plan)
+            if sequence.slot >= 0 and taken:
+                self._enter(plan, sequence, 1)
+                budget -= 1
+        for sequence in prompts:
+            while sequence.slot >= 0 and not (count := self._piece(sequence, budget, 0)) and not plan.entries:
+                self._make_room(plan)
+            if sequence.slot >= 0 and count and self._reserve(sequence, count, plan):
+                self._enter(plan, sequence, count)
+                budget -= count
+        while self.waiting and self._slots and budget > 0 and not plan.leaving:
+            if count := self._admit(self.waiting[0], budget, plan):
+                budget -= count
+            elif self.running or not self._drop_holder(1):
+                break
+        for group, page in self._release:
+            self.pages[group].release(page)
+        return plan if plan.entries or plan.leaving else None
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forgets a sequence; its pages may still be found by others."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.forks:
+            self.forks.remove(sequence)
+        self._register(sequence)
+        self._drop(sequence)
+        sequence.saved = None
+
+    def _register(self, sequence: Sequence) -> None:
+        """Lets others find the pages of this sequence whose tokens are known."""
+        if not self.config.prefix_cache:
+            return
+        known = min(sequence.computed, len(sequence.tokens))
+        if (piece := self.config.piece) is not None:  # only what was computed as anybody else would compute it
+            known = min(known, len(sequence.request.prompt)) // piece * piece
+        for column in range(sequence.registered, known // self.page_size):
+            digest = sequence.hash_of(column, self.page_size)
+            for pages, own in zip(self.pages, sequence.pages, strict=True):
+                if column < len(own) and own[column] != NONE:
+                    pages.register(own[column], digest)
+            sequence.registered = column + 1
+
+    def usage(self) -> tuple[int, int, int]:
+        """(pages held, pages there are, slots of held pages that have no token), over all groups."""
+        held = sum(pages.count - pages.available for pages in self.pages)
+        empty = sum(
+            len(own) * self.page_size - min(s.computed, len(own) * self.page_size)
+            for s in self.running
+            for own in s.pages
+        )
+        return held, sum(pages.count for pages in self.pages), empty
+
+    # How much
+
+    def _steps(self, decodes: list[Sequence], prompts: list[Sequence]) -> int:
+        """Tokens a sequence makes before the host looks: many where nobody waits and pages suffice."""
+        if prompts or self.waiting or self.forks or not decodes or self.config.batch_invariant:
+            return 1
+        steps = min(self.config.loop, *(s.room for s in decodes)) if len(decodes) else 1
+        while steps > 1:
+            needs = np.sum([self._need(s, steps) for s in decodes], axis=0)
+            if all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True)):
+                return steps
+            steps //= 2
+        return 1
+
+    def _piece(self, sequence: Sequence, budget: int, spare: int) -> int:
+        """How much of a prompt fits into the budget and the free pages."""
+        left = sequence.length - sequence.computed
+        if (piece := self.config.piece) is not None:
+            count = min(left, piece - sequence.computed % piece)
+            fits = count <= budget and all(
+                n <= p.available - spare for n, p in zip(self._need(sequence, count), self.pages, strict=True)
+            )
+            return count if fits else 0
+        count = min(left, budget)
+        for pages, own in zip(self.pages, sequence.pages, strict=True):
+            free = pages.available - spare - self._copies(pages, own, sequence.computed)
+            count = min(count, (len(own) + max(free, 0)) * self.page_size - sequence.computed if free >= 0 else 0)
+        return max(count, 0)
+
+    def _need(self, sequence: Sequence, count: int) -> list[int]:
+        """Pages of each group to take for ``count`` more tokens."""
+        columns = -(-(sequence.computed + count) // self.page_size)
+        return [
+            max(0, columns - len(own)) + self._copies(pages, own, sequence.computed)
+            for pages, own in zip(self.pages, sequence.pages, strict=True)
+        ]
+
+    def _copies(self, pages: Pages, own: list[int], position: int) -> int:
+        """1 where the page to be written is somebody else's too."""
+        column = position // self.page_size
+        return int(column < len(own) and not pages.writable(own[column]))
+
+    # Pages
+
+    def _reserve(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Takes the pages for ``count`` more tokens, copying one that others hold; False and nothing if too few."""
+        needs = self._need(sequence, count)
+        if any(need > pages.available for need, pages in zip(needs, self.pages, strict=True)):
+            return False
+        column = sequence.computed // self.page_size
+        for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
+            first = len(own)
+            if self._copies(pages, own, sequence.computed):
+                page = pages.take()
+                plan.copies[group].append((own[column], page))
+                # Held until the plan is made: nothing else of this step may be written there before it is copied.
+                self._release.append((group, own[column]))
+                own[column], first = page, column
+            while len(own) * self.page_size < sequence.computed + count:
+                own.append(pages.take())
+            if sequence.slot >= 0:
+                self.tables[group][sequence.slot, first : len(own)] = own[first:]
+        return True
+
+    def _make_room(self, plan: Plan) -> None:
+        """Frees pages: of one who waits and holds a prompt it was to share, else of the last to come."""
+        if not self._drop_holder(0):
+            self._preempt(max(self.running, key=lambda s: s.order), plan)
+
+    def _drop_holder(self, after: int) -> bool:
+        holder = next((s for s in reversed(list(self.waiting)[after:]) if any(s.pages)), None)
+        if holder is not None:
+            self._drop(holder)
+        return holder is not None
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        self.preemptions += 1
+        self.running.remove(victim)
+        self.waiting.appendleft(victim)
+        swap = self.config.preemption == "swap"
+        if swap:
+            held = [
+                ([c for c, page in enumerate(own) if page != NONE], [page for page in own if page != NONE])
+                for own in victim.pages
+            ]
+            plan.leaving.append((victim, held))
+            victim.saved = []  # the engine puts them here
+        self._drop(victim, keep=swap)
+
+    def _drop(self, sequence: Sequence, keep: bool = False) -> None:
+        """Gives back slot and pages; ``keep``: what was computed is kept elsewhere."""
+        for pages, own in zip(self.pages, sequence.pages, strict=True):
+            # The first pages are the likeliest to be found again: they become the youngest.
+            for page in reversed(own):
+                if page != NONE:
+                    pages.release(page)
+            own.clear()
+        if sequence.slot >= 0:
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+        if not keep:
+            sequence.computed = sequence.registered = 0
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Gives back pages that lie before all that a window still reaches."""
+        for pages, own, window in zip(self.pages, sequence.pages, self.windows, strict=True):
+            if window is None:
+                continue
+            for column in range(max(0, sequence.computed - window + 1) // self.page_size - 1, -1, -1):
+                if own[column] == NONE:
+                    break
+                pages.release(own[column])
+                own[column] = NONE
+
+    # Coming in
+
+    def _enter(self, plan: Plan, sequence: Sequence, count: int) -> None:
+        """Adds an entry and moves the sequence's books on, as if the step had run."""
+        start = sequence.computed
+        samples = start + count == sequence.length
+        plan.entries.append(Entry(sequence, start, count, samples))
+        sequence.computed += count + plan.steps - 1
+        sequence.pending += plan.steps if samples else 0
+
+    def _fork(self) -> None:
+        """Continuations whose prompt is in the pages of their request's first: they hold those pages too.
+
+        The last token of the prompt is computed again by each, for the token that comes after it.
+        """
+        for sequence in list(self.forks):
+            first, last = sequence.request.sequences[0], len(sequence.request.prompt) - 1
+            if first.finish is None and first.slot >= 0 and first.computed <= last:
+                continue
+            if first.finish is None and first.slot < 0 and first.computed == 0 and first.saved is None:
+                continue  # it waits to be admitted
+            self.forks.remove(sequence)
+            self.waiting.append(sequence)
+            if first.slot >= 0 and first.computed > last > 0:
+                sequence.computed = last if self.config.piece is None else last // self.config.piece * self.config.piece
+                for pages, own, theirs in zip(self.pages, sequence.pages, first.pages, strict=True):
+                    own += theirs[: -(-sequence.computed // self.page_size)]
+                    for page in own:
+                        if page != NONE:
+                            pages.hold(page)
+
+    def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        """Lets the first who waits in, with as many tokens as there is room for; 0 if there is none."""
+        if sequence.pending:
+            return 0  # tokens it made before it gave way are still to come
+        if sequence.saved is not None:
+            return self._return(sequence, budget, plan)
+        if found := not any(sequence.pages):
+            self._find(sequence)
+        spare = self._spare if self.running else 0
+        count = self._piece(sequence, budget, spare)
+        if not count or not self._reserve(sequence, count, plan):
+            if found:
+                self._drop(sequence)
+            return 0
+        self._seat(sequence)
+        self._enter(plan, sequence, count)
+        return count
+
+    def _seat(self, sequence: Sequence) -> None:
+        self.waiting.popleft()
+        sequence.slot = self._slots.pop()
+        self.running.append(sequence)
+        for table, own in zip(self.tables, sequence.pages, strict=True):
+            table[sequence.slot, : len(own)] = own
+
+    def _return(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        """Swaps a sequence in: new pages for what is on the host."""
+        assert sequence.saved is not None
+        columns = -(-(sequence.computed + 1) // self.page_size)
+        needs = [len(held) + columns - (held[-1] + 1 if held else 0) for held, _ in sequence.saved]
+        spare = self._spare if self.running else 0
+        if any(need > pages.available - spare for need, pages in zip(needs, self.pages, strict=True)):
+            return 0
+        places = []
+        for pages, own, (held, _) in zip(self.pages, sequence.pages, sequence.saved, strict=True):
+            own += [NONE] * (held[-1] + 1 if held else 0)
+            for column in held:
+                own[column] = pages.take()
+            places.append((list(held), [own[column] for column in held]))
+        count = self._piece(sequence, budget, 0)
+        if not count or not self._reserve(sequence, count, plan):
+            self._drop(sequence, keep=True)
+            return 0
+        plan.returning.append((sequence, places))
+        self._seat(sequence)
+        self._enter(plan, sequence, count)
+        return count
+
+    def _find(self, sequence: Sequence) -> None:
+        """Holds the pages of others that begin as this sequence does; of windows only what they reach."""
+        if not self.config.prefix_cache:
+            return
+        size, piece = self.page_size, self.config.piece
+        most = len(sequence.tokens) // size
+        whole = [pages for pages, window in zip(self.pages, self.windows, strict=True) if window is None]
+        found = 0
+        while found < most and all(p.find(sequence.hash_of(found, size)) is not None for p in whole):
+            found += 1
+        for columns in range(found, 0, -1):
+            reach = min(columns * size, len(sequence.tokens) - 1)
+            if piece is not None and (reach != columns * size or reach % piece):
+                continue
+            held = [self._found(sequence, pages, window, columns, reach)
+                    for pages, window in zip(self.pages, self.windows, strict=True)]  # fmt: skip
+            if any(own is None for own in held):
+                continue
+            for pages, own, theirs in zip(self.pages, sequence.pages, held, strict=True):
+                own += theirs or []
+                for page in own:
+                    if page != NONE:
+                        pages.hold(page)
+            sequence.computed = reach
+            self.hit_tokens += reach
+            return
+
+    def _found(
+        self, sequence: Sequence, pages: Pages, window: int | None, columns: int, reach: int
+    ) -> list[int] | None:
+        first = 0 if window is None else max(0, reach - window + 1) // self.page_size
+        own = [NONE] * min(first, columns)
+        for column in range(len(own), columns):
+            page = pages.find(sequence.hash_of(column, self.page_size))
+            if page is None:
+                return None
+            own.append(page)
+        return own

@@ -1,0 +1,106 @@
+"""One continuation of one prompt, as the engine keeps it: what is known, what is computed, what is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxllm.infer.pages import chain
+from jaxllm.infer.sampling import SEEDS, SamplingParams
+from jaxllm.text import StreamDecoder
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclass
+class Request:
+    """What somebody asked for.
+
+    Attributes:
+        id: given by the engine.
+        prompt: token ids.
+        params: how to go on.
+        salt: requests find each other's pages only if they have the same.
+        seed: of the draws.
+        stop_ids: all tokens that end it.
+        sequences: ``params.n`` of them.
+        prompt_scores: (log-probability, rank) of each token of the prompt but the first; filled where asked for.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    salt: bytes
+    seed: int
+    stop_ids: frozenset[int]
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_scores: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A continuation.
+
+    Attributes:
+        request: whose.
+        number: which of its continuations.
+        order: when it came; the last to come is the first to give way.
+        tokens: prompt and made tokens whose values are known here.
+        pending: tokens that the device has been told to make and whose values are not here yet.
+        computed: tokens whose keys and values are in pages, or will be when what was dispatched has run.
+        slot: its row in the device's state; -1 while it waits.
+        pages: of each group of layers, the page of every ``page_size`` positions.
+        registered: pages that can be found by their tokens.
+        saved: keys and values on the host while it is swapped out, by group: (columns, array).
+        logprobs, top: of made tokens: (token's own), [(id, log-probability), ...].
+        decoder: of its text; None where there is no tokenizer.
+        text: what is decoded and given out so far.
+        held: text that may be the beginning of a stop text.
+        finish: why it ended; None while it goes on.
+    """
+
+    request: Request
+    number: int
+    order: int
+    tokens: list[int]
+    decoder: StreamDecoder | None = None
+    pending: int = 0
+    computed: int = 0
+    slot: int = -1
+    pages: list[list[int]] = field(default_factory=list)
+    registered: int = 0
+    saved: list[tuple[list[int], Any]] | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    text: str = ""
+    held: str = ""
+    finish: Finish | None = None
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens, those on their way included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def made(self) -> int:
+        """Tokens made, those on their way included."""
+        return self.length - len(self.request.prompt)
+
+    @property
+    def room(self) -> int:
+        """Tokens it may still be told to make."""
+        return self.request.params.max_tokens - self.made
+
+    @property
+    def seed(self) -> int:
+        """Of its draws: continuations of one request draw apart from each other."""
+        return (self.request.seed + self.number * 0x9E3779B1) % SEEDS
+
+    def hash_of(self, column: int, page_size: int) -> bytes:
+        """What the page of this column is found by; its tokens must be known."""
+        while len(self._hashes) <= column:
+            at = len(self._hashes)
+            before = self._hashes[-1] if at else self.request.salt
+            self._hashes.append(chain(before, self.tokens[at * page_size : (at + 1) * page_size]))
+        return self._hashes[column]

@@ -1,0 +1,223 @@
+"""Tiny engines for tests and proofs, requests at random, and what must hold of them at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
+from jaxllm.infer.pages import NONE
+from jaxllm.models import (
+    AttentionConfig,
+    BlockConfig,
+    DecoderConfig,
+    LinearScaling,
+    Llama3Scaling,
+    MlpConfig,
+    RopeConfig,
+    YarnScaling,
+    functional,
+)
+from tests import quick, tiny
+
+VOCAB = 40
+LONGEST = 64
+"""Tokens of the longest sequence of all engines here."""
+
+
+def _blocks(*windows: int | None, **attention: Any) -> tuple[BlockConfig, ...]:
+    norms = attention.pop("norms", "pre")
+    return tuple(
+        BlockConfig(AttentionConfig(4, 2, 8, window=w, **attention), MlpConfig(12), norms) for w in windows
+    )  # fmt: skip
+
+
+def _decoder(layers: int, pattern: tuple[BlockConfig, ...], **fields: Any) -> DecoderConfig:
+    return DecoderConfig(VOCAB, 16, layers, pattern=pattern, dtype="float64", param_dtype="float64", **fields)
+
+
+MODELS = {
+    "llama": tiny.decoder(vocab_size=VOCAB, rope=RopeConfig(scaling=Llama3Scaling(original_length=16))),
+    "smollm2": tiny.decoder(vocab_size=VOCAB, heads=3, kv_heads=1),
+    "mistral": tiny.decoder(vocab_size=VOCAB, window=9, tied=False),
+    "qwen2": tiny.decoder(vocab_size=VOCAB, bias="qkv", rope=RopeConfig(scaling=YarnScaling(4.0, 16))),
+    "qwen3": tiny.decoder(vocab_size=VOCAB, qk_norm="head"),
+    "gemma2": _decoder(3, _blocks(7, None, softcap=2.0, norms="sandwich"), logit_softcap=3.0, embed_scale=4.0,
+                       norm="rms_plus_one"),
+    "gemma3": _decoder(4, _blocks(5, 5, None, qk_norm="head", norms="sandwich"), norm="rms_plus_one"),
+    "phi3": tiny.decoder(vocab_size=VOCAB, kv_heads=4, tied=False, rope=RopeConfig(scaling=LinearScaling(2.0))),
+    "olmo2": tiny.decoder(vocab_size=VOCAB, norms="post", qk_norm="all"),
+    "gpt2": tiny.decoder(vocab_size=VOCAB, bias="all", norm="layer", gated=False, learned_positions=LONGEST),
+    "mixtral": tiny.decoder(vocab_size=VOCAB, moe=(4, 2, 12, True)),
+}  # fmt: skip
+"""A tiny one of each family."""
+
+_FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
+ENGINES = {
+    "roomy": EngineConfig(sequences=4, budget=16, pages=80, page_size=8, buckets=(16,), **_FULL),
+    "tight, recompute": EngineConfig(sequences=4, budget=12, pages=18, page_size=4, buckets=(12,), loop=3, **_FULL),
+    "tight, swap": EngineConfig(
+        sequences=4, budget=12, pages=18, page_size=4, buckets=(12,), loop=3, preemption="swap", **_FULL
+    ),
+    "contiguous": EngineConfig(sequences=3, budget=16, page_size=None, pages=4, buckets=(16,), **_FULL),
+    "one after the other": EngineConfig(
+        sequences=1, budget=5, pages=40, page_size=4, buckets=(5,), loop=4, prefix_cache=False, **_FULL
+    ),
+    "invariant": EngineConfig(
+        sequences=3, budget=11, pages=40, page_size=4, loop=1, preemption="swap", batch_invariant=True, **_FULL
+    ),
+}
+"""Ways to serve."""
+
+
+def model_of(name: str, dtype: str) -> DecoderConfig:
+    return dataclasses.replace(MODELS[name], dtype=dtype, param_dtype=dtype)
+
+
+@functools.cache
+def params_of(name: str, dtype: str) -> Any:
+    # Scaled up, so that the next token is neither certain nor a toss-up.
+    return jax.tree.map(jnp.asarray, quick.params(model_of(name, dtype), seed=4, scale=0.5))
+
+
+def build(config: EngineConfig, model: str = "llama", dtype: str = "float32", **fields: Any) -> Engine:
+    """An engine whose programs compile fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        return Engine(functional(model_of(model, dtype)), params_of(model, dtype), config, strict=True, **fields)
+
+
+@functools.lru_cache(4)
+def engine(name: str, model: str = "llama", dtype: str = "float32") -> Engine:
+    """One of ENGINES, that others may have used."""
+    return build(ENGINES[name], model, dtype)
+
+
+@functools.cache
+def _forward(model: str, dtype: str) -> Any:
+    made = functional(model_of(model, dtype))
+    from jaxllm.models import Segments
+
+    positions = jnp.arange(LONGEST, dtype=jnp.int32)[None]
+    run = lambda p, t: jax.nn.log_softmax(made.head(p, made.forward(p, t, positions, Segments())[0]))[0]  # noqa: E731
+    return quick.jit(run)
+
+
+def logprobs_of(model: str, dtype: str, tokens: list[int]) -> np.ndarray:
+    """Float[S V] by the training forward: row i is of the token after the first i + 1."""
+    padded = np.zeros((1, LONGEST), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_forward(model, dtype)(params_of(model, dtype), jnp.asarray(padded)))[: len(tokens)]
+
+
+def check_books(engine: Engine) -> None:
+    """Every page is held by exactly those who say so, free, or kept to be found; each once. Slots likewise."""
+    scheduler = engine.scheduler
+    everyone = scheduler.sequences()
+    for group, pages in enumerate(scheduler.pages):
+        held = Counter(page for s in everyone for page in s.pages[group] if page != NONE)
+        assert {page: int(n) for page, n in enumerate(pages.holders) if n} == dict(held)
+        assert len(set(pages._free)) == len(pages._free)
+        assert not set(pages._free) & (set(held) | set(pages._kept))
+        assert not set(held) & set(pages._kept)
+        assert len(pages._free) + len(pages._kept) + len(held) == pages.count
+        assert {page: h for h, page in pages._found.items()} == pages._hashes
+        assert not set(pages._hashes) & set(pages._free)
+        for s in scheduler.running:
+            assert list(scheduler.tables[group][s.slot][: len(s.pages[group])]) == [p for p in s.pages[group]] or any(
+                p == NONE for p in s.pages[group]
+            )
+    slots = [s.slot for s in scheduler.running]
+    assert sorted([*slots, *scheduler._slots]) == list(range(engine.config.sequences))
+    assert all(s.slot == -1 for s in (*scheduler.waiting, *scheduler.forks))
+
+
+def serve(engine: Engine, requests: list[dict[str, Any]], *, check: bool = True) -> list[Request]:
+    """Runs requests that come at a step and may be cancelled at another: {prompt, params, at, cancel, salt}.
+
+    What pieces say is what the sequences hold in the end.
+    """
+    made: list[Request | None] = [None] * len(requests)
+    pieces: dict[tuple[int, int], list[int]] = {}
+    ends: Counter[tuple[int, int]] = Counter()
+    step = 0
+    while engine.busy or None in made:
+        for number, asked in enumerate(requests):
+            if made[number] is None and asked.get("at", 0) <= step:
+                made[number] = engine.submit(asked["prompt"], asked["params"], salt=asked.get("salt", ""))
+            request = made[number]
+            if request is not None and asked.get("cancel") == step:
+                engine.cancel(request)
+        for piece in engine.step():
+            pieces.setdefault((piece.request.id, piece.number), []).extend(piece.tokens)
+            ends[piece.request.id, piece.number] += piece.finish is not None
+        if check:
+            check_books(engine)
+        step += 1
+        assert step < 5000
+    done = [request for request in made if request is not None]
+    for request in done:
+        for s in request.sequences:
+            key = request.id, s.number
+            assert ends[key] == 1
+            assert pieces.get(key, []) == s.tokens[len(request.prompt) :]
+    assert all(pages.available == pages.count for pages in engine.scheduler.pages)
+    return done
+
+
+def error(model: str, dtype: str, requests: list[Request]) -> float:
+    """The largest difference of a log-probability that was served from the training forward's."""
+    worst = 0.0
+    for request in requests:
+        for s in request.sequences:
+            want = logprobs_of(model, dtype, s.tokens)
+            begin = len(request.prompt)
+            own = [want[i - 1, s.tokens[i]] for i in range(begin, len(s.tokens))]
+            worst = max(worst, float(np.abs(np.subtract(own, s.logprobs)).max(initial=0)))
+            for i, best in enumerate(s.top, begin):
+                row = want[i - 1]
+                worst = max([worst, *(abs(row[token] - value) for token, value in best)])
+                assert len(best) == request.params.logprobs
+                assert all(value >= np.sort(row)[-len(best)] - 1e-4 for _, value in best)
+        if request.params.prompt_logprobs and request.sequences[0].finish != "cancelled":
+            want = logprobs_of(model, dtype, request.prompt)
+            for i, (value, rank) in enumerate(request.prompt_scores, 1):
+                own = want[i - 1, request.prompt[i]]
+                worst = max(worst, abs(own - value))
+                if np.abs(np.delete(want[i - 1], request.prompt[i]) - own).min() > 1e-4:
+                    assert rank == (want[i - 1] > own).sum()
+    return worst
+
+
+def traffic(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dict[str, Any]]:
+    """Requests at random: lengths, arrivals, shared beginnings, several continuations, cancellations, salts."""
+    common = rng.integers(0, VOCAB, 30).tolist()
+    out = []
+    for _ in range(many):
+        shared = int(rng.choice([0, 0, 8, 16, 24, 30]))
+        own = int(rng.integers(1, 24))
+        prompt = [*common[:shared], *rng.integers(0, VOCAB, own).tolist()]
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, LONGEST - len(prompt) + 1)),
+            temperature=float(rng.choice([0.0, 0.7, 1.5])),
+            top_k=int(rng.choice([0, 0, 5])),
+            top_p=float(rng.choice([1.0, 0.8])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            seed=int(rng.integers(2**32)),
+            n=int(rng.choice([1, 1, 1, 2, 3])),
+            stop_ids=tuple(rng.integers(0, VOCAB, rng.choice([0, 0, 1, 10])).tolist()),
+            logprobs=int(rng.integers(0, config.top_logprobs + 1)),
+            prompt_logprobs=bool(rng.random() < 0.3),
+        )
+        at = int(rng.integers(0, 12))
+        cancel = at + int(rng.integers(0, 15)) if rng.random() < 0.15 else None
+        out.append({"prompt": prompt, "params": params, "at": at, "cancel": cancel, "salt": str(rng.integers(2))})
+    return out
