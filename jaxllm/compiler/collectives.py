@@ -36,9 +36,17 @@ KINDS = (
 )
 """The kinds of collective, by XLA's names. ``send`` stands for a send and its receive."""
 
-_PASSES = ("get-tuple-element", "bitcast", "copy", "convert", "reshape", "transpose")  # a slice before is a slice after
+_PASSES = (
+    "all-reduce-done",
+    "get-tuple-element",
+    "bitcast",
+    "copy",
+    "convert",
+    "reshape",
+    "transpose",
+)  # a slice before is a slice after
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # 19 digits: "no idea", said of work for the SparseCore
-_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_CHAIN, _STARTS = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
 _MESH_GROUPS = re.compile(r"replica_groups=\{?mesh\[(.*?)\](?:, device_ids=\(.*?\)\)|, device_ids=\(.*?\))? ?\{(.*?)\}")
 
 
@@ -128,14 +136,13 @@ class _Walker:
     def run(self, frame: hlo.Frame) -> _Sums:
         """One run of a computation."""
         sums = _Sums()
-        chains: set[tuple[str, str]] = set()
         for instruction in frame.computation.instructions.values():
             if cycles := _CYCLES.search(instruction.attributes):
                 sums.cycles += int(cycles[1])
             opcode = instruction.opcode.removesuffix("-start")
             if opcode in KINDS:
                 kind, summed = opcode, False
-                if opcode == "all-reduce" and instruction.opcode == opcode:
+                if opcode == "all-reduce":
                     kind, summed = self._stands_for(instruction, frame.computation)
                 sums.collectives.update(self._collective(kind, instruction, frame.computation, summed))
             elif opcode == "while":
@@ -147,24 +154,23 @@ class _Walker:
                 branches = [self.run(hlo.Frame(branch)) for branch in self._branches(instruction)]
                 sums.add(max(branches, key=lambda branch: branch.weight))
             elif opcode == "fusion":
-                sums.collectives.update(self._fused(instruction, chains))
+                sums.collectives.update(self._fused(instruction))
             elif opcode in ("call", "async"):
                 sums.add(self.run(hlo.Frame(self._callee(instruction))))
         return sums
 
-    def _fused(self, fusion: hlo.Instruction, chains: set[tuple[str, str]]) -> Counter[_Key]:
-        """The collectives inside a fusion (TPU). ``chains``: the split-up ones that were counted already."""
+    def _fused(self, fusion: hlo.Instruction) -> Counter[_Key]:
+        """The collectives inside a fusion (TPU); of one in pieces, which loops may hold, the piece that starts it."""
         inside = self._callee(fusion)
+        starts = any(_STARTS in instruction.attributes for instruction in inside.instructions.values())
         found: Counter[_Key] = Counter()
         for instruction in inside.instructions.values():
             if instruction.opcode == "fusion":
-                found.update(self._fused(instruction, chains))
+                found.update(self._fused(instruction))
             if instruction.opcode not in KINDS:
                 continue
-            if chain := _CHAIN.search(instruction.attributes):
-                if (instruction.opcode, chain[1]) in chains:
-                    continue
-                chains.add((instruction.opcode, chain[1]))
+            if _CHAIN in instruction.attributes and not starts:
+                continue
             kind = instruction.opcode
             if kind == "all-reduce" and self._only_sliced(instruction.name, inside):
                 kind = "reduce-scatter"

@@ -151,12 +151,12 @@ class _Step:
         tensor, stream = self.axes("act_vocab"), self._bytes(tokens, self.model.config.embed_dim)
         wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
         yield Expected("all-reduce", tensor, 1, 3 * tokens * wide, "softmax over the vocabulary")
-        yield Expected("all-reduce", tensor, 1, stream, "embedding")
         if self.plan.sequence:
+            yield Expected("reduce-scatter", tensor, 1, stream, "embedding")
             yield Expected("all-gather", tensor, 2, stream, "embedding, backward, and loss")
             yield Expected("reduce-scatter", tensor, 1, stream, "loss, backward")
         else:
-            yield Expected("all-reduce", tensor, 1, stream, "loss, backward")
+            yield Expected("all-reduce", tensor, 2, stream, "embedding; loss, backward")
 
     def _attention(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
         attention, passes = block.attention, self.passes

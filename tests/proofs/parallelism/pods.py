@@ -21,8 +21,6 @@ PODS: dict[Callable[[], RunConfig], tuple[str, ...]] = {
     llama3_8b_1m: ("v5p:4x4x8",),
 }
 CASES = tuple((recipe.__name__, on) for recipe, topologies in PODS.items() for on in topologies)
-IN_KERNELS = ("collective-permute",)
-"""On TPUs keys and values go around the ring inside its kernel, whose copies no text shows."""
 
 
 def run_of(recipe: str) -> RunConfig:
@@ -37,6 +35,5 @@ def pods(case: tuple[str, str]) -> dict[str, float]:
     recipe, on = case
     run, topology = run_of(recipe), Topology.parse(on)
     report = compile_for(run, on)
-    unseen = IN_KERNELS if topology.platform == "tpu" else ()
     assert topology.hbm_bytes is not None
-    return {"of_memory": report.total_bytes / topology.hbm_bytes, "traffic": difference(run, report, unseen)}
+    return {"of_memory": report.total_bytes / topology.hbm_bytes, "traffic": difference(run, report)}
