@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxllm.checkpoint.checkpointer import Checkpointer
     from jaxllm.checkpoint.looking import Resumed
     from jaxllm.checkpoint.manifest import LeafRecord, Manifest
+    from jaxllm.checkpoint.memory.snapshots import Snapshots
     from jaxllm.checkpoint.providers import StateProvider
     from jaxllm.checkpoint.restore import Reading, Source
     from jaxllm.checkpoint.shared import SharedCheckpointer
@@ -36,6 +37,7 @@ _LAZY = {
     "Resumed": "jaxllm.checkpoint.looking",
     "StateProvider": "jaxllm.checkpoint.providers",
     "SharedCheckpointer": "jaxllm.checkpoint.shared",
+    "Snapshots": "jaxllm.checkpoint.memory.snapshots",
     "Source": "jaxllm.checkpoint.restore",
     "StreamedLeaf": "jaxllm.checkpoint.writer",
 }
@@ -54,6 +56,7 @@ __all__ = [
     "Reading",
     "Resumed",
     "SharedCheckpointer",
+    "Snapshots",
     "Source",
     "StateProvider",
     "StreamedLeaf",

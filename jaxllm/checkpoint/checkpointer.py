@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint import hashing, snapshot, writer
+from jaxllm.checkpoint import hashing, snapshot, store, writer
 from jaxllm.checkpoint import manifest as manifest_lib
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.files import Files
 from jaxllm.checkpoint.looking import Looking, Resumed
 from jaxllm.checkpoint.manifest import FileRecord, LeafRecord, Manifest
 from jaxllm.checkpoint.reader import META
-from jaxllm.checkpoint.snapshot import Leaf
+from jaxllm.checkpoint.snapshot import Copy, Leaf
 from jaxllm.checkpoint.writer import Budget, StreamedLeaf
 
 __all__ = ["Checkpointer", "Resumed"]
+
+COPIES: dict[str, Copy] = {"lazy": "device", "eager": "host", "blocking": "none"}
 
 
 class Checkpointer(Looking):
@@ -43,7 +46,7 @@ class Checkpointer(Looking):
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike | Files,
         config: CheckpointConfig | None = None,
         *,
         read_only: bool = False,
@@ -83,8 +86,9 @@ class Checkpointer(Looking):
         if (text := self._admit(step, meta)) is None:
             return False
         step, how = int(step), self.config.saving
-        lazy = snapshot.has_room(state) if how == "auto" else how == "lazy"
-        leaves = self._capture(state, lazy)
+        if how == "auto":
+            how = "lazy" if snapshot.has_room(state) else "eager"
+        leaves = self._capture(state, COPIES[how])
         if how == "blocking":
             self._write(step, text, leaves)
         else:
@@ -103,7 +107,7 @@ class Checkpointer(Looking):
         """
         if (text := self._admit(step, meta)) is None:
             return False
-        self._write(int(step), text, writer.streamed(leaves))
+        self._write(int(step), text, writer.streamed(leaves), one_at_a_time=True)
         return True
 
     def wait(self) -> None:
@@ -191,25 +195,28 @@ class Checkpointer(Looking):
             )
         return text
 
-    def _capture(self, state: Any, lazy: bool) -> dict[str, Leaf]:
-        return snapshot.capture(state, lazy=lazy)
+    def _capture(self, state: Any, copy: Copy) -> dict[str, Leaf]:
+        return snapshot.capture(state, copy=copy)
 
-    def _put(self, folder: str, leaves: Mapping[str, Leaf]) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
+    def _put(
+        self, folder: str, leaves: Mapping[str, Leaf], budget: Budget
+    ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
         """Writes the arrays into a folder, and returns when they are on disk."""
         files = self._directory.files
         described = writer.describe(files, folder, leaves)
-        written = writer.write_parts(files, folder, leaves, Budget(self.config.host_bytes))
+        written = writer.write_parts(files, folder, leaves, budget)
         return writer.records_of(leaves, written), described | writer.files_of(written)
 
-    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf]) -> None:
+    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf], one_at_a_time: bool = False) -> None:
         """Writes and commits one checkpoint; then applies retention."""
         try:
             folder = self._directory.begin(step)
-            records, files = self._put(folder, leaves)
+            budget = Budget(1 if one_at_a_time else self.config.host_bytes)
+            records, files = self._put(folder, leaves, budget)
             files[META] = writer.write_file(self._directory.files, folder, META, meta.encode())
             manifest = Manifest(step, records, dict(sorted(files.items())), hashing.BLOCK)
             writer.write_file(self._directory.files, folder, manifest_lib.NAME, manifest.to_json().encode())
-            self._directory.commit(step)
+            self._directory.commit(step, [name for name in (*files, manifest_lib.NAME) if not store.is_chunk(name)])
         except Exception as error:
             self._directory.abandon(step)
             others = [s for s in self.steps() if s != step]

@@ -20,11 +20,11 @@ import os
 import re
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 
 from jaxllm.checkpoint import manifest as manifest_lib
 from jaxllm.checkpoint.errors import CheckpointBusyError
-from jaxllm.checkpoint.files import Local, open_files
+from jaxllm.checkpoint.files import Files, Local, open_files
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DEAD = re.compile(r"(saving|deleting)_\d{8,}")
@@ -41,7 +41,7 @@ class Directory:
         files: what is there.
     """
 
-    def __init__(self, root: str | os.PathLike):
+    def __init__(self, root: str | os.PathLike | Files):
         self.files = open_files(root)
         self._lock: int | None = None
         self._held = False
@@ -106,15 +106,19 @@ class Directory:
         self.files.make(name)
         return name
 
-    def commit(self, step: int) -> None:
-        """Makes the folder from `begin` the checkpoint of `step`, in one move that survives a power cut."""
+    def commit(self, step: int, names: Iterable[str]) -> None:
+        """Makes the folder from `begin` the checkpoint of `step`, in one move that survives a power cut.
+
+        Args:
+            names: files in it that hold no array data; those that do are on the disk already.
+        """
         if not self.files.renames:
             return  # its manifest, which is there, has made it one
-        name = self.saving(step)
-        folders = {f"{name}/{file}".rsplit("/", 1)[0] for file in self.files.walk(name)}
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda folder: self.files.sync([folder]), sorted({*folders, name, f"{name}/state"})))
-        self.files.rename(name, self.folder(step))
+        saving = self.saving(step)
+        files = {f"{saving}/{name}" for name in names}
+        folders = {name.rsplit("/", 1)[0] for name in files}
+        self.files.sync(sorted({*files, *folders, saving}))
+        self.files.rename(saving, self.folder(step))
         self.files.sync([""])
 
     def abandon(self, step: int) -> None:

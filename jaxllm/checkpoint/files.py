@@ -11,8 +11,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -67,10 +69,9 @@ class Local:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """A new file, which is on the disk when the block ends."""
+        """A new file; `sync` waits until it is on the disk."""
         with open(self.path / name, "wb", buffering=0) as file:
             yield file  # type: ignore[misc]
-            os.fsync(file.fileno())
 
     def rename(self, name: str, to: str) -> None:
         os.rename(self.path / name, self.path / to)
@@ -83,14 +84,21 @@ class Local:
         else:
             path.unlink(missing_ok=True)
 
-    def sync(self, folders: Iterable[str]) -> None:
-        """Waits until the entries of folders are on the disk."""
-        for name in folders:
+    def sync(self, names: Iterable[str]) -> None:
+        """Waits until files, and the entries of folders, are on the disk.
+
+        All at once, when all are written: one flush of the file system's journal serves many.
+        """
+
+        def one(name: str) -> None:
             handle = os.open(self.path / name, os.O_RDONLY)
             try:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, names))
 
 
 class Remote:
@@ -165,18 +173,37 @@ class Remote:
         if self.fs.exists(self._at(name)):
             self.fs.rm(self._at(name), recursive=True)
 
-    def sync(self, folders: Iterable[str]) -> None:
+    def sync(self, names: Iterable[str]) -> None:
         """What is written is there."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
 
-Files = Local | Remote
+@runtime_checkable
+class Files(Protocol):
+    """What a place of files can do; `Local` says what each does, `Held` is a third kind, in other processes' memory.
+
+    renames: whether a folder gets another name in one step that is never seen half done.
+    """
+
+    renames: bool
+
+    def make(self, name: str) -> None: ...
+    def names(self, folder: str = "") -> list[str]: ...
+    def walk(self, folder: str) -> dict[str, int]: ...
+    def size(self, name: str) -> int | None: ...
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray: ...
+    def create(self, name: str) -> AbstractContextManager[BinaryIO]: ...
+    def rename(self, name: str, to: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def sync(self, names: Iterable[str]) -> None: ...
 
 
-def open_files(root: str | os.PathLike) -> Files:
+def open_files(root: str | os.PathLike | Files) -> Files:
     """The files below a path or a URL."""
+    if not isinstance(root, str | os.PathLike):
+        return root
     text = os.fspath(root)
     if "://" not in text:
         return Local(text)

@@ -16,14 +16,54 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from jaxllm.files import release
+
 BLOCK = 2**26
 """Bytes of a block."""
+PIECE = 2**24
+"""Bytes that are written, hashed or read at a time."""
 HASHERS = min(8, os.cpu_count() or 1)
 """Threads that hash; hashlib releases the GIL."""
 
 
 def hash_bytes(data: bytes | memoryview | np.ndarray) -> str:
     return f"sha256:{hashlib.sha256(data.data if isinstance(data, np.ndarray) else data).hexdigest()}"
+
+
+def hash_mapped(data: np.ndarray) -> str:
+    """Hash of a part of a file; where it is mapped, what was read is let go."""
+    digest = hashlib.sha256()
+    for piece in cut(data, PIECE):
+        digest.update(piece.data)
+        release([piece])
+    return f"sha256:{digest.hexdigest()}"
+
+
+class BlockHasher:
+    """Hashes of the blocks of bytes that come in pieces of any size."""
+
+    def __init__(self):
+        self._done: list[str] = []
+        self._current, self._count = hashlib.sha256(), 0
+
+    def update(self, piece: np.ndarray) -> None:
+        while len(piece):
+            part = piece[: BLOCK - self._count]
+            self._current.update(part.data)
+            self._count += len(part)
+            piece = piece[len(part) :]
+            if self._count == BLOCK:
+                self._next()
+
+    def blocks(self) -> list[str]:
+        """Hashes of all blocks; one of nothing if nothing came."""
+        if self._count or not self._done:
+            self._next()
+        return self._done
+
+    def _next(self) -> None:
+        self._done.append(f"sha256:{self._current.hexdigest()}")
+        self._current, self._count = hashlib.sha256(), 0
 
 
 def join(blocks: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.checkpoint import tree
 from jaxllm.checkpoint.directory import Directory
 from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError
-from jaxllm.checkpoint.files import Local
+from jaxllm.checkpoint.files import Files, Local
 from jaxllm.checkpoint.manifest import LeafRecord, Manifest
 from jaxllm.checkpoint.reader import Leaf, Progress, Reader, in_order
 from jaxllm.checkpoint.restore import EXACT, Reading, check_match, place, require_arrays
@@ -34,7 +34,7 @@ class Resumed(NamedTuple):
 class Looking:
     """The checkpoints of one place, read and verified."""
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike | Files):
         self._directory = Directory(directory)
         self._reader = Reader(self._directory)
         self.directory = self._at("")

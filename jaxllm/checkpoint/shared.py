@@ -23,9 +23,10 @@ from jaxllm.checkpoint import hashing, snapshot, store, writer
 from jaxllm.checkpoint.checkpointer import Checkpointer
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.files import Files
 from jaxllm.checkpoint.looking import Resumed
 from jaxllm.checkpoint.manifest import FileRecord, LeafRecord
-from jaxllm.checkpoint.snapshot import Leaf
+from jaxllm.checkpoint.snapshot import Copy, Leaf
 from jaxllm.checkpoint.stored import StoredLeaf
 from jaxllm.checkpoint.writer import Budget, Part
 
@@ -56,7 +57,7 @@ class SharedCheckpointer(Checkpointer):
     Every process calls the same methods in the same order with the same arguments; each raises what any of them met.
     """
 
-    def __init__(self, directory: str | os.PathLike, config: CheckpointConfig | None, group: Group):
+    def __init__(self, directory: str | os.PathLike | Files, config: CheckpointConfig | None, group: Group):
         super().__init__(directory, config, read_only=group.rank != 0)
         self._group = group
 
@@ -93,21 +94,21 @@ class SharedCheckpointer(Checkpointer):
             raise CheckpointError(problem)
         return text
 
-    def _capture(self, state: Any, lazy: bool) -> dict[str, Leaf]:
+    def _capture(self, state: Any, copy: Copy) -> dict[str, Leaf]:
         # A copy on the devices is one program of all processes: all make it, or none.
-        said = self._group.gather("checkpoint/room", json.dumps(lazy))
-        lazy = json.loads(self._group.tell("checkpoint/room", json.dumps(all(json.loads(one) for one in said))))
-        leaves = snapshot.capture(state, lazy=lazy, shared=True)
+        said = self._group.gather("checkpoint/room", copy)
+        copy = self._group.tell("checkpoint/room", next((one for one in said if one != "device"), copy))  # type: ignore[assignment]
+        leaves = snapshot.capture(state, copy=copy, shared=True)
         return leaves if self._leads else {path: leaf for path, leaf in leaves.items() if leaf.split}
 
-    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf]) -> None:
+    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf], one_at_a_time: bool = False) -> None:
         """Process 0 speaks three times: when the folder is there, when all chunks are, and in the end.
 
         What it says is JSON; one with a `problem` is its last word.
         """
         if self._leads:
             try:
-                super()._write(step, meta, leaves)
+                super()._write(step, meta, leaves, one_at_a_time)
             except CheckpointError as error:
                 self._say(problem=str(error))
                 raise
@@ -126,14 +127,16 @@ class SharedCheckpointer(Checkpointer):
             raise CheckpointError(said["problem"])
         return said
 
-    def _put(self, folder: str, leaves: Mapping[str, Leaf]) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
+    def _put(
+        self, folder: str, leaves: Mapping[str, Leaf], budget: Budget
+    ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
         """What process 0 writes, and what the manifest says of all."""
         files = writer.describe(self._directory.files, folder, leaves)
         self._say()
         split = {path: leaf for path, leaf in leaves.items() if leaf.split}
         own = {path: leaf for path, leaf in leaves.items() if not leaf.split}
         try:
-            written = writer.write_parts(self._directory.files, folder, own, Budget(self.config.host_bytes))
+            written = writer.write_parts(self._directory.files, folder, own, budget)
             problem = None
         except Exception as error:  # told when the others listen
             written, problem = {}, error
@@ -165,12 +168,18 @@ class SharedCheckpointer(Checkpointer):
             self._say(chunks={name: [file.bytes, file.hash] for name, file in every.items()})
         else:
             every = {name: FileRecord(*about) for name, about in self._hear()["chunks"].items()}
-        hashes = self._together("checkpoint/blocks", lambda: self._share_of_blocks(folder, leaves, every))
+        return self._records(folder, leaves, every), every
+
+    def _records(
+        self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+    ) -> dict[str, LeafRecord]:
+        """What the manifest says of leaves whose chunks are all there; nothing in processes other than 0."""
+        hashes = self._together("checkpoint/blocks", lambda: self._share_of_blocks(folder, leaves, chunks))
         records = {}
         for path, leaf in leaves.items() if self._leads else ():
             blocks = {int(n): digest for one in hashes for n, digest in one.get(path, {}).items()}
             records[path] = writer.record(leaf, [blocks[n] for n in range(len(blocks))])
-        return records, every
+        return records
 
     def _share_of_blocks(
         self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]

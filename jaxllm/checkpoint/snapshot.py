@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +60,15 @@ def whole(
     return Leaf(outer, name, impl, shape, dtype, shape, {store.only_chunk(shape): pieces})
 
 
-def capture(state: Any, *, lazy: bool, shared: bool = False) -> dict[str, Leaf]:
+Copy = Literal["device", "host", "none"]
+
+
+def capture(state: Any, *, copy: Copy, shared: bool = False) -> dict[str, Leaf]:
     """Every leaf of a state, copied: the caller may donate or overwrite its arrays afterwards.
 
     Args:
         state: jax arrays of any dtype and sharding, typed PRNG keys and numpy arrays.
-        lazy: the copies of jax arrays are on their devices; otherwise in host memory.
+        copy: where copies of jax arrays are; none: there are none, the caller waits for the writing.
         shared: leaves may live in several processes, which all call this; each gets its own parts.
 
     Raises:
@@ -97,8 +100,8 @@ def capture(state: Any, *, lazy: bool, shared: bool = False) -> dict[str, Leaf]:
             keys[path] = str(leaf.dtype), str(jax.random.key_impl(leaf))
             leaf = jax.random.key_data(leaf)
         arrays[path] = leaf
-    shards = _shards(_copied(arrays) if lazy else arrays)
-    if not lazy:
+    shards = _shards(_copied(arrays) if copy == "device" else arrays)
+    if copy == "host":
         shards = {path: (chunk, _fetched(parts)) for path, (chunk, parts) in shards.items()}
     out: dict[str, Leaf] = {}
     for path, leaf in leaves.items():
@@ -166,13 +169,17 @@ def _copied(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         groups.setdefault(tuple(devices), []).append(path)
     out: dict[str, jax.Array] = {}
     for paths in groups.values():
-        out.update(zip(paths, _copy([arrays[path] for path in paths]), strict=True))
+        group = [arrays[path] for path in paths]
+        cpu = next(iter(group[0].sharding.device_set)).platform == "cpu"
+        copies, _ = _copy(group, np.ones((16, 16), np.float32) if cpu else None)
+        out.update(zip(paths, copies, strict=True))
     return out
 
 
 @jax.jit
-def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(array) for array in arrays]
+def _copy(arrays: list[jax.Array], work: Any) -> tuple[list[jax.Array], Any]:
+    # On CPUs a program that only moves data runs in the thread that calls it; one with a product of matrices does not.
+    return [jnp.copy(array) for array in arrays], None if work is None else work @ work
 
 
 def _fetched(parts: Parts) -> Parts:

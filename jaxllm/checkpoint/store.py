@@ -40,6 +40,11 @@ def folder_of(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
+def is_chunk(name: str) -> bool:
+    """Whether a file holds array data."""
+    return name.count("/") == 2 and not name.endswith(f"/{HEAD}")
+
+
 def only_chunk(shape: tuple[int, ...]) -> str:
     """The name of a leaf's one chunk."""
     return ".".join("0" for _ in shape) or "0"

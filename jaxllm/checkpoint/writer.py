@@ -18,6 +18,8 @@ from jaxllm.checkpoint.hashing import as_bytes, cut, hash_bytes
 from jaxllm.checkpoint.manifest import FileRecord, LeafRecord
 from jaxllm.checkpoint.snapshot import Leaf, whole
 
+LARGE = 2**23
+"""Bytes from which on a file is waited for alone; smaller ones all together, in the end."""
 WRITERS = 4
 """Files that are written at a time: while one waits for the disk, others go on."""
 
@@ -114,9 +116,12 @@ def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: B
             path, chunk = job
             leaf = leaves[path]
             size = math.prod(leaf.chunk) * leaf.array_dtype.itemsize
-            # One that comes in small pieces holds less than this.
-            with budget(size), files.create(f"{folder}/{store.leaf_folder(path)}/{chunk}") as out:
-                return _write(out.write, leaf.parts[chunk](), path, leaf, size, hashers)
+            name = f"{folder}/{store.leaf_folder(path)}/{chunk}"
+            with budget(size), files.create(name) as out:
+                part = _write(out.write, leaf.parts[chunk](), path, leaf, size, hashers)
+            if size >= LARGE:
+                files.sync([name])  # while others are written and hashed
+            return part
 
         running = [pool.submit(write, job) for job in jobs]
         done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
@@ -126,7 +131,9 @@ def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: B
         out: dict[str, dict[str, Part]] = {path: {} for path in leaves}
         for (path, chunk), future in zip(jobs, running, strict=True):
             out[path][chunk] = future.result()
-        return out
+    small = [name for name, file in files_of(out).items() if file.bytes < LARGE]
+    files.sync(f"{folder}/{name}" for name in small)
+    return out
 
 
 def records_of(leaves: Mapping[str, Leaf], written: Mapping[str, Mapping[str, Part]]) -> dict[str, LeafRecord]:
@@ -166,41 +173,22 @@ def _write(
     size: int,
     hashers: ThreadPoolExecutor,
 ) -> Part:
-    """Writes one chunk while its blocks are hashed. A block that several pieces make up is put together first."""
-    pending: list[concurrent.futures.Future[str]] = []
-    held: list[np.ndarray] = []
-    waiting, written = 0, 0
+    """Writes one chunk, each piece while it is hashed."""
+    hasher, written = hashing.BlockHasher(), 0
     for piece in pieces:
         if piece.dtype != leaf.array_dtype:
             raise ValueError(f"leaf {path} is {leaf.array_dtype}, and a piece of it is {piece.dtype}.")
-        held.append(as_bytes(piece))
-        waiting += len(held[-1])
-        if waiting >= hashing.BLOCK:
-            data = np.concatenate(held) if len(held) > 1 else held[0]
-            full = waiting - waiting % hashing.BLOCK
-            for block in cut(data[:full], hashing.BLOCK):
-                written += _put(put, block, pending, hashers)
-            held, waiting = [data[full:]], waiting - full
-        if written + waiting > size:
+        for part in cut(as_bytes(piece), hashing.PIECE):
+            hashed = hashers.submit(hasher.update, part)
+            rest = part.data
+            while len(rest):  # an unbuffered file may take a part
+                count = put(rest)
+                rest = rest[count if isinstance(count, int) else len(rest) :]
+            hashed.result()
+            written += len(part)
+        if written > size:
             break
-    if waiting:
-        written += _put(put, np.concatenate(held), pending, hashers)
+        del piece, part, rest, hashed  # before the next one is made
     if written != size:
         raise ValueError(f"leaf {path} has {size} bytes, and its pieces have {written}.")
-    return Part(size, [future.result() for future in pending])
-
-
-def _put(
-    put: Callable[..., object],
-    block: np.ndarray,
-    pending: list[concurrent.futures.Future[str]],
-    pool: ThreadPoolExecutor,
-) -> int:
-    pending.append(pool.submit(hash_bytes, block))
-    view = block.data
-    while len(view):  # an unbuffered file may take a part
-        count = put(view)
-        view = view[count if isinstance(count, int) else len(view) :]
-    if len(pending) > 2:
-        pending[-3].result()  # no more than three blocks are held
-    return len(block)
+    return Part(size, hasher.blocks())

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, SharedCheckpointer, StateProvider, providers
+from jaxllm.checkpoint import CheckpointCorruptError, StateProvider, providers
 from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import Functional, functional, param_count
@@ -31,6 +31,7 @@ from jaxllm.train.loss import value_and_grad
 from jaxllm.train.plot import draw_loss
 from jaxllm.train.processes import fingerprint, own_part, put, surroundings
 from jaxllm.train.receipt import make_receipt, versions
+from jaxllm.train.saving import Place, Saver
 from jaxllm.train.state import TrainState, abstract_state, init_state
 from jaxllm.train.step import ValueAndGrad, jit_step, train_step
 from jaxllm.train.view import View
@@ -99,11 +100,9 @@ class Run:
         rows = self.config.data.batch_size
         return put(batch, self.batch_sharding, rows, self.part * rows // self.parts)
 
-    def checkpointer(self) -> Checkpointer:
+    def saver(self) -> Saver:
         """Of this process, or of all together."""
-        config = self.config.checkpoint
-        where = config.directory or self.directory.checkpoints
-        return Checkpointer(where, config) if self.group.size == 1 else SharedCheckpointer(where, config, self.group)
+        return Saver(self.directory.path, self.config.checkpoint, self.group)
 
     def compile_step(self) -> tuple[Any, float]:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
@@ -117,10 +116,10 @@ class Run:
             compiled = step.lower(self.abstract, batch).compile(compiler_options=self.compiler_options or None)
         return compiled, time.monotonic() - start
 
-    def save(self, checkpointer: Checkpointer, step: int, state: TrainState, metrics: dict[str, float]) -> None:
+    def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, float]) -> None:
         """The state, the providers', and the facts beside them."""
         meta = {**self.meta(step), "metrics": metrics, **providers.facts(self.also)}
-        checkpointer.save(step, providers.with_arrays(state, self.also), meta)
+        saver.save(place, step, providers.with_arrays(state, self.also), meta)
 
     def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint carries beside the state."""
@@ -152,8 +151,8 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
     run = Run(config, also)
     run.group.agree("the devices and data", surroundings(run.mesh, run.data.train.fingerprint))
     files = run.directory
-    with run.checkpointer() as checkpointer:
-        state, first = start_state(run, checkpointer)
+    with run.saver() as saver:
+        state, first = start_state(run, saver)
         files.write_json(files.config, to_dict(config))
         if files.writes:
             run.data.tokenizer.save(files.tokenizer)
@@ -162,8 +161,8 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
         files.keep_metrics(first)
         with make_view(run, first) as view, stop_signals() as stopping:
             describe(run, view, first)
-            state, done = steps(run, state, first, checkpointer, view, stopping)
-            checkpointer.wait()
+            state, done = steps(run, state, first, saver, view, stopping)
+            saver.finish()
             if done < config.steps:
                 view.say(f"Stopped after step {done}; saved. Start again with the same command to go on.")
                 if files.writes:
@@ -174,7 +173,7 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
 
 
 def steps(
-    run: Run, state: TrainState, first: int, checkpointer: Checkpointer, view: View, stopping: list[int]
+    run: Run, state: TrainState, first: int, saver: Saver, view: View, stopping: list[int]
 ) -> tuple[TrainState, int]:
     """Steps ``first`` to the end, or to a signal; returns the state and the steps done."""
     config, files = run.config, run.directory
@@ -200,7 +199,7 @@ def steps(
             number, metrics = pending.pop()
             values = {key: float(value) for key, value in metrics.items()}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-                raise non_finite(values, number, checkpointer)
+                raise non_finite(values, number, saver)
             view.step(number, values)
             log(number, {**values, "tokens_per_second": view.tokens_per_second})
 
@@ -210,12 +209,12 @@ def steps(
             done = number + 1
             pending.append((done, metrics))
             last = bool(stop_together(stopping)) or done == config.steps
-            saving = last or config.checkpoint.due(done)
+            place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
-            if saving or evaluating:
+            if place or evaluating:
                 settle()  # nothing is saved before its loss was seen to be finite
-            if saving:
-                run.save(checkpointer, done, state, values)
+            if place:
+                run.save(saver, place, done, state, values)
             if evaluating and evaluate is not None:
                 record_evaluation(evaluate(state.params), done, log, view)
             if last:
@@ -223,12 +222,12 @@ def steps(
     return state, done
 
 
-def non_finite(values: dict[str, float], number: int, checkpointer: Checkpointer) -> NonFiniteLossError:
+def non_finite(values: dict[str, float], number: int, saver: Saver) -> NonFiniteLossError:
     """The error of step ``number``; sets aside the checkpoint that gave it, so that the newest one is good."""
-    checkpointer.wait()
+    saver.wait()
     # The loss of step n is that of the parameters after n - 1 steps, which were finite numbers when they were saved.
-    aside = checkpointer.set_aside_after(number - 2)
-    good = checkpointer.latest()
+    aside = saver.set_aside_after(number - 2)
+    good = saver.latest()
     return NonFiniteLossError(
         f"step {number}: loss {values['loss']}, gradient norm {values['grad_norm']}. Stopped. "
         + (f"The checkpoint of step {good} is good. " if good is not None else "No checkpoint is good. ")
@@ -237,16 +236,16 @@ def non_finite(values: dict[str, float], number: int, checkpointer: Checkpointer
     )
 
 
-def start_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, int]:
+def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
     """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
-    if checkpointer.latest() is None:
+    if saver.latest() is None:
         params = None
         if run.begin is not None:
             params = run.begin.load(run.mesh, run.config.model.param_dtype)
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
-        check_resumable(checkpointer.read_meta(), run.config, run.directory.path)
-    found = checkpointer.resume(providers.with_arrays(run.abstract, run.also))
+        check_resumable(saver.read_meta(), run.config, run.directory.path)
+    found = saver.resume(providers.with_arrays(run.abstract, run.also))
     if found is None:  # another process emptied the directory between two lines
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} are gone; start again.")
     check_resumable(found.meta, run.config, run.directory.path)

@@ -189,3 +189,53 @@ def trial(directory: Path, seed: int, rounds: int = 2) -> None:
             assert found.state["params"]["gain"].tobytes() == want["params"]["gain"].tobytes()
             assert found.state["mu"]["w"].tobytes() == want["mu"]["w"].tobytes()
             first = found.step + 1
+
+
+def snapshot_on(folder: str, told: str, seed: int, first: int) -> None:
+    """Snapshots in memory, step after step, until it is killed."""
+    import jax.numpy as jnp
+
+    from jaxllm.checkpoint import MemoryConfig, Snapshots
+    from jaxllm.parallel.distributed import Group
+
+    with open(told, "a", buffering=1) as tell, Snapshots(Path(folder), MemoryConfig(linger=60), Group()) as snapshots:
+        for step in itertools.count(first):
+            state = state_at(seed, step) | {"rows": jnp.full((4, 4), step, jnp.float32)}
+            snapshots.save(step, state, {"cursor": step * 7})
+            if step > first:
+                tell.write(f"{step - 1}\n")
+
+
+def memory_trial(directory: Path, seed: int, rounds: int = 3) -> None:
+    """A trainer that dies while it makes snapshots in memory: the holder has a whole one, no older than promised."""
+    from jaxllm.checkpoint import MemoryConfig, Snapshots
+    from jaxllm.parallel.distributed import Group
+
+    rng = random.Random(seed)
+    told, first = directory / "told", 1
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint.crashing", "jaxllm.checkpoint.checkpointer", "orbax.checkpoint"])
+    try:
+        for _ in range(rounds):
+            least = promised(told)
+            process = context.Process(target=snapshot_on, args=(str(directory / "holders"), str(told), seed, first))
+            process.start()
+            while process.is_alive() and promised(told) <= least:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+            process.join(60)
+            assert process.exitcode == -signal.SIGKILL
+            with Snapshots(directory / "holders", MemoryConfig(linger=60), Group()) as snapshots:
+                snapshots.verify()
+                found = snapshots.resume(None)
+            assert found is not None
+            assert found.step >= promised(told) > least
+            want = state_at(seed, found.step)
+            assert found.meta == {"cursor": found.step * 7}
+            assert found.state["params"]["w"].tobytes() == want["params"]["w"].tobytes()
+            assert found.state["mu"]["w"].tobytes() == want["mu"]["w"].tobytes()
+            first = found.step + 1
+    finally:
+        with Snapshots(directory / "holders", MemoryConfig(linger=60), Group()) as snapshots:
+            snapshots.forget()

@@ -17,7 +17,7 @@ from tests.parallel.test_distributed import Store
 class Made(SharedCheckpointer):
     """Saves leaves that are made already."""
 
-    def _capture(self, state: Any, lazy: bool) -> dict[str, Leaf]:
+    def _capture(self, state: Any, copy: Any) -> dict[str, Leaf]:
         return state
 
 

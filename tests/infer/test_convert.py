@@ -270,7 +270,7 @@ PEAK = """
 import sys
 import jax.numpy as jnp
 from jaxllm.infer.convert import convert
-import jaxllm.checkpoint.writer
+import jaxllm.checkpoint.writer, orbax.checkpoint
 
 def memory(field):
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

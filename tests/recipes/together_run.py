@@ -3,6 +3,7 @@
 TOGETHER='{"rank": 2, "step": 6, "signal": "SIGKILL"}'    process 2 sends itself a signal when it has seen step 6
 TOGETHER='{"rank": 2, "peak": 0.02}'                      process 2 has another learning rate
 TOGETHER='{"rank": 2, "jax": "0.1"}'                      process 2 has another version of jax
+TOGETHER='{"memory": true}'                               snapshots in memory at every step; disk at the end
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import signal
 
-from jaxllm.checkpoint import CheckpointConfig
+from jaxllm.checkpoint import CheckpointConfig, MemoryConfig
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
@@ -38,7 +39,11 @@ def together_run() -> RunConfig:
         data=DataConfig(tokenizer="byte", seq_len=16, batch_size=8, heldout_fraction=0.1),
         optim=OptimConfig(schedule=ScheduleConfig(peak=mine.get("peak", 1e-2))),
         steps=12,
-        checkpoint=CheckpointConfig(every=4),
+        checkpoint=(
+            CheckpointConfig(every=100, memory=MemoryConfig(every=1, linger=300))
+            if special.get("memory")
+            else CheckpointConfig(every=4)
+        ),
         distributed=DistributedConfig(start_timeout=200, lost_after=30),
         log_every=1,
     )

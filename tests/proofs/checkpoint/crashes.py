@@ -6,7 +6,7 @@ import logging
 import tempfile
 from pathlib import Path
 
-from tests.checkpoint.crashing import trial
+from tests.checkpoint.crashing import memory_trial, trial
 from tests.proofs.harness import proof
 
 
@@ -21,3 +21,10 @@ def crash_matrix(seed: int) -> None:
             trial(Path(folder), seed)
     finally:
         logging.getLogger("jaxllm.checkpoint").disabled = False
+
+
+@proof("checkpoint", count=40, sample=1)
+def crashes_with_snapshots(seed: int) -> None:
+    """Three SIGKILLs of a trainer that makes snapshots in memory as fast as it can; the holder lives on."""
+    with tempfile.TemporaryDirectory() as folder:
+        memory_trial(Path(folder), seed)
