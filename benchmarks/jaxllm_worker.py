@@ -80,7 +80,7 @@ class JaxllmSide(worker.Side):
                 sequences=batch, budget=batch * s.prompt, max_len=s.prompt + s.new_tokens, loop=32, prefix_cache=False,
                 samplers=("plain",), buckets=(batch * s.prompt,),
             )  # fmt: skip
-            self._engines[batch] = Engine(self.model, self.state.params, sizes)
+            self._engines[batch] = Engine.of(self.model, self.state.params, sizes)
         engine = self._engines[batch]
         greedy = SamplingParams(max_tokens=s.new_tokens, temperature=0.0)
         requests = [engine.submit(self.batch.tokens[0, : s.prompt], greedy) for _ in range(batch)]

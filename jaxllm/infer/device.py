@@ -9,7 +9,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,34 @@ class Spec:
     max_len: int
 
 
+@runtime_checkable
+class Runner(Protocol):
+    """What an engine needs of a device."""
+
+    @property
+    def spec(self) -> Spec:
+        """Sizes."""
+        ...
+
+    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Shape:
+        """The smallest program that a step fits."""
+        ...
+
+    def run(self, shape: Shape, packed: np.ndarray) -> Any:
+        """Sends a step; ``np.asarray`` of what this gives waits for what the step has made."""
+        ...
+
+    def read(self, group: int, pages: list[int]) -> np.ndarray:
+        """Pages of a pool, on the host."""
+        ...
+
+    def write(self, group: int, pages: list[int], content: np.ndarray) -> None:
+        """Puts pages from the host into a pool."""
+        ...
+
+
 class Device:
-    """See the module; arguments as those of ``Engine``.
+    """A ``Runner`` of a real model; arguments as those of ``Engine.of``.
 
     Attributes:
         spec: the sizes.

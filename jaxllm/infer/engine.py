@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, one step ahead of what the host has seen.
 
-    engine = Engine(loaded.model, loaded.params, tokenizer=loaded.tokenizer)
+    engine = Engine.of(loaded.model, loaded.params, tokenizer=loaded.tokenizer)
     request = engine.submit(ids, SamplingParams(max_tokens=20))
     while engine.busy:
         for piece in engine.step():
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jaxllm.infer.config import EngineConfig
-from jaxllm.infer.device import Device
+from jaxllm.infer.device import Device, Runner
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.infer.scheduler import Entry, Plan, Scheduler
 from jaxllm.infer.sequence import Finish, Request, Sequence
@@ -83,49 +83,17 @@ class _Flight:
 
 
 class Engine:
-    """See the module.
+    """See the module; ``Engine.of`` makes one for a model.
 
     Args:
-        model, params: the trained model, as ``load_model`` gives them.
-        config: sizes.
+        device: runs the steps.
+        config: sizes, those of the device.
+        vocab_size: tokens from there on are never made.
         tokenizer: for texts, stop texts and the tokens that end a text; None: tokens only.
-        vocab_size: tokens from there on are never made; None: the tokenizer's, or the model's.
-        longest: tokens the model was trained to read: the default of ``config.max_len``.
-        mesh: where the parameters live; None for one device.
-        manifest: folder to keep compiled programs in; None: nowhere.
-        strict: a program that would be compiled after the engine is ready raises ``RecompileError``.
-        device: runs the steps; None: made of all the above. For tests and measurements.
-
-    Raises:
-        ValueError: sizes that do not go together, a model whose rotations depend on the length beyond what it was
-            first trained on.
-        ShardingError: a mesh that splits anything but heads.
     """
 
-    def __init__(
-        self,
-        model: Functional,
-        params: Any,
-        config: EngineConfig | None = None,
-        *,
-        tokenizer: Tokenizer | None = None,
-        vocab_size: int | None = None,
-        longest: int | None = None,
-        mesh: jax.sharding.Mesh | None = None,
-        manifest: Path | None = None,
-        strict: bool = False,
-        device: Device | None = None,
-    ):
-        self.config = config or EngineConfig()
-        most = model.config.vocab_size
-        self.vocab_size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
-        if not 1 <= self.vocab_size <= most:
-            raise ValueError(f"vocab_size = {self.vocab_size}; the model's vocabulary has {most} tokens.")
-        self.tokenizer = tokenizer
-        self.device = device or Device(
-            model, params, self.config, vocab_size=self.vocab_size, longest=longest, mesh=mesh, manifest=manifest,
-            strict=strict,
-        )  # fmt: skip
+    def __init__(self, device: Runner, config: EngineConfig, vocab_size: int, tokenizer: Tokenizer | None = None):
+        self.device, self.config, self.vocab_size, self.tokenizer = device, config, vocab_size, tokenizer
         spec = self.device.spec
         self.max_len = spec.max_len
         self.scheduler = Scheduler(
@@ -136,6 +104,45 @@ class Engine:
         self._cancelled: list[Piece] = []
         self._numbers = itertools.count()
         self._orders = itertools.count()
+
+    @classmethod
+    def of(
+        cls,
+        model: Functional,
+        params: Any,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+        longest: int | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        manifest: Path | None = None,
+        strict: bool = False,
+    ) -> Engine:
+        """An engine for a model, ready: all its programs are there.
+
+        Args:
+            model, params: the trained model, as ``load_model`` gives them.
+            config: sizes.
+            tokenizer: see ``Engine``.
+            vocab_size: tokens from there on are never made; None: the tokenizer's, or the model's.
+            longest: tokens the model was trained to read: the default of ``config.max_len``.
+            mesh: where the parameters live; None for one device.
+            manifest: folder to keep compiled programs in; None: nowhere.
+            strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
+
+        Raises:
+            ValueError: sizes that do not go together, more tokens than the model can be served with.
+            ShardingError: a mesh that splits anything but heads.
+        """
+        config, most = config or EngineConfig(), model.config.vocab_size
+        size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
+        if not 1 <= size <= most:
+            raise ValueError(f"vocab_size = {size}; the model's vocabulary has {most} tokens.")
+        device = Device(
+            model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
+        )
+        return cls(device, config, size, tokenizer)
 
     # Requests
 

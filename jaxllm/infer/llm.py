@@ -81,7 +81,7 @@ class LLM:
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype)
         self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
-        self.engine = Engine(
+        self.engine = Engine.of(
             self.loaded.model,
             self.loaded.params,
             config,

@@ -29,6 +29,7 @@ class SamplingParams:
         logprobs: None: no log-probabilities; 0: those of the tokens made; k: also the k likeliest at each place. They
             are the model's own, before temperature and filters.
         prompt_logprobs: the log-probability of each token of the prompt but the first, and its rank (0: the likeliest).
+            Such a prompt is computed whole, whatever is kept of others.
     """
 
     max_tokens: int = 128

@@ -355,7 +355,8 @@ class Scheduler:
 
     def _find(self, sequence: Sequence) -> None:
         """Holds the pages of others that begin as this sequence does; of windows only what they reach."""
-        if not self.config.prefix_cache:
+        scored = sequence.request.params.prompt_logprobs and sequence.number == 0  # every token's is computed
+        if not self.config.prefix_cache or scored:
             return
         size, piece = self.page_size, self.config.piece
         most = len(sequence.tokens) // size

@@ -64,8 +64,8 @@ class Layout:
         out, at = {}, 0
         for name, shape, dtype in self.fields:
             end = at + self._numbers(shape, dtype)
-            part = packed[at:end]
-            out[name] = (part if dtype == "int32" else jax.lax.bitcast_convert_type(part, dtype)).reshape(shape)
+            part = packed[at:end].reshape(*shape, *((2,) if dtype == "float64" else ()))
+            out[name] = part if dtype == "int32" else jax.lax.bitcast_convert_type(part, dtype)
             at = end
         return out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -92,7 +91,7 @@ def build(config: EngineConfig, model: str = "llama", dtype: str = "float32", **
     """An engine whose programs compile fast."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
-        return Engine(functional(model_of(model, dtype)), params_of(model, dtype), config, strict=True, **fields)
+        return Engine.of(functional(model_of(model, dtype)), params_of(model, dtype), config, strict=True, **fields)
 
 
 @functools.lru_cache(4)
@@ -132,9 +131,8 @@ def check_books(engine: Engine) -> None:
         assert {page: h for h, page in pages._found.items()} == pages._hashes
         assert not set(pages._hashes) & set(pages._free)
         for s in scheduler.running:
-            assert list(scheduler.tables[group][s.slot][: len(s.pages[group])]) == [p for p in s.pages[group]] or any(
-                p == NONE for p in s.pages[group]
-            )
+            table = scheduler.tables[group][s.slot]
+            assert all(page in (NONE, entry) for page, entry in zip(s.pages[group], table, strict=False))
     slots = [s.slot for s in scheduler.running]
     assert sorted([*slots, *scheduler._slots]) == list(range(engine.config.sequences))
     assert all(s.slot == -1 for s in (*scheduler.waiting, *scheduler.forks))
@@ -180,6 +178,7 @@ def error(model: str, dtype: str, requests: list[Request]) -> float:
         for s in request.sequences:
             want = logprobs_of(model, dtype, s.tokens)
             begin = len(request.prompt)
+            assert np.isfinite(s.logprobs).all()
             own = [want[i - 1, s.tokens[i]] for i in range(begin, len(s.tokens))]
             worst = max(worst, float(np.abs(np.subtract(own, s.logprobs)).max(initial=0)))
             for i, best in enumerate(s.top, begin):
@@ -189,6 +188,7 @@ def error(model: str, dtype: str, requests: list[Request]) -> float:
                 assert all(value >= np.sort(row)[-len(best)] - 1e-4 for _, value in best)
         if request.params.prompt_logprobs and request.sequences[0].finish != "cancelled":
             want = logprobs_of(model, dtype, request.prompt)
+            assert np.isfinite(request.prompt_scores).all()
             for i, (value, rank) in enumerate(request.prompt_scores, 1):
                 own = want[i - 1, request.prompt[i]]
                 worst = max(worst, abs(own - value))

@@ -1,0 +1,135 @@
+"""Programs made ahead: kept, signed, found again, and never called with anything else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.infer import RecompileError
+from jaxllm.infer.manifest import Manifest, Program, source_digest
+from jaxllm.infer.step import Layout
+from tests import quick
+
+
+def program(size: int = 4, name: str = "twice") -> Program:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=here)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=here)
+    arguments = {"weights": {"a": array, "unused": array}, "state": (array,), "count": count}
+
+    def twice(weights, state, count):
+        return (state[0] * 2 + weights["a"],), count + 1
+
+    return Program(name, twice, arguments, donated=("state",))
+
+
+def make(folder: Path | None, key: object = 1, strict: bool = True, one: Program | None = None) -> tuple:
+    manifest = Manifest(folder, key, jax.devices()[:1], strict)
+    one = one or program()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        return manifest.make([one])[one.name], manifest
+
+
+def arguments(size: int = 4) -> tuple:
+    array = np.ones(size, np.float32)
+    return {"a": array, "unused": array}, (jnp.asarray(array),), np.int32(1)
+
+
+@pytest.fixture(autouse=True)
+def own_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_kept_program_is_loaded_and_runs_alike(tmp_path):
+    one, manifest = make(tmp_path)
+    assert (manifest.counts.compiled, manifest.counts.loaded) == (1, 0)
+    again, manifest = make(tmp_path)
+    assert (manifest.counts.compiled, manifest.counts.loaded) == (0, 1)
+    for run in (one, again):
+        given = arguments()
+        (out,), count = run(*given)
+        np.testing.assert_array_equal(out, 3)
+        assert int(count) == 2
+        assert given[1][0].is_deleted(), "what is donated is gone"
+
+
+def test_another_key_or_shape_is_another_program(tmp_path):
+    make(tmp_path)
+    for _, manifest in (make(tmp_path, key=2), make(tmp_path, one=program(5))):
+        assert manifest.counts.compiled == 1
+
+
+def test_what_was_not_signed_here_is_not_opened(tmp_path, monkeypatch):
+    """A changed byte, another's file under this name, another key: compiled anew."""
+    _, manifest = make(tmp_path)
+    (path,) = manifest.folder.glob("twice-*.xla")
+    whole = path.read_bytes()
+    for wrong in (whole[:-1] + bytes([whole[-1] ^ 1]), bytes([whole[0] ^ 1]) + whole[1:], whole[:50], b""):
+        path.write_bytes(wrong)
+        _, manifest = make(tmp_path)
+        assert (manifest.counts.compiled, manifest.counts.loaded) == (1, 0)
+        assert path.read_bytes() != wrong
+    make(tmp_path, one=program(name="other"))
+    (other,) = manifest.folder.glob("other-*.xla")
+    path.write_bytes(other.read_bytes())
+    assert make(tmp_path)[1].counts.compiled == 1
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "another"))
+    assert make(tmp_path)[1].counts.compiled == 1
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path):
+    make(tmp_path)
+    key = tmp_path / "cache" / "engine.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    os.chmod(key, 0o644)
+    with pytest.raises(PermissionError, match="can be read by others"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w, s, c: (w, (jnp.ones(5),), c), r"state\[0\] is float32\[5\], compiled for float32\[4\]"),
+        (lambda w, s, c: (w, s, jnp.float32(1)), r"count is float32\[\], compiled for int32\[\]"),
+        (lambda w, s, c: ({"a": w["a"]}, s, c), "weights has another structure"),
+        (lambda w, s, c: (w, (jax.device_put(s[0], jax.devices()[1]),), c), r"state\[0\] lies as .*compiled for"),
+    ],
+)
+def test_other_arguments_are_named(change, words):
+    one, manifest = make(None)
+    with pytest.raises(RecompileError, match=f"program twice would be compiled again: {words}"):
+        one(*change(*arguments()))
+    assert manifest.counts.late == 1
+
+
+def test_where_it_is_not_strict_it_is_counted():
+    one, manifest = make(None, strict=False)
+    (out,), _ = one({"a": jnp.ones(5), "unused": jnp.ones(5)}, (jnp.ones(5),), jnp.int32(1))
+    np.testing.assert_array_equal(out, 3)
+    assert manifest.counts.late == 1
+
+
+def test_the_sources_are_part_of_the_key():
+    assert len(source_digest()) == 64
+    assert source_digest() == source_digest()
+
+
+def test_arrays_travel_as_one(float64):
+    """Float64 too, on the device and on the host."""
+    layout = Layout((("a", (2, 3), "int32"), ("b", (), "int32"), ("c", (3,), "float64"), ("d", (2,), "uint32")))
+    packed = np.zeros(layout.size, np.int32)
+    views = layout.views(packed)
+    values = {"a": np.arange(6).reshape(2, 3), "b": 7, "c": [0.1, -2.5, 1e300], "d": [2**32 - 1, 3]}
+    for name, value in values.items():
+        views[name][...] = value
+    there = jax.jit(layout.unpack)(packed)
+    back = layout.views(np.array(jax.jit(layout.pack)(there)))
+    for name, value in values.items():
+        np.testing.assert_array_equal(there[name], value)
+        np.testing.assert_array_equal(back[name], value)

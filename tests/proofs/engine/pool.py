@@ -1,0 +1,85 @@
+"""The books of pages: random traces without a device, where every page's content is a list of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.engine import Engine
+from jaxllm.infer.paged import LayerGroup
+from jaxllm.infer.step import Shape
+from tests.infer import engines
+from tests.infer.paper import PaperDevice
+from tests.proofs.harness import proof
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> dict[str, Any]:
+    """A pool that is too small or is not, pages of a few tokens, groups with windows."""
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    columns = -(-engines.LONGEST // size)
+    sequences = draw(st.integers(1, 6))
+    return {
+        "page_size": size,
+        "pages": columns + draw(st.sampled_from([1, 2, columns, 4 * columns])),
+        "sequences": sequences,
+        "budget": sequences + draw(st.integers(0, 20)),
+        "windows": draw(st.sampled_from([(None,), (None, 5), (7,), (None, 3, 12)])),
+        "loop": draw(st.sampled_from([1, 3, 8])),
+        "preemption": draw(st.sampled_from(["recompute", "swap"])),
+        "prefix_cache": draw(st.booleans()),
+        "many": draw(st.integers(1, 25)),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
+
+
+@proof("engine", count=1000, sample=25, chunk=50, strategy=pools())
+def pages_are_never_lost_or_shared_by_mistake(example: dict[str, Any]) -> None:
+    """Random traces of taking, giving back, sharing, copying, swapping: each step reads its own, none is lost."""
+    fields = {name: example[name] for name in ("sequences", "budget", "loop", "preemption", "prefix_cache")}
+    config = EngineConfig(max_len=engines.LONGEST, page_size=example["page_size"], pages=example["pages"], **fields)
+    groups = tuple(LayerGroup(1, 1, window, (0,)) for window in example["windows"])
+    rng = np.random.default_rng(example["seed"])
+    device = PaperDevice(config, groups, example["pages"])
+    engine = Engine(device, config, engines.VOCAB)
+    asked = engines.traffic(rng, dataclasses.replace(config, top_logprobs=1), example["many"])
+    for a in asked:
+        old = a["params"]
+        a["params"] = SamplingParams(old.max_tokens, 0.0, seed=old.seed, n=old.n, stop_ids=old.stop_ids)
+    for request in engines.serve(engine, asked):
+        for s in request.sequences:
+            device.check(request.prompt, s.tokens)
+
+
+@proof("engine", count=100, sample=3, bound=0.04)
+def pages_are_in_use_while_requests_wait(seed: int) -> float:
+    """Many requests and few pages: how many pages lie idle while requests wait for them, on average over steps.
+
+    Slots of held pages that have no token yet are another figure: at most a page and a loop of a sequence.
+    """
+    rng = np.random.default_rng(seed)
+    config = EngineConfig(sequences=160, budget=2048, max_len=engines.LONGEST, page_size=4, pages=1000, loop=4)
+    idle = []
+
+    class Watched(PaperDevice):
+        def run(self, shape: Shape, packed: np.ndarray) -> np.ndarray:
+            held, there, empty = engine.scheduler.usage()
+            spare = shape.inputs.views(packed)["starts"][-1] < config.budget  # tokens that the step still had room for
+            if engine.scheduler.waiting and len(engine.scheduler.running) < config.sequences and spare:
+                idle.append((there - held) / there)
+                assert empty <= len(engine.scheduler.running) * (config.page_size + config.loop)
+            return super().run(shape, packed)
+
+    engine = Engine(Watched(config, (LayerGroup(1, 1, None, (0,)),), 1000), config, engines.VOCAB)
+    for _ in range(400):
+        prompt = rng.integers(0, engines.VOCAB, rng.integers(10, 40)).tolist()
+        engine.submit(prompt, SamplingParams(int(rng.integers(10, 24)), 0.0))
+    while engine.busy:
+        engine.step()
+    full = idle[5:-5]  # the first steps read the first prompts
+    assert len(full) > 30, "the pool is the limit for some time"
+    return float(np.mean(full))
