@@ -63,18 +63,25 @@ def facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
     return {KEY: {one.name: one.facts() for one in providers}} if providers else {}
 
 
-def give_back(kind: type, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
-    """The state of ``kind`` from what was restored; the providers take theirs.
+def check(meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> None:
+    """Refuses a checkpoint that was saved with other providers.
 
     Raises:
-        CheckpointError: the checkpoint has no state of one of them.
+        CheckpointError: names those that one side lacks.
     """
-    said = meta.get(KEY, {})
-    if missing := [one.name for one in providers if one.name not in said]:
+    saved, here = meta.get(KEY, {}), [one.name for one in providers]
+    lacking = [name for name in here if name not in saved]
+    left = [name for name in saved if name not in here]
+    if lacking or left:
         raise CheckpointError(
-            f"the checkpoint was saved without the state of {', '.join(missing)} (it has {', '.join(said) or 'none'}): "
-            "leave these providers out, or start a new run."
+            f"the checkpoint was saved with the state of {', '.join(saved) or 'no provider'}, and this run has "
+            f"{', '.join(here) or 'none'}: give train(also=...) the same, or start a new run."
         )
+
+
+def give_back(kind: type, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
+    """The state of ``kind`` from what was restored; the providers take theirs."""
+    said = meta.get(KEY, {})
     arrays = found[KEY] if isinstance(found, Mapping) else {}
     for one in providers:
         one.restore(arrays.get(one.name), said[one.name])

@@ -244,11 +244,14 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             params = run.begin.load(run.mesh, run.config.model.param_dtype)
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
-        check_resumable(saver.read_meta(), run.config, run.directory.path)
+        meta = saver.read_meta()
+        check_resumable(meta, run.config, run.directory.path)
+        providers.check(meta, run.also)
     found = saver.resume(providers.with_arrays(run.abstract, run.also))
     if found is None:  # another process emptied the directory between two lines
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} are gone; start again.")
     check_resumable(found.meta, run.config, run.directory.path)
+    providers.check(found.meta, run.also)
     if found.meta["tokenizer"] != run.data.tokenizer.fingerprint:
         raise ResumeError(
             f"{run.directory.path} was trained with another tokenizer (fingerprint {found.meta['tokenizer'][:12]}; "
