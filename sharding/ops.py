@@ -17,6 +17,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from sharding import ring
 from sharding.rules import DEFAULT, LogicalAxes, Rules
 
 GATHERED_WEIGHT = "gathered_weight"
@@ -90,6 +91,50 @@ def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activ
     return jnp.einsum(equation, *operands, out_sharding=current_rules().spec(out, mesh, what=what))
 
 
+def products(
+    x: Array, weights: Sequence[Array], outs: Sequence[LogicalAxes], *, over: str, what: str = "activation"
+) -> list[Array]:
+    """``project`` of the residual stream by several weights whose results are split over the axes of ``over``."""
+    mesh = current_mesh()
+    if (axis := _ring(over)) is None or mesh is None:
+        x = fan_out(x, "batch", "seq", "act_embed", over=over, what=what)
+        return [project(x, w, out, what=what) for w, out in zip(weights, outs, strict=True)]
+
+    def local(x: Array, *weights: Array) -> tuple[Array, ...]:
+        x, *weights = _alike(x, *weights)
+        return ring.gathered_products(axis, x, tuple(weights))
+
+    return list(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(spec("batch", "residual_seq", "act_embed"), *(_spec_of(w) for w in weights)),
+            out_specs=tuple(spec(*out, what=what) for out in outs),
+        )(x, *weights)
+    )
+
+
+def _ring(over: str) -> str | None:
+    """The mesh axis that splits the residual stream's sequence and ``over``, if products go around it in a ring."""
+    axes = set(axis_names("residual_seq")) & set(axis_names(over)) & set(current_rules().rings)
+    return axes.pop() if axes else None
+
+
+def _alike(*arrays: Array) -> list[Array]:
+    """The arrays, each varying over all manual axes that any of them varies over."""
+    kinds = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset().union(*kinds)
+    return [
+        jax.lax.pcast(x, tuple(sorted(every - kind)), to="varying") if every - kind else x
+        for x, kind in zip(arrays, kinds, strict=True)
+    ]
+
+
+def _spec_of(w: Array) -> PartitionSpec:
+    there = jax.typeof(w).sharding.spec
+    return jax.P(*there.partitions, reduced=there.reduced)
+
+
 def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: str = "activation") -> Array:
     """Applies a weight to every token: ``x[B, S, *in]`` times ``w[*in, *out]``, over ``contract`` dimensions.
 
@@ -109,11 +154,27 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
     summed = _mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract])
     if not summed & _mesh_axes(there):
         return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
+    if summed <= set(current_rules().rings):
+        return _scattered(x, w, there, contract)
     # The axis that is summed over also splits the result: summands first and then their scattered sums, so that the
     # transpose is as plain, a gathered cotangent meeting the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed)
     summands = jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=parts)
     return jax.sharding.reshard(summands, there)
+
+
+def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:
+    """The product whose sum over devices is scattered over the sequence, around a ring."""
+    (axis,) = _mesh_axes(_spec_of(w).partitions[:contract])
+
+    def local(x: Array, w: Array) -> Array:
+        x, w = _alike(x, w)
+        flat = x.reshape(*x.shape[:-contract], -1), w.reshape(math.prod(w.shape[:contract]), -1)
+        return ring.scattered_product(axis, *flat)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = jax.typeof(x).sharding.spec, _spec_of(w)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=there)(x, w)
 
 
 def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") -> Array:

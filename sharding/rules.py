@@ -28,11 +28,14 @@ class Rules:
             axes before use and its gradient scattered back (ZeRO, arXiv:1910.02054 section 5).
         replicable: logical axes that may stay whole when a mesh axis is a multiple of their size
             (fewer key-value heads than tensor shards).
+        rings: mesh axes over which a split sequence is gathered and scattered around a ring, beside the products it is
+            for (``sharding.ring``); else by a collective, before and after them.
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     storage: tuple[str, ...] = ("embed", "expert_embed")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
+    rings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # A mesh axis that no mesh can have would drop out everywhere: replicated, and nobody told.

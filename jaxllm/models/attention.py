@@ -109,10 +109,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         config = self.config
-        split, whole = self._inputs(x)
-        q = self._project(split, self.q, "act_heads")
-        k = self._project(whole, self.k, "act_kv_heads")
-        v = self._project(whole, self.v, "act_kv_heads")
+        q, k, v = self._projections(x)
         if config.bias != "none":
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
         if config.qk_norm != "none":
@@ -125,17 +122,14 @@ class Attention(nnx.Module):
         out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
         return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx
 
-    def _inputs(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
-        """The layer's input for the products that give query heads, and for those that give kv heads."""
-        split = sharding.fan_out(x, "batch", "seq", "act_embed", over="act_heads")
-        if self._is_split(self.config.kv_heads, "act_kv_heads"):
-            return split, split
-        return split, sharding.constrain(x, "batch", "seq", "act_embed")
-
-    def _is_split(self, heads: int, axis: str) -> bool:
+    def _projections(self, x: Float[Array, "B S D"]) -> list[Float[Array, "B S _ H"]]:
+        """Queries, keys and values, all of the sequence of each; heads split over devices."""
+        q, k, v = (use(weight, x.dtype) for weight in (self.q, self.k, self.v))
+        heads, kv_heads = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
         # Few kv heads stay whole on every tensor shard, in the weight as in what it makes.
-        return sharding.spec(axis, shape=(heads,), what=axis)[0] is not None
-
-    def _project(self, x: Float[Array, "B S D"], weight: nnx.Param, heads: str) -> Float[Array, "B S N H"]:
-        w = use(weight, x.dtype)
-        return sharding.project(x, w, ("batch", "seq", heads if self._is_split(w.shape[1], heads) else None, None))
+        if sharding.spec(*kv_heads, shape=(*x.shape[:2], *k.shape[1:]), what="act_kv_heads")[2] is None:
+            kv_heads = ("batch", "seq", None, None)
+            whole = sharding.constrain(x, "batch", "seq", "act_embed")
+            few = [sharding.project(whole, w, kv_heads) for w in (k, v)]
+            return [*sharding.products(x, [q], [heads], over="act_heads"), *few]
+        return sharding.products(x, [q, k, v], [heads, kv_heads, kv_heads], over="act_heads")

@@ -63,17 +63,16 @@ class Mlp(nnx.Module):
                 self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x = sharding.fan_out(x, "batch", "seq", "act_embed", over="act_mlp")
-        activation = ACTIVATIONS[self.config.activation]
-        if self.config.gated:
-            h = activation(self._inner(x, "gate")) * self._inner(x, "up")
-        else:
-            h = activation(self._inner(x, "up"))
+        names = ("gate", "up") if self.config.gated else ("up",)
+        weights = [use(getattr(self, name), x.dtype) for name in names]
+        inner = sharding.products(x, weights, [("batch", "seq", "act_mlp")] * len(names), over="act_mlp")
+        first, *second = (self._named(h, name) for h, name in zip(inner, names, strict=True))
+        h = ACTIVATIONS[self.config.activation](first)
+        h = h * second[0] if second else h
         out = sharding.project(h, use(self.down, x.dtype), ("batch", "residual_seq", "act_embed"))
         return out + use(self.down_bias, x.dtype) if self.config.bias else out
 
-    def _inner(self, x: Float[Array, "B S D"], name: str) -> Float[Array, "B S F"]:
-        out = sharding.project(x, use(getattr(self, name), x.dtype), ("batch", "seq", "act_mlp"))
+    def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
         if self.config.bias:
-            out = out + use(getattr(self, f"{name}_bias"), x.dtype)
-        return checkpoint_name(out, name)
+            inner = inner + use(getattr(self, f"{name}_bias"), inner.dtype)
+        return checkpoint_name(inner, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import sharding
@@ -22,6 +22,8 @@ class ParallelConfig:
             parameters that the optimizer updates count as its state.
         sequence: the residual stream and norms are split by sequence over ``tensor`` as well (Megatron sequence
             parallelism, arXiv:2205.05198): less memory for the same bytes sent.
+        overlap: with ``sequence``, whether the gathers before a layer's products and the scatters after them are left
+            to the compiler whole, or go around a ring beside the products (``sharding.ring``, collective matmul).
         context: how queries meet keys of other parts of the sequence over the axis ``context``: keys and values go
             around a ring (arXiv:2310.01889), or each device gathers them all (as Llama 3 trains, arXiv:2407.21783).
         layout: which tokens of a row a device gets over ``context`` (``pallas_kernels.ring_attention.layout``).
@@ -29,13 +31,23 @@ class ParallelConfig:
 
     zero: Literal[1, 2, 3] = 3
     sequence: bool = False
+    overlap: Literal["compiler", "ring"] = "compiler"
     context: Literal["ring", "all_gather"] = "ring"
     layout: Layout = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.overlap == "ring" and not self.sequence:
+            raise ValueError(
+                'parallel: overlap = "ring" is for a sequence that is split over tensor: give sequence = true as well, '
+                'or overlap = "compiler".'
+            )
 
     def rules(self, base: Rules = sharding.DEFAULT) -> Rules:
         """The sharding table of this plan."""
         if self.sequence:
             base = base.override(residual_seq=(*base.mesh_axes("residual_seq"), "tensor"))
+        if self.overlap == "ring":
+            base = replace(base, rings=("tensor",))
         if self.context == "all_gather":
             base = base.override(attn_kv_seq=())
         return base

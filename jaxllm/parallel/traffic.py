@@ -140,7 +140,13 @@ class _Step:
     def _residual(self, tokens: int) -> Iterator[Expected]:
         """Into and out of attention and feed-forward, forward and backward; what is not needed is not recomputed."""
         tensor, stream = self.axes("act_heads"), self._bytes(tokens, self.model.config.embed_dim)
-        if self.plan.sequence:
+        if self.plan.overlap == "ring":
+            # The last product's sum is not computed again, as below; what was gathered is kept for weights' gradients.
+            around = self.size(tensor) - 1
+            yield Expected(
+                "collective-permute", tensor, around * (5 + 3 * self.passes), stream // self.size(tensor), "activations"
+            )
+        elif self.plan.sequence:
             yield Expected("all-gather", tensor, 2 + 2 * self.passes, stream, "activations")
             yield Expected("reduce-scatter", tensor, 3 + self.passes, stream, "activations")
         else:

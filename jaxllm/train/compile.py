@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.compiler import aot
 from jaxllm.config import from_dict, to_dict
@@ -42,6 +42,21 @@ def compile_for(config: RunConfig, on: str, *, progress: Progress | None = None)
 def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     """``compile_for`` in this process, which must be set up for the topology's compiler."""
     run = from_dict(RunConfig, config)
+    step, arguments, mesh = step_on(topology, run)
+    report = aot.compile(
+        step,
+        *arguments,
+        topology=topology,
+        mesh=mesh,
+        name=run.name,
+        options=compiler_options(topology, run),
+        progress=aot.to_stderr,
+    )
+    return report.to_json()
+
+
+def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
+    """The run's jitted step, what it takes (a state and a batch, without values), and the mesh to trace it under."""
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = optimizer(run.optim, run.steps, model.logical_axes())
@@ -50,15 +65,9 @@ def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
-    batch = Batch(tokens, tokens, tokens, tokens)  # type: ignore[arg-type]
-    report = aot.compile(
-        step,
-        abstract,
-        batch,
-        topology=topology,
-        mesh=mesh,
-        name=run.name,
-        options=options(topology.platform, topology.device_kind, run.compiler_options) or None,
-        progress=aot.to_stderr,
-    )
-    return report.to_json()
+    return step, (abstract, Batch(tokens, tokens, tokens, tokens)), mesh  # type: ignore[arg-type]
+
+
+def compiler_options(topology: Topology, run: RunConfig) -> dict[str, str] | None:
+    """The run's options for the topology's compiler; None for the compiler's own."""
+    return options(topology.platform, topology.device_kind, run.compiler_options) or None

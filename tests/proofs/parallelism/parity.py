@@ -214,6 +214,21 @@ def matrix_float64(cell: tuple[str, str, str]) -> dict[str, float]:
 
 @proof(
     "parallelism",
+    cases=[cell for cell in MATRIX if "tensor" in cell[0] and cell[2] == "packed"],
+    sample=1,
+    float64=True,
+    bound={"loss": 1e-10, "gradient": 1e-10},
+)
+def products_in_a_ring_float64(cell: tuple[str, str, str]) -> dict[str, float]:
+    """The same of one step, with a split sequence whose gathers and scatters go around a ring beside the products."""
+    example = example_of(*cell)
+    example["plan"] |= {"sequence": True, "overlap": "ring"}
+    loss, gradient, _ = compare_all(example, "float64", 1)
+    return {"loss": loss, "gradient": gradient}
+
+
+@proof(
+    "parallelism",
     count=40,
     sample=1,
     chunk=2,

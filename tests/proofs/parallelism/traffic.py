@@ -8,12 +8,14 @@ from collections import Counter
 from typing import Any
 
 from jaxllm.compiler.aot import CompileReport
+from jaxllm.config import to_dict
 from jaxllm.models import MoeConfig, functional
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.traffic import expected
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
 from jaxllm.train.loop import fitting_mesh
+from sharding.isolate import run_isolated
 from sharding.topology import Topology
 from tests import tiny
 from tests.proofs.harness import proof
@@ -37,6 +39,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "expert": ("expert=8", {}, 1),
 }
 """Mesh, plan, micro-batches."""
+AROUND = {"products in a ring": ("tensor=8", {"sequence": True, "overlap": "ring"}, 1)}
 GPUS, TPUS = "h100:1x8", "v6e:2x4"
 OPTIONS = ("xla_gpu_enable_while_loop_double_buffering=", "xla_gpu_enable_pipelined_all_gather=")
 """Left to the compiler: two layers in a turn of the loop hide from it that a recomputed sum is not needed."""
@@ -50,7 +53,7 @@ IN_KERNELS = ("collective-permute",)
 
 def run_of(name: str) -> RunConfig:
     """Every dimension is whole tiles of a TPU also when split; weights, activations and keys differ in size."""
-    mesh, plan, accumulate = PLANS[name]
+    mesh, plan, accumulate = {**PLANS, **AROUND}[name]
     model = tiny.decoder(
         dtype="float32", embed_dim=256, heads=8, kv_heads=8, head_dim=128, mlp=512, vocab_size=2048, layers=3,
         tied=False, remat="full",
@@ -83,7 +86,8 @@ def wanted(run: RunConfig, num_devices: int) -> Counter[tuple[str, int]]:
 
 def difference(run: RunConfig, report: CompileReport) -> float:
     """Between wanted and sent: the largest of a kind and a number of devices, as a part of all bytes."""
-    unseen = IN_KERNELS if Topology.parse(report.topology).platform == "tpu" else ()
+    around = run.parallel.overlap == "ring"
+    unseen = IN_KERNELS if Topology.parse(report.topology).platform == "tpu" and not around else ()
     want, got = wanted(run, report.num_devices), Counter()
     for one in report.collectives:
         if one.total_bytes > SMALL:
@@ -102,3 +106,19 @@ def traffic(case: tuple[str, str]) -> float:
     name, on = case
     run = run_of(name)
     return difference(run, compile_for(run, on))
+
+
+@proof("parallelism", cases=(GPUS, TPUS), sample=1, bound=1e-3)
+def traffic_of_products_in_a_ring(on: str) -> float:
+    """The same for collective matrix products."""
+    run = run_of(*AROUND)
+    return difference(run, compile_for(run, on))
+
+
+@proof("parallelism", cases=(TPUS,), sample=1, bound=0.15)
+def products_run_beside_copies(on: str) -> float:
+    """The part of a ring's copies that have no matrix product between their start and their end."""
+    found = run_isolated("tests.parallel.beside:copies", on, {"config": to_dict(run_of(*AROUND))})
+    print(found)
+    assert found["all"] >= 7  # a ring of eight
+    return 1 - found["beside"] / found["all"]
