@@ -73,11 +73,12 @@ def _scatter(axis: str, xs: tuple[Array, ...], weights: tuple[Array, ...]) -> Ar
     ring, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     part = xs[0].shape[1] // ring
     to_next = [(i, (i + 1) % ring) for i in range(ring)]
-    total = None
+    total: Array | None = None
     for step in range(ring):
         # What began a device before, for the part of the device before that, arrives at its place with the last step.
         start = (here - step - 1) % ring * part
-        mine = sum(jax.lax.dynamic_slice_in_dim(x, start, part, 1) @ w for x, w in zip(xs, weights, strict=True))
+        products = [jax.lax.dynamic_slice_in_dim(x, start, part, 1) @ w for x, w in zip(xs, weights, strict=True)]
+        mine = functools.reduce(jnp.add, products)
         total = mine if total is None else jax.lax.ppermute(total, axis, to_next) + mine
     assert total is not None
     return total
