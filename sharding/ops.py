@@ -101,8 +101,8 @@ def products(
         return [project(x, w, out, what=what) for w, out in zip(weights, outs, strict=True)]
 
     def local(x: Array, *weights: Array) -> tuple[Array, ...]:
-        x, *weights = _alike(x, *weights)
-        return ring.gathered_products(axis, x, tuple(weights))
+        first, *rest = _alike(x, *weights)
+        return ring.gathered_products(axis, first, tuple(rest))
 
     return list(
         jax.shard_map(
