@@ -17,14 +17,26 @@ from jaxllm._platform import prefer_cpu_without_accelerator
 if TYPE_CHECKING:
     import pallas_kernels as kernels
     import sharding
-    from jaxllm import checkpoint, compiler, config, data, hub, infer, models, optim, text, train
+    from jaxllm import checkpoint, compiler, config, data, evals, hub, infer, models, optim, text, train
 
 __version__ = "0.1.0"
 
 _ROOMS = {
     **{
         name: f"jaxllm.{name}"
-        for name in ("checkpoint", "compiler", "config", "data", "hub", "infer", "models", "optim", "text", "train")
+        for name in (
+            "checkpoint",
+            "compiler",
+            "config",
+            "data",
+            "evals",
+            "hub",
+            "infer",
+            "models",
+            "optim",
+            "text",
+            "train",
+        )
     },
     "sharding": "sharding",
     "kernels": "pallas_kernels",
@@ -35,6 +47,7 @@ __all__ = [
     "compiler",
     "config",
     "data",
+    "evals",
     "hub",
     "infer",
     "kernels",

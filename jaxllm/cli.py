@@ -448,18 +448,36 @@ def progress_bar(verb: str, what: str) -> Iterator[Callable[[str, int, int], Non
 
 
 def evaluate(argv: list[str]) -> int:
-    """Measure a model: bits per byte on its held-out text, beside a bigram's."""
+    """Measure a model: bits per byte on its held-out text beside a bigram's, or tasks."""
 
-    def run(model: Annotated[Path, tyro.conf.Positional], /, step: int | None = None) -> int:
-        """Bits per byte on the held-out text of the run's own data; lower is better.
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        step: int | None = None,
+        tasks: str = "",
+        limit: int | None = None,
+        max_len: int = 2048,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+    ) -> int:
+        """Bits per byte on the held-out text of the run's own data; lower is better. Or, with --tasks, those.
 
         Args:
-            model: a run's directory.
+            model: a run's directory; for tasks, whatever `jaxllm generate` takes.
             step: which checkpoint; the newest by default.
+            tasks: separated by commas: .jsonl files of your own (docs/serving.md), or names of lm-eval's tasks.
+            limit: rows of each task, from its beginning; all by default.
+            max_len: tokens of a row of a task at most; longer ones lose their beginning.
+            dtype: for tasks, what another library's model is computed in, float32 by default.
         """
         use_compilation_cache()
+        if tasks:
+            if step is not None:
+                raise UsageError("--step is for a run's own held-out text; tasks are run on the newest checkpoint.")
+            return run_tasks(model, [name for name in tasks.split(",") if name], limit, max_len, dtype)
+        if limit is not None or dtype is not None:
+            raise UsageError("--limit and --dtype are for --tasks.")
         with processes() as group:
-            return measure(group, model, step)
+            return measure(group, Path(model), step)
 
     def measure(group: Group, model: Path, step: int | None) -> int:
         from rich.console import Console
@@ -498,6 +516,73 @@ def evaluate(argv: list[str]) -> int:
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm eval")
+
+
+def run_tasks(
+    model: str, tasks: list[str], limit: int | None, max_len: int, dtype: Literal["float32", "bfloat16"] | None
+) -> int:
+    """Files first, each in turn; then all of lm-eval's at once."""
+    from jaxllm.evals import Scorer, run_lm_eval, run_task
+    from jaxllm.infer import LLM, EngineConfig
+    from jaxllm.infer.device import hard_limit
+
+    files = [Path(name) for name in tasks if name.endswith(".jsonl")]
+    others = [name for name in tasks if not name.endswith(".jsonl")]
+    for path in files:
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}.")
+    loaded = load_with_progress(model, dtype)
+    most, _ = hard_limit(loaded.model.config)
+    sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
+    scorer = Scorer(LLM(loaded, sizes))
+    for path in files:
+        print(run_task(scorer, path, limit))
+    if others:
+        for name, metrics in run_lm_eval(scorer, others, limit).items():
+            shown = ", ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if isinstance(value, float))
+            print(f"{name}: {shown}")
+    return 0
+
+
+def bench(argv: list[str]) -> int:
+    """Measure how fast a model writes: `jaxllm bench MODEL`, with its share of the memory's roofline."""
+
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        batches: tuple[int, ...] = (1, 16),
+        prompt: int = 64,
+        tokens: int = 64,
+        rounds: int = 3,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+    ) -> int:
+        """Greedy continuations of random prompts, the fastest of some rounds.
+
+        The roofline is the time to read the weights and what is cached once a step, by the data sheet's bandwidth of
+        the memory, or on a CPU by a measured one.
+
+        Args:
+            model: whatever `jaxllm generate` takes.
+            batches: how many sequences at a time.
+            prompt: tokens of each prompt.
+            tokens: tokens made after each.
+            rounds: how often each is measured.
+            dtype: what another library's model is computed in, float32 by default.
+        """
+        use_compilation_cache()
+        from jaxllm.infer.measure import Bench, memory_bandwidth
+
+        if min((*batches, prompt, rounds)) < 1 or tokens < 2:
+            raise UsageError("give batches, prompts and rounds of 1 or more, and 2 tokens or more to make.")
+        loaded, bandwidth = load_with_progress(model, dtype), memory_bandwidth()
+        print(f"{model}, prompts of {prompt} tokens, {tokens} made; memory {bandwidth / 1e9:,.0f} GB/s")
+        for batch in batches:
+            measured = Bench(loaded, batch, prompt, tokens, bandwidth)
+            measured.run()
+            print(min((measured.run() for _ in range(rounds)), key=lambda figures: figures.seconds), flush=True)
+        return 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm bench")
 
 
 def reproduce(argv: list[str]) -> int:
@@ -650,6 +735,7 @@ COMMANDS: dict[str, Any] = {
     "convert": convert,
     "inspect": inspect,
     "eval": evaluate,
+    "bench": bench,
     "reproduce": reproduce,
     "data": data,
     "checkpoint": checkpoint,

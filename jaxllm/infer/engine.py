@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -146,7 +146,9 @@ class Engine:
 
     # Requests
 
-    def submit(self, prompt: Iterable[int], params: SamplingParams | None = None, *, salt: str = "") -> Request:
+    def submit(
+        self, prompt: Iterable[SupportsIndex], params: SamplingParams | None = None, *, salt: str = ""
+    ) -> Request:
         """Takes a request in.
 
         Args:
@@ -191,8 +193,10 @@ class Engine:
         plan = None if self.scheduler.idle else self.scheduler.plan()
         if plan is not None:
             self._move(plan)
-        if sent := plan is not None and bool(plan.entries):
+        sent = 0
+        if plan is not None and plan.entries:
             self._flights.append(self._dispatch(plan))
+            sent = 1
         if len(self._flights) > sent:
             out += self._land(self._flights.popleft())
         elif plan is None and not self.scheduler.idle:

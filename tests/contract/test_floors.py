@@ -27,7 +27,7 @@ FLOORS = [
     {"jaxllm.text"},
     {"jaxllm.parallel", "jaxllm.hub", "jaxllm.data", "jaxllm.optim", "jaxllm.checkpoint"},
     {"jaxllm.train", "jaxllm.infer"},
-    {"jaxllm.plan", "jaxllm.serve"},
+    {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
     {
         "jaxllm.cli",
         "jaxllm.data_cli",
