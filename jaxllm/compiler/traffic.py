@@ -1,0 +1,159 @@
+"""Bytes that a compiled program reads from and writes to a device's memory, by its text.
+
+Counted are the operands and results of what runs as one kernel: of a slice what is sliced, of an update in place what
+is updated, nothing twice that a fusion keeps inside, nothing that lies in a core's own memory (TPU, ``S(1)``). Loops count
+as often as they turn; those whose turns depend on data, and custom calls that change an operand in place (kernels that
+fetch what they need by themselves), are left out and counted by number.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jaxllm.compiler import hlo
+
+_ONE = re.compile(r"[a-z]+\d*\w*\[[\d,<=]*\](?:\{[^{}]*\})?")
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("opt-barrier", "iota", "copy-done", "slice-done", "async-done", "async-update", "dynamic-slice-done"),
+}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_PASSES = {"bitcast", "reshape", "copy", "convert", "transpose"}
+
+
+@dataclass
+class Traffic:
+    """Of one run.
+
+    Attributes:
+        bytes: read and written.
+        data_loops: loops left out, since their turns depend on data; one turn of the outermost is counted.
+        kernels: custom calls left out.
+    """
+
+    bytes: int = 0
+    data_loops: int = 0
+    kernels: int = 0
+
+
+def read(text: str) -> Traffic:
+    """The traffic of a compiled program.
+
+    Raises:
+        HloError: it is not the text of one.
+    """
+    module = hlo.parse(text)
+    return _Reader(module).run(hlo.Frame(module.entry), outermost=True)
+
+
+class _Reader:
+    def __init__(self, module: hlo.Module):
+        self.module = module
+
+    def run(self, frame: hlo.Frame, outermost: bool) -> Traffic:
+        total, computation = Traffic(), frame.computation
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode in _FREE:
+                continue
+            if opcode == "while":
+                turns = hlo.trip_count(self.module, instruction, frame)
+                if turns is None and not outermost:
+                    total.data_loops += 1
+                    continue
+                body = self.run(hlo.loop_frames(self.module, instruction, frame)[1], outermost and turns is None)
+                times = 1 if turns is None else turns
+                total.bytes += times * body.bytes
+                total.data_loops += times * body.data_loops
+                total.kernels += times * body.kernels
+            elif opcode == "conditional":
+                names = re.findall(r"%([\w.\-]+)", instruction.attributes)
+                branches = [self.run(hlo.Frame(c), False) for n in names if (c := self.module.computations.get(n))]
+                total.bytes += max((branch.bytes for branch in branches), default=0)
+            elif opcode == "call":
+                inside = self.run(hlo.Frame(self._callee(instruction)), outermost)
+                total.bytes += inside.bytes
+                total.data_loops += inside.data_loops
+                total.kernels += inside.kernels
+            elif opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
+                total.kernels += 1
+            elif opcode == "fusion":
+                total.bytes += self._fusion(instruction, computation)
+            else:
+                total.bytes += self._plain(instruction, computation)
+        return total
+
+    def _callee(self, instruction: hlo.Instruction) -> hlo.Computation:
+        name = instruction.callee("calls", "to_apply")
+        if name not in self.module.computations:
+            raise hlo.HloError(f"%{instruction.name}: what it calls is not in the text")
+        return self.module.computations[name]
+
+    def _plain(self, instruction: hlo.Instruction, computation: hlo.Computation) -> int:
+        opcode = instruction.opcode.removesuffix("-start")
+        shapes = [computation.instructions[name].shape for name in instruction.operands]
+        if opcode in _SLICES:
+            return 2 * far(shapes_of(instruction.shape)[-1:])
+        if opcode == "dynamic-update-slice":
+            return 2 * far(shapes_of(shapes[1]))
+        if opcode == "scatter":
+            return 2 * far(shapes_of(shapes[-1]))
+        if instruction.opcode.endswith("-start"):  # its result holds operand, result and a context
+            return far(shapes_of(shapes[0])) + far(shapes_of(instruction.shape)[:1])
+        return far(shapes_of(instruction.shape)) + sum(far(shapes_of(shape)) for shape in shapes)
+
+    def _fusion(self, fusion: hlo.Instruction, computation: hlo.Computation) -> int:
+        inside = self._callee(fusion)
+        total = 0
+        for parameter in inside.instructions.values():
+            if parameter.opcode == "parameter":
+                outer = computation.instructions[fusion.operands[int(parameter.inside)]].shape
+                total += min(far(shapes_of(outer)), self._used(parameter.name, inside, far(shapes_of(outer))))
+        return total + self._written(inside.root, inside, fusion.shape)
+
+    def _used(self, name: str, inside: hlo.Computation, whole: int) -> int:
+        """Bytes that a fusion reads of one of its parameters."""
+        total = 0
+        for user in inside.instructions.values():
+            if name not in user.operands:
+                continue
+            if user.opcode in _SLICES and user.operands[0] == name:
+                total += hlo.shape_bytes(user.shape)
+            elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
+                continue  # in place
+            elif user.opcode in _PASSES:
+                # What a fusion inside a fusion hands on as it is, the outer one uses in some way of its own.
+                total += whole if user.name == inside.root.name else self._used(user.name, inside, whole)
+            elif user.opcode == "fusion":
+                deeper = self._callee(user)
+                places = [i for i, operand in enumerate(user.operands) if operand == name]
+                found = [p for p in deeper.instructions.values() if p.opcode == "parameter" and int(p.inside) in places]
+                total += sum(self._used(p.name, deeper, whole) for p in found)
+            else:
+                return whole
+        return total
+
+    def _written(self, root: hlo.Instruction, inside: hlo.Computation, shape: str) -> int:
+        if root.opcode in _PASSES and root.opcode != "convert":
+            return self._written(inside.instructions[root.operands[0]], inside, shape)
+        if root.opcode in ("dynamic-update-slice", "scatter"):
+            update = inside.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else -1]]
+            return min(far(shapes_of(shape)), hlo.shape_bytes(update.shape))
+        if root.opcode == "fusion":
+            deeper = self._callee(root)
+            return self._written(deeper.root, deeper, shape)
+        if root.opcode == "tuple":
+            parts = zip(root.operands, shapes_of(shape), strict=True)
+            return sum(self._written(inside.instructions[name], inside, part) for name, part in parts)
+        return far(shapes_of(shape))
+
+
+def shapes_of(shape: str) -> list[str]:
+    """The arrays of a shape as printed, each with its layout."""
+    return _ONE.findall(shape)
+
+
+def far(shapes: list[str]) -> int:
+    """Bytes of those that lie in the device's memory."""
+    return sum(hlo.shape_bytes(shape) for shape in shapes if "S(1)" not in shape)
