@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
 
-The step is the engine's decode program of the recipe llama3_8b in bfloat16. What the attention kernel fetches is added
-as the keys and values held, read once, for its loops depend on data; everything else is read from the compiled program's
-text (`jaxllm.compiler.traffic`). What a call does before its first step (TPU: three weights get another layout) is
-counted with it; a call of the engine makes up to eight steps while nobody waits.
+The step is the engine's decode program of the recipe llama3_8b in bfloat16. What the attention kernel fetches is
+added as the keys and values held, read once, for its loops depend on data; everything else is read from the compiled
+program's text (`jaxllm.compiler.traffic`). What a call does before its first step (TPU: three weights get another
+layout) is counted with it; a call of the engine makes up to eight steps while nobody waits.
 """
 
 from __future__ import annotations

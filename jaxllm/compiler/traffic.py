@@ -2,8 +2,8 @@
 
 Counted are the operands and results of what runs as one kernel: of a slice what is sliced, of an update in place what
 is updated, nothing twice that a fusion keeps inside, nothing that lies in a core's own memory (TPU, ``S(1)``). Loops
-count as often as they turn; those whose turns depend on data, and custom calls that change an operand in place (kernels that
-fetch what they need by themselves), are left out and counted by number.
+count as often as they turn; those whose turns depend on data, and custom calls that change an operand in place
+(kernels that fetch what they need by themselves), are left out and counted by number.
 """
 
 from __future__ import annotations
