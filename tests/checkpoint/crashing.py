@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,16 @@ def state_at(seed: int, step: int) -> dict[str, Any]:
     }
 
 
-def start(directory: Path, told: Path, seed: int, first: int, point: str, number: int, fault: str | None) -> Any:
-    """Forks the process from a server that has imported everything and started nothing."""
+def forking() -> Any:
+    """Forks processes from a server that has imported everything and started nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.crashing", "jaxllm.checkpoint.checkpointer", "orbax.checkpoint"])
-    process = context.Process(target=save_on, args=(str(directory), str(told), seed, first, point, number, fault))
+    context.set_forkserver_preload(["tests.checkpoint.crashing_together", "orbax.checkpoint"])
+    return context
+
+
+def start(directory: Path, told: Path, seed: int, first: int, point: str, number: int, fault: str | None) -> Any:
+    """The process of `save_on`."""
+    process = forking().Process(target=save_on, args=(str(directory), str(told), seed, first, point, number, fault))
     process.start()
     return process
 
@@ -46,10 +51,13 @@ def promised(told: Path) -> int:
     return max((int(line) for line in told.read_text().split()), default=0) if told.exists() else 0
 
 
-def save_on(directory: str, told: str, seed: int, first: int, point: str, number: int, fault: str | None) -> None:
-    """Saves step after step; dies at the `number`-th time that it comes to `point`."""
-    from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
-    from jaxllm.checkpoint import checkpointer as module
+def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], None]:
+    """Lays traps in this process, which dies at the `number`-th time that it comes to `point`.
+
+    Returns:
+        What to call where there is no trap: it says that this process has come to a point.
+    """
+    from jaxllm.checkpoint import snapshot
     from jaxllm.checkpoint.files import Local
 
     count = itertools.count(1)
@@ -72,7 +80,7 @@ def save_on(directory: str, told: str, seed: int, first: int, point: str, number
         Local.rename,
         Local.remove,
         os.fsync,
-        module.snapshot.capture,
+        snapshot.capture,
     )
 
     class Disk:
@@ -126,16 +134,28 @@ def save_on(directory: str, told: str, seed: int, first: int, point: str, number
 
     Local.create, Local.rename, Local.remove = creating, renaming, removing  # type: ignore[method-assign]
     os.fsync = syncing
-    module.snapshot.capture = capturing
+    snapshot.capture = capturing
+
+    def come(name: str) -> None:
+        if here(name):
+            die()
+
+    return come
+
+
+def save_on(directory: str, told: str, seed: int, first: int, point: str, number: int, fault: str | None) -> None:
+    """Saves step after step; dies at the `number`-th time that it comes to `point`."""
     import jax.numpy as jnp
 
+    from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+
+    come, error = arm(point, number, fault), FAULTS.get(fault or "")
     with (
         open(told, "a", buffering=1) as tell,
         Checkpointer(directory, CheckpointConfig(keep_last=KEEP)) as checkpointer,
     ):
         for step in itertools.count(first):
-            if here("step"):
-                die()
+            come("step")
             state = state_at(seed, step) | {"rows": jnp.full((4, 4), step, jnp.float32)}
             try:
                 if checkpointer.save(step, state, {"cursor": step * 7}) and step > first:
@@ -213,8 +233,7 @@ def memory_trial(directory: Path, seed: int, rounds: int = 3) -> None:
 
     rng = random.Random(seed)
     told, first = directory / "told", 1
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.crashing", "jaxllm.checkpoint.checkpointer", "orbax.checkpoint"])
+    context = forking()
     try:
         for _ in range(rounds):
             least = promised(told)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +20,13 @@ from jaxllm.checkpoint import (
     CheckpointMismatchError,
     Reading,
     Source,
+    files,
     hashing,
     snapshot,
     writer,
 )
 from jaxllm.checkpoint.writer import Budget
+from tests import environment
 from tests.checkpoint.states import abstract_on, assert_same, make_state
 from tests.checkpoint.together import save_together
 
@@ -188,3 +193,28 @@ def test_a_copy_needs_room(monkeypatch):
     for peak, room in ((700, True), (900, False)):
         monkeypatch.setattr(jax, "local_devices", lambda peak=peak: [Device(peak)])
         assert snapshot.has_room(state) == room
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_large_writes_past_the_page_cache(refuses, tmp_path, monkeypatch):
+    """Pieces of any size, in any order of sizes, on a file system that can or cannot: the file has their bytes."""
+    monkeypatch.setattr(files, "DIRECT", 2 * files.ALIGNED)
+    write, direct = os.write, []
+
+    def writing(handle: int, data: Any) -> int:
+        direct.append(len(data))
+        if refuses:
+            raise OSError(errno.EINVAL, "as some file systems do")
+        return write(handle, data)
+
+    monkeypatch.setattr(files.os, "write", writing)
+    monkeypatch.setattr(files._Past, "_buffers", threading.local())
+    rng = np.random.default_rng(environment.seed())
+    sizes = [5 * files.ALIGNED + 7, 3, files.ALIGNED - 10, 4 * files.ALIGNED, *rng.integers(1, 9 * files.ALIGNED, 6)]
+    pieces = [rng.bytes(size) for size in sizes]
+    with files.Local(tmp_path).create("x") as file:
+        for piece in pieces:
+            assert file.write(memoryview(piece)) == len(piece)
+    assert (tmp_path / "x").read_bytes() == b"".join(pieces)
+    assert direct == [2 * files.ALIGNED] * len(direct)
+    assert len(direct) == 1 if refuses else len(direct) >= 4

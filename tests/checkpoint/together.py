@@ -11,7 +11,6 @@ import numpy as np
 from jaxllm.checkpoint import CheckpointConfig, SharedCheckpointer
 from jaxllm.checkpoint.snapshot import Leaf, whole
 from jaxllm.parallel.distributed import Group
-from tests.parallel.test_distributed import Store
 
 
 class Made(SharedCheckpointer):
@@ -51,6 +50,8 @@ def save_together(
     meta: Mapping[str, Any],
 ) -> None:
     """One checkpoint by `size` processes."""
+    from tests.parallel.test_distributed import Store
+
     store = Store()
 
     def one(rank: int) -> None:

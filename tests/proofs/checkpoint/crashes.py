@@ -6,6 +6,7 @@ import logging
 import tempfile
 from pathlib import Path
 
+from tests.checkpoint import crashing_together
 from tests.checkpoint.crashing import memory_trial, trial
 from tests.proofs.harness import proof
 
@@ -28,3 +29,12 @@ def crashes_with_snapshots(seed: int) -> None:
     """Three SIGKILLs of a trainer that makes snapshots in memory as fast as it can; the holder lives on."""
     with tempfile.TemporaryDirectory() as folder:
         memory_trial(Path(folder), seed)
+
+
+@proof("checkpoint", count=60, sample=1)
+def crashes_together(seed: int) -> None:
+    """Two or three processes save together; a SIGKILL of one, any of them: between two steps, before it says something
+    to the others or hears from them, half-way in a write, at an fsync, around the rename, half-way in a deletion, at a
+    random time. The others end by themselves and name it, or are killed too. Twice; then a life that ends well."""
+    with tempfile.TemporaryDirectory() as folder:
+        crashing_together.trial(Path(folder), seed)
