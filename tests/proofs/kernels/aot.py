@@ -54,7 +54,7 @@ for _name, _matrix in matrices().items():
     _register(_name, _matrix)
 
 
-@proof("kernels", cases=cross_entropy_aot.TOPOLOGIES, sample=1, bound=2.3)
+@proof("kernels", cases=cross_entropy_aot.TOPOLOGIES, sample=1, bound=0.05)
 def cross_entropy_grows_linearly(topology: str) -> float:
     """Temporaries of twice the tokens and twice the vocabulary are twice the bytes; logits would be four times."""
     return cross_entropy_aot.growth(topology)
