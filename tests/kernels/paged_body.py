@@ -66,6 +66,7 @@ CASES = {
     "mixed": Case(MIXED, 4, 2, padding=2),
     "nothing at all": Case(((5, 0), (0, 0)), padding=3),
     "pages of 16": Case(MIXED, 4, 2, page=16),
+    "pages of 32": Case(MIXED, 4, 2, page=32),
     "three queries a kv head": Case(MIXED, 6, 2),
     "one kv head": Case(MIXED, 4, 1),
     "values of another size": Case(MIXED, 4, 2, h=6, v=4),
@@ -86,7 +87,7 @@ CASES = {
 
 
 PACKAGE = "pallas_kernels.paged_attention"
-KILLERS = ("everything", "everything, decode")
+KILLERS = ("everything", "everything, decode", "pages of 32")
 """Cases that a mutant is tried on, until one fails."""
 
 _WRONG_SLOT = {"wrong slot": ("reference", "page, :, slot].set", "page, :, slot - 1].set")}
@@ -119,7 +120,8 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla", "mask off by one"): ("xla", "seen = at <= position", "seen = at < position"),
     ("xla", "window off by one"): ("xla", "seen &= at > position", "seen &= at >= position"),
     ("xla", "wrong scale"): ("xla", "q.astype(dtype) * problem.scale", "q.astype(dtype)"),
-    ("xla", "wrong page"): ("xla", "jnp.minimum(first + j, columns - 1)", "first"),
+    ("xla", "wrong page"): ("xla", "jnp.minimum(column, columns - 1)", "first * size // page_size"),
+    ("xla", "wrong part of a page"): ("xla", "within.astype(number.dtype)", "zero"),
     ("xla", "missing rescale"): ("xla", "out * keep + jnp.einsum", "out + jnp.einsum"),
     ("xla", "garbage"): ("xla", "((at >= begin) & (at < reach))[:, None]", "True"),
     ("xla", "another's tokens"): ("xla", "(jnp.arange(size) < block.tokens)[:, None, None]", "True"),
