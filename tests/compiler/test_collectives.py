@@ -140,10 +140,13 @@ def test_an_all_reduce_that_is_also_used_whole_stays_one():
 
 def test_the_parts_of_a_split_collective_are_one():
     body = """%s = f32[1,128]{1,0} slice(%p), slice={[0:1], [0:128]}
-%start = f32[8,128] fusion(%s), kind=kCustom, calls=%step
+%start = f32[8,128] fusion(%s), kind=kCustom, calls=%first
 %middle = f32[8,128] fusion(%s), kind=kOutput, calls=%step
 ROOT %done = f32[8,128] fusion(%s), kind=kCustom, calls=%step"""
-    assert collectives.read(program(body, STEP)).collectives == (Collective("all-gather", 8, 8 * 128 * 4, 1),)
+    first = STEP.replace("%step", "%first").replace(
+        "\n}", '\n  %begun = f32[8,128] custom-call(%s), custom_call_target="AsyncCollectiveStart"\n}'
+    )
+    assert collectives.read(program(body, first + STEP)).collectives == (Collective("all-gather", 8, 8 * 128 * 4, 1),)
 
 
 def test_gpu_starts_count_and_dones_do_not():
