@@ -23,7 +23,7 @@ Where = Annotated[str, tyro.conf.Positional]
 
 
 def checkpoint(argv: list[str]) -> int:
-    """List, verify, compare, convert and remove checkpoints: `jaxllm checkpoint COMMAND WHERE`."""
+    """List, check, compare, convert, remove checkpoints: `jaxllm checkpoint COMMAND WHERE`."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm checkpoint COMMAND WHERE ... [--setting value ...]\n\ncommands:")
         for name, function in COMMANDS.items():

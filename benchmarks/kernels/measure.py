@@ -17,16 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PEAKS = {  # bf16 TFLOP/s and GB/s of one jax device, by the makers' data sheets
-    "TPU v4": (275, 1228),
-    "TPU v5 lite": (197, 819),
-    "TPU v5": (459, 2765),
-    "TPU v6 lite": (918, 1640),
-    "TPU7x": (1153.5, 3690),
-    "NVIDIA H100": (989.4, 3352),
-    "NVIDIA H200": (989.4, 4800),
-    "NVIDIA B200": (2250, 7672),
-}
+from jaxllm.compiler.peaks import peak_of
+
 PARTS = ("forward", "backward")
 
 
@@ -82,10 +74,8 @@ def ours() -> tuple[str, ...]:
 
 def peaks() -> tuple[float, float]:
     """FLOP/s and bytes/s of the device: known, or measured."""
-    kind = jax.devices()[0].device_kind
-    if known := [name for name in PEAKS if kind.startswith(name)]:
-        flops, bandwidth = PEAKS[max(known, key=len)]
-        return flops * 1e12, bandwidth * 1e9
+    if (known := peak_of(jax.devices()[0].device_kind)) is not None:
+        return known
     x, y = jnp.ones((1024, 1024), jnp.float32), jnp.ones(2**24, jnp.float32)
     product = 2 * 1024**3 / seconds(jax.jit(lambda x: x @ x), (x,), 3)
     return product, 2 * y.nbytes / seconds(jax.jit(lambda y: y + 1), (y,), 3)

@@ -10,22 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.compiler.peaks import peak_of
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.engine import Engine
 from jaxllm.infer.load import LoadedModel
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.models import DecoderConfig, MoeConfig
-
-BANDWIDTH = {
-    "NVIDIA H100 80GB HBM3": 3.35e12,
-    "NVIDIA H200": 4.8e12,
-    "TPU v4": 1.23e12,
-    "TPU v5 lite": 0.82e12,
-    "TPU v5p": 2.77e12,
-    "TPU v6 lite": 1.64e12,
-    "TPU7x": 7.38e12,
-}
-"""Bytes a second of a device's memory, from its data sheet."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +121,8 @@ def token_bytes(config: DecoderConfig) -> int:
 
 def memory_bandwidth() -> float:
     """Bytes a second of the first device's memory: the data sheet's, or as measured by a product that reads 256 MB."""
-    kind = jax.devices()[0].device_kind
-    if kind in BANDWIDTH:
-        return BANDWIDTH[kind]
+    if (peak := peak_of(jax.devices()[0].device_kind)) is not None:
+        return peak.bandwidth
     matrix, vector = jnp.ones((8192, 8192), jnp.float32), jnp.ones((1, 8192), jnp.float32)
     run = jax.jit(lambda v, m: jnp.einsum("bd,vd->bv", v, m))
     run(vector, matrix).block_until_ready()

@@ -10,20 +10,6 @@ from collections.abc import Callable
 
 from jaxllm.models import DecoderConfig, MoeConfig
 
-# Dense bf16 peak per chip, FLOP/s, by a part of jax's device_kind.
-# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm; NVIDIA H100, H200 and B200 data sheets (no sparsity).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
     """FLOPs of one token's forward pass.
@@ -57,11 +43,3 @@ def causal_mean(seq_len: int, window: int | None) -> float:
 def train_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """FLOPs of one token in training on causal rows of ``seq_len`` tokens."""
     return 3.0 * forward_flops_per_token(config, lambda window: causal_mean(seq_len, window))
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bf16 FLOP/s of a device, None where unknown (a CPU: its peak is not a data-sheet figure)."""
-    for name, peak in PEAK_FLOPS.items():
-        if name.lower() in device_kind.lower():
-            return peak
-    return None

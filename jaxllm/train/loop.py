@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxllm.checkpoint import CheckpointCorruptError, StateProvider, providers
+from jaxllm.compiler.peaks import peak_of
 from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
 from jaxllm.models import Functional, functional, param_count
@@ -26,7 +27,7 @@ from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
-from jaxllm.train.flops import peak_flops, train_flops_per_token
+from jaxllm.train.flops import train_flops_per_token
 from jaxllm.train.loss import value_and_grad
 from jaxllm.train.plot import draw_loss
 from jaxllm.train.processes import fingerprint, own_part, put, surroundings
@@ -334,13 +335,13 @@ def make_view(run: Run, first: int) -> View:
     """A view with this run's figures."""
     config = run.config
     devices = run.mesh.devices.flatten()
-    peak = peak_flops(devices[0].device_kind)
+    peak = peak_of(devices[0].device_kind)
     return View(
         total=config.steps,
         first=first,
         tokens_per_step=run.data.train.tokens_per_step,
         flops_per_token=train_flops_per_token(config.model, config.data.seq_len),
-        peak=peak and peak * devices.size,
+        peak=peak and peak.flops * devices.size,
         log_every=config.log_every,
         quiet=not run.group.leads,
     )

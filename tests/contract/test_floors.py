@@ -30,6 +30,8 @@ FLOORS = [
     {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
     {
         "jaxllm.cli",
+        "jaxllm.command",
+        "jaxllm.model_cli",
         "jaxllm.data_cli",
         "jaxllm.checkpoint_cli",
         "jaxllm.__main__",

@@ -107,7 +107,7 @@ def test_a_child_that_dies_says_its_last_words(signal_number, how):
 
 def test_a_timeout_kills_the_child(tmp_path):
     note, timeout = tmp_path / "pid", 4
-    while not note.exists():  # a busy machine may take longer to start the child
+    while not (note.exists() and note.read_text()):  # a busy machine may take longer to start the child
         with pytest.raises(TimeoutError, match=rf"not done after {timeout} s \(it was ") as raised:
             run_isolated(f"{TARGETS}:sleep", "cpu:1", {"note": str(note)}, timeout=float(timeout))
         timeout *= 2
@@ -119,7 +119,7 @@ def test_an_interrupt_kills_the_child(tmp_path):
     note = tmp_path / "pid"
 
     def interrupt(seconds: float, text: str) -> None:
-        if note.exists() and text != "done":
+        if note.exists() and note.read_text() and text != "done":  # the file is there before its text is
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,38 @@
+"""Peaks of devices by what jax calls them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxllm.compiler.peaks import peak_of
+from sharding.topology import GENERATIONS
+
+CHIPS = {"v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12}
+"""FLOP/s of a whole chip, as its maker gives them."""
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_a_chip_of_several_devices_is_divided_among_them(name):
+    kind = GENERATIONS[name]
+    found = peak_of(kind.device_kind)
+    assert found is not None
+    assert found.flops * kind.devices_per_chip == CHIPS[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops", "bandwidth"),
+    [
+        ("TPU v5p", 459e12, 2.765e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 3.352e12),
+        ("NVIDIA H200", 989e12, 4.8e12),
+        ("NVIDIA B200", 2250e12, 7.672e12),
+    ],
+)
+def test_kinds_by_their_beginning(kind, flops, bandwidth):
+    assert peak_of(kind) == (flops, bandwidth)
+
+
+def test_every_accelerator_of_the_topologies_has_one_and_others_none():
+    assert all(peak_of(g.device_kind) for g in GENERATIONS.values() if g.platform != "cpu")
+    assert peak_of("cpu") is None
+    assert peak_of("NVIDIA GeForce RTX 4090") is None
