@@ -269,9 +269,17 @@ def checkpoint(argv: list[str]) -> int:
     return run(argv)
 
 
+def pipeline(argv: list[str]) -> int:
+    """Show pipeline schedules: `jaxllm pipeline 1f1b --stages 4 --micro-batches 8`."""
+    from jaxllm.pipeline_cli import pipeline as run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Any] = {
     "train": train,
     "shard": shard,
+    "pipeline": pipeline,
     "generate": model_cli.generate,
     "chat": model_cli.chat,
     "convert": model_cli.convert,

@@ -43,6 +43,7 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.infer import ModelNotFoundError
     from jaxllm.parallel.cluster import ClusterError
     from jaxllm.parallel.distributed import DistributedError
+    from jaxllm.parallel.pipeline.schedule import ScheduleError
     from jaxllm.train import NonFiniteLossError, ResumeError
     from jaxllm.train.receipt import ReceiptError
     from sharding import ShardingError
@@ -59,6 +60,7 @@ def is_user_error(error: Exception) -> bool:
         NonFiniteLossError,
         ReceiptError,
         ResumeError,
+        ScheduleError,
         ShardingError,
         UsageError,
     )

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from sharding import ring
-from sharding.rules import DEFAULT, LogicalAxes, Rules
+from sharding.rules import DEFAULT, LogicalAxes, Rules, split_sizes
 
 GATHERED_WEIGHT = "gathered_weight"
 """Name under which ``gather_weight``'s results are known to ``jax.checkpoint`` policies."""
@@ -45,11 +45,19 @@ def current_rules() -> Rules:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh in force if it has explicit axes of more than one device, else None."""
+    """The mesh in force if it has explicit axes of more than one device, else None.
+
+    Some of its axes may be manual (inside a pipeline's ``jax.shard_map``); the others split arrays as ever.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or any(t != AxisType.Explicit for t in mesh.axis_types):
+    if mesh.empty or AxisType.Auto in mesh.axis_types or math.prod(split_sizes(mesh).values()) == 1:
         return None
     return mesh
+
+
+def _sums_can_wait(mesh: AbstractMesh) -> bool:
+    """Whether ``jax.P(unreduced=...)`` can be used: XLA knows no array that is both it and manual over some axes."""
+    return AxisType.Manual not in mesh.axis_types
 
 
 def spec(*logical: str | None, shape: Sequence[int] | None = None, what: str = "activation") -> PartitionSpec:
@@ -77,6 +85,8 @@ def fan_out(x: Array, *logical: str | None, over: str, what: str = "activation")
     if mesh is None:
         return x
     there = spec(*logical, shape=x.shape, what=what)
+    if not _sums_can_wait(mesh):
+        return jax.sharding.reshard(x, there)
     return jax.sharding.reshard(x, jax.P(*there, reduced=frozenset(axis_names(over)) - _mesh_axes(there)))
 
 
@@ -110,6 +120,7 @@ def products(
             mesh=mesh,
             in_specs=(spec("batch", "residual_seq", "act_embed"), *(_spec_of(w) for w in weights)),
             out_specs=tuple(spec(*out, what=what) for out in outs),
+            axis_names=set(split_sizes(mesh)),
         )(x, *weights)
     )
 
@@ -158,7 +169,7 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
         return _scattered(x, w, there, contract)
     # The axis that is summed over also splits the result: summands first and then their scattered sums, so that the
     # transpose is as plain, a gathered cotangent meeting the whole of x.
-    parts = jax.P(*_without(there, summed), unreduced=summed)
+    parts = jax.P(*_without(there, summed), unreduced=summed if _sums_can_wait(mesh) else frozenset())
     summands = jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=parts)
     return jax.sharding.reshard(summands, there)
 
@@ -174,7 +185,8 @@ def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array
 
     mesh = jax.sharding.get_abstract_mesh()
     specs = jax.typeof(x).sharding.spec, _spec_of(w)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=there)(x, w)
+    names = set(split_sizes(mesh))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=there, axis_names=names)(x, w)
 
 
 def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") -> Array:
@@ -202,7 +214,7 @@ def gather_weight(w: Array, *logical: str | None, sums_late: bool = False, what:
     if mesh is None or jax.typeof(w).sharding.spec.reduced:
         return w
     whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
-    if sums_late:
+    if sums_late and _sums_can_wait(mesh):
         late = frozenset(axis_names("batch", "seq")) - _mesh_axes(whole)
         stored = jax.typeof(w).sharding.spec
         # In two steps, so that the gradient is first scattered and then only the parts are summed over replicas.
@@ -257,7 +269,8 @@ def shard_map(
             if many
             else rules.spec(out_specs, mesh)  # type: ignore[arg-type]
         )
-        return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=outs)(*moved)
+        names = set(split_sizes(mesh))
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=outs, axis_names=names)(*moved)
 
     return call
 
@@ -289,7 +302,8 @@ def axis_names(*logical: str) -> tuple[str, ...]:
     if mesh is None:
         return ()
     rules = current_rules()
-    return tuple(a for name in logical for a in rules.mesh_axes(name) if mesh.shape.get(a, 1) > 1)
+    sizes = split_sizes(mesh)
+    return tuple(a for name in logical for a in rules.mesh_axes(name) if sizes.get(a, 1) > 1)
 
 
 def axis_size(*logical: str) -> int:

@@ -10,11 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.mesh import AXES, ShardingError, divisors
 
 LogicalAxes = tuple[str | None, ...]
+
+
+def split_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Sizes of the mesh axes that arrays can be split over here: all that are not manual (inside ``jax.shard_map``)."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,12 @@ class Rules:
         """
         if shape is not None and len(shape) != len(logical):
             raise ShardingError(f"{what} has shape {tuple(shape)} but {len(logical)} logical axes {tuple(logical)}.")
+        sizes = split_sizes(mesh)
         used: dict[str, str] = {}
         parts: list[str | tuple[str, ...] | None] = []
         for dim, name in enumerate(logical):
             axes = () if name is None or (gathered and name in self.storage) else self.mesh_axes(name)
-            axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1)
+            axes = tuple(a for a in axes if sizes.get(a, 1) > 1)
             if shape is not None and axes:
                 axes = self._fit(name or "", axes, shape[dim], mesh, what)
             for a in axes:

@@ -34,6 +34,7 @@ FLOORS = [
         "jaxllm.model_cli",
         "jaxllm.data_cli",
         "jaxllm.checkpoint_cli",
+        "jaxllm.pipeline_cli",
         "jaxllm.__main__",
         "recipes",
         "tpu_scripts",

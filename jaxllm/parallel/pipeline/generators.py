@@ -1,0 +1,212 @@
+"""The schedules, each from its sizes alone; ``make`` gives one by name.
+
+A schedule is first an order of forward and backward operations on each stage; where the backward pass is split, the
+gradients of weights then fill what would be idle time, or make room for the next forward operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+from jaxllm.parallel.pipeline.schedule import Kind, Op, Schedule, ScheduleError, check
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "v_min", "v_half", "v_zb"]
+NAMES: tuple[Name, ...] = get_args(Name)
+VEES = ("v_min", "v_half", "v_zb")
+
+
+@functools.lru_cache(maxsize=256)
+def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedule:
+    """A schedule, checked.
+
+    Args:
+        chunks: virtual stages of a stage; 0 for what the schedule needs (two for "interleaved" and those in V).
+
+    Raises:
+        ScheduleError: there is no such schedule of these sizes; says which there are.
+    """
+    if name not in NAMES:
+        raise ScheduleError(f"no pipeline schedule {name!r}; there are {', '.join(NAMES)}.")
+    legal_sizes(name, stages, micro_batches, chunks)
+    chunks = chunks or default_chunks(name)
+    makers: dict[str, Callable[[int, int, int], Schedule]] = {
+        "gpipe": _gpipe,
+        "1f1b": _one_f_one_b,
+        "interleaved": _interleaved,
+        "zb_h1": lambda p, m, v: _zero_bubble("zb_h1", p, m, warm=p, room=p),
+        "zb_h2": lambda p, m, v: _zero_bubble("zb_h2", p, m, warm=2 * p - 1, room=2 * p - 1),
+    }
+    make_it = makers.get(name) or functools.partial(_vee, name)
+    made = make_it(stages, micro_batches, chunks)
+    check(made)
+    return made
+
+
+def default_chunks(name: str) -> int:
+    """Virtual stages of a stage, unless said otherwise."""
+    return 2 if name in (*VEES, "interleaved") else 1
+
+
+def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    """Refuses sizes that a schedule does not have.
+
+    Raises:
+        ScheduleError: says which are legal.
+    """
+    if stages < 2:
+        raise ScheduleError(f"pipeline: {stages} stage: a pipeline needs 2 or more (the mesh's axis stage).")
+    if micro_batches < 1:
+        raise ScheduleError(f"pipeline: micro_batches = {micro_batches}; give 1 or more.")
+    if name == "interleaved":
+        if chunks == 1 or chunks < 0:
+            raise ScheduleError(
+                f'pipeline: chunks = {chunks}: "interleaved" needs 2 or more; "1f1b" is the one with 1.'
+            )
+        if micro_batches % stages:
+            near = [n for n in (micro_batches // stages * stages, -(-micro_batches // stages) * stages) if n]
+            raise ScheduleError(
+                f'pipeline: micro_batches = {micro_batches}: "interleaved" needs a multiple of the {stages} stages: '
+                f"{' or '.join(map(str, near))}."
+            )
+    elif chunks not in (0, default_chunks(name)):
+        raise ScheduleError(
+            f'pipeline: chunks = {chunks}: "{name}" has {default_chunks(name)}; only "interleaved" has any number.'
+        )
+
+
+def _gpipe(p: int, m: int, v: int) -> Schedule:
+    """All forward, then all backward (arXiv:1811.06965)."""
+    order = (*(Op("F", i, 0) for i in range(m)), *(Op("B", i, 0) for i in range(m)))
+    return Schedule("gpipe", p, m, v, split=False, vee=False, orders=(order,) * p)
+
+
+def _one_f_one_b(p: int, m: int, v: int) -> Schedule:
+    """One forward, one backward, after as many forward as there are stages behind (arXiv:1806.03377, 2006.09503)."""
+    return Schedule("1f1b", p, m, v, split=False, vee=False, orders=_alternating(p, m, [p - 1 - s for s in range(p)]))
+
+
+def _alternating(p: int, m: int, warm: Sequence[int]) -> tuple[tuple[Op, ...], ...]:
+    """``warm[s]`` forward operations, then forward and backward in turn, then what is left."""
+    orders = []
+    for s in range(p):
+        ahead = min(m, warm[s])
+        pairs = itertools.chain.from_iterable((Op("F", ahead + i, 0), Op("B", i, 0)) for i in range(m - ahead))
+        first = [Op("F", i, 0) for i in range(ahead)]
+        orders.append((*first, *pairs, *(Op("B", i, 0) for i in range(m - ahead, m))))
+    return tuple(orders)
+
+
+def _interleaved(p: int, m: int, v: int) -> Schedule:
+    """1F1B over several chunks a stage, micro-batches in groups of the stages' number (arXiv:2104.04473, 2.2)."""
+
+    def sequence(kind: Kind) -> list[Op]:
+        chunks = range(v) if kind == "F" else range(v - 1, -1, -1)
+        return [Op(kind, g + i, c) for g in range(0, m, p) for c in chunks for i in range(p)]
+
+    forward, backward = sequence("F"), sequence("B")
+    orders = []
+    for s in range(p):
+        warm = min(m * v, 2 * (p - 1 - s) + (v - 1) * p)
+        steady = itertools.chain.from_iterable(zip(forward[warm:], backward, strict=False))
+        orders.append((*forward[:warm], *steady, *backward[m * v - warm :]))
+    return Schedule("interleaved", p, m, v, split=False, vee=False, orders=tuple(orders))
+
+
+def _zero_bubble(name: str, p: int, m: int, *, warm: int, room: int) -> Schedule:
+    """Forward early, backward first, weights where nothing else can be done (arXiv:2401.10241, section 3).
+
+    Args:
+        warm: forward operations of the first stage before its first backward one.
+        room: activations that a stage may hold.
+    """
+    fewer = 1 if name == "zb_h1" else 2
+    orders = _alternating(p, m, [max(0, warm - 1 - fewer * s) for s in range(p)])
+    return Schedule(name, p, m, 1, split=True, vee=False, orders=fill(p, m, 1, False, orders, [room] * p))
+
+
+# Stages of delay of a hop, in time units of one operation: forward down, forward up, backward down, backward up.
+DELAYS = {"v_min": (1, 1, 1, 1), "v_half": (2, 1, 2, 1), "v_zb": (4, 2, 4, 2)}
+PERIOD = 6
+"""Operations of a micro-batch on a stage: three for each of two chunks."""
+
+
+def peak_of_vee(name: str, stages: int) -> int:
+    """Micro-batches of activations that a stage holds at most (arXiv:2405.15362)."""
+    return {"v_min": (stages + 4) // 3, "v_half": (stages + 2) // 2, "v_zb": stages}[name]
+
+
+def _vee(name: str, p: int, m: int, v: int) -> Schedule:
+    """A building block, repeated for each micro-batch, then moved together (arXiv:2405.15362).
+
+    The first chunks go down the stages and the second ones up, so that a stage holds a chunk for long and another one
+    for a short time, and all stages hold as much.
+    """
+    times = _block(name, p)
+    orders = []
+    for s in range(p):
+        placed = [(times[s][k] + PERIOD * i, kind, i, c) for k, (kind, c) in enumerate(_HOPS) for i in range(m)]
+        orders.append(tuple(Op(kind, i, c) for _, kind, i, c in sorted(placed)))
+    room = [2 * peak_of_vee(name, p)] * p
+    return Schedule(name, p, m, v, split=True, vee=True, orders=fill(p, m, v, True, tuple(orders), room))
+
+
+_HOPS: tuple[tuple[Kind, int], ...] = (("F", 0), ("F", 1), ("B", 1), ("B", 0))
+
+
+@functools.lru_cache
+def _block(name: str, p: int) -> tuple[tuple[int, ...], ...]:
+    """When each stage does F0, F1, B1, B0 of the first micro-batch: as tight as no two meet, a period apart."""
+    down, up, back_down, back_up = DELAYS[name]
+    best: tuple[tuple[int, ...], ...] | None = None
+    for turns in sorted(itertools.product(range(1, PERIOD + 1), repeat=3), key=lambda t: (sum(t), t)):
+        first_up = down * (p - 1) + turns[0]
+        first_back = first_up + up * (p - 1) + turns[1]
+        first_home = first_back + back_down * (p - 1) + turns[2]
+        best = tuple(
+            (down * s, first_up + up * (p - 1 - s), first_back + back_down * s, first_home + back_up * (p - 1 - s))
+            for s in range(p)
+        )
+        if all(len({t % PERIOD for t in row}) == len(row) for row in best):
+            return best
+    raise ScheduleError(f"{name}: no building block for {p} stages.")
+
+
+def fill(
+    p: int, m: int, v: int, vee: bool, orders: tuple[tuple[Op, ...], ...], room: Sequence[int]
+) -> tuple[tuple[Op, ...], ...]:
+    """Orders of F and B with every W put where the next of them cannot be done yet, or has no room.
+
+    Args:
+        room: chunks of activations that each stage may hold.
+    """
+    bare = Schedule("", p, m, v, split=True, vee=vee, orders=orders)
+    done: dict[tuple[int, Op], int] = {}
+    out: list[list[Op]] = [[] for _ in range(p)]
+    place, held = [0] * p, [0] * p
+    waiting: list[list[Op]] = [[] for _ in range(p)]
+    time = 0
+    while any(len(row) < 3 * m * v for row in out):
+        busy = False
+        for s in range(p):
+            op = orders[s][place[s]] if place[s] < len(orders[s]) else None
+            ready = op is not None and all(done.get(need, time + 1) <= time for need in bare.needs(s, op))
+            if op is not None and ready and (op.kind == "B" or held[s] < room[s]):
+                place[s] += 1
+                held[s] += op.kind == "F"
+                if op.kind == "B":
+                    waiting[s].append(Op("W", op.micro, op.chunk))
+            elif waiting[s]:
+                op = waiting[s].pop(0)
+                held[s] -= 1
+            else:
+                continue
+            busy = True
+            out[s].append(op)
+            done[s, op] = time + 1
+        time += 1
+        if not busy and time > max(done.values(), default=0):
+            raise ScheduleError(f"{room[0]} activations are too few for these orders.")
+    return tuple(tuple(row) for row in out)

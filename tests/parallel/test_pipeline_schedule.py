@@ -1,0 +1,135 @@
+"""Schedules are legal, hold what their papers say, and idle as much as their papers say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.parallel.pipeline.generators import NAMES, VEES, make, peak_of_vee
+from jaxllm.parallel.pipeline.schedule import Costs, Op, Schedule, ScheduleError, check
+from jaxllm.parallel.pipeline.view import draw, text
+
+
+@st.composite
+def schedules(draw_: st.DrawFn) -> Schedule:
+    name = draw_(st.sampled_from(NAMES))
+    stages = draw_(st.integers(2, 7))
+    chunks = draw_(st.integers(2, 4)) if name == "interleaved" else 0
+    micro = stages * draw_(st.integers(1, 3)) if name == "interleaved" else draw_(st.integers(1, 16))
+    return make(name, stages, micro, chunks)
+
+
+@given(schedules())
+def test_every_schedule_computes_everything_once_and_in_order(schedule):
+    check(schedule)
+    assert all(schedule.live(stage)[-1] == 0 for stage in range(schedule.stages)), "something is held for ever"
+    assert schedule.peak <= schedule.micro_batches
+
+
+@given(st.integers(2, 12), st.integers(1, 40))
+def test_gpipe_and_1f1b_are_as_long_as_theory_says(stages, micro):
+    ideal = (stages - 1) / (micro + stages - 1)
+    for name, peak in (("gpipe", micro), ("1f1b", min(stages, micro))):
+        schedule = make(name, stages, micro)
+        for costs in (Costs(), Costs(2, 1, 3)):
+            assert schedule.bubble(costs) == pytest.approx(ideal)
+            assert schedule.idle(costs) == pytest.approx(ideal)
+        assert schedule.peak == peak
+    assert make("1f1b", stages, micro).peaks == tuple(min(micro, stages - s) for s in range(stages))
+
+
+@given(st.integers(2, 8), st.integers(2, 4), st.integers(2, 5))
+def test_interleaved_divides_the_bubble_by_its_chunks(stages, chunks, groups):
+    micro = stages * groups
+    schedule = make("interleaved", stages, micro, chunks)
+    assert schedule.bubble() == pytest.approx((stages - 1) / (chunks * micro + stages - 1))
+    assert schedule.peak == pytest.approx((2 * (stages - 1) + (chunks - 1) * stages + 1) / chunks)
+
+
+@given(st.integers(2, 12), st.integers(0, 20))
+def test_zero_bubble(stages, more):
+    """arXiv:2401.10241, table 1: bubbles of (p-1)(F+B-W) and none; activations of p and 2p-1 micro-batches."""
+    micro = 2 * stages + more
+    first, second = make("zb_h1", stages, micro), make("zb_h2", stages, micro)
+    assert first.bubble() == pytest.approx((stages - 1) / (3 * micro + stages - 1))
+    assert second.bubble() == pytest.approx(0)
+    assert first.peaks == (stages,) * stages
+    assert second.peak == 2 * stages - 1
+
+
+@given(st.integers(2, 12), st.integers(0, 6))
+def test_vees_hold_what_their_paper_says(stages, more):
+    """arXiv:2405.15362: a third of 1F1B's activations, a half, and as many with a bubble near none."""
+    micro = 3 * stages + more
+    made = {name: make(name, stages, micro) for name in VEES}
+    for name, schedule in made.items():
+        assert schedule.peak <= peak_of_vee(name, stages)
+    assert made["v_min"].peak > stages / 3
+    assert made["v_half"].peak >= stages / 2
+    plain = make("1f1b", stages, micro).bubble()
+    assert made["v_half"].bubble() < 0.65 * plain
+    assert made["v_zb"].bubble() < 0.25 * plain
+    assert made["v_min"].bubble() < plain
+
+
+@given(schedules(), st.integers(0, 2**32 - 1))
+def test_the_checker_refuses_what_is_wrong(schedule, number):
+    stage = number % schedule.stages
+    order = list(schedule.orders[stage])
+    at = number // schedule.stages % len(order)
+    op = order[at]
+
+    def refused(rows: tuple[tuple[Op, ...], ...]) -> None:
+        with pytest.raises(ScheduleError, match=r"stage|rows for"):
+            check(dataclasses.replace(schedule, orders=rows))
+
+    def with_row(row: list[Op]) -> tuple[tuple[Op, ...], ...]:
+        return (*schedule.orders[:stage], tuple(row), *schedule.orders[stage + 1 :])
+
+    refused(with_row(order[:at] + order[at + 1 :]))
+    refused(with_row([*order, op]))
+    refused(with_row([*order[:at], op._replace(micro=schedule.micro_batches), *order[at + 1 :]]))
+    refused(schedule.orders[1:])
+    needs = [need for there, need in schedule.needs(stage, op) if there == stage]
+    if needs:
+        early = [o for o in order if o != op]
+        early.insert(early.index(needs[0]), op)
+        refused(with_row(early))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("1f1d", 4, 8), "there are gpipe, 1f1b, interleaved"),
+        (("1f1b", 1, 8), "2 or more"),
+        (("1f1b", 4, 0), "1 or more"),
+        (("1f1b", 4, 8, 2), '"1f1b" has 1; only "interleaved"'),
+        (("v_half", 4, 8, 3), '"v_half" has 2'),
+        (("interleaved", 4, 6), "a multiple of the 4 stages: 4 or 8"),
+        (("interleaved", 4, 3), "a multiple of the 4 stages: 4"),
+        (("interleaved", 4, 8, 1), '"1f1b" is the one with 1'),
+    ],
+)
+def test_illegal_sizes_say_what_is_legal(arguments, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        make(*arguments)
+
+
+def test_the_picture_in_letters():
+    lines = text(make("1f1b", 2, 2)).split("\n")
+    assert lines[-2] == "stage 0   F0 F1       B0---    B1---"
+    assert lines[-1] == "stage 1      F0 B0--- F1 B1---"
+    assert "bubble 33.3%" in lines[1]
+    assert "2 micro-batches" in lines[2]
+    assert "--png" in text(make("1f1b", 2, 2), Costs(1.0, 1.0, 0.7)).split("\n")[-1]
+    assert "wide" in text(make("1f1b", 2, 90)).split("\n")[-1]
+
+
+def test_the_picture(tmp_path):
+    file = tmp_path / "schedule.png"
+    draw(make("v_half", 4, 6), file)
+    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
