@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxllm.data import Batch
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RopeConfig
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RopeConfig, RouterConfig
 
 
 def decoder(
@@ -32,7 +32,7 @@ def decoder(
     moe: tuple[int, int, int, bool] | None = None,
     **fields: Any,
 ) -> DecoderConfig:
-    """A small decoder; every size fits an axis of eight unless said otherwise. `moe`: fields of MoeConfig in order."""
+    """A small decoder; sizes fit an axis of eight unless said otherwise. `moe`: experts, top_k, hidden, normalize."""
     attention = AttentionConfig(
         heads,
         kv_heads,
@@ -46,7 +46,7 @@ def decoder(
     feed_forward = MlpConfig(mlp, gated=gated, bias=bias == "all")
     if moe is not None:
         experts, top_k, hidden, normalize = moe
-        feed_forward = MoeConfig(experts, top_k, hidden, normalize=normalize)
+        feed_forward = MoeConfig(experts, top_k, hidden, router=RouterConfig(normalize=normalize))
     block = BlockConfig(attention, feed_forward, norms)  # type: ignore[arg-type]
     return DecoderConfig(
         vocab_size=vocab_size,

@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxllm.config import Difference, differences
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.families import FULL, SLIDING, decoder_config
+from jaxllm.hub.families import decoder_config
+from jaxllm.hub.parts import FULL, SLIDING
 from jaxllm.models import (
     BlockConfig,
     DecoderConfig,
@@ -21,6 +22,7 @@ from jaxllm.models import (
     Llama3Scaling,
     LongRopeScaling,
     MlpConfig,
+    MoeConfig,
     RopeConfig,
     YarnScaling,
 )
@@ -46,11 +48,6 @@ def config_json(
     Raises:
         HubError: no family has this architecture; names the nearest, and what is different there.
     """
-    if not all(isinstance(block.mlp, MlpConfig) for block in config.blocks):
-        raise HubError(
-            "no family's tensors are mapped to mixtures of experts yet, so this model cannot be exported; the run's "
-            "own directory is what `jaxllm generate` reads."
-        )
     length = _length(config, length)
     ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have defaults of their own for these
     apart: dict[str, list[Difference]] = {}
@@ -145,7 +142,7 @@ def _llama(config: DecoderConfig, length: int) -> Fields:
         "hidden_size": config.embed_dim,
         "intermediate_size": mlp.hidden,
         "max_position_embeddings": length,
-        "mlp_bias": isinstance(mlp, MlpConfig) and mlp.bias,
+        "mlp_bias": mlp.bias,
         "num_attention_heads": attention.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": attention.kv_heads,
@@ -224,6 +221,33 @@ def _phi3(config: DecoderConfig, length: int) -> Fields | None:
     return fields | {"original_max_position_embeddings": rope.get("original_max_position_embeddings", length)}
 
 
+def _moe(config: DecoderConfig, fields: Fields, width: str = "intermediate_size") -> Fields | None:
+    """What families of mixtures of experts have in common, beside the Llama line's; ``width`` is that of an expert."""
+    moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
+    if moe is None:
+        return None
+    fields = _without(fields, "mlp_bias") | {"num_experts_per_tok": moe.top_k, width: moe.hidden}
+    return fields | {"num_experts": moe.experts, "norm_topk_prob": moe.router.normalize}
+
+
+def _mixtral(config: DecoderConfig, length: int) -> Fields | None:
+    fields = _moe(config, _mistral(config, length))
+    return fields and _without(fields, "norm_topk_prob", "num_experts") | {"num_local_experts": fields["num_experts"]}
+
+
+def _qwen3_moe(config: DecoderConfig, length: int) -> Fields | None:
+    window = config.blocks[0].attention.window
+    dense = [layer for layer, block in enumerate(config.blocks) if isinstance(block.mlp, MlpConfig)]
+    fields = _llama(config, length) | {"use_sliding_window": window is not None, "sliding_window": window}
+    if dense:
+        fields["intermediate_size"] = config.blocks[dense[0]].mlp.hidden
+    return _moe(config, fields | {"mlp_only_layers": dense}, "moe_intermediate_size")
+
+
+def _olmoe(config: DecoderConfig, length: int) -> Fields | None:
+    return _moe(config, _without(_llama(config, length), "head_dim"))
+
+
 def _gpt2(config: DecoderConfig, length: int) -> Fields:
     block = config.blocks[0]
     return {
@@ -249,6 +273,9 @@ CANDIDATES: dict[str, Callable[[DecoderConfig, int], Fields | None]] = {
     "gemma3_text": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen3_moe": _qwen3_moe,
 }
 """Families in the order in which they are tried: the plainest first."""
 
@@ -262,5 +289,8 @@ CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """transformers' classes."""

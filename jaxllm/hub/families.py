@@ -9,26 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from jaxllm.config import closest
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.fields import Fields
-from jaxllm.hub.mapping import GEMMA, GPT2, LLAMA, OLMO2, PHI3, Table
+from jaxllm.hub.mapping import GEMMA, GPT2, LLAMA, MIXTRAL, OLMO2, OLMOE, PHI3, QWEN3_MOE, Table
+from jaxllm.hub.mixtures import mixtral, olmoe, qwen3_moe
+from jaxllm.hub.parts import (
+    FULL,
+    SLIDING,
+    activation,
+    make_decoder,
+    read_attention,
+    read_layers,
+    read_mlp,
+    read_windows,
+)
 from jaxllm.hub.rotary import read_rope, rope_config
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
-
-ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""transformers' names of activations."""
-
-MOST_LAYERS = 10_000
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -70,101 +69,20 @@ def family(given: Mapping[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def _attention(fields: Fields, head_dim: int | None = None, *, kv_heads: bool = False) -> AttentionConfig:
-    """Heads as the Llama line names them.
-
-    Args:
-        head_dim: where the config gives none; None: hidden_size / heads.
-        kv_heads: their number must be there (null for as many as query heads), since in this family transformers takes
-            a missing one for a number of its own.
-    """
-    heads = fields.need("num_attention_heads", int)
-    if kv_heads and "num_key_value_heads" not in fields.given:
-        fields.need("num_key_value_heads", int)
-    return AttentionConfig(
-        heads=heads,
-        kv_heads=fields.get("num_key_value_heads", int, heads),
-        head_dim=fields.get("head_dim", int, head_dim) or fields.need("hidden_size", int) // heads,
-    )
-
-
-def _layers(fields: Fields, name: str = "num_hidden_layers") -> int:
-    """How many blocks; nothing is made for each of more than any model has."""
-    layers = fields.need(name, int)
-    if layers > MOST_LAYERS:
-        raise HubError(f"config.json: {name} = {layers}; legal: 1 to {MOST_LAYERS}.")
-    return layers
-
-
-def _mlp(fields: Fields) -> MlpConfig:
-    """A gated layer."""
-    act = fields.need("hidden_act", str)
-    return MlpConfig(fields.need("intermediate_size", int), activation("hidden_act", act))
-
-
-def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
-    """Our name of an activation."""
-    if name not in ACTIVATIONS:
-        raise HubError(f"config.json: {field} is {name!r}; known: {', '.join(sorted(ACTIVATIONS))}.")
-    return ACTIVATIONS[name]
-
-
-def _decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
-    """What the Llama line's configs have in common."""
-    layers = _layers(fields)
-    every = [blocks] * layers if isinstance(blocks, BlockConfig) else blocks
-    prefix, pattern = repeating(every)
-    return DecoderConfig(
-        vocab_size=fields.need("vocab_size", int),
-        embed_dim=fields.need("hidden_size", int),
-        layers=layers,
-        prefix=prefix,
-        pattern=pattern,
-        norm_eps=fields.need("rms_norm_eps", float),
-        **more,
-    )
-
-
-def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], tuple[BlockConfig, ...]]:
-    """(prefix, shortest pattern) whose repetition, its last one perhaps cut short, gives these layers."""
-
-    def period(layers: Sequence[BlockConfig]) -> int:
-        return next(p for p in range(1, len(layers) + 1) if all(b == layers[i % p] for i, b in enumerate(layers)))
-
-    # Layers of one kind, then a pattern: either may be all there is.
-    alike = next((i for i, b in enumerate(blocks) if b != blocks[0]), len(blocks))
-    whole = period(blocks)
-    if alike < len(blocks) and (rest := period(blocks[alike:])) < whole:
-        return tuple(blocks[:alike]), tuple(blocks[alike : alike + rest])
-    return (), tuple(blocks[:whole])
-
-
-def _windows(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a sliding window: ``layer_types``, or where there is none, by layer."""
-    layers = _layers(fields)
-    kinds = fields.get("layer_types", list, None)
-    if kinds is None:
-        return [default(i) for i in range(layers)]
-    if len(kinds) != layers or (wrong := set(kinds) - {FULL, SLIDING}):
-        what = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else f"{sorted(wrong)}"
-        raise HubError(f"config.json: layer_types has {what}; legal: {FULL!r} or {SLIDING!r} for each layer.")
-    return [kind == SLIDING for kind in kinds]
-
-
 def _llama(fields: Fields) -> DecoderConfig:
     fields.only("pretraining_tp", 1)
     fields.only("rope_interleaved", False)
     bias = fields.get("attention_bias", bool, False)
-    attention = replace(_attention(fields), rope=rope_config(fields), bias="all" if bias else "none")
-    mlp = replace(_mlp(fields), bias=fields.get("mlp_bias", bool, False))
-    return _decoder(fields, BlockConfig(attention, mlp), tied=fields.get("tie_word_embeddings", bool, False))
+    attention = replace(read_attention(fields), rope=rope_config(fields), bias="all" if bias else "none")
+    mlp = replace(read_mlp(fields), bias=fields.get("mlp_bias", bool, False))
+    return make_decoder(fields, BlockConfig(attention, mlp), tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _mistral(fields: Fields) -> DecoderConfig:
     window = fields.given_or("sliding_window", int, 4096)
-    attention = replace(_attention(fields, kv_heads=True), rope=rope_config(fields), window=window)
-    block = BlockConfig(attention, _mlp(fields))
-    return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
+    attention = replace(read_attention(fields, kv_heads=True), rope=rope_config(fields), window=window)
+    block = BlockConfig(attention, read_mlp(fields))
+    return make_decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
@@ -174,31 +92,31 @@ def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
     first = fields.get("max_window_layers", int, 28, least=0)
     # With use_sliding_window false, transformers takes no notice of the window's size.
     fields.skip("sliding_window")
-    local = _windows(fields, lambda layer: window is not None and layer >= first)
+    local = read_windows(fields, lambda layer: window is not None and layer >= first)
     if window is None and any(local):
         raise HubError(
             "config.json: layer_types names sliding layers, but use_sliding_window and sliding_window do not."
         )
-    mlp = _mlp(fields)
+    mlp = read_mlp(fields)
     blocks = [BlockConfig(replace(attention, window=window if here else None), mlp) for here in local]
-    return _decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
+    return make_decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _qwen2(fields: Fields) -> DecoderConfig:
     fields.skip("attention_bias")  # transformers does not look at it: there are biases
-    return _qwen(fields, replace(_attention(fields, kv_heads=True), bias="qkv"))
+    return _qwen(fields, replace(read_attention(fields, kv_heads=True), bias="qkv"))
 
 
 def _qwen3(fields: Fields) -> DecoderConfig:
     bias = fields.get("attention_bias", bool, False)
-    attention = _attention(fields, head_dim=128, kv_heads=True)
+    attention = read_attention(fields, head_dim=128, kv_heads=True)
     return _qwen(fields, replace(attention, qk_norm="head", bias="all" if bias else "none"))
 
 
 def _gemma(fields: Fields, blocks: Sequence[BlockConfig], softcap: float | None) -> DecoderConfig:
     """``softcap``: of the logits, where the config does not say."""
     fields.only("use_bidirectional_attention", False, None)
-    return _decoder(
+    return make_decoder(
         fields,
         blocks,
         tied=fields.get("tie_word_embeddings", bool, True),
@@ -219,7 +137,9 @@ def _gemma_attention(fields: Fields) -> AttentionConfig:
     width = fields.need("query_pre_attn_scalar", float)
     if width <= 0:
         raise HubError(f"config.json: query_pre_attn_scalar = {width}; legal: positive numbers.")
-    return replace(_attention(fields, head_dim=256, kv_heads=True), scale=width**-0.5, bias="all" if bias else "none")
+    return replace(
+        read_attention(fields, head_dim=256, kv_heads=True), scale=width**-0.5, bias="all" if bias else "none"
+    )
 
 
 def _gemma2(fields: Fields) -> DecoderConfig:
@@ -231,7 +151,7 @@ def _gemma2(fields: Fields) -> DecoderConfig:
     )
     window = fields.need("sliding_window", int)
     mlp = _gemma_mlp(fields)
-    local = _windows(fields, lambda layer: layer % 2 == 0)
+    local = read_windows(fields, lambda layer: layer % 2 == 0)
     blocks = [BlockConfig(replace(attention, window=window if here else None), mlp, "sandwich") for here in local]
     return _gemma(fields, blocks, 30.0)
 
@@ -254,7 +174,7 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     mlp = _gemma_mlp(fields)
     full = BlockConfig(replace(attention, rope=full_rope), mlp, "sandwich")
     near = BlockConfig(replace(attention, rope=local_rope, window=window), mlp, "sandwich")
-    local = _windows(fields, lambda layer: (layer + 1) % period != 0)
+    local = read_windows(fields, lambda layer: (layer + 1) % period != 0)
     return _gemma(fields, [near if here else full for here in local], None)
 
 
@@ -272,16 +192,16 @@ def _phi3(fields: Fields) -> DecoderConfig:
         renamed = {**given, "rope_type": "longrope"}
         fields.given = {**fields.given, "rope_parameters": renamed, "rope_scaling": None}
     window = fields.get("sliding_window", int, None)
-    attention = replace(_attention(fields), rope=rope_config(fields, partial=True), window=window)
-    block = BlockConfig(attention, _mlp(fields))
-    return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
+    attention = replace(read_attention(fields), rope=rope_config(fields, partial=True), window=window)
+    block = BlockConfig(attention, read_mlp(fields))
+    return make_decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _olmo2(fields: Fields) -> DecoderConfig:
     bias = fields.get("attention_bias", bool, False)
-    attention = replace(_attention(fields), rope=rope_config(fields), qk_norm="all", bias="all" if bias else "none")
-    block = BlockConfig(attention, _mlp(fields), "post")
-    return _decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
+    attention = replace(read_attention(fields), rope=rope_config(fields), qk_norm="all", bias="all" if bias else "none")
+    block = BlockConfig(attention, read_mlp(fields), "post")
+    return make_decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
 def _gpt2(fields: Fields) -> DecoderConfig:
@@ -297,7 +217,7 @@ def _gpt2(fields: Fields) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=fields.need("vocab_size", int),
         embed_dim=embed,
-        layers=_layers(fields, "n_layer"),
+        layers=read_layers(fields, "n_layer"),
         pattern=(BlockConfig(AttentionConfig(heads, heads, embed // heads, None, bias="all"), mlp),),
         tied=fields.get("tie_word_embeddings", bool, True),
         learned_positions=fields.need("n_positions", int),
@@ -312,8 +232,11 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(_gpt2, GPT2),
     "llama": Family(_llama, LLAMA),
     "mistral": Family(_mistral, LLAMA),
+    "mixtral": Family(mixtral, MIXTRAL),
     "olmo2": Family(_olmo2, OLMO2),
+    "olmoe": Family(olmoe, OLMOE),
     "phi3": Family(_phi3, PHI3),
     "qwen2": Family(_qwen2, LLAMA),
     "qwen3": Family(_qwen3, LLAMA),
+    "qwen3_moe": Family(qwen3_moe, QWEN3_MOE),
 }

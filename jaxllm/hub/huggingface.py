@@ -6,9 +6,10 @@ Neither torch nor transformers is needed.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from jaxllm.models import DecoderConfig, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
+
+EXPERT_LEAVES = 3
+"""Leaves of a layer that are held while the tensors of its experts are written, one after the other."""
 
 Tensors = Mapping[str, Any]
 """By name, arrays or what makes an array of a slice: anything with ``shape``, ``[slices]`` and ``__array__``."""
@@ -144,8 +148,11 @@ def their_tensors(
         names = layout(family(source).table, config, leaves, bare=carried.bare)
     except ValueError as error:
         raise HubError(str(error)) from error
+    row_of = functools.lru_cache(EXPERT_LEAVES)(lambda path, row: np.asarray(leaves[path][row]))
     tensors: dict[str, Any] = {
-        name: Lazy(theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_theirs, theirs, leaves))
+        name: Lazy(
+            theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_theirs, theirs, leaves, row_of)
+        )
         for name, theirs in names.items()
     }
     tensors |= carried.tensors
@@ -185,16 +192,30 @@ def write_config(directory: Path, source: Mapping[str, Any], dtype: str | None) 
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def to_theirs(tensor: Theirs, leaves: Mapping[str, Any]) -> np.ndarray:
-    """One of their tensors, of our leaves."""
+def to_theirs(tensor: Theirs, leaves: Mapping[str, Any], row_of: RowOf | None = None) -> np.ndarray:
+    """One of their tensors, of our leaves.
+
+    Args:
+        row_of: gives a leaf's row of the stack of layers, of which several tensors are made (one for each expert).
+    """
     pieces = []
     for part in tensor.parts:
-        leaf = leaves[part.path]
-        pieces.append(part.piece.to_theirs(np.asarray(leaf if part.row is None else leaf[part.row])))
-    out = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=tensor.parts[0].axis)
+        if len(part.at) > 1 and row_of is not None:
+            value = row_of(part.path, part.at[0])[part.at[1:]]
+        else:
+            value = np.asarray(leaves[part.path][part.at] if part.at else leaves[part.path])
+        pieces.append(part.piece.to_theirs(value))
+    axis, by_turns = tensor.parts[0].axis, tensor.parts[0].step > 1
+    if by_turns:
+        out = np.stack(pieces, axis + 1).reshape(tensor.shape)
+    else:
+        out = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
     out = np.ascontiguousarray(out)
     release(leaves[part.path] for part in tensor.parts)
     return out
+
+
+RowOf = Callable[[str, int], np.ndarray]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -301,16 +322,15 @@ def by_leaf(found: Mapping[str, Theirs], tensors: Tensors) -> dict[str, list[Sou
 
 def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
     """One of our leaves from their tensors, each device's slice copied and converted on its own, layer by layer."""
-    stacked = sources[0][1].row is not None
+    depth, by_place = len(sources[0][1].at), {part.at: (tensor, part) for tensor, part in sources}
 
     def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
         index = index or (slice(None),) * len(leaf.shape)
-        inner = index[1:] if stacked else index
-        rows = sources[index[0]] if stacked else sources
-        shape = [len(range(*i.indices(size))) for i, size in zip(index, leaf.shape, strict=True)]
-        value = _aligned(shape, leaf.dtype)
-        for row, source in enumerate(rows):
-            _read(source, inner, path, value[row] if stacked else value)
+        spans = [range(*i.indices(size)) for i, size in zip(index, leaf.shape, strict=True)]
+        value = _aligned([len(span) for span in spans], leaf.dtype)
+        for here in itertools.product(*(range(len(span)) for span in spans[:depth])):
+            there = tuple(span[i] for span, i in zip(spans, here, strict=False))
+            _read(by_place[there], index[depth:], path, value[here])
         return value
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
@@ -340,8 +360,9 @@ def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) 
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = part.read(tensor, inner)
     if not np.isfinite(out).all():
-        where = path if part.row is None else f"{path} (row {part.row} of its layers)"
-        raise HubError(f"{where} holds values that are not finite; the file is damaged or the model diverged.")
+        names = zip(part.at, ("row {} of its layers", "expert {}"), strict=False)
+        where = f" ({', '.join(name.format(i) for i, name in names)})" if part.at else ""
+        raise HubError(f"{path}{where} holds values that are not finite; the file is damaged or the model diverged.")
 
 
 def _aligned(shape: list[int], dtype: Any) -> np.ndarray:

@@ -2,9 +2,10 @@
 
 An entry says which of our weights make up one of theirs, and which of our dimensions each of its dimensions: the groups
 ``((1, 2), (0,))`` for our q[D, N, H] mean that theirs is [N*H, D], our dimensions 1 and 2 merged, then 0. Both
-directions are views until a slice is copied. A fused tensor has several pieces, one after another along an axis.
+directions are views until a slice is copied. A fused tensor has several pieces, one after another along an axis, or by
+turns. Experts are one weight here; elsewhere each may have tensors of its own.
 
-Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab.
+Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, E experts.
 """
 
 from __future__ import annotations
@@ -46,11 +47,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One of their tensors: its name, with ``{layer}`` where each layer has one, and its pieces along ``axis``."""
+    """One of their tensors: its name, with ``{layer}`` where each layer has one, and its pieces along ``axis``.
+
+    ``{expert}`` in the name: each expert has one, and pieces are of one expert. Pieces lie one after another, or
+    ``by_turns``: the first number of each, then the second of each.
+    """
 
     name: str
     pieces: tuple[Piece, ...]
     axis: int = 0
+    by_turns: bool = False
 
 
 def one(name: str, path: str, groups: Groups) -> Entry:
@@ -129,6 +135,25 @@ OLMO2 = LLAMA.with_block(
     without=("attention_norm/gain", "mlp_norm/gain"),
 )
 
+
+def experts(layer: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
+    """Tensors of each expert of a layer called ``layer``, and its router's."""
+    names = ((gate, "gate"), (up, "up"), (down, "down"))
+    each = (
+        one(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED) for theirs, ours in names
+    )
+    return one(f"{layer}.gate.weight", "mlp/router", SWAPPED), *each
+
+
+MIXTRAL = LLAMA.with_block(*experts("block_sparse_moe", "w1", "w3", "w2"))
+
+QWEN3_MOE = LLAMA.with_block(*experts("mlp"))
+
+OLMOE = QWEN3_MOE.with_block(
+    one("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
+    one("self_attn.k_norm.weight", "attention/k_norm/gain", HEADS),
+)
+
 PHI3 = LLAMA.with_block(
     Entry(
         "self_attn.qkv_proj.weight",
@@ -173,19 +198,24 @@ class Part:
 
     Attributes:
         path: of our leaf.
-        row: of the leaf's stack of layers; None where it has none.
-        shape: of our weight in one layer.
+        at: which part of the leaf it is: (row of the stack of layers), (row, expert), or () for all of it.
+        shape: of our weight there.
         piece: how its dimensions group.
         begin: first index along ``axis`` of their tensor.
         axis: of their tensor.
+        step: from one index to the next along ``axis``.
     """
 
     path: str
-    row: int | None
+    at: tuple[int, ...]
     shape: tuple[int, ...]
     piece: Piece
     begin: int
     axis: int
+    step: int = 1
+
+    def __str__(self) -> str:
+        return self.path + "".join(f"[{i}]" for i in self.at)
 
     def read(self, tensor: Any, inner: tuple[slice, ...]) -> np.ndarray:
         """The part ``inner`` of our weight; of their tensor only the rows that hold it are asked for."""
@@ -193,12 +223,18 @@ class Part:
         span = range(*inner[first].indices(self.shape[first]))
         size = self.piece.their_shape(self.shape)
         each = size[0] // self.shape[first]
-        begins = [self.begin if axis == self.axis else 0 for axis in range(len(size))]
-        rows = slice(begins[0] + span.start * each, begins[0] + span.stop * each)
-        place = (rows, *(slice(begin, begin + n) for begin, n in zip(begins[1:], size[1:], strict=True)))
+        spans = [(span.start * each, span.stop * each), *((0, n) for n in size[1:])]
+        place = tuple(self._along(axis, *span) for axis, span in enumerate(spans))
         shape = (*self.shape[:first], len(span), *self.shape[first + 1 :])
         rest = (*inner[:first], slice(None), *inner[first + 1 :])
         return self.piece.to_ours(np.asarray(tensor[place]), shape)[rest]
+
+    def _along(self, axis: int, start: int, stop: int) -> slice:
+        """Where indices of the piece are in their tensor."""
+        if axis != self.axis:
+            return slice(start, stop)
+        last = self.begin + (stop - 1) * self.step + 1
+        return slice(self.begin + start * self.step, last, None if self.step == 1 else self.step)
 
 
 @dataclass(frozen=True)
@@ -219,37 +255,40 @@ def layout(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], *, ba
         ValueError: a leaf that the table has no place for: the architecture is not of this family.
     """
     out: dict[str, Theirs] = {}
-    for entry, within, row, layer in _entries(table, config):
-        if f"{within}{entry.pieces[0].path}" not in leaves:
+    for entry, within, at, layer in _entries(table, config):
+        path = f"{within}{entry.pieces[0].path}"
+        if path not in leaves:
             continue
-        name = entry.name.format(layer=layer)
-        out[name.removeprefix(table.prefix) if bare else name] = _theirs(entry, within, row, leaves)
+        places = [(*at, e) for e in range(leaves[path].shape[1])] if "{expert}" in entry.name else [at]
+        for place in places:
+            name = entry.name.format(layer=layer, expert=place[-1] if place else None)
+            out[name.removeprefix(table.prefix) if bare else name] = _theirs(entry, within, place, leaves)
     placed = {part.path for tensor in out.values() for part in tensor.parts}
     if lost := sorted(set(leaves) - placed):
         raise ValueError(f"the table of names has no place for {', '.join(lost[:5])}.")
     return out
 
 
-def _entries(table: Table, config: DecoderConfig) -> Iterator[tuple[Entry, str, int | None, int | None]]:
-    """(entry with its whole name, what our paths begin with, row, layer)."""
-    yield from ((entry, "", None, None) for entry in table.whole)
+def _entries(table: Table, config: DecoderConfig) -> Iterator[tuple[Entry, str, tuple[int, ...], int | None]]:
+    """(entry with its whole name, what our paths begin with, which row, layer)."""
+    yield from ((entry, "", (), None) for entry in table.whole)
     layer = 0
     for s, (group, repeats) in enumerate(config.segments):
         for row in range(repeats):
             for slot in range(len(group)):
                 for entry in table.block:
                     whole = replace(entry, name=table.prefix + table.layer + entry.name)
-                    yield whole, f"segments/{s}/{slot}/", row, layer
+                    yield whole, f"segments/{s}/{slot}/", (row,), layer
                 layer += 1
 
 
-def _theirs(entry: Entry, within: str, row: int | None, leaves: Mapping[str, Any]) -> Theirs:
+def _theirs(entry: Entry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> Theirs:
     parts: list[Part] = []
-    begin, shape = 0, ()
-    for piece in entry.pieces:
+    begin, shape, step = 0, (), len(entry.pieces) if entry.by_turns else 1
+    for number, piece in enumerate(entry.pieces):
         path = within + piece.path
-        ours = tuple(leaves[path].shape if row is None else leaves[path].shape[1:])
+        ours = tuple(leaves[path].shape[len(at) :])
         shape = piece.their_shape(ours)
-        parts.append(Part(path, row, ours, piece, begin, entry.axis))
+        parts.append(Part(path, at, ours, piece, number if entry.by_turns else begin, entry.axis, step))
         begin += shape[entry.axis]
     return Theirs((*shape[: entry.axis], begin, *shape[entry.axis + 1 :]), tuple(parts))

@@ -189,10 +189,7 @@ def _match(
     config, table = found.config, family(source).table
     names = match_names(table, config, paths(functional(config).abstract()), tensors)
     found.findings += [f"{problem}." for problem in names.problems]
-    ours = {
-        name: ", ".join(p.path if p.row is None else f"{p.path}[{p.row}]" for p in theirs.parts)
-        for name, theirs in names.wanted.items()
-    }
+    ours = {name: ", ".join(map(str, theirs.parts)) for name, theirs in names.wanted.items()}
     ours |= {name: f"the same as {own}" for name, own in names.twice.items()}
     ours |= dict.fromkeys(names.carried, "carried to an export")
     found.tensors = [dataclasses.replace(info, ours=ours.get(n, "not used")) for n, info in infos.items()]
@@ -291,7 +288,7 @@ def alike(tensors: Iterable[TensorInfo]) -> list[tuple[TensorInfo, int]]:
     """The tensors with those of like layers as one, whose number is a range; and how many they are."""
     groups: dict[tuple[str, tuple[int, ...], str, str], list[TensorInfo]] = {}
     for tensor in tensors:
-        stem = re.sub(r"\.\d+\.", ".*.", tensor.name, count=1)
+        stem = re.sub(r"\.\d+\.", ".*.", tensor.name)
         ours = re.sub(r"\[\d+\]|segments/\d+/\d+/", "", tensor.ours)
         groups.setdefault((stem, tensor.shape, tensor.kind, ours), []).append(tensor)
     return [

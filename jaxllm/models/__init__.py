@@ -18,3 +18,4 @@ from jaxllm.models.rope_scaling import Llama3Scaling as Llama3Scaling
 from jaxllm.models.rope_scaling import LongRopeScaling as LongRopeScaling
 from jaxllm.models.rope_scaling import RopeScaling as RopeScaling
 from jaxllm.models.rope_scaling import YarnScaling as YarnScaling
+from jaxllm.models.router import RouterConfig as RouterConfig

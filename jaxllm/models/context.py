@@ -4,7 +4,7 @@ A context is a pytree. The decoder carries it through its layers; each attention
 attended values and the (perhaps updated) context back. Everything that differs between training on packed documents,
 prefill, decode and paged serving lives behind ``attend``.
 
-Legend: B batch, S sequence, N query heads, K kv heads, H head dim, E experts, A experts a token is sent to.
+Legend: B batch, S sequence, N query heads, K kv heads, H head dim.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.models.router import Routing
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.ring_attention import Layout, order, places, ring_attention
 
@@ -66,8 +67,8 @@ class AttentionContext(Protocol):
 class RoutingContext(AttentionContext, Protocol):
     """A context that wants to know what mixtures of experts choose."""
 
-    def routed(self, layer: LayerIndex, shares: Float[Array, "B S E"], experts: Int[Array, "B S A"]) -> RoutingContext:
-        """Hears a layer's softmax over its experts, and those chosen for each token, the likeliest first."""
+    def routed(self, layer: LayerIndex, routing: Routing) -> RoutingContext:
+        """Hears what a layer's router made of its tokens."""
         ...
 
 

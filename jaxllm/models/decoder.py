@@ -164,8 +164,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         if isinstance(self.mlp, Mlp):
             return self.mlp(x), ctx
-        out, shares, experts = self.mlp(x)
-        return out, ctx.routed(layer, shares, experts) if isinstance(ctx, RoutingContext) else ctx
+        out, routing = self.mlp(x)
+        return out, ctx.routed(layer, routing) if isinstance(ctx, RoutingContext) else ctx
 
 
 class Embedding(nnx.Module):

@@ -1,17 +1,18 @@
-"""Sending tokens to their experts and back, none dropped: the per-shard arithmetic of a mixture of experts.
+"""Sending tokens to their experts and back: the per-shard arithmetic of a mixture of experts, whatever experts do.
 
 Rows are sorted by expert, so that each expert's are one group of a grouped matrix product (MegaBlocks,
 arXiv:2211.15841). Where experts are split over a mesh axis, rows first travel to the device that has theirs, by an
 all-to-all (GShard, arXiv:2006.16668). Devices send different numbers of rows, known only when the program runs: TPU and
 GPU send just these (``jax.lax.ragged_all_to_all``), CPU the same buffers in full. A buffer holds what a device would
-get if all tokens chose its experts, since none is dropped.
+get if all tokens chose its experts, since none is dropped; unless experts have a capacity.
 
-Legend: T tokens of a shard, D embed, F width of an expert, E experts, X those of a shard, A experts of a token,
+Legend: T tokens of a shard, D embed, E experts, X those of a shard, A experts of a token,
 P shards of experts, M = T * A rows to send.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,45 +20,79 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import target_device, vary_over, varying_axes
-from pallas_kernels.grouped_matmul import grouped_matmul
+
+RunExperts = Callable[[Array, Array], Array]
+"""``(rows [M D] in the order of their experts, how many each has [X]) -> what the experts make of them [M D]``."""
 
 
 def sum_of_experts(
     x: Float[Array, "T D"],
     experts: Int[Array, "T A"],
     weights: Float[Array, "T A"],
-    gate: Float[Array, "X D F"],
-    up: Float[Array, "X D F"],
-    down: Float[Array, "X F D"],
+    run: RunExperts,
+    count: int,
     *,
-    activation: Callable[[Array], Array],
     expert_axis: str | None = None,
 ) -> Float[Array, "T D"]:
     """``sum over a of weights[t, a] * expert[experts[t, a]](x[t])``.
 
     Args:
         experts: numbers among all experts, different ones for a token.
-        gate, up, down: of this shard's experts.
+        run: this shard's experts.
+        count: how many they are.
         expert_axis: mesh axis the experts are split over, inside ``jax.shard_map``; None for all of them here.
     """
     shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
     flat = experts.reshape(-1)
     by_expert = jnp.argsort(flat, stable=True)
     rows = _permute(jnp.repeat(x, experts.shape[1], axis=0), by_expert)
-    sizes = jnp.bincount(flat, length=shards * gate.shape[0]).astype(jnp.int32)
-
-    def run(rows: Float[Array, "M D"], sizes: Int[Array, " X"]) -> Float[Array, "M D"]:
-        hidden = activation(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes)
-        return grouped_matmul(hidden, down, sizes)
-
+    sizes = jnp.bincount(flat, length=shards * count).astype(jnp.int32)
     out = run(rows, sizes) if expert_axis is None else _exchanged(run, rows, sizes.reshape(shards, -1), expert_axis)
     out = _permute(out, jnp.argsort(by_expert)).reshape(*experts.shape, -1)
     return jnp.einsum("tad,ta->td", out, weights)
 
 
-def _exchanged(
-    run: Callable[[Array, Array], Array], rows: Float[Array, "M D"], sizes: Int[Array, "P X"], axis: str
-) -> Float[Array, "M D"]:
+def sum_within_capacity(
+    x: Float[Array, "T D"],
+    experts: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    run: RunExperts,
+    count: int,
+    capacity: float,
+    *,
+    expert_axis: str | None = None,
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
+    """``sum_of_experts`` where an expert takes ``capacity * M / E`` rows of a shard, rounded up, and no more.
+
+    Rows have their places in a buffer of one size, known before the program runs. Those beyond an expert's room count
+    nothing; first choices come before second ones, earlier tokens before later ones.
+
+    Returns:
+        The sums, and how many rows were dropped.
+    """
+    shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
+    (t, a), all_experts = experts.shape, shards * count
+    room = min(t, math.ceil(capacity * t * a / all_experts))
+    flat = experts.T.reshape(-1)  # all first choices, then all second ones
+    by_expert = jnp.argsort(flat, stable=True)
+    starts = jnp.searchsorted(flat[by_expert], jnp.arange(all_experts))
+    rank = jnp.zeros_like(by_expert).at[by_expert].set(jnp.arange(t * a) - starts[flat[by_expert]])
+    kept = rank < room
+    place = jnp.where(kept, flat * room + rank, all_experts * room)
+    buffer = vary_over(jnp.zeros((all_experts * room, x.shape[1]), x.dtype), varying_axes(x))
+    buffer = buffer.at[place].set(jnp.tile(x, (a, 1)), mode="drop", unique_indices=True)
+    if expert_axis is not None:
+        buffer = jax.lax.all_to_all(buffer.reshape(shards, -1, x.shape[1]), expert_axis, 0, 0)
+        buffer = buffer.reshape(shards, count, room, -1).swapaxes(0, 1).reshape(all_experts * room, -1)
+    out = run(buffer, vary_over(jnp.full(count, shards * room, jnp.int32), varying_axes(x)))
+    if expert_axis is not None:
+        out = out.reshape(count, shards, room, -1).swapaxes(0, 1).reshape(shards, count * room, -1)
+        out = jax.lax.all_to_all(out, expert_axis, 0, 0).reshape(all_experts * room, -1)
+    out = jnp.where(kept[:, None], out[jnp.minimum(place, all_experts * room - 1)], 0).reshape(a, t, -1)
+    return jnp.einsum("atd,ta->td", out, weights), jnp.sum(~kept)
+
+
+def _exchanged(run: RunExperts, rows: Float[Array, "M D"], sizes: Int[Array, "P X"], axis: str) -> Float[Array, "M D"]:
     """``run`` on the rows that all shards have for this shard's experts; each gets its rows' results back.
 
     Args:

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -31,13 +32,14 @@ class MlpConfig:
 
     Attributes:
         hidden: its width.
-        activation: the nonlinearity; "gelu_tanh" is the approximation by tanh (arXiv:1606.08415).
+        activation: the nonlinearity; "gelu_tanh" and "quick_gelu" are the approximations of GELU by tanh and by a
+            sigmoid (arXiv:1606.08415).
         gated: the activated projection multiplies a second one.
         bias: biases on every projection.
     """
 
     hidden: int = 768
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
     gated: bool = True
     bias: bool = False
 

@@ -42,15 +42,19 @@ class OptimConfig:
             raise ValueError(f"optim: clip_norm = {self.clip_norm}; give a positive number, or None for no clipping.")
 
 
-def decay_mask(logical_axes: Any) -> Any:
-    """True for the parameters that weight decay applies to: those that map to or from the residual stream.
+STREAMS = ("embed", "expert_embed", "latent")
+"""Logical axes of what layers read and write."""
 
-    Gains and biases have "embed" alone, or not at all.
+
+def decay_mask(logical_axes: Any) -> Any:
+    """True for the parameters that weight decay applies to: those that map to or from the residual stream or a latent.
+
+    Gains and biases have such an axis alone, or not at all.
     """
 
     def decays(axes: tuple[str | None, ...]) -> bool:
         own = [a for a in axes if a != "layers"]
-        return "embed" in own and len(own) > 1
+        return len(own) > 1 and any(a in STREAMS for a in own)
 
     return jax.tree.map(decays, logical_axes, is_leaf=lambda x: isinstance(x, tuple))
 

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import vary_over, varying_axes
-
 LEAST_BLOCK = 16
 MOST_BLOCK = 256
 
@@ -55,7 +53,7 @@ def _rows_by_matrices(equation: str, rows: Array, matrices: Array, group_sizes: 
     size = block_rows(len(rows), len(matrices))
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     padded = _pad(rows, size)
-    out = vary_over(jnp.zeros((len(padded), columns), dtype), varying_axes(rows))
+    out = _zeros(rows, (len(padded), columns), dtype)
 
     def block(out: Array, start: Array, inside: Array, matrix: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(padded, start, size)
@@ -74,7 +72,7 @@ def _rows_by_rows(lhs: Array, d_out: Array, group_sizes: Array) -> Float[Array, 
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     lhs, d_out = _pad(lhs, size), _pad(d_out, size)
     shape = (len(group_sizes), lhs.shape[1], d_out.shape[1])
-    total = vary_over(jnp.zeros(shape, dtype), varying_axes(lhs))
+    total = _zeros(lhs, shape, dtype)
 
     def block(total: Array, start: Array, inside: Array, group: Array) -> Array:
         # Both, for a zero does not silence a nan.
@@ -106,6 +104,12 @@ def _over_blocks(
         return jax.lax.fori_loop(0, (count + size - 1) // size, one, carry)
 
     return jax.lax.fori_loop(0, len(group_sizes), group, carry)
+
+
+def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A loop's first carry: on the mesh that ``like`` is on, and varying over its axes."""
+    zero = jnp.zeros_like(like[:1, :1], dtype)
+    return jnp.broadcast_to(zero.reshape((1,) * len(shape)), shape)
 
 
 def _pad(rows: Array, size: int) -> Array:

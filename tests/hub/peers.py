@@ -7,6 +7,7 @@ throughout, so that it can be compared to nine digits.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -188,6 +189,31 @@ def _gpt2(rng: np.random.Generator) -> Any:
     )
 
 
+def _experts(rng: np.random.Generator, name: str = "num_experts", experts: int | None = None) -> dict[str, Any]:
+    """Several experts, of which a token goes to some."""
+    experts = experts or int(rng.integers(2, 7))
+    return {name: experts, "num_experts_per_tok": int(rng.integers(1, experts + 1))}
+
+
+def _mixtral(rng: np.random.Generator) -> Any:
+    window = [None, 5][rng.integers(2)]
+    more = _experts(rng, "num_local_experts")
+    return transformers.MixtralConfig(**COMMON | _sizes(rng) | _ropes(rng) | more, sliding_window=window)
+
+
+def _qwen3_moe(rng: np.random.Generator) -> Any:
+    more = _experts(rng) | {"norm_topk_prob": bool(rng.integers(2)), "moe_intermediate_size": int(rng.integers(3, 9))}
+    more |= {"attention_bias": bool(rng.integers(2))}
+    more |= [{}, {"mlp_only_layers": [int(rng.integers(3))]}, {"decoder_sparse_step": 2}][rng.integers(3)]
+    more |= [{}, {"use_sliding_window": True, "sliding_window": int(rng.integers(1, 9))}][rng.integers(2)]
+    return transformers.Qwen3MoeConfig(**COMMON | _sizes(rng) | _ropes(rng) | more)
+
+
+def _olmoe(rng: np.random.Generator) -> Any:
+    more = _experts(rng) | {"norm_topk_prob": bool(rng.integers(2)), "attention_bias": bool(rng.integers(2))}
+    return transformers.OlmoeConfig(**COMMON | _sizes(rng, head_dim=False) | _ropes(rng) | more)
+
+
 FAMILIES = {
     "llama": _llama,
     "smollm2": _smollm2,
@@ -201,6 +227,13 @@ FAMILIES = {
     "gpt2": _gpt2,
 }
 """Family -> a random configuration of it."""
+
+MIXTURES = {
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+}
+"""Those with experts."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +270,12 @@ class Peer:
         return model
 
 
+def opened(directory: Path) -> Any:
+    """What transformers makes of a directory."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
+
+
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Float[B S V] of a torch model."""
     with torch.no_grad():
@@ -251,19 +290,70 @@ def safetensors_of(file: Path) -> dict[str, np.ndarray]:
 
 
 def gradients_of(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Gradients of the mean negative log-likelihood of each next token, by their names."""
+    """Gradients of the mean negative log-likelihood of each next token, by the names under which weights are saved."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     logits = model(ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+    gradients = type(model)(model.config)
+    for parameter, own in zip(gradients.parameters(), model.parameters(), strict=True):
+        parameter.data = torch.zeros_like(own) if own.grad is None else own.grad
+    for buffer in gradients.buffers():
+        buffer.zero_()
+    with tempfile.TemporaryDirectory() as folder:
+        gradients.save_pretrained(folder)
+        return safetensors_of(Path(folder) / "model.safetensors")
+
+
+def routers(model: Any) -> list[Any]:
+    """A model's routers, layer by layer; none where it has no experts."""
+    return [
+        module for _, module in model.named_modules() if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
+    ]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the routers of a model chose for a text.
+
+    Attributes:
+        experts: of each layer with experts, Int[B S A], by number.
+        margin: between the worth of the last expert (or group) chosen and of the first that was not, at the least.
+    """
+
+    experts: list[np.ndarray]
+    margin: float
+
+
+def chosen_of(model: Any, tokens: np.ndarray) -> Chosen:
+    """Runs the model and listens to its routers."""
+    heard: list[tuple[Any, Any]] = []
+    hooks = [r.register_forward_hook(lambda r, _, out: heard.append((r, out))) for r in routers(model)]
+    logits_of(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    margins = [_margin(router, out[0].detach().double().numpy()) for router, out in heard]
+    chosen = [np.sort(out[2].numpy(), axis=-1).reshape(*tokens.shape, -1) for _, out in heard]
+    return Chosen(chosen, min(margins, default=np.inf))
+
+
+def _margin(router: Any, logits: np.ndarray) -> float:
+    ranked = np.sort(logits, axis=-1)
+    return _gap(ranked, router.top_k)
+
+
+def _gap(ranked: np.ndarray, count: int) -> float:
+    """Between number ``count`` from the end and the one before it."""
+    if count == ranked.shape[-1]:
+        return np.inf
+    return float((ranked[..., -count] - ranked[..., -count - 1]).min())
 
 
 def peer(family: str, seed: int) -> Peer:
     """A random model of a family; the same for the same seed."""
     rng = np.random.default_rng([seed, *family.encode()])
-    config = FAMILIES[family](rng)
-    config._attn_implementation = "eager"
+    config = (FAMILIES | MIXTURES)[family](rng)
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     gemma = family.startswith("gemma")  # adds one to its gains, and multiplies its embeddings
     for parameter in model.parameters():

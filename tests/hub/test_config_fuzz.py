@@ -15,6 +15,7 @@ from jaxllm.hub import HubError, decoder_config
 from jaxllm.hub.huggingface import read_config
 from tests.hub import peers
 
+EVERY = peers.FAMILIES | peers.MIXTURES
 VALUES = [
     0, -1, 1, 3, 10**4, 10**9, 2**70, 1.5, -1.0, 0.0, 1e300, float("nan"), float("inf"),
     "x", "", None, True, False, [], {}, [1], {"a": 1}, [None] * 3,
@@ -29,9 +30,9 @@ def fields(given: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[t
             yield from fields(value, (*before, name))
 
 
-@pytest.mark.parametrize("family", peers.FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_any_value_of_any_field(family: str, rng: np.random.Generator) -> None:
-    config = json.loads(peers.FAMILIES[family](rng).to_json_string())
+    config = json.loads(EVERY[family](rng).to_json_string())
     understood = 0
     for path in list(fields(config)):
         for value in VALUES:

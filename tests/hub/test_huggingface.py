@@ -62,7 +62,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_family_has_a_peer() -> None:
-    assert {peers.peer(name, 0).config["model_type"] for name in peers.FAMILIES} == set(FAMILIES)
+    assert {peers.peer(name, 0).config["model_type"] for name in peers.FAMILIES | peers.MIXTURES} == set(FAMILIES)
 
 
 def same_files(before: Path, after: Path) -> None:

@@ -33,7 +33,7 @@ def theirs(directory: Path) -> Any:
     return load(directory, attn_implementation="eager", dtype="auto").eval()
 
 
-@pytest.mark.parametrize("family", peers.FAMILIES)
+@pytest.mark.parametrize("family", peers.FAMILIES | peers.MIXTURES)
 def test_there_and_back_is_the_same(family: str, tmp_path: Path) -> None:
     before = peers.peer(family, 3).save(tmp_path / "before")
     made = convert(before, tmp_path / "ours", "jaxllm")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxllm.config import from_dict, to_dict
-from jaxllm.models import DecoderConfig, MoeConfig, Segments, functional
+from jaxllm.models import DecoderConfig, MoeConfig, RouterConfig, Segments, functional
 from jaxllm.models.dispatch import _experts_of, sum_of_experts
 from jaxllm.train.flops import forward_flops_per_token
+from pallas_kernels.grouped_matmul import grouped_matmul
 from tests import quick, tiny
 
 
@@ -29,9 +30,21 @@ def loop(x, experts, weights, gate, up, down) -> np.ndarray:
     return out
 
 
-def mixture(**changes) -> DecoderConfig:
+def experts_of(gate, up, down):
+    """Gated layers as the dispatch runs them."""
+
+    def run(rows, sizes):
+        return grouped_matmul(
+            jax.nn.silu(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes), down, sizes
+        )
+
+    return run
+
+
+def mixture(**router) -> DecoderConfig:
     config = tiny.decoder(embed_dim=6, vocab_size=16)
-    block = dataclasses.replace(config.pattern[0], mlp=MoeConfig(experts=5, top_k=2, hidden=3, **changes))
+    layer = MoeConfig(experts=5, top_k=2, hidden=3, router=RouterConfig(**router))
+    block = dataclasses.replace(config.pattern[0], mlp=layer)
     return dataclasses.replace(config, pattern=(block,))
 
 
@@ -41,9 +54,8 @@ def test_is_the_loop(tokens, all_to_one, rng, float64):
     chosen = [np.arange(2) if all_to_one else rng.permutation(5)[:2] for _ in range(tokens)]
     x, weights = rng.normal(size=(tokens, 6)), rng.random((tokens, 2))
     matrices = rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 3, 6))
-    got = sum_of_experts(
-        jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), *map(jnp.asarray, matrices), activation=jax.nn.silu
-    )
+    run = experts_of(*map(jnp.asarray, matrices))
+    got = sum_of_experts(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), run, 5)
     np.testing.assert_allclose(got, loop(x, np.array(chosen), weights, *matrices), rtol=0, atol=1e-12)
 
 
@@ -56,8 +68,8 @@ def test_router(normalize, rng, float64):
     class Watching(Segments):
         experts: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((2, 2, 3, 2), jnp.int32))
 
-        def routed(self, layer, shares, experts):
-            return dataclasses.replace(self, experts=self.experts.at[layer].set(experts))
+        def routed(self, layer, routing):
+            return dataclasses.replace(self, experts=self.experts.at[layer].set(routing.experts))
 
         def attend(self, *args):
             return Segments.attend(self, *args)[0], self
@@ -67,7 +79,8 @@ def test_router(normalize, rng, float64):
     positions = jnp.broadcast_to(jnp.arange(3), (2, 3))
     x = jnp.asarray(rng.normal(size=(2, 3, 6)))
     without = {**params["segments"]["0"]["0"], "mlp": {**params["segments"]["0"]["0"]["mlp"]}}
-    without["mlp"]["down"] = np.zeros_like(without["mlp"]["down"])
+    without["mlp"]["experts"] = {**without["mlp"]["experts"]}
+    without["mlp"]["experts"]["down"] = np.zeros_like(without["mlp"]["experts"]["down"])
     # The first layer's mixture, from what the layer itself would see.
     layer = jax.tree.map(lambda leaf: leaf[0], params["segments"]["0"]["0"])
     one = functional(dataclasses.replace(config, layers=1))
@@ -83,7 +96,7 @@ def test_router(normalize, rng, float64):
     np.testing.assert_array_equal(np.asarray(watched.experts)[0].reshape(-1, 2), chosen)
     weights = np.take_along_axis(share, chosen, -1)
     weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
-    want = loop(h, chosen, weights, *(np.asarray(layer["mlp"][n]) for n in ("gate", "up", "down")))
+    want = loop(h, chosen, weights, *(np.asarray(layer["mlp"]["experts"][n]) for n in ("gate", "up", "down")))
     np.testing.assert_allclose(np.asarray(full - attended).reshape(-1, 6), want, rtol=0, atol=1e-12)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 from jaxllm.models import Segments, functional
+from jaxllm.models.router import Routing
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train.loss import arrange
 from pallas_kernels.ring_attention.layout import LAYOUTS, order
@@ -138,8 +139,9 @@ class Watching(Segments):
     chosen: Any = None
     shares: Any = None
 
-    def routed(self, layer: Array, shares: Array, experts: Array) -> Watching:
-        return replace(self, chosen=self.chosen.at[layer].set(experts), shares=self.shares.at[layer].set(shares))
+    def routed(self, layer: Array, routing: Routing) -> Watching:
+        chosen, shares = self.chosen.at[layer].set(routing.experts), self.shares.at[layer].set(routing.shares)
+        return replace(self, chosen=chosen, shares=shares)
 
 
 def routing(example: dict[str, Any], preset: str | None, dtype: str) -> tuple[np.ndarray, float]:
