@@ -1,23 +1,26 @@
 """Bytes that a decode step of an 8B model moves, by those of its weights and cache, compiled for a device far away.
 
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
+        [--layers stacked,apart]
 
 The step is the engine's decode program of the recipe llama3_8b in bfloat16. What the attention kernel fetches is
 added as the keys and values held, read once, for its loops depend on data; everything else is read from the compiled
-program's text (`jaxllm.compiler.traffic`). What a call does before its first step (TPU: three weights get another
-layout) is counted with it; a call of the engine makes up to eight steps while nobody waits.
+program's text (`jaxllm.compiler.traffic`). What a call does before its first step (some weights get another layout) is
+told by itself: a call of the engine makes up to eight steps while nobody waits. Layers lie in stacks, as they are
+trained, or apart (`jaxllm.models.layers_apart`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from typing import Any
 
 
-def compiled(topology: Any, batch: int, context: int) -> dict[str, Any]:
+def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, Any]:
     """In a child that is set up for the topology's compiler."""
     import jax
     import jax.numpy as jnp
@@ -27,7 +30,7 @@ def compiled(topology: Any, batch: int, context: int) -> dict[str, Any]:
     from jaxllm.infer.measure import token_bytes
     from jaxllm.infer.paged import layer_groups
     from jaxllm.infer.step import Shape, Step, serving_model
-    from jaxllm.models import functional
+    from jaxllm.models import functional, layers_apart
     from recipes.llama3 import llama3_8b
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
@@ -46,18 +49,24 @@ def compiled(topology: Any, batch: int, context: int) -> dict[str, Any]:
         form = groups[0].format()
         pages = batch * columns + 1
         pool = abstract((config.layers, pages, form.kv_heads, page, form.width), jnp.bfloat16)
-        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), model.abstract())
+        shapes = model.abstract()
+        if layers == "apart":
+            shapes = jax.eval_shape(layers_apart, shapes)
+        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
         step = jax.jit(Step(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         last, packed = (abstract((n,), jnp.int32) for n in (batch, shape.inputs.size))
         program = step.lower(params, (pool,), last, packed).compile()
     memory: Any = program.memory_analysis()
-    found = traffic.read(program.as_text() or "")
+    text = program.as_text() or ""
+    found = traffic.read(text)
+    step_bytes = traffic.read(text, turns=2).bytes - found.bytes
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if not config.tied:
         weights -= params["embedding"]["table"].size * 2  # of which a row a token is read
     cache = batch * context * token_bytes(config)
     return {
-        "weights": weights, "cache": cache, "moved": found.bytes + cache, "temporaries": memory.temp_size_in_bytes,
+        "weights": weights, "cache": cache, "moved": step_bytes + cache, "before": found.bytes - step_bytes,
+        "temporaries": memory.temp_size_in_bytes,
         "data_loops": found.data_loops, "kernels": found.kernels,
     }  # fmt: skip
 
@@ -70,20 +79,22 @@ def main() -> int:
     parser.add_argument("--on", default="v6e:1x1,h100:1x1")
     parser.add_argument("--batches", default="1,16,32")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--layers", default="stacked,apart")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for on in options.on.split(","):
-        for batch in map(int, options.batches.split(",")):
-            kwargs = {"batch": batch, "context": options.context}
+        for batch, layers in itertools.product(map(int, options.batches.split(",")), options.layers.split(",")):
+            kwargs = {"batch": batch, "context": options.context, "layers": layers}
             row = run_isolated("benchmarks.engine_bytes:compiled", on, kwargs)
             if options.json:
-                print(json.dumps({"on": on, "batch": batch} | row), flush=True)
+                print(json.dumps({"on": on, "batch": batch, "layers": layers} | row), flush=True)
                 continue
             least = row["weights"] + row["cache"]
             print(
-                f"{on:9} batch {batch:3}: {row['moved'] / 1e9:7.2f} GB moved, "
+                f"{on:9} batch {batch:3} {layers:7}: {row['moved'] / 1e9:7.2f} GB moved, "
                 f"{least / 1e9:7.2f} GB of weights and cache: "
                 f"{row['moved'] / least:.3f}, a roofline of {least / row['moved']:.0%}; "
+                f"{row['before'] / least:.3f} once a call; "
                 f"{row['temporaries'] / 1e6:.0f} MB of temporaries",
                 flush=True,
             )

@@ -139,12 +139,16 @@ def speak(talk: Chat, text: str) -> None:
     print(flush=True)
 
 
-def load_with_progress(name: str, dtype: Literal["float32", "bfloat16"] | None) -> LoadedModel:
+def load_with_progress(
+    name: str,
+    dtype: Literal["float32", "bfloat16"] | None,
+    layers: Literal["stacked", "apart"] = "stacked",
+) -> LoadedModel:
     """``load_model``, showing on the terminal how far it is."""
     from jaxllm.infer import load_model
 
     with progress_bar("loading", name) as progress:
-        return load_model(name, dtype=dtype, progress=progress)
+        return load_model(name, dtype=dtype, layers=layers, progress=progress)
 
 
 @contextlib.contextmanager
@@ -267,6 +271,7 @@ def bench(argv: list[str]) -> int:
         tokens: int = 64,
         rounds: int = 3,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        layers: Literal["stacked", "apart"] = "stacked",
     ) -> int:
         """Greedy continuations of random prompts, the fastest of some rounds.
 
@@ -280,13 +285,14 @@ def bench(argv: list[str]) -> int:
             tokens: tokens made after each.
             rounds: how often each is measured.
             dtype: what another library's model is computed in, float32 by default.
+            layers: apart: each in arrays of its own, which is faster after compiling for longer.
         """
         use_compilation_cache()
         from jaxllm.infer.measure import Bench, memory_bandwidth
 
         if min((*batches, prompt, rounds)) < 1 or tokens < 2:
             raise UsageError("give batches, prompts and rounds of 1 or more, and 2 tokens or more to make.")
-        loaded, bandwidth = load_with_progress(model, dtype), memory_bandwidth()
+        loaded, bandwidth = load_with_progress(model, dtype, layers), memory_bandwidth()
         print(f"{model}, prompts of {prompt} tokens, {tokens} made; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:
             measured = Bench(loaded, batch, prompt, tokens, bandwidth)

@@ -28,7 +28,7 @@ class Traffic:
 
     Attributes:
         bytes: read and written.
-        data_loops: loops left out, since their turns depend on data; one turn of the outermost is counted.
+        data_loops: loops left out, since their turns depend on data; of the outermost, see ``read``.
         kernels: custom calls left out.
     """
 
@@ -37,19 +37,22 @@ class Traffic:
     kernels: int = 0
 
 
-def read(text: str) -> Traffic:
+def read(text: str, turns: int = 1) -> Traffic:
     """The traffic of a compiled program.
+
+    Args:
+        turns: of an outermost loop whose turns depend on data.
 
     Raises:
         HloError: it is not the text of one.
     """
     module = hlo.parse(text)
-    return _Reader(module).run(hlo.Frame(module.entry), outermost=True)
+    return _Reader(module, turns).run(hlo.Frame(module.entry), outermost=True)
 
 
 class _Reader:
-    def __init__(self, module: hlo.Module):
-        self.module = module
+    def __init__(self, module: hlo.Module, turns: int):
+        self.module, self.turns = module, turns
 
     def run(self, frame: hlo.Frame, outermost: bool) -> Traffic:
         total, computation = Traffic(), frame.computation
@@ -63,7 +66,7 @@ class _Reader:
                     total.data_loops += 1
                     continue
                 body = self.run(hlo.loop_frames(self.module, instruction, frame)[1], outermost and turns is None)
-                times = 1 if turns is None else turns
+                times = self.turns if turns is None else turns
                 total.bytes += times * body.bytes
                 total.data_loops += times * body.data_loops
                 total.kernels += times * body.kernels
@@ -93,6 +96,9 @@ class _Reader:
     def _plain(self, instruction: hlo.Instruction, computation: hlo.Computation) -> int:
         opcode = instruction.opcode.removesuffix("-start")
         shapes = [computation.instructions[name].shape for name in instruction.operands]
+        if instruction.opcode == "slice-start":  # its result holds operand, result and a context
+            made = shapes_of(instruction.shape)[1]
+            return hlo.shape_bytes(made) * bool(far(shapes_of(shapes[0]))) + far([made])
         if opcode in _SLICES:
             return 2 * far(shapes_of(instruction.shape)[-1:])
         if opcode == "dynamic-update-slice":

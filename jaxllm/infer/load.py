@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -16,7 +16,7 @@ from jaxllm.config import from_dict
 from jaxllm.data import DataError
 from jaxllm.hub import find_model, open_source
 from jaxllm.hub.huggingface import Progress
-from jaxllm.models import DecoderConfig, Functional, functional
+from jaxllm.models import DecoderConfig, Functional, functional, layers_apart
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
 
@@ -64,6 +64,7 @@ def load_model(
     mesh: Mesh | None = None,
     step: int | None = None,
     dtype: str | None = None,
+    layers: Literal["stacked", "apart"] = "stacked",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Opens a run's directory or a model's; only parameters are read, never an optimizer's state.
@@ -76,6 +77,8 @@ def load_model(
         step: which checkpoint of a run; the newest good one by default.
         dtype: what the parameters of another library's model are stored and computed in, float32 by default; a run
             has its own, and takes no other.
+        layers: the form of the parameters: in stacks, as they are trained; or apart (``models.layers_apart``), with
+            which a decoding step reads each weight once and an engine takes longer to compile.
         progress: called for every parameter of another library's model.
 
     Raises:
@@ -86,6 +89,14 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
+    loaded = _load(path, mesh, step, dtype, progress)
+    if layers == "stacked":
+        return loaded
+    with jax.set_mesh(mesh):
+        return replace(loaded, params=layers_apart(loaded.params, donate=True))
+
+
+def _load(path: Path, mesh: Mesh, step: int | None, dtype: str | None, progress: Progress | None) -> LoadedModel:
     if not (path / "checkpoints").is_dir():
         signs = ("config.json", "*.safetensors", "*.gguf")
         if step is None and (path.is_file() or any(list(path.glob(sign)) for sign in signs)):

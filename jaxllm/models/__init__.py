@@ -8,6 +8,7 @@ from jaxllm.models.decoder import BlockConfig as BlockConfig
 from jaxllm.models.decoder import DecoderConfig as DecoderConfig
 from jaxllm.models.functional import Functional as Functional
 from jaxllm.models.functional import functional as functional
+from jaxllm.models.functional import layers_apart as layers_apart
 from jaxllm.models.functional import param_count as param_count
 from jaxllm.models.mlp import MlpConfig as MlpConfig
 from jaxllm.models.moe import MoeConfig as MoeConfig

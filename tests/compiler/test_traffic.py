@@ -67,6 +67,16 @@ def test_loops_that_depend_on_data_are_counted_by_number():
     unknown = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"7"}}', "")
     assert unknown != PROGRAM
     assert traffic.read(unknown).bytes == 800 + 404 + 1204, "one turn of the outermost"
+    assert traffic.read(unknown, turns=5).bytes == 800 + 404 + 5 * 1204
+
+
+def test_a_piece_fetched_ahead_is_read_once():
+    fetched = PROGRAM.replace(
+        "  %written =",
+        "  %ahead = ((f32[10,100]{1,0}), f32[3,100]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:3], [0:100]}\n"
+        "  %there = f32[3,100]{1,0:S(1)} slice-done(%ahead)\n  %written =",
+    )
+    assert traffic.read(fetched).bytes - traffic.read(PROGRAM).bytes == 3 * 400
 
 
 def test_a_compiled_product_reads_its_matrix_once():

@@ -24,6 +24,7 @@ from jaxllm.models import (
     RopeConfig,
     YarnScaling,
     functional,
+    layers_apart,
 )
 from tests import quick, tiny
 
@@ -70,6 +71,7 @@ ENGINES = {
     "one after the other": EngineConfig(
         sequences=1, budget=5, pages=40, page_size=4, buckets=(5,), loop=4, prefix_cache=False, **_FULL
     ),
+    "layers apart": EngineConfig(sequences=4, budget=16, pages=40, page_size=4, buckets=(16,), loop=2, **_FULL),
     "invariant": EngineConfig(
         sequences=3, budget=11, pages=40, page_size=4, loop=1, preemption="swap", batch_invariant=True, **_FULL
     ),
@@ -87,17 +89,20 @@ def params_of(name: str, dtype: str) -> Any:
     return jax.tree.map(jnp.asarray, quick.params(model_of(name, dtype), seed=4, scale=0.5))
 
 
-def build(config: EngineConfig, model: str = "llama", dtype: str = "float32", **fields: Any) -> Engine:
+def build(
+    config: EngineConfig, model: str = "llama", dtype: str = "float32", *, apart: bool = False, **fields: Any
+) -> Engine:
     """An engine whose programs compile fast."""
+    params = layers_apart(params_of(model, dtype)) if apart else params_of(model, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
-        return Engine.of(functional(model_of(model, dtype)), params_of(model, dtype), config, strict=True, **fields)
+        return Engine.of(functional(model_of(model, dtype)), params, config, strict=True, **fields)
 
 
 @functools.lru_cache(4)
 def engine(name: str, model: str = "llama", dtype: str = "float32") -> Engine:
     """One of ENGINES, that others may have used."""
-    return build(ENGINES[name], model, dtype)
+    return build(ENGINES[name], model, dtype, apart=name == "layers apart")
 
 
 @functools.cache

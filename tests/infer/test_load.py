@@ -39,6 +39,16 @@ def test_an_earlier_step_and_another_mesh(finished):
         load_model(finished / "runs" / "tiny", step=5)
 
 
+def test_layers_apart_on_a_mesh(finished):
+    loaded = load_model(finished / "runs" / "tiny", mesh=MeshSpec.parse("fsdp=4,tensor=2").build(), layers="apart")
+    stacked = load_model(finished / "runs" / "tiny")
+    layers = loaded.params["segments"]["0"]
+    again = jax.tree.map(lambda *parts: np.stack([np.asarray(part) for part in parts]), *layers)
+    jax.tree.map(np.testing.assert_array_equal, again, jax.device_get(stacked.params["segments"]["0"]))
+    up = layers[0]["0"]["mlp"]["up"]
+    assert up.addressable_shards[0].data.size == up.size // 8
+
+
 def test_places_that_hold_no_model(tmp_path):
     with pytest.raises(ModelNotFoundError, match="there is no such directory"):
         load_model(tmp_path / "nowhere")

@@ -22,6 +22,7 @@ from jaxllm.models import (
     RopeConfig,
     Segments,
     functional,
+    layers_apart,
 )
 from tests import quick, tiny
 from tests.models import numpy_llama
@@ -302,3 +303,26 @@ def test_embed_blocks_and_head_compose_to_forward(rng):
     np.testing.assert_array_equal(hidden, whole)
     np.testing.assert_array_equal(table, params["head"]["weight"])
     np.testing.assert_allclose(normed @ table.T, logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_apart_are_the_same_model(remat, rng):
+    """A prefix, a pattern of two with a remainder: five layers in three segments."""
+    wide, narrow = BlockConfig(ATTENTION, MlpConfig(5)), BLOCKS["window"]
+    config = DecoderConfig(11, 6, 6, prefix=(wide,), pattern=(narrow, wide), remat=remat)
+    params = jax.tree.map(jnp.asarray, quick.params(config, seed=1))
+    tokens = rng.integers(0, 11, (2, 7)).astype(np.int32)
+    apart = layers_apart(params)
+    assert [len(segment) for segment in apart["segments"].values()] == [1, 2, 1]
+    np.testing.assert_allclose(run(config, apart, tokens), run(config, params, tokens), rtol=2e-6, atol=2e-6)
+
+
+def test_layers_taken_apart_give_their_stacks_back():
+    params = jax.tree.map(jnp.asarray, quick.params(tiny.decoder(layers=3), seed=1))
+    stacks, table = jax.tree.leaves(params["segments"]), params["embedding"]["table"]
+    held = jax.tree.map(np.asarray, params["segments"])
+    apart = layers_apart(params, donate=True)
+    assert all(stack.is_deleted() for stack in stacks)
+    assert apart["embedding"]["table"] is table
+    again = jax.tree.map(lambda *layers: np.stack(layers), *apart["segments"]["0"])
+    jax.tree.map(np.testing.assert_array_equal, again, held["0"])
