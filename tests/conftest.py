@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
     os.environ["JAXLLM_SEED"] = str(environment.seed() if given is None else given)
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1, ...
+        environment.take_cores(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     hypothesis.settings.register_profile(
         "jaxllm",
         max_examples=10,

@@ -69,6 +69,19 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+def take_cores(number: int, of: int) -> None:
+    """Keeps this process to its share of the cores, the ``number``-th of ``of`` workers; Linux, with a core for each.
+
+    The threads of eight simulated devices, and more so those of a simulated kernel, hand work and locks to each other:
+    on cores that two workers share, the same tests take up to three times the processor's time.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= of:
+        os.sched_setaffinity(0, cores[number::of])
+
+
 @contextlib.contextmanager
 def x64(enabled: bool = True) -> Iterator[None]:
     """64-bit JAX inside the block."""

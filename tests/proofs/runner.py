@@ -15,6 +15,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tests import environment
 from tests.proofs import harness, stored
 from tests.proofs.harness import Errors, Proof, ProofError, Unit
 from tests.proofs.journal import Journal, Origin
@@ -194,8 +195,14 @@ class _InProcess:
 def _executor(width: int):
     if width == 1:
         return _InProcess()
-    # Not fork: JAX's threads do not survive one.
-    return concurrent.futures.ProcessPoolExecutor(width, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")  # not fork: JAX's threads do not survive one
+    return concurrent.futures.ProcessPoolExecutor(width, context, _take_cores, (context.Value("i", 0), width))
+
+
+def _take_cores(workers: Any, width: int) -> None:
+    with workers.get_lock():
+        number, workers.value = workers.value, workers.value + 1
+    environment.take_cores(number % width, width)
 
 
 class _View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import warnings
 
 import hypothesis.strategies as st
@@ -313,3 +314,15 @@ def test_bad_names(capsys):
             harness.proof("first_run", sample=1, **given)(lambda case: None)
     with pytest.raises(ProofError, match="two cases have the same name"):
         harness.proof("first_run", cases=("a", ("a",)), sample=1)(lambda case: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")
+def test_workers_do_not_share_cores(monkeypatch):
+    taken = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 4, 6, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores))
+    for number in range(2):
+        environment.take_cores(number, 2)
+    assert taken == [[1, 4, 7], [3, 6]]
+    environment.take_cores(0, 6)
+    assert len(taken) == 2, "too few cores for one each"
