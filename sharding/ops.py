@@ -22,6 +22,9 @@ from sharding.rules import DEFAULT, LogicalAxes, Rules, split_sizes
 
 GATHERED_WEIGHT = "gathered_weight"
 """Name under which ``gather_weight``'s results are known to ``jax.checkpoint`` policies."""
+SCATTERED_SUM = "scattered_sum"
+"""And ``project``'s, where devices hold summands and then parts of the sum: a policy that keeps no ``reshard`` keeps the
+parts by it, where it would keep the summands."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
 
@@ -171,7 +174,7 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
     # transpose is as plain, a gathered cotangent meeting the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _sums_can_wait(mesh) else frozenset())
     summands = jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=parts)
-    return jax.sharding.reshard(summands, there)
+    return checkpoint_name(jax.sharding.reshard(summands, there), SCATTERED_SUM)
 
 
 def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:

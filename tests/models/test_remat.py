@@ -13,6 +13,7 @@ import pytest
 
 import sharding
 from jaxllm.models import functional
+from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import value_and_grad
 from tests import tiny
 from tests.models.jaxprs import equations
@@ -75,3 +76,20 @@ def test_gathered_weights_are_gathered_again(remat):
         gain = math.prod(aval.shape) == LAYERS * CONFIG.embed_dim
         assert split or gain, f"{aval.str_short()} is whole on every device"
     assert dots(traced(remat, "fsdp=2")) == dots(traced(remat))
+
+
+@pytest.mark.parametrize("norms", ["post", "sandwich"])
+def test_a_norm_of_a_scattered_sum_keeps_the_sum_and_not_the_summands(norms):
+    """Gathers are done again in the backward pass, sums are not: a loop cannot hand on what is not summed yet."""
+    mesh = sharding.MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    (block,) = CONFIG.pattern
+    attention = dataclasses.replace(block.attention, kv_heads=2)
+    pattern = (dataclasses.replace(block, attention=attention, norms=norms),)
+    model = functional(dataclasses.replace(CONFIG, remat="none", pattern=pattern), ParallelConfig(sequence=True).rules())
+    abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 6, CONFIG.vocab_size, packed=False))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh)))
+        program = jax.jit(value_and_grad(model)).trace(abstract, batch)
+        assert not any(aval.sharding.spec.unreduced for aval in kept(program.jaxpr))
+        program.lower()
