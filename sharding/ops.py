@@ -23,8 +23,8 @@ from sharding.rules import DEFAULT, LogicalAxes, Rules, split_sizes
 GATHERED_WEIGHT = "gathered_weight"
 """Name under which ``gather_weight``'s results are known to ``jax.checkpoint`` policies."""
 SCATTERED_SUM = "scattered_sum"
-"""And ``project``'s, where devices hold summands and then parts of the sum: a policy that keeps no ``reshard`` keeps the
-parts by it, where it would keep the summands."""
+"""And ``project``'s, where devices hold summands and then parts of the sum: by it a policy that keeps no ``reshard``
+keeps the parts, and not the summands."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
 

@@ -85,7 +85,8 @@ def test_a_norm_of_a_scattered_sum_keeps_the_sum_and_not_the_summands(norms):
     (block,) = CONFIG.pattern
     attention = dataclasses.replace(block.attention, kv_heads=2)
     pattern = (dataclasses.replace(block, attention=attention, norms=norms),)
-    model = functional(dataclasses.replace(CONFIG, remat="none", pattern=pattern), ParallelConfig(sequence=True).rules())
+    config = dataclasses.replace(CONFIG, remat="none", pattern=pattern)
+    model = functional(config, ParallelConfig(sequence=True).rules())
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 6, CONFIG.vocab_size, packed=False))
     with jax.set_mesh(mesh):
