@@ -65,7 +65,7 @@ class _Reader:
                 if turns is None and not outermost:
                     total.data_loops += 1
                     continue
-                body = self.run(hlo.loop_frames(self.module, instruction, frame)[1], outermost and turns is None)
+                body = self.run(hlo.loop_frames(self.module, instruction, frame)[1], False)
                 times = self.turns if turns is None else turns
                 total.bytes += times * body.bytes
                 total.data_loops += times * body.data_loops

@@ -55,6 +55,8 @@ backend_config={"known_trip_count":{"n":"7"}}
 }
 """
 
+BODY = PROGRAM[PROGRAM.index("%body") : PROGRAM.index("%condition")]
+
 
 def test_a_made_up_program():
     """800 of b twice; the update 400 and its index; seven turns of a row, an index, a vector read and one written."""
@@ -68,6 +70,17 @@ def test_loops_that_depend_on_data_are_counted_by_number():
     assert unknown != PROGRAM
     assert traffic.read(unknown).bytes == 800 + 404 + 1204, "one turn of the outermost"
     assert traffic.read(unknown, turns=5).bytes == 800 + 404 + 5 * 1204
+
+
+def test_a_loop_in_such_a_loop_is_left_out():
+    unknown = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"7"}}', "")
+    nested = unknown.replace(
+        "  %y = f32[100]{0} fusion(%table, %i, %x), kind=kLoop, calls=%fused\n",
+        "  %inner = (s32[], f32[10,100]{1,0}, f32[100]{0}) while(%s), condition=%condition, body=%deep\n"
+        "  %y = f32[100]{0} get-tuple-element(%inner), index=2\n",
+    ).replace("%condition (c:", BODY.replace("%body", "%deep") + "\n%condition (c:")
+    found = traffic.read(nested, turns=3)
+    assert (found.bytes, found.data_loops) == (800 + 404, 3)
 
 
 def test_a_piece_fetched_ahead_is_read_once():
