@@ -98,10 +98,13 @@ class Device:
         manifest: Path | None = None,
         strict: bool = False,
     ):
-        self.config, self.params, self.vocab_size = config, params, vocab_size
+        self.config, self.vocab_size = config, vocab_size
         self.model = serving_model(model)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         _check_mesh(self.mesh)
+        if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make
+            params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        self.params = params
         self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         groups = layer_groups(model.config)
         max_len = settle_length(model.config, config.max_len, longest)
