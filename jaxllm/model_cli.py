@@ -180,8 +180,8 @@ def evaluate(argv: list[str]) -> int:
         Args:
             model: a run's directory; for tasks, whatever `jaxllm generate` takes.
             step: which checkpoint; the newest by default.
-            tasks: separated by commas: .jsonl files of your own (docs/serving.md), names of lm-eval's tasks or YAML files of
-                such.
+            tasks: separated by commas: .jsonl files of your own (docs/serving.md), names of lm-eval's tasks, or YAML
+                files of such.
             limit: rows of each task, from its beginning; all by default.
             max_len: tokens of a row of a task at most; longer ones lose their beginning.
             dtype: for tasks, what another library's model is computed in, float32 by default.
