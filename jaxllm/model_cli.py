@@ -314,6 +314,8 @@ def convert(argv: list[str]) -> int:
         to: Literal["hf", "jaxllm"],
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         step: int | None = None,
+        upcycle: int | None = None,
+        top_k: int = 2,
     ) -> int:
         """Writes a model in another form; it is in memory a tensor at a time, never as a whole.
 
@@ -326,11 +328,16 @@ def convert(argv: list[str]) -> int:
             dtype: what the weights become. By default their values stay exactly as they are: in their own type, or in
                 float32 where they are of several types or quantised.
             step: which checkpoint of a run; the newest by default.
+            upcycle: make a mixture of so many experts of a dense model: each begins as a copy of its feed-forward
+                layer, so that the first forward pass is the same, and training on moves them apart.
+            top_k: how many of the experts a token meets.
         """
         from jaxllm.infer.convert import convert as convert_model
 
         with ends_on_sigterm(), progress_bar("converting", source) as progress:
-            made = convert_model(source, out, to, dtype=dtype, step=step, progress=progress)
+            made = convert_model(
+                source, out, to, dtype=dtype, step=step, upcycle=upcycle, top_k=top_k, progress=progress
+            )
         print(f"{made.path}: {made.tensors} tensors, {made.bytes / 2**20:,.1f} MiB, {made.dtype}")
         if not made.has_tokenizer:
             print("The model has no tokenizer that is read here, so it cannot write yet: put its files there.")

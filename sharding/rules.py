@@ -39,7 +39,7 @@ class Rules:
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
-    storage: tuple[str, ...] = ("embed", "expert_embed")
+    storage: tuple[str, ...] = ("embed", "expert_embed", "latent")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
     rings: tuple[str, ...] = ()
 
@@ -161,6 +161,7 @@ DEFAULT = Rules(
         ("kv_heads", ("tensor",)),
         ("head_dim", ()),
         ("mlp", ("tensor",)),
+        ("latent", ("fsdp", "expert", "context", "ulysses")),
         # Parameters of a mixture's experts.
         ("experts", ("expert",)),
         ("expert_embed", ("fsdp", "context", "ulysses")),

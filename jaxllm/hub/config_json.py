@@ -6,6 +6,7 @@ architecture's if, and only if, what is read is what was meant. Nothing is writt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from jaxllm.models import (
     BlockConfig,
     DecoderConfig,
     DynamicScaling,
+    LatentConfig,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -29,7 +31,7 @@ from jaxllm.models import (
 from jaxllm.models.rope_scaling import magnitude
 
 Fields = dict[str, Any]
-HIDDEN_ACT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+HIDDEN_ACT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHOWN = 6
 
@@ -50,9 +52,10 @@ def config_json(
     """
     length = _length(config, length)
     ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have defaults of their own for these
+    latent = any(isinstance(block.attention, LatentConfig) for block in config.blocks)
     apart: dict[str, list[Difference]] = {}
     for family, fields_of in CANDIDATES.items():
-        if (fields := fields_of(config, length)) is None:
+        if (family in LATENT) != latent or (fields := fields_of(config, length)) is None:
             continue
         given = fields | {"model_type": family, "architectures": [CLASSES[family]], "dtype": config.param_dtype} | ids
         try:
@@ -61,6 +64,8 @@ def config_json(
             continue
         if not apart[family]:
             return given
+    if not apart:
+        raise HubError("no family of transformers has layers of these kinds, so the model cannot be exported.")
     nearest = min(apart, key=lambda family: len(apart[family]))
     listed = "\n  ".join(f"{d.path}: {d.new} there, {d.old} here" for d in apart[nearest][:SHOWN])
     more = f"\n  and {len(apart[nearest]) - SHOWN} more" if len(apart[nearest]) > SHOWN else ""
@@ -88,7 +93,8 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
         attention, rope = one.attention, one.attention.rope
         if rope is not None and isinstance(rope.scaling, YarnScaling):
             rope = replace(rope, scaling=replace(rope.scaling, magnitude=magnitude(rope.scaling)))
-        scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+        # A family may give it by the logarithm of another number.
+        scale = float(f"{attention.scoring.scale:.12g}")
         return replace(one, attention=replace(attention, rope=rope, scale=scale))
 
     blocks = tuple(block(one) for one in config.blocks)
@@ -134,7 +140,8 @@ def _rope(rope: RopeConfig | None) -> Fields:
 def _llama(config: DecoderConfig, length: int) -> Fields:
     """What the Llama line has in common."""
     block = config.blocks[0]
-    attention, mlp = block.attention, block.mlp
+    attention: Any = block.attention
+    mlp = block.mlp
     return {
         "attention_bias": attention.bias == "all",
         "head_dim": attention.head_dim,
@@ -183,7 +190,7 @@ def _olmo2(config: DecoderConfig, length: int) -> Fields:
 
 
 def _gemma(config: DecoderConfig, length: int) -> Fields:
-    attention = config.blocks[0].attention
+    attention: Any = config.blocks[0].attention
     fields, kinds = _without(_llama(config, length), "hidden_act", "mlp_bias"), _layer_types(config)
     width = attention.head_dim if attention.scale is None else attention.scale**-2
     whole = round(width)
@@ -197,7 +204,7 @@ def _gemma(config: DecoderConfig, length: int) -> Fields:
 
 
 def _gemma2(config: DecoderConfig, length: int) -> Fields:
-    return _gemma(config, length) | {"attn_logit_softcapping": config.blocks[0].attention.softcap}
+    return _gemma(config, length) | {"attn_logit_softcapping": config.blocks[0].attention.scoring.softcap}
 
 
 def _gemma3(config: DecoderConfig, length: int) -> Fields:
@@ -208,7 +215,7 @@ def _gemma3(config: DecoderConfig, length: int) -> Fields:
 
 
 def _phi3(config: DecoderConfig, length: int) -> Fields | None:
-    attention = config.blocks[0].attention
+    attention: Any = config.blocks[0].attention
     if attention.rope is None or not isinstance(attention.rope.scaling, LongRopeScaling | None):
         return None  # this class knows no other scaling
     fields = _mistral(config, length)
@@ -263,6 +270,94 @@ def _gpt2(config: DecoderConfig, length: int) -> Fields:
     }
 
 
+def _deepseek(config: DecoderConfig, length: int) -> Fields | None:
+    """What V2 and V3 have in common."""
+    attention = config.blocks[0].attention
+    moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
+    if not isinstance(attention, LatentConfig) or moe is None or moe.shared % moe.hidden:
+        return None
+    dense = [block.mlp for block in config.blocks if isinstance(block.mlp, MlpConfig)]
+    rope, scaling = _rope(attention.rope), attention.rope.scaling
+    growth = math.sqrt(attention.scoring.scale * math.sqrt(attention.nope_dim + attention.rope_dim))
+    if isinstance(scaling, YarnScaling) and scaling.factor > 1:
+        # The magnitude stays as it is; this one is of the scores alone.
+        rope |= {
+            "attention_factor": magnitude(scaling),
+            "mscale_all_dim": (growth - 1) / (0.1 * math.log(scaling.factor)),
+        }
+    return {
+        "attention_bias": attention.bias,
+        "first_k_dense_replace": len(dense),
+        "hidden_act": HIDDEN_ACT[moe.activation],
+        "hidden_size": config.embed_dim,
+        "intermediate_size": dense[0].hidden if dense else moe.hidden,
+        "kv_lora_rank": attention.latent,
+        "max_position_embeddings": length,
+        "moe_intermediate_size": moe.hidden,
+        "n_group": moe.router.groups,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": moe.shared // moe.hidden,
+        "norm_topk_prob": moe.router.normalize,
+        "num_attention_heads": attention.heads,
+        "num_experts_per_tok": moe.top_k,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": attention.heads,
+        "q_lora_rank": attention.q_latent,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "routed_scaling_factor": moe.router.scale,
+        "tie_word_embeddings": config.tied,
+        "topk_group": moe.router.top_groups,
+        "v_head_dim": attention.value_dim,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _deepseek_v2(config: DecoderConfig, length: int) -> Fields | None:
+    fields = _deepseek(config, length)
+    return fields and fields | {"topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy"}
+
+
+def _deepseek_v3(config: DecoderConfig, length: int) -> Fields | None:
+    fields = _deepseek(config, length)
+    return fields and fields | {"rope_interleave": config.blocks[0].attention.rope.interleaved}  # type: ignore[union-attr]
+
+
+def _glm4_moe(config: DecoderConfig, length: int) -> Fields | None:
+    attention: Any = config.blocks[0].attention
+    fields = _moe(config, _llama(config, length), "moe_intermediate_size")
+    moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
+    if fields is None or moe is None or moe.shared % moe.hidden or attention.rope is None:
+        return None
+    dense = [block.mlp for block in config.blocks if isinstance(block.mlp, MlpConfig)]
+    return _without(fields, "num_experts") | {
+        "attention_bias": attention.bias == "qkv",
+        "first_k_dense_replace": len(dense),
+        "intermediate_size": dense[0].hidden if dense else moe.hidden,
+        "n_group": moe.router.groups,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": moe.shared // moe.hidden,
+        "rope_parameters": _rope(attention.rope) | {"partial_rotary_factor": attention.rope.fraction},
+        "routed_scaling_factor": moe.router.scale,
+        "topk_group": moe.router.top_groups,
+        "use_qk_norm": attention.qk_norm == "head",
+    }
+
+
+def _gpt_oss(config: DecoderConfig, length: int) -> Fields | None:
+    fields = _moe(config, _llama(config, length) | {"hidden_act": "silu"})
+    if fields is None:
+        return None
+    moe = next(block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig))
+    named = {"num_local_experts": moe.experts, "swiglu_limit": moe.clamp}
+    return _without(fields, "num_experts", "norm_topk_prob") | _layer_types(config) | named
+
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Families with latent attention, the only ones for a model with it."""
+
 CANDIDATES: dict[str, Callable[[DecoderConfig, int], Fields | None]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -276,6 +371,10 @@ CANDIDATES: dict[str, Callable[[DecoderConfig, int], Fields | None]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
 }
 """Families in the order in which they are tried: the plainest first."""
 
@@ -292,5 +391,9 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """transformers' classes."""

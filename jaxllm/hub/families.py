@@ -14,8 +14,21 @@ from typing import Any
 from jaxllm.config import closest
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.fields import Fields
-from jaxllm.hub.mapping import GEMMA, GPT2, LLAMA, MIXTRAL, OLMO2, OLMOE, PHI3, QWEN3_MOE, Table
-from jaxllm.hub.mixtures import mixtral, olmoe, qwen3_moe
+from jaxllm.hub.mapping import (
+    DEEPSEEK,
+    GEMMA,
+    GLM4_MOE,
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    MIXTRAL,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    QWEN3_MOE,
+    Table,
+)
+from jaxllm.hub.mixtures import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, mixtral, olmoe, qwen3_moe
 from jaxllm.hub.parts import (
     FULL,
     SLIDING,
@@ -227,9 +240,13 @@ def _gpt2(fields: Fields) -> DecoderConfig:
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(deepseek_v2, DEEPSEEK),
+    "deepseek_v3": Family(deepseek_v3, DEEPSEEK),
     "gemma2": Family(_gemma2, GEMMA),
     "gemma3_text": Family(_gemma3, GEMMA),
+    "glm4_moe": Family(glm4_moe, GLM4_MOE),
     "gpt2": Family(_gpt2, GPT2),
+    "gpt_oss": Family(gpt_oss, GPT_OSS),
     "llama": Family(_llama, LLAMA),
     "mistral": Family(_mistral, LLAMA),
     "mixtral": Family(mixtral, MIXTRAL),

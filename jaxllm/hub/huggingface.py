@@ -25,6 +25,7 @@ from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families import decoder_config, family
 from jaxllm.hub.mapping import Part, Table, Theirs, layout
+from jaxllm.hub.quantised import dequantised, without_quantisation
 from jaxllm.hub.safetensors import Lazy, Progress
 from jaxllm.models import DecoderConfig, functional
 
@@ -60,7 +61,8 @@ class HubModel:
     Attributes:
         config: the architecture, in our terms.
         params: its parameters.
-        source: the ``config.json`` it came with, which an export carries over.
+        source: the ``config.json`` it came with, which an export carries over; of a quantised model without what says
+            so, for an export is in plain numbers.
         carried: what else an export carries over.
     """
 
@@ -87,9 +89,7 @@ def load_hf(
         ShardingError: the model does not fit the mesh.
     """
     directory = Path(directory)
-    source = read_config(directory)
-    decoder_config(source)  # what cannot be understood is refused before weights are looked for
-    tensors = safetensors.open_model(directory)
+    source, tensors = read_model(directory)
     return load_tensors(source, tensors, mesh=mesh, dtype=dtype, progress=progress)
 
 
@@ -218,6 +218,18 @@ def to_theirs(tensor: Theirs, leaves: Mapping[str, Any], row_of: RowOf | None = 
 RowOf = Callable[[str, int], np.ndarray]
 
 
+def read_model(directory: Path) -> tuple[Mapping[str, Any], Tensors]:
+    """A directory's ``config.json`` and tensors; of a quantised model, those of the model that it stands for.
+
+    Raises:
+        HubError: as ``load_hf``, but for what values would tell.
+    """
+    given = read_config(directory)
+    source = without_quantisation(given)
+    decoder_config(source)  # what cannot be understood is refused before weights are looked for
+    return source, dequantised(given, safetensors.open_model(directory))
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """The directory's ``config.json``."""
     file = directory / "config.json"
@@ -261,7 +273,9 @@ def match_names(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], 
     """Compares names, shapes and types; no value is read."""
     bare = not any(name.startswith(table.prefix) for name in tensors)
     wanted = layout(table, config, leaves, bare=bare)
-    carried = tuple(n for n in tensors if f".{n}".endswith(NOT_WEIGHTS) and n not in wanted)
+    carried = tuple(
+        n for n in tensors if n not in wanted and (f".{n}".endswith(NOT_WEIGHTS) or table.beyond(n, config))
+    )
     extra = sorted(set(tensors) - set(wanted) - set(carried))
     twice: dict[str, str] = {}
     if config.tied and "lm_head.weight" in extra:

@@ -11,6 +11,7 @@ Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, E expert
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,12 +74,20 @@ class Table:
         layer: what the names of a block's tensors begin with, after the prefix.
         block: entries of a block, our paths within it, their names within a layer.
         whole: entries outside of blocks, their names whole.
+        more_layers: files may have layers beyond the model's last, which predict further tokens (MTP) and take no part.
     """
 
     prefix: str
     layer: str
     block: tuple[Entry, ...]
     whole: tuple[Entry, ...]
+    more_layers: bool = False
+
+    def beyond(self, name: str, config: DecoderConfig) -> bool:
+        """Whether their tensor of this name is of a layer beyond the model's last."""
+        pattern = re.escape(self.layer).replace(re.escape("{layer}"), r"(\d+)")
+        found = re.match(f"(?:{re.escape(self.prefix)})?{pattern}", name)
+        return self.more_layers and found is not None and int(found[1]) >= config.layers
 
     def with_block(self, *entries: Entry, without: tuple[str, ...] = ()) -> Table:
         """This table with other entries for the weights that ``entries`` name, and none for those in ``without``."""
@@ -148,6 +157,54 @@ def experts(layer: str, gate: str = "gate_proj", up: str = "up_proj", down: str 
 MIXTRAL = LLAMA.with_block(*experts("block_sparse_moe", "w1", "w3", "w2"))
 
 QWEN3_MOE = LLAMA.with_block(*experts("mlp"))
+
+SHARED = tuple(
+    one(f"mlp.shared_experts.{name}_proj.weight", f"mlp/shared/{name}", SWAPPED) for name in ("gate", "up", "down")
+)
+
+DEEPSEEK = LLAMA.with_block(
+    one("self_attn.q_proj.weight", "attention/q", HEADS_OUT),
+    one("self_attn.q_a_proj.weight", "attention/q_down", SWAPPED),
+    one("self_attn.q_a_proj.bias", "attention/q_bias", VECTOR),
+    one("self_attn.q_a_layernorm.weight", "attention/q_norm/gain", VECTOR),
+    one("self_attn.q_b_proj.weight", "attention/q_up", HEADS_OUT),
+    one("self_attn.kv_a_proj_with_mqa.weight", "attention/kv_down", SWAPPED),
+    one("self_attn.kv_a_proj_with_mqa.bias", "attention/kv_bias", VECTOR),
+    one("self_attn.kv_a_layernorm.weight", "attention/kv_norm/gain", VECTOR),
+    one("self_attn.kv_b_proj.weight", "attention/kv_up", HEADS_OUT),
+    one("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR),
+    *experts("mlp"),
+    *SHARED,
+)
+DEEPSEEK = replace(DEEPSEEK, more_layers=True)
+"""DeepSeek-V2 and V3. What follows their last layer predicts more than the next token, and is carried along."""
+
+GLM4_MOE = replace(
+    LLAMA.with_block(one("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR), *experts("mlp"), *SHARED),
+    more_layers=True,
+)
+
+STACKED = ((0,), (1,), (2,))
+GPT_OSS = LLAMA.with_block(
+    one("self_attn.sinks", "attention/sinks", VECTOR),
+    one("mlp.router.weight", "mlp/router", SWAPPED),
+    one("mlp.router.bias", "mlp/router_bias", VECTOR),
+    Entry(
+        "mlp.experts.gate_up_proj",
+        (Piece("mlp/experts/gate", STACKED), Piece("mlp/experts/up", STACKED)),
+        axis=2,
+        by_turns=True,
+    ),
+    Entry(
+        "mlp.experts.gate_up_proj_bias",
+        (Piece("mlp/experts/gate_bias", MATRIX), Piece("mlp/experts/up_bias", MATRIX)),
+        axis=1,
+        by_turns=True,
+    ),
+    one("mlp.experts.down_proj", "mlp/experts/down", STACKED),
+    one("mlp.experts.down_proj_bias", "mlp/experts/down_bias", MATRIX),
+)
+"""Experts in one tensor, the columns of gate and up by turns."""
 
 OLMOE = QWEN3_MOE.with_block(
     one("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),

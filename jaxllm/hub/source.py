@@ -12,13 +12,12 @@ from jax.sharding import Mesh
 
 from jaxllm.config import closest
 from jaxllm.files import DataError
-from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families import decoder_config
 from jaxllm.hub.gguf import Gguf, open_gguf
 from jaxllm.hub.gguf_config import hf_config
 from jaxllm.hub.gguf_model import find_smollm2, hf_tensors
-from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_config
+from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_model
 from jaxllm.models import DecoderConfig
 from jaxllm.text import (
     ChatTemplate,
@@ -114,12 +113,10 @@ def open_source(path: Path | str) -> Source:
         elif files and not (path / "config.json").is_file():
             raise HubError(f"{path} has several GGUF files; name one: {', '.join(file.name for file in files[:9])}.")
         else:
-            source = read_config(path)
             try:
-                decoder_config(source)  # what cannot be understood is refused before weights are looked for
+                return Source(path, "hf", *read_model(path))
             except HubError as error:
-                raise HubError(f"{path}: {error}") from error
-            return Source(path, "hf", source, safetensors.open_model(path))
+                raise error if str(path) in str(error) else HubError(f"{path}: {error}") from error
     refuse_pickle(path)
     if path.suffix in (".safetensors", ".json"):
         raise HubError(f"{path} is a part of a model; give its directory, {path.parent}.")

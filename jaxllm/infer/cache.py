@@ -1,12 +1,12 @@
 """A contiguous key-value cache: one slot per position, for a fixed batch of sequences.
 
-Legend: L layers, B batch, S new tokens, T slots, N query heads, K kv heads, H head dim.
+Legend: L layers, B batch, S new tokens, T slots, N query heads, K kv heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models import DecoderConfig
-from jaxllm.models.context import KV_AXES, Q_AXES, TOKEN_AXES, LayerIndex, Scoring, share_kv_heads
+from jaxllm.models.context import KV_AXES, Q_AXES, SINK_AXES, TOKEN_AXES, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels.cached_attention import cached_attention
 
 CACHE_AXES = ("layers", "batch", None, "attn_kv_heads", None)
@@ -29,29 +29,40 @@ class DenseCache:
     each is written before it is seen. So rows may have different lengths, padded on the right.
 
     Attributes:
-        k, v: Float[Array, "L B T K H"], or shapes and shardings of them.
+        k, v: Float[Array, "L B T K H"], or shapes and shardings of them. v is None where values are a part of the keys
+            (``Scoring.latent``).
     """
 
     k: Any
     v: Any
+    keeps: ClassVar[bool] = True
 
     def attend(
         self,
         layer: LayerIndex,
         q: Float[Array, "B S N H"],
         k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
+        v: Float[Array, "B S K V"] | None,
         positions: Int[Array, "B S"],
         scoring: Scoring,
-    ) -> tuple[Float[Array, "B S N H"], DenseCache]:
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "B S N V"], DenseCache]:
         """Writes k, v at their positions, in place where the cache is a loop's carry, then attends."""
 
         def write_and_attend(
-            q: Array, k: Array, v: Array, positions: Array, cache_k: Array, cache_v: Array, layer: Array
-        ) -> tuple[Array, Array, Array]:
+            layer: Array,
+            positions: Array,
+            q: Array,
+            sinks: Array | None,
+            k: Array,
+            cache_k: Array,
+            v: Array | None = None,
+            cache_v: Array | None = None,
+        ) -> tuple[Array, ...]:
             rows = jnp.arange(q.shape[0])[:, None]
             cache_k = cache_k.at[layer, rows, positions].set(k.astype(cache_k.dtype))
-            cache_v = cache_v.at[layer, rows, positions].set(v.astype(cache_v.dtype))
+            if v is not None and cache_v is not None:
+                cache_v = cache_v.at[layer, rows, positions].set(v.astype(cache_v.dtype))
             out = cached_attention(
                 q,
                 cache_k,
@@ -61,17 +72,20 @@ class DenseCache:
                 scale=scoring.scale,
                 window=scoring.window,
                 softcap=scoring.softcap,
+                sinks=sinks,
+                value_dim=scoring.latent,
             )
-            return out, cache_k, cache_v
+            return (out, cache_k) if cache_v is None else (out, cache_k, cache_v)
 
+        count = 1 if v is None else 2
         run = sharding.shard_map(
             write_and_attend,
-            (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, CACHE_AXES, CACHE_AXES, ()),
-            (Q_AXES, CACHE_AXES, CACHE_AXES),
+            ((), TOKEN_AXES, Q_AXES, SINK_AXES, *(KV_AXES, CACHE_AXES) * count),
+            (Q_AXES, *(CACHE_AXES,) * count),
         )
-        args = (q, share_kv_heads(k), share_kv_heads(v), positions, self.k, self.v, jnp.asarray(layer, jnp.int32))
-        out, new_k, new_v = run(*args)
-        return out, DenseCache(new_k, new_v)
+        held = (share_kv_heads(k), self.k, *(() if v is None else (share_kv_heads(v), self.v)))
+        out, new_k, *new_v = run(jnp.asarray(layer, jnp.int32), positions, q, sinks, *held)
+        return out, DenseCache(new_k, new_v[0] if new_v else None)
 
 
 def empty_cache(config: DecoderConfig, batch: int, slots: int) -> DenseCache:
@@ -80,15 +94,18 @@ def empty_cache(config: DecoderConfig, batch: int, slots: int) -> DenseCache:
     Raises:
         NotImplementedError: layers differ in kv_heads or head_dim; one array cannot hold them.
     """
-    shapes = {(block.attention.kv_heads, block.attention.head_dim) for block in config.blocks}
+    shapes = {block.attention.cached for block in config.blocks}
     if len(shapes) > 1:
-        raise NotImplementedError(
-            f"DenseCache holds one (kv_heads, head_dim) for all layers; this model has {sorted(shapes)}."
-        )
-    kv_heads, head_dim = shapes.pop()
+        listed = ", ".join(sorted(map(str, shapes)))
+        raise NotImplementedError(f"DenseCache holds one (kv_heads, head_dim) for all layers; this model has {listed}.")
+    shape = shapes.pop()
+    kv_heads = shape.kv_heads
     shards = sharding.axis_size("attn_kv_heads")
     if kv_heads < shards and shards % kv_heads == 0:
         kv_heads = shards  # repeated, as share_kv_heads does
-    zeros = jnp.zeros((config.layers, batch, slots, kv_heads, head_dim), jnp.dtype(config.dtype))
-    zeros = sharding.constrain(zeros, *CACHE_AXES, what="cache")
-    return DenseCache(zeros, zeros)
+
+    def zeros(dim: int) -> Array:
+        empty = jnp.zeros((config.layers, batch, slots, kv_heads, dim), jnp.dtype(config.dtype))
+        return sharding.constrain(empty, *CACHE_AXES, what="cache")
+
+    return DenseCache(zeros(shape.key_dim), None if shape.latent else zeros(shape.value_dim))

@@ -21,11 +21,12 @@ from jaxllm.checkpoint import Checkpointer, CheckpointError, StreamedLeaf
 from jaxllm.config import from_dict, to_dict
 from jaxllm.files import release
 from jaxllm.hub import HubError, Source, find_model, open_source
-from jaxllm.hub.config_json import config_json
+from jaxllm.hub.config_json import TOKENS, config_json
 from jaxllm.hub.families import family
 from jaxllm.hub.huggingface import Carried, by_leaf, cast, match, paths, stream_leaf, their_tensors, write_config
 from jaxllm.hub.safetensors import Progress, hub_directory, write_shards
 from jaxllm.infer.load import open_tokenizer
+from jaxllm.infer.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import Tokenizer
 from jaxllm.text.layout import write_stop_ids
@@ -70,6 +71,7 @@ class Model:
         tokenizer: opens it; None where there is none.
         write_words: writes the tokenizer and the template into a directory.
         keeps: whether an export keeps types and ``config.json`` as they are where none is asked for.
+        exact: names of tensors that stay in float32 whatever the others are in.
     """
 
     config: DecoderConfig
@@ -82,6 +84,7 @@ class Model:
     tokenizer: Callable[[], Tokenizer] | None
     write_words: Callable[[Path], None]
     keeps: bool = False
+    exact: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ def convert(
     *,
     dtype: DType | None = None,
     step: int | None = None,
+    upcycle: int | None = None,
+    top_k: int = 2,
     shard_bytes: int = 5 * 2**30,
     progress: Progress | None = None,
 ) -> Converted:
@@ -115,6 +120,8 @@ def convert(
         dtype: what the parameters become. By default what they are, exactly: an export of a Hugging Face directory has
             the same bytes; elsewhere weights of several types, or quantised ones, become float32, which holds them all.
         step: which checkpoint of a run; the newest by default.
+        upcycle: make a mixture of so many experts of a dense model, whose first forward pass is the same.
+        top_k: how many of them a token meets.
         shard_bytes: of one safetensors file, at most.
         progress: called for every tensor.
 
@@ -130,7 +137,41 @@ def convert(
     model = _open(find_model(source), step)
     write = _write_hf if to == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
+        if upcycle is not None:
+            mixture = _upcycled(model, upcycle, top_k, named=to == "hf")
+            if to == "jaxllm":
+                return replace(_write_jaxllm(mixture, temporary, dtype, shard_bytes, progress), path=out)
+            # By way of a checkpoint, from which single experts can be read.
+            way = temporary / "checkpoint"
+            way.mkdir()
+            _write_jaxllm(mixture, way, None, shard_bytes, progress)
+            made = _write_hf(_open_run(way, None), temporary, dtype, shard_bytes, progress)
+            shutil.rmtree(way)
+            return replace(made, path=out)
         return replace(write(model, temporary, dtype, shard_bytes, progress), path=out)
+
+
+def _upcycled(model: Model, experts: int, top_k: int, *, named: bool) -> Model:
+    """The model with experts in the place of its feed-forward layers.
+
+    Args:
+        named: it must be a family's.
+    """
+    config = upcycled_config(model.config, experts, top_k)
+    shapes = {path: leaf.shape for path, leaf in paths(functional(config).abstract()).items()}
+    ids = {name: model.source[name] for name in TOKENS if name in model.source}
+    try:
+        source = config_json(config, model.source.get("max_position_embeddings"), ids)
+    except HubError:
+        if named:
+            raise
+        source = {}
+
+    def leaves(dtype: str) -> dict[str, StreamedLeaf]:
+        dense = model.leaves(dtype)
+        return {path: upcycled_leaf(path, shape, dense) for path, shape in shapes.items()}
+
+    return replace(model, config=config, source=source, leaves=leaves, carried=Carried(), keeps=False)
 
 
 def _open(path: Path, step: int | None) -> Model:
@@ -152,8 +193,8 @@ def _open_source(source: Source) -> Model:
     by_path = by_leaf(found, source.tensors)
 
     def leaves(dtype: str) -> dict[str, StreamedLeaf]:
-        to = jnp.dtype(dtype)
-        return {p: StreamedLeaf(x.shape, to, stream_leaf(by_path[p], to, p)) for p, x in shapes.items()}
+        to = _dtypes(source.config, dtype)
+        return {p: StreamedLeaf(x.shape, to[p], stream_leaf(by_path[p], to[p], p)) for p, x in shapes.items()}
 
     def words(folder: Path) -> None:
         if source.gguf is None:
@@ -164,7 +205,8 @@ def _open_source(source: Source) -> Model:
                 source.template.save(folder)
 
     there = has_tokenizer(source.path) if source.gguf is None else "tokenizer.ggml.model" in source.gguf.metadata
-    types = {str(source.tensors[name].dtype) for name in found}
+    exact = tuple(n for n, theirs in found.items() if {p.path for p in theirs.parts} & _exact(source.config))
+    types = {str(source.tensors[name].dtype) for name in found if name not in exact}
     return Model(
         config=source.config,
         source=source.source,
@@ -176,7 +218,18 @@ def _open_source(source: Source) -> Model:
         tokenizer=(lambda: source.tokenizer) if there else None,
         write_words=words,
         keeps=source.gguf is None,
+        exact=exact,
     )
+
+
+def _dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
+    """What each parameter is in where they are in ``dtype``; some are wider."""
+    return {path: leaf.dtype for path, leaf in paths(functional(replace(config, param_dtype=dtype)).abstract()).items()}  # type: ignore[arg-type]
+
+
+def _exact(config: DecoderConfig) -> set[str]:
+    """Parameters that stay in float32 where others are in bfloat16."""
+    return {path for path, dtype in _dtypes(config, "bfloat16").items() if dtype != jnp.bfloat16}
 
 
 def _open_run(path: Path, step: int | None) -> Model:
@@ -193,8 +246,8 @@ def _open_run(path: Path, step: int | None) -> Model:
     )
 
     def leaves(dtype: str) -> dict[str, StreamedLeaf]:
-        to = jnp.dtype(dtype)
-        return {p: StreamedLeaf(a.shape, to, _pieces(a, to, p)) for p, a in arrays.items()}
+        to = _dtypes(config, dtype)
+        return {p: StreamedLeaf(a.shape, to[p], _pieces(a, to[p], p)) for p, a in arrays.items()}
 
     tensors = their_tensors(source, config, arrays, carried)
     return Model(
@@ -207,6 +260,9 @@ def _open_run(path: Path, step: int | None) -> Model:
         carried=carried,
         tokenizer=None if tokenizer is None else lambda: tokenizer,
         write_words=lambda folder: copy_words(path / "tokenizer", folder),
+        exact=tuple(
+            n for n, x in tensors.items() if n not in carried.tensors and x.dtype != jnp.dtype(config.param_dtype)
+        ),
     )
 
 
@@ -234,7 +290,8 @@ def copy_words(folder: Path, out: Path) -> None:
 
 def _write_hf(model: Model, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None) -> Converted:
     to = dtype or (None if model.keeps else model.dtype or "float32")
-    tensors = cast(model.tensors, to, model.weights)
+    tensors = cast(model.tensors, to, [name for name in model.weights if name not in model.exact])
+    tensors = cast(tensors, None, model.exact)
     write_shards(folder, tensors, shard_bytes, progress)
     write_config(folder, model.source, to if dtype or {"dtype", "torch_dtype"} & model.source.keys() else None)
     model.write_words(folder)

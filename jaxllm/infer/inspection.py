@@ -26,6 +26,7 @@ from jaxllm.hub.gguf import open_gguf
 from jaxllm.hub.gguf_config import hf_config
 from jaxllm.hub.gguf_model import Changed, hf_tensors
 from jaxllm.hub.huggingface import match_names, paths, read_config
+from jaxllm.hub.quantised import BLOCKS, CONFIG, SCALES, dequantised, without_quantisation
 from jaxllm.hub.source import refuse_pickle
 from jaxllm.infer.convert import has_tokenizer
 from jaxllm.models import DecoderConfig, functional
@@ -133,17 +134,31 @@ def inspect_model(name: Path | str) -> Inspection:
 
 def _hf(path: Path) -> Inspection:
     found = Inspection(str(path), "Hugging Face")
-    source = found.attempt(lambda: read_config(path)) or {}
-    found.family = source.get("model_type")
+    given = found.attempt(lambda: read_config(path)) or {}
+    found.family = given.get("model_type")
+    source = found.attempt(lambda: without_quantisation(given)) or {}
     if source:
         found.config = found.attempt(lambda: decoder_config(source))
     tensors = _headers(path, found)
     infos = {n: TensorInfo(n, t.shape, str(t.dtype), t.nbytes) for n, t in tensors.items()}
-    _match(found, source, tensors, infos)
+    plain = (found.attempt(lambda: dequantised(given, tensors)) or tensors) if source else tensors
+    if plain is not tensors:
+        method = given[CONFIG]["quant_method"]
+        found.loading.append(f"Matrices are quantised ({method}); they are dequantised as they are read.")
+        parts = {n: info for n, info in infos.items() if n not in plain}
+        infos = {n: infos.get(n) or _quantised(n, plain[n], parts) for n in plain}
+        found.tensors = []
+    _match(found, source, plain, infos)
     if has_tokenizer(path):
         _tokenizer(found, lambda: load_tokenizer(path))
     _template(found, lambda: load_template(path))
     return found
+
+
+def _quantised(name: str, tensor: Any, parts: Mapping[str, TensorInfo]) -> TensorInfo:
+    """A tensor that others stand for."""
+    own = [parts[n] for n in (name + BLOCKS, name + SCALES) if n in parts]
+    return TensorInfo(name, tensor.shape, " + ".join(one.kind for one in own), sum(one.bytes for one in own))
 
 
 def _headers(path: Path, found: Inspection) -> dict[str, Any]:

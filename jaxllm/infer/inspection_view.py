@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxllm.infer.inspection import Inspection, alike, mebibytes
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RopeConfig
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig, RopeConfig
 
 TEMPLATE_LINES = 4
 WIDE = 2000
@@ -99,6 +99,10 @@ def tensor_table(found: Inspection, every: bool, console: Console) -> Table:
 
 def _attention(block: BlockConfig) -> str:
     one = block.attention
+    if isinstance(one, LatentConfig):
+        queries = "" if one.q_latent is None else f", queries of {one.q_latent}"
+        heads = f"{one.heads} heads of {one.nope_dim} + {one.rope_dim} rotated, values of {one.value_dim}"
+        return f"{heads}; keys and values of a latent of {one.latent}{queries}"
     rope = one.rope and _unusual(one.rope, RopeConfig(), ())
     parts = [
         f"{one.heads} heads, {one.kv_heads} of keys and values, of {one.head_dim}",

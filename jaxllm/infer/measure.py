@@ -115,8 +115,7 @@ class Bench:
 
 def token_bytes(config: DecoderConfig) -> int:
     """Keys and values of one token in all layers."""
-    heads = sum(2 * block.attention.kv_heads * block.attention.head_dim for block in config.blocks)
-    return heads * jnp.dtype(config.dtype).itemsize
+    return sum(block.attention.cached.numbers for block in config.blocks) * jnp.dtype(config.dtype).itemsize
 
 
 def memory_bandwidth() -> float:

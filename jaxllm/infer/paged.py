@@ -4,14 +4,14 @@ Layers that are alike in kv heads, head dim and window keep their pages together
 their own, so that a window's pages can be given back while other layers keep theirs.
 
 Legend: L layers of a group, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of a
-page table, T tokens, N query heads, H head dim.
+page table, T tokens, N query heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models import DecoderConfig
-from jaxllm.models.context import LayerIndex, Scoring, share_kv_heads
+from jaxllm.models.context import SINK_AXES, Cached, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
 
@@ -34,28 +34,27 @@ class LayerGroup:
     """Layers that keep their pages together.
 
     Attributes:
-        kv_heads, head_dim, window: what they have in common.
+        cached, window: what they have in common.
         layers: their numbers in the model.
     """
 
-    kv_heads: int
-    head_dim: int
+    cached: Cached
     window: int | None
     layers: tuple[int, ...]
 
     def format(self, shards: int = 1) -> PageFormat:
         """What a slot holds; few kv heads are repeated up to the number of shards, as ``share_kv_heads`` does."""
-        kv = shards if self.kv_heads < shards and shards % self.kv_heads == 0 else self.kv_heads
+        one = self.cached
+        kv = shards if one.kv_heads < shards and shards % one.kv_heads == 0 else one.kv_heads
         multiple = 128 if target_device().platform == "tpu" else 1
-        return PageFormat(kv, self.head_dim, self.head_dim, multiple=multiple)
+        return PageFormat(kv, one.key_dim, one.value_dim, one.latent, multiple=multiple)
 
 
 def layer_groups(config: DecoderConfig) -> tuple[LayerGroup, ...]:
     """The groups of a model's layers; those without a window first."""
-    found: dict[tuple[int, int, int | None], list[int]] = {}
+    found: dict[tuple[Cached, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
-        a = block.attention
-        found.setdefault((a.kv_heads, a.head_dim, a.window), []).append(number)
+        found.setdefault((block.attention.cached, block.attention.window), []).append(number)
     groups = [LayerGroup(*key, tuple(layers)) for key, layers in found.items()]
     return tuple(sorted(groups, key=lambda g: g.window or 0))
 
@@ -82,40 +81,51 @@ class PagedCache:
     kv_lens: Any
     groups: tuple[LayerGroup, ...] = field(metadata={"static": True})
     decode_only: bool = field(default=False, metadata={"static": True})
+    keeps: ClassVar[bool] = True
 
     def attend(
         self,
         layer: LayerIndex,
         q: Float[Array, "1 T N H"],
         k: Float[Array, "1 T K H"],
-        v: Float[Array, "1 T K H"],
+        v: Float[Array, "1 T K V"] | None,
         positions: Int[Array, "1 T"],
         scoring: Scoring,
-    ) -> tuple[Float[Array, "1 T N H"], PagedCache]:
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "1 T N V"], PagedCache]:
         """Writes k, v to their pages, in place where the pools are a loop's carry, then attends."""
-        which = (k.shape[2], k.shape[3], scoring.window)
-        index, group = next((i, g) for i, g in enumerate(self.groups) if (g.kv_heads, g.head_dim, g.window) == which)
+        value_dim = scoring.latent if v is None else v.shape[3]
+        which = Cached(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), scoring.window
+        index, group = next((i, g) for i, g in enumerate(self.groups) if (g.cached, g.window) == which)
         places = np.zeros(max(group.layers) + 1, np.int32)
         places[list(group.layers)] = np.arange(len(group.layers))
         place = jnp.asarray(places)[layer]
         whole = group.format(sharding.axis_size("attn_kv_heads"))
 
         def local(
-            q: Array, k: Array, v: Array, rows: Array, place: Array, table: Array, starts: Array, kv_lens: Array
+            q: Array,
+            k: Array,
+            v: Array | None,
+            rows: Array,
+            place: Array,
+            table: Array,
+            starts: Array,
+            kv_lens: Array,
+            sinks: Array | None,
         ) -> tuple[Array, Array]:
             pool = PagePool(rows, dataclasses.replace(whole, kv_heads=rows.shape[2]))
             out, pool = paged_attention(
-                q, k, v, pool, place, table, starts, kv_lens,
+                q, k, v, pool, place, table, starts, kv_lens, sinks=sinks,
                 scale=scoring.scale, window=scoring.window, softcap=scoring.softcap, decode_only=self.decode_only,
             )  # fmt: skip
             return out, pool.rows
 
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, (), (None, None), (None,), (None,)),
+            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, (), (None, None), (None,), (None,), SINK_AXES),
             (HEADS, POOL_AXES),
         )
-        k, v = (share_kv_heads(x)[0] for x in (k, v))
-        out, rows = run(q[0], k, v, self.pools[index], place, self.tables[index], self.starts, self.kv_lens)
+        held = (None if x is None else share_kv_heads(x)[0] for x in (k, v))
+        out, rows = run(q[0], *held, self.pools[index], place, self.tables[index], self.starts, self.kv_lens, sinks)
         pools = (*self.pools[:index], rows, *self.pools[index + 1 :])
         return out[None], dataclasses.replace(self, pools=pools)

@@ -2,6 +2,7 @@
 
 from jaxllm.models.attention import AttentionConfig as AttentionConfig
 from jaxllm.models.context import AttentionContext as AttentionContext
+from jaxllm.models.context import Cached as Cached
 from jaxllm.models.context import Scoring as Scoring
 from jaxllm.models.context import Segments as Segments
 from jaxllm.models.decoder import BlockConfig as BlockConfig
@@ -10,6 +11,7 @@ from jaxllm.models.functional import Functional as Functional
 from jaxllm.models.functional import functional as functional
 from jaxllm.models.functional import layers_apart as layers_apart
 from jaxllm.models.functional import param_count as param_count
+from jaxllm.models.latent import LatentConfig as LatentConfig
 from jaxllm.models.mlp import MlpConfig as MlpConfig
 from jaxllm.models.moe import MoeConfig as MoeConfig
 from jaxllm.models.rope import RopeConfig as RopeConfig

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.context import AttentionContext, LayerIndex, Scoring
+from jaxllm.models.context import AttentionContext, Cached, LayerIndex, Scoring
 from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import constant, normal, use
 from jaxllm.models.rope import RopeConfig, rotate, rotation
@@ -38,6 +38,7 @@ class AttentionConfig:
         window: how many positions a token sees, its own included (arXiv:2004.05150); None for all before it.
         softcap: scores are bounded by it: ``softcap * tanh(scores / softcap)`` (Gemma 2).
         scale: of the scores; None for ``1 / sqrt(head_dim)``.
+        sinks: each head has a score that it always sees and that has no value (gpt-oss; arXiv:2309.17453).
     """
 
     heads: int = 4
@@ -49,6 +50,7 @@ class AttentionConfig:
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -71,6 +73,20 @@ class AttentionConfig:
         """How a context scores this layer's keys."""
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return Scoring(scale, self.window, self.softcap)
+
+    @property
+    def cached(self) -> Cached:
+        """What a cache holds of a token."""
+        return Cached(self.kv_heads, self.head_dim, self.head_dim)
+
+    def projections(self, embed_dim: int) -> int:
+        """Numbers of the projections' weights."""
+        return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def attended_dim(self) -> int:
+        """Products of a query with each token that it attends to: of all its heads, for score and value."""
+        return 2 * self.heads * self.head_dim
 
 
 class Attention(nnx.Module):
@@ -104,6 +120,8 @@ class Attention(nnx.Module):
             self.v_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype)
         if config.bias == "all":
             self.o_bias = constant(0.0, (d,), ("embed",), dtype)
+        if config.sinks:
+            self.sinks = constant(0.0, (n,), ("heads",), dtype)
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -116,8 +134,9 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if config.rope is not None:
             cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out, ctx = ctx.attend(layer, q, k, v, positions, config.scoring)
+            q, k = (rotate(x, cos, sin, interleaved=config.rope.interleaved) for x in (q, k))
+        sinks = use(self.sinks, x.dtype) if config.sinks else None
+        out, ctx = ctx.attend(layer, q, k, v, positions, config.scoring, sinks)
         out = sharding.constrain(out, "batch", "seq", "act_heads", None)
         out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
         return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx

@@ -4,7 +4,7 @@ A context is a pytree. The decoder carries it through its layers; each attention
 attended values and the (perhaps updated) context back. Everything that differs between training on packed documents,
 prefill, decode and paged serving lives behind ``attend``.
 
-Legend: B batch, S sequence, N query heads, K kv heads, H head dim.
+Legend: B batch, S sequence, N query heads, K kv heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Q_AXES = ("batch", "attn_seq", "attn_heads", None)
 KV_AXES = ("batch", "attn_kv_seq", "attn_kv_heads", None)
 TOKEN_AXES = ("batch", "attn_seq")
 KV_TOKEN_AXES = ("batch", "attn_kv_seq")
+SINK_AXES = ("attn_heads",)
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,57 @@ class Scoring:
         scale: of the products of queries and keys.
         window: how many positions a query sees, its own included; None for all before it.
         softcap: bound of the scores, by tanh.
+        latent: the values are this many numbers, the first of the keys; None: they are given.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    latent: int | None = None
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a cache holds of a token in one layer: so many heads of keys and of values.
+
+    Attributes:
+        latent: the values are a part of the keys, and not held again.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """In all."""
+        return self.kv_heads * (self.key_dim if self.latent else self.key_dim + self.value_dim)
 
 
 @runtime_checkable
 class AttentionContext(Protocol):
-    """A pytree with ``attend``."""
+    """A pytree with ``attend``.
+
+    One that keeps keys says so by ``keeps = True``: multi-head latent attention then hands it latents, and no values.
+    """
 
     def attend(
         self,
         layer: LayerIndex,
         q: Float[Array, "B S N H"],
         k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
+        v: Float[Array, "B S K V"] | None,
         positions: Int[Array, "B S"],
         scoring: Scoring,
-    ) -> tuple[Float[Array, "B S N H"], AttentionContext]:
-        """Attends this step's queries to what this context holds, this step's keys included."""
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
+        """Attends this step's queries to what this context holds, this step's keys included.
+
+        Args:
+            v: None where ``scoring.latent`` says what values are.
+            sinks: a score that each head always sees and that has no value.
+        """
         ...
 
 
@@ -90,26 +121,31 @@ class Segments:
         layer: LayerIndex,
         q: Float[Array, "B S N H"],
         k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
+        v: Float[Array, "B S K V"],
         positions: Int[Array, "B S"],
         scoring: Scoring,
-    ) -> tuple[Float[Array, "B S N H"], Segments]:
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "B S N V"], Segments]:
         """Causal attention within each segment; ``layer`` makes no difference here."""
         rule = {"scale": scoring.scale, "window": scoring.window, "softcap": scoring.softcap}
         split, kv_split = sharding.axis_names("attn_seq"), sharding.axis_names("attn_kv_seq")
 
-        def local(q: Array, k: Array, v: Array, segments: Array | None, kv_segments: Array | None) -> Array:
+        def local(
+            q: Array, k: Array, v: Array, segments: Array | None, kv_segments: Array | None, sinks: Array | None
+        ) -> Array:
             # Causal by place in the row: the same as by position within a document, and what lies above the
             # diagonal is then known before the program runs.
             if kv_split:
-                return ring_attention(q, k, v, axis=split[0], layout=self.layout, segment_ids=segments, **rule)
+                return ring_attention(
+                    q, k, v, axis=split[0], layout=self.layout, segment_ids=segments, sinks=sinks, **rule
+                )
             if split:
                 rule.update(_places(self.layout, split[0], q.shape[1], q.shape[0]))
-            return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=kv_segments, **rule)
+            return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=kv_segments, sinks=sinks, **rule)
 
-        axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES)
+        axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES, SINK_AXES)
         attend = sharding.shard_map(local, axes, Q_AXES)
-        return attend(q, share_kv_heads(k), share_kv_heads(v), self.segment_ids, self.segment_ids), self
+        return attend(q, share_kv_heads(k), share_kv_heads(v), self.segment_ids, self.segment_ids, sinks), self
 
 
 def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Array, "..."]]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models.attention import Attention, AttentionConfig
 from jaxllm.models.context import AttentionContext, LayerIndex, RoutingContext
+from jaxllm.models.latent import LatentAttention, LatentConfig
 from jaxllm.models.mlp import Mlp, MlpConfig
 from jaxllm.models.moe import Moe, MoeConfig
 from jaxllm.models.norm import Norm, NormKind
@@ -29,12 +30,13 @@ class BlockConfig:
     """One transformer block: attention and feed-forward, each with a residual.
 
     Attributes:
+        attention: heads with keys and values of their own or shared by some, or all made of one latent.
         mlp: one feed-forward layer for all tokens, or a mixture of experts.
         norms: of each of the two, what is normalised: its input (arXiv:2002.04745), its output (OLMo 2), or both
             ("sandwich", arXiv:2105.13290; Gemma 2).
     """
 
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    attention: AttentionConfig | LatentConfig = field(default_factory=AttentionConfig)
     mlp: MlpConfig | MoeConfig = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
 
@@ -139,8 +141,9 @@ class Block(nnx.Module):
             self.attention_norm, self.mlp_norm = norm(), norm()
         if config.norms != "pre":
             self.attention_out_norm, self.mlp_out_norm = norm(), norm()
-        self.attention = Attention(
-            config.attention,
+        attention = LatentAttention if isinstance(config.attention, LatentConfig) else Attention
+        self.attention = attention(
+            config.attention,  # type: ignore[arg-type]
             model.embed_dim,
             norm=model.norm,
             norm_eps=model.norm_eps,

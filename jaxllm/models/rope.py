@@ -22,11 +22,13 @@ class RopeConfig:
         theta: base of the geometric series of wavelengths.
         scaling: how frequencies change for longer sequences.
         fraction: how much of each head is rotated, from its beginning; the rest passes unchanged (partial rotary).
+        interleaved: the pairs that turn together are neighbours, as in the paper (DeepSeek); else one of each half.
     """
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
     fraction: float = 1.0
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.theta <= 0:
@@ -71,11 +73,19 @@ def rotation(
 
 
 def rotate(
-    x: Float[Array, "B S N H"], cos: Float[Array, "B S R2"], sin: Float[Array, "B S R2"]
+    x: Float[Array, "B S N H"], cos: Float[Array, "B S R2"], sin: Float[Array, "B S R2"], *, interleaved: bool = False
 ) -> Float[Array, "B S N H"]:
-    """Rotates the pairs ``(x[i], x[i + R/2])`` by their angle; computed in at least float32, returned in x's dtype."""
+    """Rotates the pairs ``(x[i], x[i + R/2])`` by their angle; computed in at least float32, returned in x's dtype.
+
+    Args:
+        interleaved: the pairs are ``(x[2 i], x[2 i + 1])``. They come out as the others do, half by half: queries and
+            keys alike, their products do not tell.
+    """
     half = cos.shape[-1]
-    a, b = x[..., :half].astype(cos.dtype), x[..., half : 2 * half].astype(cos.dtype)
+    pairs = (
+        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else (x[..., :half], x[..., half : 2 * half])
+    )
+    a, b = (part.astype(cos.dtype) for part in pairs)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
     return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)

@@ -3,7 +3,7 @@
 An array's place is written ``wq[L, D_fsdp, N_tensor, H]``: a letter for each dimension, after it the mesh axes over
 which that dimension is split (``D_{data,fsdp}`` where they are several), nothing where each device has it whole.
 
-Legend: L layers, D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, E experts, P positions.
+Legend: L layers, D embed, N query heads, K kv heads, H head dim, C latent, F mlp, V vocab, E experts, P positions.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LETTERS = {
     "kv_heads": "K",
     "head_dim": "H",
     "mlp": "F",
+    "latent": "C",
     "vocab": "V",
     "experts": "E",
     "expert_embed": "D",

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.models import BlockConfig, Functional, MoeConfig
+from jaxllm.models import AttentionConfig, BlockConfig, Functional, MoeConfig
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table import Expected
 
@@ -78,6 +78,8 @@ class _Step:
         }
         for block in config.blocks:
             attention = block.attention
+            if not isinstance(attention, AttentionConfig):
+                raise NotImplementedError("what a plan sends with latent attention: no formula yet.")
             unknown |= {
                 "fewer kv heads than shards of heads": bool(attention.kv_heads % self.size(self.axes("attn_kv_heads"))),
                 "norms after a layer, over split tensors": tensor > 1 and block.norms != "pre",

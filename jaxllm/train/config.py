@@ -11,6 +11,7 @@ from jaxllm.models.decoder import DecoderConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.train.routing import RoutingConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RunConfig:
         steps: optimizer steps; the schedule is spread over them.
         accumulate: micro-batches per step, to bound memory; divides data.batch_size.
         z_loss: weight of the squared log-partition function in the loss.
+        routing: how experts are kept in use, of a model that has some.
         seed: seed of the parameters and of the run's randomness.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp, fsdp_tp.
         parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
@@ -48,6 +50,7 @@ class RunConfig:
     steps: int = 1000
     accumulate: int = 1
     z_loss: float = 0.0
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     seed: int = 0
     mesh: str = runtime_only("dp")
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})
@@ -67,6 +70,7 @@ class RunConfig:
                 f"data.seq_len = {self.data.seq_len}, but the model has learned {self.model.learned_positions} "
                 "positions (model.learned_positions); choose no more."
             )
+        self.routing.check(self.model)
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")
         if self.data.batch_size % self.accumulate:

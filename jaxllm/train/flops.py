@@ -14,9 +14,9 @@ from jaxllm.models import DecoderConfig, MoeConfig
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
     """FLOPs of one token's forward pass.
 
-    Matrix multiplications only: two per weight that the token meets (of a mixture, the router's and the chosen
-    experts'), embedding look-up free, output head included, and ``4 * heads * head_dim`` for the score and the value of
-    each token that is attended to.
+    Matrix multiplications only: two per weight that the token meets (of a mixture, the router's, the chosen experts'
+    and the shared one's), embedding look-up free, output head included, and two for each product in the score and the
+    value of each token that is attended to (``4 * heads * head_dim``).
 
     Args:
         attended: how many tokens one attends to on average under a window (None: no window).
@@ -25,10 +25,10 @@ def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | Non
     total = 2.0 * d * config.vocab_size
     for block in config.blocks:
         a = block.attention
-        total += 2.0 * d * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
-        total += 4.0 * a.heads * a.head_dim * attended(a.window)
+        total += 2.0 * (a.projections(d) + a.attended_dim * attended(a.window))
         if isinstance(block.mlp, MoeConfig):
-            total += 2.0 * d * (block.mlp.experts + 3 * block.mlp.top_k * block.mlp.hidden)
+            widths = block.mlp.top_k * block.mlp.hidden + block.mlp.shared
+            total += 2.0 * d * (block.mlp.experts + 3 * widths)
         else:
             total += 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
     return total

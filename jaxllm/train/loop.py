@@ -110,7 +110,8 @@ class Run:
         start = time.monotonic()
         rate = schedule(self.config.optim.schedule, self.config.steps)
         grads = gradients(self.config, self.model)
-        step = jit_step(train_step(grads, self.optimizer, rate), self.abstract)
+        own = train_step(grads, self.optimizer, rate, self.config.model, self.config.routing.bias_rate)
+        step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
         with jax.set_mesh(self.mesh):
@@ -313,6 +314,7 @@ def gradients(config: RunConfig, model: Functional) -> ValueAndGrad:
         accumulate=config.accumulate,
         layout=config.parallel.layout,
         zero=config.parallel.zero,
+        routing=config.routing,
     )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models import Functional, Segments
+from jaxllm.train.routing import RoutingConfig, RoutingSums, Tally
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.ring_attention import Layout, order
 
@@ -24,14 +25,21 @@ TOKENS = ("batch", "seq")
 class LossSums(NamedTuple):
     """Sums over the target tokens of a batch, in at least float32 (nats)."""
 
-    loss: Float[Array, ""]  # what is differentiated: nll + z_loss * z
+    loss: Float[Array, ""]  # what is differentiated: nll + z_loss * z, and the routers' losses
     nll: Float[Array, ""]  # negative log-likelihood
     z: Float[Array, ""]  # squared log-partition function
     count: Float[Array, ""]  # target tokens
+    routing: RoutingSums | None = None  # of a model with experts, where it is asked for
 
 
 def loss_sums(
-    model: Functional, params: Any, batch: Any, *, z_loss: float = 0.0, layout: Layout = "contiguous"
+    model: Functional,
+    params: Any,
+    batch: Any,
+    *,
+    z_loss: float = 0.0,
+    layout: Layout = "contiguous",
+    routing: RoutingConfig | None = None,
 ) -> LossSums:
     """Loss of ``batch`` summed over its targets; targets below 0 do not count.
 
@@ -39,16 +47,23 @@ def loss_sums(
         batch: ``jaxllm.data.Batch``, Int[B S] each.
         z_loss: weight of the squared log-partition function (arXiv:2204.02311, section 5).
         layout: which tokens of a row a device gets where the mesh splits the sequence.
+        routing: weights of the routers' losses, of a model with experts; None: they are not even counted.
 
     The logits are never held whole: the vocabulary projection and its softmax run in chunks of tokens.
     """
     with sharding.use_rules(model.rules):
         batch = arrange(batch, layout)
-    ctx = Segments(batch.segment_ids, layout)
-    hidden, _ = model.forward(params, batch.tokens, batch.positions, ctx)
+    segments = Segments(batch.segment_ids, layout)
+    tally = None if routing is None else Tally.of(model.config, segments)
+    hidden, heard = model.forward(params, batch.tokens, batch.positions, tally or segments)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
-        return _sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
+        sums = _sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
+    if routing is None or not isinstance(heard, Tally):
+        return sums
+    own = heard.sums(model.config, sums.count)
+    loss = sums.loss + routing.balance_loss * own.balance + routing.z_loss * own.z
+    return sums._replace(loss=loss, routing=own)
 
 
 def arrange(batch: Any, layout: Layout) -> Any:
@@ -101,18 +116,21 @@ def value_and_grad(
     accumulate: int = 1,
     layout: Layout = "contiguous",
     zero: Literal[1, 2, 3] = 3,
+    routing: RoutingConfig | None = None,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """``(params, batch) -> (sums, gradients of the mean loss per target token)``.
 
     Args:
         accumulate: micro-batches the batch is cut into, one after the other, to bound memory. Each token weighs the
-            same however many targets its micro-batch has, so the result does not depend on ``accumulate``.
+            same however many targets its micro-batch has, so the result does not depend on ``accumulate``, but for the
+            balance loss, which is of a micro-batch.
         layout: which tokens of a row a device gets where the mesh splits the sequence.
         zero: stage of ZeRO, ``jaxllm.parallel.plan.ParallelConfig``; in stages 1 and 2 weights are gathered here, once.
+        routing: see ``loss_sums``.
     """
 
     def mean_loss(params: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
-        sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout)
+        sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout, routing=routing)
         return sums.loss / total, sums
 
     grad = jax.value_and_grad(mean_loss, has_aux=True)
@@ -137,7 +155,10 @@ def value_and_grad(
 
         with sharding.use_rules(model.rules):
             parts = jax.tree.map(lambda x: split_batch(x, accumulate), batch)
-        nothing = LossSums(*(jnp.zeros((), dtype) for _ in LossSums._fields))
+        zero_sum = jnp.zeros((), dtype)
+        nothing = LossSums(zero_sum, zero_sum, zero_sum, zero_sum)
+        if routing is not None and (tally := Tally.of(model.config, Segments(None))) is not None:
+            nothing = nothing._replace(routing=tally.sums(model.config, zero_sum))
         like = params if zero > 1 else used
         none = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
         (sums, grads), _ = jax.lax.scan(micro, (nothing, none), parts)

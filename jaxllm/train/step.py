@@ -12,19 +12,32 @@ import optax
 from jaxtyping import Array
 
 import sharding
+from jaxllm.models import DecoderConfig
 from jaxllm.train.loss import LossSums
+from jaxllm.train.routing import move_biases, routing_metrics
 from jaxllm.train.state import TrainState
 
 ValueAndGrad = Callable[[Any, Any], tuple[LossSums, Any]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]
 
 
-def train_step(value_and_grad: ValueAndGrad, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> Step:
+def train_step(
+    value_and_grad: ValueAndGrad,
+    optimizer: optax.GradientTransformation,
+    rate: optax.Schedule,
+    model: DecoderConfig | None = None,
+    bias_rate: float = 0.0,
+) -> Step:
     """Composes loss, gradients and update; jit the result once, donating the state.
 
     ``value_and_grad`` is given from outside, so that a pipeline schedule can own the backward pass.
 
-    The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), learning_rate, tokens.
+    The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), learning_rate, tokens;
+    of a model with experts what ``routing_metrics`` makes of them.
+
+    Args:
+        model: the architecture, where it has experts whose load is to be seen.
+        bias_rate: of ``RoutingConfig``.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
@@ -32,6 +45,8 @@ def train_step(value_and_grad: ValueAndGrad, optimizer: optax.GradientTransforma
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        if bias_rate and model is not None and sums.routing is not None:
+            params = move_biases(model, bias_rate)(params, sums.routing)
 
         count = jnp.maximum(sums.count, 1)
         metrics = {
@@ -41,6 +56,8 @@ def train_step(value_and_grad: ValueAndGrad, optimizer: optax.GradientTransforma
             "learning_rate": rate(state.step),
             "tokens": sums.count,
         }
+        if model is not None and sums.routing is not None:
+            metrics |= routing_metrics(model, sums.routing, count)
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return step

@@ -5,7 +5,8 @@ temporary memory does not grow with the cache, and work follows the tokens held 
 and not the slots reserved.
 The running maximum and sum are those of online softmax (arXiv:1805.02867).
 
-Legend: L layers, B batch, S new tokens, T cache slots, C chunk, N query heads, K kv heads, G = N / K, H head dim.
+Legend: L layers, B batch, S new tokens, T cache slots, C chunk, N query heads, K kv heads, G = N / K, H head dim of
+keys, V of values.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from jaxtyping import Array, Float, Int
 def cached_attention(
     q: Float[Array, "B S N H"],
     k_cache: Float[Array, "L B T K H"],
-    v_cache: Float[Array, "L B T K H"],
+    v_cache: Float[Array, "L B T K V"] | None,
     layer: Int[Array, ""],
     positions: Int[Array, "B S"],
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    value_dim: int | None = None,
     chunk: int = 256,
-) -> Float[Array, "B S N H"]:
+) -> Float[Array, "B S N V"]:
     """Each query attends to the slots ``0 .. its position`` of its row; slot t holds the token at position t.
 
     Slots beyond a row's last position may hold anything, nan included.
@@ -38,7 +41,8 @@ def cached_attention(
         k_cache, v_cache: stacked cache of all layers, this step's tokens already written.
         layer: which layer of the stack.
         positions: position of each query, >= 0 and < T.
-        scale, window, softcap: as in ``flash_attention``.
+        scale, window, softcap, sinks: as in ``flash_attention``.
+        value_dim: where there is no v_cache: values are this many numbers, the first of the keys.
         chunk: slots read at a time; the last chunk overlaps its neighbour when T is not a multiple.
 
     Returns:
@@ -54,10 +58,9 @@ def cached_attention(
     row_last = jnp.max(positions, axis=1, keepdims=True)  # B 1
     offsets = jnp.arange(chunk)
 
-    def read(cache: Array, start: Array) -> Float[Array, "B C K H"]:
-        zero = jnp.zeros_like(start)
-        part = jax.lax.dynamic_slice(cache, (layer.astype(start.dtype), zero, start, zero, zero), (1, b, chunk, kv, h))
-        return part[0].astype(dtype)
+    def read(cache: Array, start: Array) -> Float[Array, "B C K _"]:
+        zero, size = jnp.zeros_like(start), (1, b, chunk, kv, cache.shape[-1])
+        return jax.lax.dynamic_slice(cache, (layer.astype(start.dtype), zero, start, zero, zero), size)[0].astype(dtype)
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
@@ -68,7 +71,8 @@ def cached_attention(
         visible = (slot <= positions[:, :, None]) & (slot >= first)  # B S C
         if window is not None:
             visible &= slot > positions[:, :, None] - window
-        scores = read_scores(grouped, read(k_cache, start))
+        keys = read(k_cache, start)
+        scores = read_scores(grouped, keys)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(visible[:, :, None, None], scores, -jnp.inf)
@@ -78,21 +82,26 @@ def cached_attention(
         keep = jnp.exp(top - new_top)
         total = total * keep + weights.sum(-1)
         # Slots beyond a row's last token may hold anything, and a weight of zero does not silence a nan.
-        values = jnp.where((slot <= row_last)[:, :, None, None], read(v_cache, start), 0.0)
+        values = keys[..., :value_dim] if v_cache is None else read(v_cache, start)
+        values = jnp.where((slot <= row_last)[:, :, None, None], values, 0.0)
         return new_top, total, out * keep[..., None] + read_values(weights, values)
 
-    zeros = jnp.zeros_like(grouped)  # shares grouped's device placement inside a manual shard_map
-    start = (zeros[..., 0] + 0.5 * float(jnp.finfo(dtype).min), zeros[..., 0], zeros)
+    zero = jnp.zeros_like(grouped[..., 0])  # shares grouped's device placement inside a manual shard_map
+    v = v_cache.shape[-1] if v_cache is not None else value_dim or h
+    top, total = zero + 0.5 * float(jnp.finfo(dtype).min), zero
+    if sinks is not None:
+        top, total = zero + sinks.astype(dtype).reshape(kv, n // kv), zero + 1.0
+    start = (top, total, jnp.broadcast_to(zero[..., None], (*zero.shape, v)))
     begin = 0 if window is None else jnp.maximum(jnp.min(positions) - window + 1, 0) // chunk
     _, total, out = jax.lax.fori_loop(begin, (reach + chunk - 1) // chunk, body, start)
-    return (out / total[..., None]).reshape(q.shape).astype(q.dtype)
+    return (out / total[..., None]).reshape(b, s, n, v).astype(q.dtype)
 
 
 def _scores(q: Float[Array, "B S K G H"], k: Float[Array, "B C K H"]) -> Float[Array, "B S K G C"]:
     return jnp.einsum("bskgh,bckh->bskgc", q, k)
 
 
-def _values(weights: Float[Array, "B S K G C"], v: Float[Array, "B C K H"]) -> Float[Array, "B S K G H"]:
+def _values(weights: Float[Array, "B S K G C"], v: Float[Array, "B C K V"]) -> Float[Array, "B S K G V"]:
     return jnp.einsum("bskgc,bckh->bskgh", weights, v)
 
 
@@ -105,6 +114,6 @@ def _scores_in_place(q: Float[Array, "B 1 K G H"], k: Float[Array, "B C K H"]) -
     return scores.transpose(0, 2, 3, 1)[:, None]
 
 
-def _values_in_place(weights: Float[Array, "B 1 K G C"], v: Float[Array, "B C K H"]) -> Float[Array, "B 1 K G H"]:
+def _values_in_place(weights: Float[Array, "B 1 K G C"], v: Float[Array, "B C K V"]) -> Float[Array, "B 1 K G V"]:
     by_slot = weights[:, 0].transpose(0, 3, 1, 2)  # B C K G
     return jnp.sum(by_slot[..., None] * v[:, :, :, None], axis=1)[:, None]

@@ -214,6 +214,66 @@ def _olmoe(rng: np.random.Generator) -> Any:
     return transformers.OlmoeConfig(**COMMON | _sizes(rng, head_dim=False) | _ropes(rng) | more)
 
 
+def _latent(rng: np.random.Generator) -> dict[str, Any]:
+    """Sizes of latent attention, experts in groups, and YaRN with both of its magnitudes."""
+    heads, groups = int(rng.choice([1, 2, 3])), int(rng.integers(1, 4))
+    each, top = int(rng.integers(2, 4)), int(rng.integers(1, groups + 1))
+    rope = _rope(rng, "default", "yarn")
+    if rope["rope_type"] == "yarn" and rng.integers(2):
+        rope |= {"mscale_all_dim": 0.9}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": heads * int(rng.choice([6, 8])),
+        "intermediate_size": int(rng.integers(9, 20)),
+        "moe_intermediate_size": int(rng.integers(3, 9)),
+        # Even, for transformers' DeepSeek-V2 takes views of complex numbers.
+        "kv_lora_rank": int(rng.choice([4, 6, 8])),
+        "q_lora_rank": [None, int(rng.integers(4, 9))][rng.integers(2)],
+        "qk_nope_head_dim": int(rng.choice([4, 6, 8])),
+        "qk_rope_head_dim": int(rng.choice([4, 6])),
+        "v_head_dim": int(rng.integers(3, 9)),
+        "n_shared_experts": int(rng.integers(1, 3)),
+        "n_routed_experts": groups * each,
+        "num_experts_per_tok": int(rng.integers(1, top * each + 1)),
+        "n_group": groups,
+        "topk_group": top,
+        "first_k_dense_replace": int(rng.integers(0, 3)),
+        "routed_scaling_factor": float(rng.choice([1.0, 2.5])),
+        "attention_bias": bool(rng.integers(2)),
+        "tie_word_embeddings": bool(rng.integers(2)),
+        "max_position_embeddings": 128,
+        "rope_parameters": rope,
+    }
+
+
+def _deepseek_v2(rng: np.random.Generator) -> Any:
+    more = {"topk_method": ["greedy", "group_limited_greedy"][rng.integers(2)]}
+    return transformers.DeepseekV2Config(**COMMON | _latent(rng) | more)
+
+
+def _deepseek_v3(rng: np.random.Generator) -> Any:
+    more = {"norm_topk_prob": bool(rng.integers(2)), "rope_interleave": bool(rng.integers(2))}
+    return transformers.DeepseekV3Config(**COMMON | _latent(rng) | more)
+
+
+def _glm4_moe(rng: np.random.Generator) -> Any:
+    sizes, latent = _sizes(rng), _latent(rng)
+    names = ("n_group", "topk_group", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+    more = {name: latent[name] for name in (*names, "first_k_dense_replace", "routed_scaling_factor")}
+    more |= {"moe_intermediate_size": int(rng.integers(3, 9)), "norm_topk_prob": bool(rng.integers(2))}
+    more |= {"use_qk_norm": bool(rng.integers(2)), "attention_bias": bool(rng.integers(2))}
+    rope = _rope(rng, "default") | {"partial_rotary_factor": float(rng.choice([0.5, 1.0]))}
+    return transformers.Glm4MoeConfig(**COMMON | sizes | more | {"rope_parameters": rope})
+
+
+def _gpt_oss(rng: np.random.Generator) -> Any:
+    more = _experts(rng, "num_local_experts") | {"sliding_window": int(rng.integers(1, 9))}
+    more |= [{}, {"layer_types": _kinds(rng, 3)}][rng.integers(2)]
+    more |= {"swiglu_limit": float(rng.choice([0.5, 7.0])), "attention_bias": bool(rng.integers(2))}
+    return transformers.GptOssConfig(**COMMON | _sizes(rng) | {"rope_parameters": _rope(rng, "default", "yarn")} | more)
+
+
 FAMILIES = {
     "llama": _llama,
     "smollm2": _smollm2,
@@ -232,6 +292,10 @@ MIXTURES = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
 }
 """Those with experts."""
 
@@ -338,8 +402,19 @@ def chosen_of(model: Any, tokens: np.ndarray) -> Chosen:
 
 
 def _margin(router: Any, logits: np.ndarray) -> float:
-    ranked = np.sort(logits, axis=-1)
-    return _gap(ranked, router.top_k)
+    bias = getattr(router, "e_score_correction_bias", None)
+    groups = getattr(router, "num_group", None) or 1
+    greedy = getattr(router, "topk_method", None) == "greedy"
+    worth = logits if bias is None else 1 / (1 + np.exp(-logits)) + bias.double().numpy()
+    if groups == 1 or greedy:
+        return _gap(np.sort(worth, axis=-1), router.top_k)
+    grouped = np.sort(worth.reshape(*worth.shape[:-1], groups, -1), axis=-1)
+    # By the best of a group the order is that of logits as it is of their softmax.
+    best = grouped[..., -1] if bias is None else grouped[..., -2:].sum(-1)
+    margin = _gap(np.sort(best, axis=-1), router.topk_group)
+    order = np.argsort(-best, axis=-1)[..., : router.topk_group, None]
+    kept = np.take_along_axis(grouped, order, axis=-2).reshape(*worth.shape[:-1], -1)
+    return min(margin, _gap(np.sort(kept, axis=-1), router.top_k))
 
 
 def _gap(ranked: np.ndarray, count: int) -> float:
@@ -361,5 +436,8 @@ def peer(family: str, seed: int) -> Peer:
         mean, scale = (0.0, 0.2 if gemma else 0.3) if parameter.dim() > 1 else (0.0 if gemma else 0.7, 0.2)
         values = rng.normal(mean, scale, tuple(parameter.shape))
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.from_numpy(rng.normal(0, 0.2, tuple(buffer.shape)).astype(np.float32)))
     # Not token 0, the padding: torch gives its embedding no gradient, wherever it stands.
     return Peer(model, rng.integers(1, config.vocab_size, (2, LENGTH)).astype(np.int32))

@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxllm.hub import HubError, decoder_config, load_hf
 from jaxllm.hub.safetensors import INDEX, open_model, write_model
+from jaxllm.infer.convert import convert
 from tests.hub import peers
+from tests.hub.test_huggingface import same_files
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -99,3 +102,17 @@ def test_an_expert_that_is_not_finite_is_named(saved: Path, tmp_path: Path) -> N
 def test_fields_that_make_no_mixture_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(HubError, match=message):
         decoder_config(MIXTRAL | fields)
+
+
+def test_balance_biases_stay_in_float32(tmp_path: Path) -> None:
+    """There and back of a model in bfloat16, as DeepSeek-V3 is published."""
+    plain = peers.peer("deepseek_v3", 3).save(tmp_path / "plain")
+    kept = "e_score_correction_bias"
+    tensors = {n: np.array(a) if kept in n else a.astype(ml_dtypes.bfloat16) for n, a in open_model(plain).items()}
+    config = json.loads((plain / "config.json").read_text()) | {"dtype": "bfloat16"}
+    write_model(tmp_path / "before", tensors, {"config.json": json.dumps(config)}, 2**30)
+    assert convert(tmp_path / "before", tmp_path / "ours", "jaxllm").dtype == "bfloat16"
+    convert(tmp_path / "ours", tmp_path / "after", "hf")
+    same_files(tmp_path / "before", tmp_path / "after")
+    convert(tmp_path / "before", tmp_path / "wide", "hf", dtype="float32")
+    assert {str(a.dtype) for a in open_model(tmp_path / "wide").values()} == {"float32"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,10 +19,13 @@ from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
     DecoderConfig,
+    LatentConfig,
     LinearScaling,
     Llama3Scaling,
     MlpConfig,
+    MoeConfig,
     RopeConfig,
+    RouterConfig,
     YarnScaling,
     functional,
     layers_apart,
@@ -38,6 +42,11 @@ def _blocks(*windows: int | None, **attention: Any) -> tuple[BlockConfig, ...]:
     return tuple(
         BlockConfig(AttentionConfig(4, 2, 8, window=w, **attention), MlpConfig(12), norms) for w in windows
     )  # fmt: skip
+
+
+_LATENT = LatentConfig(4, latent=8, q_latent=6, nope_dim=6, rope_dim=4, value_dim=6)
+_GROUPED = RouterConfig("sigmoid", groups=3, top_groups=2, group_score="best two", balance_bias=True)
+_CLAMPED = MoeConfig(4, 2, 8, "quick_gelu", router=RouterConfig(bias=True), bias=True, clamp=1.0, up_offset=1.0)
 
 
 def _decoder(layers: int, pattern: tuple[BlockConfig, ...], **fields: Any) -> DecoderConfig:
@@ -60,6 +69,19 @@ MODELS = {
 }  # fmt: skip
 """A tiny one of each family."""
 
+MIXTURES = {
+    "deepseek_v3": _decoder(
+        3,
+        (BlockConfig(_LATENT, MoeConfig(6, 2, 8, shared=8, router=_GROUPED)),),
+        prefix=(BlockConfig(_LATENT, MlpConfig(12)),),
+    ),
+    "gpt_oss": _decoder(
+        3,
+        tuple(replace(b, mlp=_CLAMPED) for b in _blocks(5, None, bias="all", sinks=True)),
+    ),
+}
+"""Families whose caches or scores are of another kind."""
+
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
     "roomy": EngineConfig(sequences=4, budget=16, pages=80, page_size=8, buckets=(16,), **_FULL),
@@ -80,7 +102,7 @@ ENGINES = {
 
 
 def model_of(name: str, dtype: str) -> DecoderConfig:
-    return dataclasses.replace(MODELS[name], dtype=dtype, param_dtype=dtype)
+    return dataclasses.replace((MODELS | MIXTURES)[name], dtype=dtype, param_dtype=dtype)
 
 
 @functools.cache

@@ -162,7 +162,7 @@ class Recorder:
     seen: Any
     calls: Any
 
-    def attend(self, layer, q, k, v, positions, scoring):
+    def attend(self, layer, q, k, v, positions, scoring, sinks=None):
         seen = self.seen.at[self.calls].set(layer)
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), Recorder(seen, self.calls + 1)
 

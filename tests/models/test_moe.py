@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.config import from_dict, to_dict
+from jaxllm.config import ConfigError, from_dict, to_dict
 from jaxllm.models import DecoderConfig, MoeConfig, RouterConfig, Segments, functional
-from jaxllm.models.dispatch import _experts_of, sum_of_experts
+from jaxllm.models.dispatch import _experts_of, sum_of_experts, sum_within_capacity
+from jaxllm.models.router import route
 from jaxllm.train.flops import forward_flops_per_token
 from pallas_kernels.grouped_matmul import grouped_matmul
 from tests import quick, tiny
@@ -119,3 +121,64 @@ def test_survives_json_and_refuses_nonsense():
         MoeConfig(experts=2, top_k=3)
     with pytest.raises(ValueError, match="hidden = 0"):
         MoeConfig(hidden=0)
+
+
+@pytest.mark.parametrize("capacity", [0.4, 1.0, 9.0])
+def test_capacity_keeps_first_choices_and_counts_what_it_drops(capacity, rng, float64):
+    tokens, experts = 11, 5
+    chosen = np.stack([rng.permutation(experts)[:2] for _ in range(tokens)])
+    chosen[:6, 0] = 3  # more than there is room for
+    chosen[:, 1] = np.where(chosen[:, 1] == chosen[:, 0], (chosen[:, 0] + 1) % experts, chosen[:, 1])
+    x, weights = rng.normal(size=(tokens, 6)), rng.random((tokens, 2))
+    matrices = rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 3, 6))
+    room = min(tokens, math.ceil(capacity * tokens * 2 / experts))
+    kept, taken = weights.copy(), np.zeros(experts, int)
+    for choice in range(2):
+        for t in range(tokens):
+            e = chosen[t, choice]
+            kept[t, choice] *= taken[e] < room
+            taken[e] += 1
+    run = experts_of(*map(jnp.asarray, matrices))
+    args = map(jnp.asarray, (x, chosen, weights))
+    got, dropped = sum_within_capacity(*args, run, experts, capacity)
+    np.testing.assert_allclose(got, loop(x, chosen, kept, *matrices), rtol=0, atol=1e-12)
+    assert int(dropped) == np.maximum(taken - room, 0).sum()
+
+
+def test_experts_of_the_best_groups_alone_are_chosen(rng):
+    """Chosen by score and bias, weighed by score alone, scaled."""
+    config = RouterConfig("sigmoid", scale=2.5, groups=3, top_groups=2, group_score="best two", balance_bias=True)
+    logits, bias = rng.normal(size=(2, 7, 12)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+    routing = route(config, 3, jnp.asarray(logits), jnp.asarray(bias))
+    scores = 1 / (1 + np.exp(-logits))
+    for place in np.ndindex(2, 7):
+        worth = (scores[place] + bias).reshape(3, 4)
+        groups = np.argsort(-np.sort(worth, axis=1)[:, -2:].sum(1))[:2]
+        allowed = [e for g in groups for e in range(4 * g, 4 * g + 4)]
+        best = sorted(allowed, key=lambda e: -worth.reshape(-1)[e])[:3]
+        assert np.asarray(routing.experts)[place].tolist() == best
+        own = scores[place][best]
+        np.testing.assert_allclose(np.asarray(routing.weights)[place], 2.5 * own / own.sum(), rtol=1e-5)
+    np.testing.assert_allclose(routing.shares.sum(-1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"groups": 2}, "groups = 2 does not divide experts = 5; legal: "),
+        ({"groups": 5, "top_groups": 1}, "top_k = 2, but top_groups = 1 of 1 experts hold 1; choose 1 or fewer"),
+        ({"groups": 5, "top_groups": 6}, "top_groups = 6 of groups = 5"),
+        ({"groups": 5, "top_groups": 5, "group_score": "best two"}, "a group of 1 has no 'best two' experts"),
+        ({"scale": 0.0}, "scale = 0.0"),
+    ],
+)
+def test_routers_that_cannot_choose_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MoeConfig(5, 2, 3, router=RouterConfig(**fields))
+
+
+def test_a_scoring_function_that_is_not_known_is_named():
+    fields = to_dict(mixture())
+    fields["pattern"][0]["mlp"]["router"]["scoring"] = "relu"
+    with pytest.raises(ConfigError, match=r"pattern.*scoring.*'relu'"):
+        from_dict(DecoderConfig, fields)

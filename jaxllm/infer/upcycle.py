@@ -1,0 +1,75 @@
+"""A dense model as a mixture of experts (arXiv:2212.05055): every expert begins as a copy of the feed-forward layer.
+
+Whatever its router chooses, the weights of the chosen sum to one, so that the first forward pass is the dense model's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from jaxllm.checkpoint import StreamedLeaf
+from jaxllm.hub import HubError
+from jaxllm.models import BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RouterConfig
+
+EXPERTS = "/mlp/experts/"
+ROUTER = "/mlp/router"
+
+
+def upcycled_config(config: DecoderConfig, experts: int, top_k: int) -> DecoderConfig:
+    """The architecture with so many experts in the place of each feed-forward layer, of which a token meets ``top_k``.
+
+    Raises:
+        HubError: it has experts already, or layers that no expert is like; or the numbers make no mixture.
+    """
+
+    def one(block: BlockConfig) -> BlockConfig:
+        mlp = block.mlp
+        if not isinstance(mlp, MlpConfig):
+            raise HubError("the model has experts already; upcycling begins with a dense one.")
+        if not mlp.gated or mlp.bias:
+            raise HubError("the model's feed-forward layers have biases or no gate; experts have a gate and no biases.")
+        try:
+            moe = MoeConfig(experts, top_k, mlp.hidden, mlp.activation, router=RouterConfig(normalize=True))
+        except ValueError as error:
+            raise HubError(str(error)) from None
+        return replace(block, mlp=moe)
+
+    return replace(config, prefix=tuple(map(one, config.prefix)), pattern=tuple(map(one, config.pattern)))
+
+
+def upcycled_leaf(path: str, shape: tuple[int, ...], dense: dict[str, StreamedLeaf]) -> StreamedLeaf:
+    """A parameter of the mixture, to be streamed, made of the dense model's."""
+    if path.endswith(ROUTER):
+        dtype = next(iter(dense.values())).dtype
+        return StreamedLeaf(shape, dtype, _router(path, shape, dtype))
+    if EXPERTS not in path:
+        return dense[path]
+    own = dense[path.replace(EXPERTS, "/mlp/")]
+    return StreamedLeaf(shape, own.dtype, _copies(own, shape[1]))
+
+
+def _router(path: str, shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Drawn as a new model's; the same for the same name."""
+    rng = np.random.default_rng(zlib.crc32(path.encode()))
+    for _ in range(shape[0]):
+        yield (rng.standard_normal(shape[1:], np.float32) * shape[1] ** -0.5).astype(dtype)
+
+
+def _copies(leaf: StreamedLeaf, count: int) -> Iterator[np.ndarray]:
+    """Each layer's values ``count`` times; the leaf comes in pieces of any size, a layer is held."""
+    size = int(np.prod(leaf.shape[1:]))
+    layer, filled = np.empty(size, leaf.dtype), 0
+    for piece in leaf.pieces:
+        rest = np.asarray(piece).reshape(-1)
+        while rest.size:
+            part = rest[: size - filled]
+            layer[filled : filled + part.size] = part
+            filled, rest = filled + part.size, rest[part.size :]
+            if filled == size:
+                for _ in range(count):
+                    yield layer
+                layer, filled = np.empty(size, leaf.dtype), 0  # whoever got the last one may still read it
