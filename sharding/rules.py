@@ -39,7 +39,7 @@ class Rules:
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
-    storage: tuple[str, ...] = ("embed", "expert_embed", "latent")
+    storage: tuple[str, ...] = ("embed", "vocab_embed", "expert_embed", "latent")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
     rings: tuple[str, ...] = ()
 
@@ -157,6 +157,7 @@ DEFAULT = Rules(
         ("layers", ()),
         ("vocab", ("tensor",)),
         ("embed", ("fsdp", "expert", "context", "ulysses")),
+        ("vocab_embed", ("fsdp", "expert", "context", "ulysses")),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
         ("head_dim", ()),

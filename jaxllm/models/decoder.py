@@ -176,10 +176,10 @@ class Embedding(nnx.Module):
 
     def __init__(self, model: DecoderConfig):
         d, dtype = model.embed_dim, jnp.dtype(model.param_dtype)
-        self.table = normal((model.vocab_size, d), ("vocab", "embed"), dtype, fan_in=d)
+        self.table = normal((model.vocab_size, d), ("vocab", "vocab_embed"), dtype, fan_in=d)
         self.learned = model.learned_positions is not None
         if model.learned_positions is not None:
-            self.positions = normal((model.learned_positions, d), (None, "embed"), dtype, fan_in=d)
+            self.positions = normal((model.learned_positions, d), (None, "vocab_embed"), dtype, fan_in=d)
         self.dtype, self.scale = model.dtype, model.embed_scale
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -199,4 +199,5 @@ class Head(nnx.Module):
         dtype = jnp.dtype(model.param_dtype)
         self.norm = Norm(model.norm, (model.embed_dim,), model.norm_eps, dtype)
         if not model.tied:
-            self.weight = normal((model.vocab_size, model.embed_dim), ("vocab", "embed"), dtype, fan_in=model.embed_dim)
+            shape = (model.vocab_size, model.embed_dim)
+            self.weight = normal(shape, ("vocab", "vocab_embed"), dtype, fan_in=model.embed_dim)

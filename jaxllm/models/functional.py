@@ -141,6 +141,15 @@ class Functional:
                 first += len(group) * repeats
         return x, ctx
 
+    def group(
+        self, s: int, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], first: Any, ctx: Any
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked."""
+        with sharding.use_rules(self.rules):
+            for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
+                x, ctx = nnx.merge(graphdef, params[str(b)])(x, positions, first + b, ctx)
+        return x, ctx
+
     def _segment(
         self,
         s: int,
@@ -150,16 +159,11 @@ class Functional:
         positions: Array,
         ctx: AttentionContext,
     ) -> tuple[Array, AttentionContext]:
-        modules = self._modules["segments"][s]
-        repeats = self.config.segments[s][1]
+        size, repeats = len(self.config.segments[s][0]), self.config.segments[s][1]
 
         def group(carry: tuple[Array, AttentionContext], step: tuple[Params, LayerIndex]) -> tuple[Any, None]:
-            x, ctx = carry
             group_params, repeat = step
-            for b, (graphdef, _) in enumerate(modules):
-                layer = first + repeat * len(modules) + b
-                x, ctx = nnx.merge(graphdef, group_params[str(b)])(x, positions, layer, ctx)
-            return (x, ctx), None
+            return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1]), None
 
         body = self._remat(group)
         if isinstance(params, tuple):

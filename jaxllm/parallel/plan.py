@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import sharding
+from jaxllm.parallel.pipeline.generators import Name, default_chunks
 from pallas_kernels.ring_attention.layout import Layout
 from sharding import Rules
 
@@ -27,6 +28,11 @@ class ParallelConfig:
         context: how queries meet keys of other parts of the sequence over the axis ``context``: keys and values go
             around a ring (arXiv:2310.01889), or each device gathers them all (as Llama 3 trains, arXiv:2407.21783).
         layout: which tokens of a row a device gets over ``context`` (``pallas_kernels.ring_attention.layout``).
+        schedule: of the pipeline, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
+            the run's ``accumulate``.
+        chunks: virtual stages of a stage, for the schedule "interleaved"; 0 for the schedule's own number.
+        depths: layers (or groups of them, where a pattern repeats) of each virtual stage, in the model's order; as even
+            as can be if empty.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -34,6 +40,9 @@ class ParallelConfig:
     overlap: Literal["compiler", "ring"] = "compiler"
     context: Literal["ring", "all_gather"] = "ring"
     layout: Layout = "zigzag"
+    schedule: Name = "1f1b"
+    chunks: int = 0
+    depths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.overlap == "ring" and not self.sequence:
@@ -50,4 +59,20 @@ class ParallelConfig:
             base = replace(base, rings=("tensor",))
         if self.context == "all_gather":
             base = base.override(attn_kv_seq=())
-        return base
+        return self._staged(base)
+
+    def _staged(self, base: Rules) -> Rules:
+        """Parameters stored split over ``stage``: layers where they are used, or all by width; the ends by width."""
+        stored = ("vocab_embed",) if self.in_place else ("vocab_embed", "embed", "expert_embed")
+        axes = {name: tuple(a for axis in base.mesh_axes(name) for a in _after_fsdp(axis)) for name in stored}
+        return base.override(**axes, layers=("stage",) if self.in_place else ())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a stage's layers follow each other and are as many as another's: they lie where they are used."""
+        return not self.depths and (self.chunks or default_chunks(self.schedule)) == 1
+
+
+def _after_fsdp(axis: str) -> tuple[str, ...]:
+    """Manual axes of the pipeline go before all others of a dimension."""
+    return (axis, "stage") if axis == "fsdp" else (axis,)

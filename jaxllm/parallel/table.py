@@ -24,6 +24,7 @@ from sharding import LogicalAxes
 LETTERS = {
     "layers": "L",
     "embed": "D",
+    "vocab_embed": "D",
     "heads": "N",
     "kv_heads": "K",
     "head_dim": "H",

@@ -35,12 +35,13 @@ class Evaluator:
 
     Args:
         dataset: ``jaxllm.data.HeldoutDataset``.
+        sums: ``(params, batch) -> LossSums``, where it is not the model's plain forward pass (a pipeline's).
     """
 
-    def __init__(self, model: Functional, mesh: Mesh, dataset: Any):
+    def __init__(self, model: Functional, mesh: Mesh, dataset: Any, sums: Callable[[Any, Any], LossSums] | None = None):
         self._mesh = mesh
         self._dataset = dataset
-        self._sums = jax.jit(lambda params, batch: loss_sums(model, params, batch))
+        self._sums = jax.jit(sums or (lambda params, batch: loss_sums(model, params, batch)))
         first = dataset.batch_at(0).tokens
         spec = model.rules.spec(("batch", "seq"), mesh, first.shape, what="held-out batch")
         self._sharding = NamedSharding(mesh, spec)

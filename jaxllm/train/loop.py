@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.checkpoint import CheckpointCorruptError, StateProvider, providers
 from jaxllm.compiler.peaks import peak_of
@@ -29,6 +29,7 @@ from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
 from jaxllm.train.flops import train_flops_per_token
 from jaxllm.train.loss import value_and_grad
+from jaxllm.train.pipelined import pipelined, pipelined_sums, planned
 from jaxllm.train.plot import draw_loss
 from jaxllm.train.processes import fingerprint, own_part, put, surroundings
 from jaxllm.train.receipt import make_receipt, versions
@@ -109,7 +110,7 @@ class Run:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
         start = time.monotonic()
         rate = schedule(self.config.optim.schedule, self.config.steps)
-        grads = gradients(self.config, self.model)
+        grads = gradients(self.config, self.model, self.mesh)
         own = train_step(grads, self.optimizer, rate, self.config.model, self.config.routing.bias_rate)
         step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
@@ -290,6 +291,8 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
     shapes, axes = model.abstract(), model.logical_axes()
 
     def fits(mesh: AbstractMesh) -> None:
+        if (stages := mesh.shape.get("stage", 1)) > 1:
+            planned(config, stages)
         check_batch(config, mesh, model.rules)
         check_parameters(shapes, axes, mesh, model.rules)
 
@@ -306,16 +309,12 @@ def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
         order(config.parallel.layout, shards, config.data.seq_len)  # refuses lengths that do not divide
 
 
-def gradients(config: RunConfig, model: Functional) -> ValueAndGrad:
+def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> ValueAndGrad:
     """The function of loss and gradients that the run's step takes."""
-    return value_and_grad(
-        model,
-        z_loss=config.z_loss,
-        accumulate=config.accumulate,
-        layout=config.parallel.layout,
-        zero=config.parallel.zero,
-        routing=config.routing,
-    )
+    same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
+    if (stages := mesh.shape.get("stage", 1)) > 1:
+        return pipelined(model, *planned(config, stages), **same)
+    return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **same)
 
 
 def check_precision(config: RunConfig) -> None:
@@ -364,7 +363,11 @@ def describe(run: Run, view: View, first: int) -> None:
 
 def evaluator(run: Run) -> Evaluator | None:
     """The held-out evaluation, None when nothing is held out."""
-    return None if run.data.heldout is None else Evaluator(run.model, run.mesh, run.data.heldout)
+    if run.data.heldout is None:
+        return None
+    stages = run.mesh.shape.get("stage", 1)
+    sums = pipelined_sums(run.model, *planned(run.config, stages)) if stages > 1 else None
+    return Evaluator(run.model, run.mesh, run.data.heldout, sums)
 
 
 def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: View) -> None:

@@ -58,7 +58,7 @@ def loss_sums(
     hidden, heard = model.forward(params, batch.tokens, batch.positions, tally or segments)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
-        sums = _sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
+        sums = sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
     if routing is None or not isinstance(heard, Tally):
         return sums
     own = heard.sums(model.config, sums.count)
@@ -80,7 +80,7 @@ def arrange(batch: Any, layout: Layout) -> Any:
     return jax.tree.map(lambda x: x.at[:, to].get(out_sharding=here), batch)
 
 
-def _sharded_sums(
+def sharded_sums(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "B S"],

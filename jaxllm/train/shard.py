@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from jaxllm.models import functional
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxllm.models import Functional, functional
 from jaxllm.optim import optimizer
+from jaxllm.parallel.pipeline.table import tabulate
+from jaxllm.parallel.pipeline.view import facts
 from jaxllm.parallel.table import Table, table
+from jaxllm.parallel.table_view import size
 from jaxllm.parallel.traffic import expected
 from jaxllm.train.config import RunConfig
 from jaxllm.train.loop import fitting_mesh
+from jaxllm.train.pipelined import planned
 from jaxllm.train.state import abstract_state
 
 
@@ -25,8 +33,38 @@ def sharding_table(config: RunConfig, num_devices: int) -> Table:
     state = abstract_state(model, transform, mesh)
     found = table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
     rows, length = config.data.batch_size, config.data.seq_len
+    if mesh.shape.get("stage", 1) > 1:
+        return replace(found, remark=of_pipeline(config, model, mesh))
     try:
         sent = expected(model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate)
     except NotImplementedError as unknown:
         return replace(found, remark=str(unknown))
     return replace(found, collectives=sent)
+
+
+def of_pipeline(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:
+    """A pipeline's bubble and memory, what it sends, and what its ends take; other collectives have no formula yet."""
+    schedule, depths = planned(config, mesh.shape["stage"])
+    table = tabulate(schedule)
+    width = jnp.dtype(config.model.dtype).itemsize
+    shape = (config.data.batch_size // config.accumulate, config.data.seq_len, config.model.embed_dim)
+    split = [part for part in model.rules.spec(("batch", "residual_seq", "act_embed"), mesh) if part is not None]
+    axes = [axis for part in split for axis in ((part,) if isinstance(part, str) else part)]
+    message = math.prod(shape) * width // math.prod(mesh.shape[axis] for axis in axes)
+    slots = table.saves * sum(depths.rooms)
+    vocabulary = config.model.vocab_size * config.model.embed_dim // mesh.shape.get("tensor", 1)
+    matrices = 1 if config.model.tied else 2
+    sums = jnp.dtype(config.model.param_dtype).itemsize
+    sent = f"{table.sends} x {size(message)} = {size(table.sends * message)}"
+    return "\n".join(
+        [
+            facts(schedule),
+            f"layers (or groups) of the virtual stages: {', '.join(map(str, depths.counts.sum(1)))}",
+            f"inputs of layers kept on a device: {slots} x {size(message)} = {size(slots * message)}"
+            + ("" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" keeps of each'),
+            f"sent to neighbours by a device in a step: {sent}",
+            f"embedding and head, whole on every stage during a step: {size(matrices * vocabulary * width)}, and "
+            f"{size(matrices * vocabulary * sums)} of gradients",
+            "What other axes send in a pipeline: no formula yet.",
+        ]
+    )

@@ -45,7 +45,7 @@ def test_the_tree_has_every_weight_its_shape_and_its_axes():
     model = functional(CONFIG)
     block = "segments/0/0"
     expected = {
-        "embedding/table": ((512, 48), ("vocab", "embed")),
+        "embedding/table": ((512, 48), ("vocab", "vocab_embed")),
         f"{block}/attention/q": ((3, 48, 4, 16), ("layers", "embed", "heads", "head_dim")),
         f"{block}/attention/k": ((3, 48, 2, 16), ("layers", "embed", "kv_heads", "head_dim")),
         f"{block}/attention/v": ((3, 48, 2, 16), ("layers", "embed", "kv_heads", "head_dim")),

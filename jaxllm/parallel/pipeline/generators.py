@@ -147,8 +147,8 @@ def _vee(name: str, p: int, m: int, v: int) -> Schedule:
     times = _block(name, p)
     orders = []
     for s in range(p):
-        placed = [(times[s][k] + PERIOD * i, kind, i, c) for k, (kind, c) in enumerate(_HOPS) for i in range(m)]
-        orders.append(tuple(Op(kind, i, c) for _, kind, i, c in sorted(placed)))
+        placed = [(times[s][k] + PERIOD * i, Op(kind, i, c)) for k, (kind, c) in enumerate(_HOPS) for i in range(m)]
+        orders.append(tuple(op for _, op in sorted(placed)))
     room = [2 * peak_of_vee(name, p)] * p
     return Schedule(name, p, m, v, split=True, vee=True, orders=fill(p, m, v, True, tuple(orders), room))
 

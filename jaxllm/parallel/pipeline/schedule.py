@@ -7,6 +7,7 @@ schedule splits the backward pass, in an operation of their own (W, arXiv:2401.1
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,8 +100,9 @@ class Schedule:
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of operations there are."""
-        return ("F", "B", "W") if self.split else ("F", "B")
+        """Kinds of operations there are, in the order in which a micro-batch has them."""
+        found = {op.kind for op in self.orders[0]}
+        return tuple(kind for kind in ("F", "B", "W") if kind in found)
 
     def timeline(self, costs: Costs = UNIT) -> tuple[tuple[Timed, ...], ...]:
         """Every stage's operations, each begun as soon as the one before and those it needs are done.
@@ -165,6 +167,12 @@ class Schedule:
     def peak(self) -> float:
         """The largest of ``peaks``."""
         return max(self.peaks)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forward operations alone, in the same order."""
+    orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
+    return dataclasses.replace(schedule, name=f"{schedule.name}, forward", split=False, orders=orders)
 
 
 def virtual_stage(stages: int, stage: int, chunk: int, vee: bool) -> int:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.train import TrainState, abstract_state, train_step, value_and_grad
+from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
+from jaxllm.train.loop import gradients
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof
@@ -52,8 +54,16 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
     mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1])
     transform = optimizer(OPTIM, steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    grads_of = value_and_grad(
-        model, z_loss=example["z_loss"], accumulate=example["accumulate"], layout=plan.layout, zero=plan.zero
+    grads_of = gradients(
+        RunConfig(
+            model=config,
+            parallel=plan,
+            z_loss=example["z_loss"],
+            accumulate=example["accumulate"],
+            data=DataConfig(batch_size=example["rows"], seq_len=example["seq_len"]),
+        ),
+        model,
+        mesh,
     )
 
     def with_gradients(state: Any, batch: Any) -> Any:

@@ -1,0 +1,502 @@
+"""One program for every schedule: a loop over ticks in which each stage does what the table says.
+
+The program is manual over ``stage``, ``data`` and ``fsdp`` (``jax.shard_map``): which operation a stage does is a
+branch of ``jax.lax.switch``, messages are ``ppermute``d, weights are gathered and gradients summed over ``data`` and
+``fsdp`` by hand. All other axes stay explicit, so that a layer is split over them as it is without a pipeline; devices
+along them are in the same stage, and take the same branch.
+
+The embedding belongs to the first virtual stage's operations and the head with the loss to the last one's F, which
+hands the gradient of its own output to its B. Their weights are stored split over ``stage`` and whole on every stage
+during a step.
+
+Legend: B batch, S sequence, D embed, U units of a segment, R places of a stage for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jaxtyping import Array, Int
+
+import sharding
+from jaxllm.models import Functional, Segments
+from jaxllm.models.functional import MATMUL_RESULTS
+from jaxllm.parallel.pipeline.cut import Cut, cut
+from jaxllm.parallel.pipeline.layout import STAGE, Depths, Places, bring, places, take_back
+from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError
+from jaxllm.parallel.pipeline.table import Table, tabulate
+from pallas_kernels._compat import target_device
+from sharding.rules import split_sizes
+
+MANUAL = (STAGE, "data", "fsdp")
+TREE = ("embedding", "segments", "head")
+
+Head = Callable[[Any, Array, Any], Any]
+"""``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A model, and how its step is pipelined.
+
+    Attributes:
+        zero: stage of ZeRO over ``fsdp``, see ``ParallelConfig``.
+        layout: which tokens of a row a device gets where the mesh splits the sequence.
+    """
+
+    model: Functional
+    schedule: Schedule
+    depths: Depths
+    zero: Literal[1, 2, 3] = 3
+    layout: Any = "contiguous"
+
+    def sums_and_grads(self, params: Any, parts: Any, total: Array, head: Head) -> tuple[Any, Any]:
+        """Sums over all micro-batches, and gradients of ``sums.loss / total``, as and where the parameters are.
+
+        Args:
+            params: of the model, stored by its rules.
+            parts: a batch, cut: Int[M B S] each.
+        """
+        step = self._mapped(lambda step: step.run(), head, (params, parts, total), gradients=True)
+        return step(params, parts, total)
+
+    def sums(self, params: Any, parts: Any, head: Head) -> Any:
+        """Sums over all micro-batches; of a schedule with forward operations alone."""
+        total = jnp.ones((), self.model.config.dtype)
+        return self._mapped(lambda step: step.run_forward(), head, (params, parts, total), gradients=False)(
+            params, parts, total
+        )
+
+    def _check(self, mesh: AbstractMesh) -> None:
+        """XLA:CPU lets a permutation wait for all devices of the program, also those in another branch.
+
+        Raises:
+            ScheduleError: a layer would permute, on CPU.
+        """
+        rings = {*self.model.rules.mesh_axes("attn_kv_seq"), *self.model.rules.rings}
+        if target_device().platform == "cpu" and any(mesh.shape.get(axis, 1) > 1 for axis in rings):
+            raise ScheduleError(
+                "pipeline: on CPU, stages cannot send keys or products around a ring of their own (XLA:CPU would mix "
+                "up what they send): choose --parallel.context all_gather and --parallel.overlap compiler."
+            )
+
+    def _mapped(self, run: Callable[[_Step], Any], head: Head, arguments: Any, *, gradients: bool) -> Any:
+        params = arguments[0]
+        mesh = jax.sharding.get_abstract_mesh()
+        self._check(mesh)
+        manual = tuple(a for a in MANUAL if mesh.shape.get(a, 1) > 1)
+        rules = self.model.rules
+        stored = jax.tree.map(
+            lambda leaf, axes: _only(rules.spec(axes, mesh, leaf.shape), manual), params, self.model.logical_axes()
+        )
+        rows = _only(rules.spec((None, "batch", "seq"), mesh), manual)
+
+        def local(params: Any, parts: Any, total: Array) -> Any:
+            with sharding.use_rules(rules):
+                return run(_Step(self, mesh, manual, stored, head, params, parts, total))
+
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(stored, rows, jax.P()),
+            out_specs=(jax.P(), stored) if gradients else jax.P(),
+            axis_names=set(manual),
+            check_vma=False,
+        )
+
+
+class _Step:
+    """One step on one device."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mesh: AbstractMesh,
+        manual: tuple[str, ...],
+        stored: Any,
+        head: Head,
+        params: Any,
+        parts: Any,
+        total: Array,
+    ):
+        self.pipeline, self.model, self.mesh, self.manual = pipeline, pipeline.model, mesh, manual
+        self.table: Table = tabulate(pipeline.schedule)
+        self.stored, self.head, self.params, self.parts, self.total = stored, head, params, parts, total
+        schedule, segments = pipeline.schedule, self.model.config.segments
+        self.last = schedule.stages * schedule.chunks - 1
+        self.where: list[Places] = [
+            places(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
+        ]
+        used = jax.tree.map(_undivided, jax.tree.map(self._cast, params, self.model.matrices()), stored)
+        self.ends = jax.tree.map(self._whole_end, _ends(used), _ends(stored))
+        # Whole for the step, or as stored over fsdp and gathered by each use of a layer.
+        self.parts_of = [
+            jax.tree.map(
+                lambda w, spec, where=where: bring(w, where, _dim(spec, STAGE)),
+                used["segments"][str(g)],
+                stored["segments"][str(g)],
+            )
+            for g, where in enumerate(self.where)
+        ]
+        self.weights = [
+            w if pipeline.zero == 3 else jax.tree.map(_gathered, w, stored["segments"][str(g)])
+            for g, w in enumerate(self.parts_of)
+        ]
+        self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
+
+    def run(self) -> tuple[Any, Any]:
+        """Sums, and gradients where the parameters are stored."""
+        self.cuts = [self._cut(g) for g in range(len(self.where))]
+        table = self.table
+        state = {
+            "saved": [[_zeros(v, table.saves, room) for v in c.saved] for c, room in self._rooms()],
+            "pending": [[_zeros(v, table.pendings, room) for v in c.pending] for c, room in self._rooms()],
+            "grads": [
+                jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), like, self.params["segments"][str(g)])
+                for g, like in enumerate(self.weights if self.pipeline.zero == 1 else self.parts_of)
+            ],
+            "ends": jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), self.ends, _ends(self.params)),
+            "sums": self._no_sums(),
+        }
+        branches = [self._idle, self._forward, self._backward, self._weights]
+        state = self._ticks(state, branches if self.pipeline.schedule.split else branches[:3])
+        return self._total(state), self._collect(state)
+
+    def run_forward(self) -> Any:
+        """Sums."""
+        return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate]))
+
+    def _ticks(self, state: Any, branches: list[Callable[[Any, Any, Array], tuple[Any, Array]]]) -> Any:
+        """The state after all ticks; a branch for each kind of operation."""
+        table, stage = self.table, jax.lax.axis_index(STAGE)
+        names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending")
+        arrivals = ("from_left", "from_right", "from_self")
+        rows = {name: jnp.asarray(getattr(table, name)) for name in (*names, *arrivals, "right", "left")}
+
+        def tick(carry: tuple[Array, Any], row: Mapping[str, Array]) -> tuple[tuple[Array, Any], None]:
+            pool, state = carry
+            cell = {name: row[name][stage] for name in (*names, *arrivals)}
+            message = _at(pool, cell["message"])
+            does = [functools.partial(branch, cell) for branch in branches]
+            state, out = jax.lax.switch(cell["kind"], does, state, message)
+            pool = _put(pool, out, cell["from_self"])
+            pool = self._send(pool, out, row["right"], cell["from_left"], table.pairs_right)
+            pool = self._send(pool, out, row["left"], cell["from_right"], table.pairs_left)
+            return (pool, state), None
+
+        return jax.lax.scan(tick, (_zeros(self.blank, table.messages + 1), state), rows)[0][1]
+
+    def _no_sums(self) -> Any:
+        return jax.tree.map(_zeros, jax.eval_shape(self._loss, self.ends, _zeros(self.blank), self._micro(0))[1])
+
+    def _total(self, state: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.psum(x, self.manual), state["sums"])
+
+    def _send(self, pool: Array, out: Array, does: Array, slot: Array, pairs: tuple[tuple[int, int], ...]) -> Array:
+        """``out`` of the neighbours in the pool, in ticks in which any of them has something to send."""
+        if not pairs:
+            return pool
+        send = lambda pool, out: _put(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
+        return jax.lax.cond(does, send, lambda pool, out: pool, pool, out)
+
+    # Operations
+
+    def _idle(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+        return state, message
+
+    def _input(self, cell: Any, batch: Any, message: Array) -> Array:
+        """What a forward operation begins with."""
+        first = cell["virtual"] == 0
+        return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
+
+    def _evaluate(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+        batch = self._micro(cell["micro"])
+        x = self._input(cell, batch, message)
+        for g in range(len(self.where)):
+            x = self._units(g, lambda x, i, w, g=g: self._layer(g, w, x, self._consts(batch)), x, cell)
+        last = cell["virtual"] == self.last
+        add = lambda sums: jax.tree.map(jnp.add, sums, self._loss(self.ends, x, batch)[1])  # noqa: E731
+        return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, x
+
+    def _forward(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+        batch = self._micro(cell["micro"])
+        x = self._input(cell, batch, message)
+        saved = []
+        for g, (c, _) in enumerate(self._rooms()):
+
+            def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = c) -> Any:
+                x, pools = carry
+                y, values = c.forward(w, x, self._consts(batch))
+                return y, [_put(p, v, cell["saved"], i) for p, v in zip(pools, values, strict=True)]
+
+            x, pools = self._units(g, unit, (x, state["saved"][g]), cell)
+            saved.append(pools)
+
+        def end(x: Array, ends: Any, sums: Any) -> tuple[Array, Any, Any]:
+            _, pull, more = jax.vjp(lambda w, x: self._loss(w, x, batch), self.ends, x, has_aux=True)
+            d_ends, dx = pull(jnp.ones((), more.loss.dtype))
+            return dx, _added(ends, d_ends), jax.tree.map(jnp.add, sums, more)
+
+        out, ends, sums = jax.lax.cond(
+            cell["virtual"] == self.last, end, lambda x, *rest: (x, *rest), x, state["ends"], state["sums"]
+        )
+        return {**state, "saved": saved, "ends": ends, "sums": sums}, out
+
+    def _backward(self, cell: Any, state: Any, dy: Array) -> tuple[Any, Array]:
+        batch = self._micro(cell["micro"])
+        grads, pending = list(state["grads"]), list(state["pending"])
+        for g in reversed(range(len(self.cuts))):
+
+            def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = self.cuts[g]) -> Any:
+                dy, grads, pools = carry
+                saved = [_at(p, cell["saved"], i) for p in state["saved"][g]]
+                dx, early, left = c.backward(w, saved, self._consts(batch), dy)
+                grads = self._add(g, grads, early, cell, i)
+                return dx, grads, [_put(p, v, cell["pending"], i) for p, v in zip(pools, left, strict=True)]
+
+            dy, grads[g], pending[g] = self._units(g, unit, (dy, grads[g], pending[g]), cell, reverse=True)
+
+        def begin(dx: Array, ends: Any) -> Any:
+            (d_ends,) = jax.vjp(lambda w: self._embed(w, batch), self.ends)[1](dx)
+            return _added(ends, d_ends)
+
+        ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
+        return {**state, "grads": grads, "pending": pending, "ends": ends}, dy
+
+    def _weights(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+        batch = self._micro(cell["micro"])
+        grads = list(state["grads"])
+        for g, c in enumerate(self.cuts):
+
+            def unit(grads: Any, i: Array, w: Any, g: int = g, c: Cut = c) -> Any:
+                saved = [_at(p, cell["saved"], i) for p in state["saved"][g]]
+                left = [_at(p, cell["pending"], i) for p in state["pending"][g]]
+                return self._add(g, grads, c.weights(w, saved, self._consts(batch), left), cell, i)
+
+            grads[g] = self._units(g, unit, grads[g], cell)
+        return {**state, "grads": grads}, message
+
+    def _units(self, g: int, unit: Callable[..., Any], carry: Any, cell: Any, *, reverse: bool = False) -> Any:
+        """``unit(carry, i, weights)`` for each unit of segment g that the cell's virtual stage has."""
+        counts = self.pipeline.depths.counts[:, g]
+        room = int(counts.max())
+        number = jnp.asarray(counts)[cell["virtual"]]
+
+        def step(carry: Any, i: Array) -> tuple[Any, None]:
+            w = jax.tree.map(lambda w: _at(w, cell["chunk"] * room + i), self.weights[g])
+            if (counts == room).all():
+                return unit(carry, i, w), None
+            return jax.lax.cond(i < number, lambda carry: unit(carry, i, w), lambda carry: carry, carry), None
+
+        return jax.lax.scan(step, carry, jnp.arange(room), reverse=reverse)[0]
+
+    def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
+        """Adds gradients of one unit, by number of the leaf, to those of segment g."""
+        leaves, tree = jax.tree.flatten(grads)
+        specs = jax.tree.leaves(self.stored["segments"][str(g)], is_leaf=_is_spec)
+        place = cell["chunk"] * self.pipeline.depths.rooms[g] + i
+        for number, value in found.items():
+            if self.pipeline.zero == 2:
+                value = _scattered(value, specs[number], stacked=True)
+            sum_ = _at(leaves[number], place) + value.astype(leaves[number].dtype)
+            leaves[number] = _put(leaves[number], sum_, place)
+        return jax.tree.unflatten(tree, leaves)
+
+    # Weights
+
+    def _cast(self, w: Array, matrix: bool) -> Array:
+        return w.astype(self.model.config.dtype) if matrix else w
+
+    def _whole_end(self, w: Array, spec: Any) -> Array:
+        """A weight of the embedding or the head, whole over the manual axes."""
+        return _gathered(w, spec, (STAGE, "fsdp"))
+
+    def _collect(self, state: Any) -> Any:
+        """Gradients summed over devices, where the parameters are stored and in their types."""
+        segments = {}
+        for g, grads in enumerate(state["grads"]):
+            specs = self.stored["segments"][str(g)]
+            if self.pipeline.zero == 1:
+                grads = jax.tree.map(_scattered, grads, specs)
+            back = jax.tree.map(lambda x, s, g=g: take_back(x, self.where[g], _dim(s, STAGE)), grads, specs)
+            segments[str(g)] = jax.tree.map(lambda x, s: self._summed(x, s, (*self.manual[1:],)), back, specs)
+        ends = jax.tree.map(
+            lambda x, s: self._summed(_scattered(x, s, (STAGE, "fsdp")), s, self.manual),
+            state["ends"],
+            _ends(self.stored),
+        )
+        grads = {**ends, "segments": segments}
+        return jax.tree.map(
+            lambda x, p: jax.sharding.reshard(x.astype(p.dtype), jax.typeof(p).sharding.spec),
+            {k: grads[k] for k in TREE},
+            self.params,
+        )
+
+    def _summed(self, x: Array, spec: Any, axes: tuple[str, ...]) -> Array:
+        rest = tuple(a for a in axes if _dim(spec, a) is None)
+        return jax.lax.psum(x, rest) if rest else x
+
+    # The model
+
+    def _rooms(self) -> list[tuple[Cut, int]]:
+        return list(zip(self.cuts, self.pipeline.depths.rooms, strict=True))
+
+    def _micro(self, number: Any) -> Any:
+        return jax.tree.map(lambda x: _at(x, number), self.parts)
+
+    def _consts(self, batch: Any) -> Any:
+        return batch.positions, batch.segment_ids
+
+    def _embed(self, ends: Any, batch: Any) -> Array:
+        return self.model.embed(ends, batch.tokens, batch.positions)
+
+    def _loss(self, ends: Any, hidden: Array, batch: Any) -> tuple[Array, Any]:
+        sums = self.head(ends, hidden, batch)
+        return sums.loss / self.total, sums
+
+    def _layer(self, g: int, w: Any, x: Array, consts: tuple[Int[Array, "B S"], Int[Array, "B S"]]) -> Array:
+        """One unit of segment g."""
+        if self.pipeline.zero == 3:
+            w = jax.tree.map(_layer, w, self.stored["segments"][str(g)])
+        positions, segment_ids = consts
+        # Which layer it is makes no difference to ``Segments``.
+        return self.model.group(g, w, x, positions, jnp.int32(0), Segments(segment_ids, self.pipeline.layout))[0]
+
+    def _cut(self, g: int) -> Cut:
+        return cut(
+            functools.partial(self._layer, g),
+            jax.tree.map(lambda w: _at(w, 0), self.weights[g]),
+            _zeros(self.blank),
+            self._consts(self._micro(0)),
+            remat=self.model.config.remat,
+            names=MATMUL_RESULTS,
+            split=self.pipeline.schedule.split,
+        )
+
+
+# Arrays by place. Explicit axes stay where they are; the leading dimensions are never split over them.
+
+
+def _at(pool: Array, *places: Any) -> Array:
+    for place in places:
+        pool = jax.lax.dynamic_index_in_dim(pool, place, 0, keepdims=False)
+    return pool
+
+
+def _put(pool: Array, value: Array, *places: Any) -> Array:
+    value = value[(None,) * len(places)]
+    starts = [jnp.asarray(p, jnp.int32) for p in (*places, *(0,) * (pool.ndim - len(places)))]
+    return jax.lax.dynamic_update_slice(pool, value, starts)
+
+
+def _zeros(like: Any, *leading: int) -> Array:
+    spec = like.sharding.spec if like.sharding is not None else ()
+    there = jax.P(*(None,) * len(leading), *spec)
+    shape = (*leading, *like.shape)
+    if all(part is None for part in there):
+        return jnp.zeros(shape, like.dtype)
+    return jnp.zeros(shape, like.dtype, out_sharding=there)
+
+
+def _added(sums: Any, more: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
+
+
+# Specs over manual axes.
+
+
+def _only(spec: Any, axes: tuple[str, ...]) -> Any:
+    """The spec less all other mesh axes."""
+    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+    return jax.P(*(tuple(a for a in part if a in axes) or None for part in parts))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, jax.P)
+
+
+def _dim(spec: Any, axis: str) -> int | None:
+    """The dimension that is split over ``axis``."""
+    for dim, part in enumerate(spec):
+        if part is not None and axis in ((part,) if isinstance(part, str) else part):
+            return dim
+    return None
+
+
+def _gathered(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
+    """Whole over ``axes``; the innermost first, so that parts come in order.
+
+    Args:
+        stacked: the spec is that of a stack, of which w is one.
+    """
+    for axis in reversed(_nested(spec, axes)):
+        dim = _dim(spec, axis)
+        assert dim is not None
+        w = jax.lax.all_gather(w, axis, axis=dim - stacked, tiled=True)
+    return w
+
+
+def _scattered(g: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
+    """The transpose of ``_gathered``: sums over ``axes``, and each device its part."""
+    for axis in _nested(spec, axes):
+        dim = _dim(spec, axis)
+        assert dim is not None
+        scatter = functools.partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim - stacked, tiled=True)
+        g = _manually(scatter, g)
+    return g
+
+
+def _manually(fn: Callable[[Array], Array], x: Array) -> Array:
+    """``fn`` of the part of ``x`` that a device has, over explicit axes too.
+
+    jax 0.10 cannot lower ``psum_scatter`` of an array that explicit axes split.
+    """
+    there = jax.typeof(x).sharding.spec
+    if all(part is None for part in there):
+        return fn(x)
+    mesh = jax.sharding.get_abstract_mesh()
+    names = set(split_sizes(mesh))
+    return jax.shard_map(fn, mesh=mesh, in_specs=there, out_specs=there, axis_names=names, check_vma=False)(x)
+
+
+def _undivided(w: Array, spec: Any) -> Array:
+    """``w``, whole over explicit axes that split a dimension which manual ones split too.
+
+    Parts of such a dimension would change places when it is gathered over the manual, outer axes.
+    """
+    there = jax.typeof(w).sharding.spec
+    parts = [None if manual is not None else part for part, manual in zip(there, spec, strict=True)]
+    return jax.sharding.reshard(w, jax.P(*parts)) if tuple(parts) != tuple(there) else w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _layer(w: Array, spec: Any) -> Array:
+    """One layer's weight, gathered for its use; its gradient is scattered. The spec is that of the stack."""
+    return _gathered(w, spec, stacked=True)
+
+
+def _layer_forward(w: Array, spec: Any) -> tuple[Array, None]:
+    return _gathered(w, spec, stacked=True), None
+
+
+def _layer_backward(spec: Any, _: None, dy: Array) -> tuple[Array]:
+    return (_scattered(dy, spec, stacked=True),)
+
+
+_layer.defvjp(_layer_forward, _layer_backward)
+
+
+def _nested(spec: Any, axes: tuple[str, ...]) -> list[str]:
+    """Those of ``axes`` that the spec has, outermost first."""
+    found = [a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part)]
+    return [a for a in found if a in axes]
+
+
+def _ends(tree: Any) -> Any:
+    return {name: tree[name] for name in TREE if name != "segments"}

@@ -1,0 +1,175 @@
+"""A schedule as the executor runs it: for every tick and stage an operation and the buffers that it uses.
+
+In a tick each stage does one operation, then all send: what an operation makes is at the next stage a tick later. Each
+stage has three pools of buffers: messages that wait (an activation that goes forward, or its gradient that comes back),
+what F saves for B and W, and what B leaves for W. Slots are given out by the times between which they are needed, so a
+pool is as large as the schedule's own peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxllm.parallel.pipeline.schedule import Costs, Op, Schedule, ScheduleError
+
+KINDS = ("idle", "F", "B", "W")
+
+Cells = Int[np.ndarray, "T P"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What every stage does in every tick. T ticks, P stages.
+
+    Attributes:
+        kind: index in ``KINDS``.
+        micro, chunk: of the operation; 0 in idle cells.
+        virtual: the chunk's place in the model; -1 in idle cells.
+        message: slot that the operation takes its input from; those that need none have the last.
+        saved: slot that F fills, B and W read.
+        pending: slot that B fills and W reads.
+        from_left, from_right, from_self: slot that what arrives after the tick is written to; the last where
+            nothing does.
+        right, left: whether any stage sends there after the tick.
+        pairs_right, pairs_left: who ever sends to whom.
+        messages, saves, pendings: sizes of the pools; the messages' has a slot more, for what nobody needs.
+    """
+
+    kind: Cells
+    micro: Cells
+    chunk: Cells
+    virtual: Cells
+    message: Cells
+    saved: Cells
+    pending: Cells
+    from_left: Cells
+    from_right: Cells
+    from_self: Cells
+    right: Bool[np.ndarray, " T"]
+    left: Bool[np.ndarray, " T"]
+    pairs_right: tuple[tuple[int, int], ...]
+    pairs_left: tuple[tuple[int, int], ...]
+    messages: int
+    saves: int
+    pendings: int
+
+    @property
+    def ticks(self) -> int:
+        """Number of ticks."""
+        return len(self.kind)
+
+    @property
+    def sends(self) -> int:
+        """Messages that a device sends in a step, those that nobody needs included."""
+        return int(self.right.sum() + self.left.sum())
+
+
+def tabulate(schedule: Schedule) -> Table:
+    """The table of a schedule: every operation as early as those it needs allow, a tick each."""
+    s, p = schedule, schedule.stages
+    whole = float(s.chunks)
+    rows = s.timeline(Costs(whole, whole, whole) if s.split else Costs(whole, whole / 2, whole / 2))
+    tick = {(stage, t.op): round(t.start) for stage, row in enumerate(rows) for t in row}
+    ticks = max(tick.values()) + 1
+    last = s.kinds[-1]
+
+    cells = {name: np.zeros((ticks, p), np.int32) for name in ("kind", "micro", "chunk", "saved", "pending")}
+    cells["virtual"] = np.full((ticks, p), -1, np.int32)
+    for (stage, op), t in tick.items():
+        cells["kind"][t, stage] = KINDS.index(op.kind)
+        cells["micro"][t, stage], cells["chunk"][t, stage] = op.micro, op.chunk
+        cells["virtual"][t, stage] = s.virtual(stage, op.chunk)
+
+    sizes = {"saved": 1, "pending": 1}
+    for pool, begins in (("saved", "F"), ("pending", "B")):
+        if pool == "pending" and not s.split:
+            continue
+        for stage in range(p):
+            lives = {op: (t, tick[stage, op._replace(kind=last)]) for op, t in _of(tick, stage) if op.kind == begins}
+            slots = allot(lives.items())
+            sizes[pool] = max(sizes[pool], 1 + max(slots.values()))
+            for op, slot in slots.items():
+                for kind in s.kinds:
+                    if (same := op._replace(kind=kind)) in s.orders[stage] and (kind != "F" or pool == "saved"):
+                        cells[pool][tick[stage, same], stage] = slot
+
+    routes = [_route(s, stage, op) for stage, order in enumerate(s.orders) for op in order]
+    sent = [(stage, op, there, to) for stage, op, there, to in routes if to is not None]
+    slots_of: dict[tuple[int, Op], int] = {}
+    for stage in range(p):
+        lives = {to: (tick[a, op] + 1, tick[stage, to]) for a, op, there, to in sent if there == stage}
+        slots_of |= {(stage, to): slot for to, slot in allot(lives.items()).items()}
+    messages = 1 + max(slots_of.values())
+    cells |= {name: np.full((ticks, p), messages, np.int32) for name in ("message", *ARRIVALS)}
+    used = {"right": np.zeros(ticks, bool), "left": np.zeros(ticks, bool)}
+    pairs: dict[str, set[tuple[int, int]]] = {"right": set(), "left": set()}
+    for a, op, there, to in sent:
+        t, way = tick[a, op], _way(p, a, there)
+        cells[ARRIVALS[way]][t, there] = slots_of[there, to]
+        cells["message"][tick[there, to], there] = slots_of[there, to]
+        if way < 2:
+            side = ("right", "left")[way]
+            used[side][t] = True
+            pairs[side].add((a, there))
+    return Table(
+        **cells,
+        **used,
+        pairs_right=tuple(sorted(pairs["right"])),
+        pairs_left=tuple(sorted(pairs["left"])),
+        messages=messages,
+        saves=sizes["saved"],
+        pendings=sizes["pending"] if s.split else 0,
+    )
+
+
+ARRIVALS = ("from_left", "from_right", "from_self")
+
+
+def _of(tick: dict[tuple[int, Op], int], stage: int) -> list[tuple[Op, int]]:
+    return [(op, t) for (there, op), t in tick.items() if there == stage]
+
+
+def _route(s: Schedule, stage: int, op: Op) -> tuple[int, Op, int, Op | None]:
+    """Who takes what an operation makes: (stage, op, the taker's stage, its operation or None).
+
+    The last chunk's forward pass ends in the loss, whose gradient is its own backward pass's.
+    """
+    here = s.virtual(stage, op.chunk)
+    if op.kind == "F" and here == s.stages * s.chunks - 1:
+        return stage, op, stage, op._replace(kind="B") if "B" in s.kinds else None
+    after = here + 1 if op.kind == "F" else here - 1
+    if op.kind == "W" or after < 0:
+        return stage, op, stage, None
+    there, chunk = s.holder(after)
+    return stage, op, there, Op(op.kind, op.micro, chunk)
+
+
+def _way(p: int, a: int, b: int) -> int:
+    """Index in ``ARRIVALS`` of how b gets what a sends."""
+    ways = {(a + 1) % p: 0, (a - 1) % p: 1} if p > 2 else {(a + 1) % p: 0}
+    return 2 if a == b else ways[b]
+
+
+Thing = TypeVar("Thing", bound=Hashable)
+
+
+def allot(lives: Iterable[tuple[Thing, tuple[int, int]]]) -> dict[Thing, int]:
+    """A slot for each thing, such that two with a common tick have different ones: as few as can be.
+
+    Args:
+        lives: things with their first and last tick.
+    """
+    ends: list[int] = []
+    out: dict[Thing, int] = {}
+    for thing, (first, last) in sorted(lives, key=lambda item: item[1]):
+        if last < first:
+            raise ScheduleError(f"{thing} is needed before it is there.")
+        slot = next((i for i, end in enumerate(ends) if end < first), len(ends))
+        ends[slot:] = [last, *ends[slot + 1 :]] if slot < len(ends) else [last]
+        out[thing] = slot
+    return out

@@ -1,0 +1,214 @@
+"""Parts of the pipeline's executor: tables, shares of layers, the cut of a layer, what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxllm.data import DataConfig
+from jaxllm.models import functional
+from jaxllm.parallel.pipeline.cut import cut
+from jaxllm.parallel.pipeline.generators import make
+from jaxllm.parallel.pipeline.layout import places, spread
+from jaxllm.parallel.pipeline.schedule import ScheduleError, forward_only
+from jaxllm.parallel.pipeline.table import KINDS, allot, tabulate
+from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.table_view import size
+from jaxllm.train import RunConfig, loss_sums
+from jaxllm.train.loop import fitting_mesh
+from jaxllm.train.pipelined import pipelined_sums, planned
+from jaxllm.train.shard import sharding_table
+from sharding import MeshSpec, ShardingError, shardings_of
+from sharding.state import abstract_params
+from tests import quick, tiny
+from tests.parallel.test_pipeline_schedule import sizes
+
+
+@settings(max_examples=20)
+@given(sizes())
+def test_a_table_run_by_hand_computes_everything(sizes):
+    """Names instead of numbers: who reads a slot finds what was meant for it."""
+    schedule = make(*sizes)
+    table = tabulate(schedule)
+    last = schedule.stages * schedule.chunks - 1
+    pool: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
+    saved: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
+    pending: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
+    done = 0
+    for t in range(table.ticks):
+        out: list[Any] = []
+        for s in range(schedule.stages):
+            kind, micro, k = KINDS[table.kind[t, s]], table.micro[t, s], table.virtual[t, s]
+            message = pool[s].get(table.message[t, s])
+            made = None
+            if kind == "F":
+                assert k == 0 or message == ("F", micro, k - 1)
+                saved[s][table.saved[t, s]] = micro, k
+                made = ("B", micro, k + 1) if k == last else ("F", micro, k)
+            elif kind == "B":
+                assert message == ("B", micro, k + 1)
+                assert saved[s][table.saved[t, s]] == (micro, k)
+                pending[s][table.pending[t, s]] = micro, k
+                made = "B", micro, k
+            elif kind == "W":
+                assert saved[s][table.saved[t, s]] == (micro, k)
+                assert pending[s][table.pending[t, s]] == (micro, k)
+            done += kind != "idle"
+            out.append(made)
+        for s in range(schedule.stages):
+            pool[s][table.from_self[t, s]] = out[s]
+            for pairs, used, slots in (
+                (table.pairs_right, table.right, table.from_left),
+                (table.pairs_left, table.left, table.from_right),
+            ):
+                if used[t]:
+                    source = next((a for a, b in pairs if b == s), None)
+                    pool[s][slots[t, s]] = None if source is None else out[source]
+    assert done == schedule.stages * schedule.chunks * schedule.micro_batches * len(schedule.kinds)
+    assert table.saves == max(max(schedule.live(s)) for s in range(schedule.stages))
+    assert tabulate(forward_only(schedule)).saves == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=20))
+def test_slots_are_as_few_as_things_at_a_time(lives):
+    ends = {number: (first, first + more) for number, (first, more) in enumerate(lives)}
+    slots = allot(ends.items())
+    for tick in range(26):
+        here = [slots[n] for n, (first, last) in ends.items() if first <= tick <= last]
+        assert len(set(here)) == len(here)
+    most = max(sum(first <= tick <= last for first, last in ends.values()) for tick in range(26))
+    assert max(slots.values()) + 1 == most
+
+
+@settings(max_examples=20)
+@given(sizes(), st.lists(st.integers(1, 5), max_size=2), st.integers(0, 5))
+def test_every_layer_has_its_place(sizes, first, more):
+    schedule = make(*sizes)
+    virtual = schedule.stages * schedule.chunks
+    repeats = [*first, virtual + more]
+    depths = spread(repeats, virtual)
+    assert depths.counts.sum(1).max() - depths.counts.sum(1).min() <= 1
+    assert tuple(depths.counts.sum(0)) == tuple(repeats)
+    for g, units in enumerate(repeats):
+        where = places(depths, schedule, g, units)
+        assert np.array_equal(where.taken.reshape(-1)[where.place], np.arange(units))
+        for unit, place in enumerate(where.place):
+            stage, rest = divmod(int(place), where.taken.shape[1])
+            chunk = rest // depths.rooms[g]
+            k = schedule.virtual(stage, chunk)
+            assert depths.firsts[k, g] <= unit < depths.firsts[k, g] + depths.counts[k, g]
+
+
+@pytest.mark.parametrize("remat", ["none", "elementwise", "full"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_layer_in_three_parts(remat, split, rng):
+    def layer(w: Any, x: Any, consts: Any) -> Any:
+        h = checkpoint_name((x * w["gain"]) @ w["up"].astype(jnp.bfloat16).astype(x.dtype), "up")
+        return x + jax.jit(jnp.tanh)(h) @ w["down"] * consts
+
+    shapes = {"gain": (4,), "up": (4, 6), "down": (6, 4)}
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    w = {name: draw(*shape) for name, shape in shapes.items()}
+    x, dy, consts = draw(5, 4), draw(5, 4), draw(5, 1)
+    parts = cut(layer, w, x, consts, remat=remat, names=["up"], split=split)
+    y, pull = jax.vjp(lambda w, x: layer(w, x, consts), w, x)
+    dw, dx = pull(dy)
+
+    found, saved = parts.forward(w, x, consts)
+    np.testing.assert_allclose(found, y, rtol=1e-4, atol=1e-5)
+    back, early, pending = parts.backward(w, saved, consts, dy)
+    np.testing.assert_allclose(back, dx, rtol=1e-4, atol=1e-5)
+    late = parts.weights(w, saved, consts, pending) if split else {}
+    assert set(early) | set(late) == {0, 1, 2}
+    assert not set(early) & set(late)
+    for number, want in enumerate(jax.tree.leaves(dw)):
+        np.testing.assert_allclose({**early, **late}[number], want, rtol=1e-4, atol=1e-5)
+
+    shapes_of = lambda values: sorted(v.shape for v in values)  # noqa: E731
+    if remat == "full":
+        assert shapes_of(saved) == [(5, 4)]
+    elif remat == "elementwise":
+        assert shapes_of(saved) == [(5, 4), (5, 6)]
+    assert all(v.shape[0] == 5 for v in saved), "a weight is saved"
+    assert bool(pending) == split
+    # No product of the backward pass is left for W but the weights' own.
+    products = lambda fn, *args: str(jax.make_jaxpr(fn)(*args)).count("dot_general")  # noqa: E731
+    if split:
+        assert products(parts.weights, w, saved, consts, pending) == 2
+        assert products(parts.backward, w, saved, consts, dy) == {"none": 2, "elementwise": 2, "full": 3}[remat]
+
+
+def run_of(**fields: Any) -> RunConfig:
+    config = RunConfig(model=tiny.decoder(layers=6, dtype="float32"), accumulate=4, mesh="stage=2")
+    parallel = {name: fields.pop(name) for name in ("schedule", "chunks", "depths") if name in fields}
+    return replace(config, data=DataConfig(batch_size=8), parallel=ParallelConfig(**parallel), **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stages", "says"),
+    [
+        ({}, 4, "6 layers do not divide over stage=4: say how many each stage gets, such as --parallel.depths 1 2 2 1"),
+        ({}, 8, "6 layers (or groups of them) for 8 virtual stages"),
+        ({"schedule": "interleaved", "accumulate": 2}, 4, "a multiple of the 4 stages: 4"),
+        ({"depths": (1, 2)}, 2, "give 2 positive numbers, one for each virtual stage in the model's order, of sum 6"),
+        ({"chunks": 2}, 2, 'only "interleaved" has any number'),
+    ],
+)
+def test_illegal_pipelines_say_what_is_legal(fields, stages, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        planned(run_of(**fields), stages)
+
+
+def test_a_mesh_whose_stages_do_not_fit_names_those_that_do():
+    config = run_of(mesh="stage=4,data=2")
+    model = functional(config.model, config.parallel.rules())
+    with pytest.raises(ShardingError, match=r"6 layers do not divide over stage=4.*nearest .*stage=2"):
+        fitting_mesh(config, model, 8)
+
+
+def test_the_sharding_table_says_what_a_pipeline_takes():
+    config = run_of(mesh="stage=2,tensor=2", schedule="zb_h1", model=tiny.decoder(layers=6, dtype="float32", tied=True))
+    found = sharding_table(config, 4)
+    assert next(row.place for row in found.parameters if row.name.endswith("mlp/up")) == "up[L_stage, D, F_tensor]"
+    assert next(row.place for row in found.parameters if row.name.endswith("table")) == "table[V_tensor, D_stage]"
+    seq_len = config.data.seq_len
+    message = 2 * seq_len * 16 * 4
+    assert f"3 x {size(message)}" not in found.remark
+    assert f"6 x {size(message)} = {size(6 * message)}" in found.remark, "two slots of three layers"
+    assert f"{size(64 * 16 * 4 // 2)}, and" in found.remark
+
+
+def test_rings_in_stages_are_refused_on_cpu():
+    config = run_of(mesh="stage=2,context=2")
+    model = functional(config.model, config.parallel.rules())
+    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:4])
+    run = pipelined_sums(model, *planned(config, 2))
+    abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    with jax.set_mesh(mesh), pytest.raises(ScheduleError, match="all_gather"):
+        jax.eval_shape(run, abstract, tiny.batch(0, 8, 8, 64, packed=False))
+
+
+def test_evaluation_goes_through_the_same_stages(rng):
+    seed = int(rng.integers(2**16))
+    config = run_of(mesh="stage=2,tensor=2", schedule="v_half")
+    batch = tiny.batch(seed, 8, 8, 64, packed=True)
+    params = quick.params(config.model, seed)
+    want = quick.jit(lambda p, b: loss_sums(functional(config.model), p, b))(params, batch)
+    model = functional(config.model, config.parallel.rules())
+    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+        placed = jax.device_put(params, shardings_of(abstract))
+        got = quick.jit(pipelined_sums(model, *planned(config, 2)))(
+            placed, jax.device_put(batch, jax.NamedSharding(mesh, jax.P()))
+        )
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5)

@@ -1,0 +1,97 @@
+"""Every schedule on every mesh of eight devices with stages gives what one device gives."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxllm.parallel.pipeline.generators import NAMES, default_chunks
+from pallas_kernels.ring_attention.layout import LAYOUTS
+from tests import environment
+from tests.proofs.first_run.parity import compare
+from tests.proofs.harness import proof
+
+AXES = ("data", "fsdp", "context", "expert", "ulysses", "tensor")
+MESHES = [
+    {"stage": stages} | {axis: n for axis, n in zip(AXES, sizes, strict=True) if n > 1}
+    for stages in (2, 4, 8)
+    for sizes in itertools.product([1, 2, 4], repeat=len(AXES))
+    if stages * math.prod(sizes) == 8
+]
+"""All there are of 2, 4 and 8 stages."""
+MATRIX = [
+    (",".join(f"{axis}={n}" for axis, n in mesh.items()), schedule, kind)
+    for mesh in MESHES
+    for schedule in NAMES
+    for kind in ("dense", "mixture")
+    if kind == "mixture" or "expert" not in mesh
+]
+CURVES = {"dense": 1e-8, "mixture": 1e-7}
+"""Bounds of 20 steps."""
+
+
+def example_of(mesh: str, schedule: str, kind: str, micro_batches: int | None = None) -> dict[str, Any]:
+    """The rest of a cell, from the seed: how layers and batches are cut, ZeRO's stage, what is recomputed."""
+    sizes = {axis: int(n) for axis, _, n in (part.partition("=") for part in mesh.split(","))}
+    rng = np.random.default_rng(environment.derive(environment.seed(), mesh, schedule, kind))
+
+    def one(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    virtual = sizes["stage"] * default_chunks(schedule)
+    depths: tuple[int, ...] = ()
+    if one(False, True):
+        depths = tuple(int(n) for n in rng.integers(1, 3, virtual))
+    # Interleaved micro-batches come in groups of the stages; the others in any number, fewer than stages too.
+    micro = micro_batches or (sizes["stage"] if schedule == "interleaved" else one(1, 3, 5, sizes["stage"] + 1))
+    rows = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1) * micro
+    return {
+        "preset": mesh,
+        "plan": {
+            "schedule": schedule,
+            "depths": depths,
+            "zero": one(1, 2, 3),
+            "sequence": one(False, True),
+            "context": "all_gather",  # XLA:CPU has no rings inside stages
+            "layout": one(*LAYOUTS),
+        },
+        "model": {
+            "heads": 4,
+            "kv_heads": one(1, 2, 4),
+            "head_dim": 4,
+            "embed_dim": 16,
+            "mlp": 8,
+            "vocab_size": 16,
+            "layers": sum(depths) or virtual,
+            "tied": one(False, True),
+            "qk_norm": one("none", "head"),
+            "bias": one("none", "qkv"),
+            "norms": one("pre", "sandwich"),
+            "window": one(None, 5),
+            "remat": one("none", "elementwise", "full"),
+            "moe": one((4, 1, 8, False), (4, 2, 8, True)) if kind == "mixture" else None,
+        },
+        "rows": rows,
+        "seq_len": 16,
+        "packed": one(False, True),
+        "accumulate": micro,
+        "z_loss": 1e-2,
+        "seed": int(rng.integers(2**16)),
+    }
+
+
+@proof(
+    "pipeline",
+    cases=MATRIX,
+    sample=2,
+    float64=True,
+    bound={"loss": 1e-10, "gradient": 1e-10, **{f"curve of 20 steps, {kind}": b for kind, b in CURVES.items()}},
+)
+def schedules_float64(cell: tuple[str, str, str]) -> dict[str, float]:
+    """Loss, each leaf's gradient and a 20-step AdamW curve, of every schedule on every mesh."""
+    loss, gradient, curve = compare(example_of(*cell), "float64", 20)
+    curves = {f"curve of 20 steps, {kind}": curve if kind == cell[2] else 0.0 for kind in CURVES}
+    return {"loss": loss, "gradient": gradient, **curves}

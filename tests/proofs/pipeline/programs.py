@@ -1,0 +1,162 @@
+"""What the compilers make of schedules: they hold the activations, and send the messages, that the schedule says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.data import Batch, DataConfig
+from jaxllm.models import DecoderConfig, functional
+from jaxllm.parallel.pipeline.generators import NAMES, VEES, default_chunks, make, peak_of_vee
+from jaxllm.parallel.pipeline.table import tabulate
+from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.train import RunConfig
+from jaxllm.train.compile import compile_for
+from jaxllm.train.loop import gradients
+from recipes.llama3 import llama3_70b, llama3_405b
+from sharding import MeshSpec
+from sharding.state import abstract_params
+from sharding.topology import Topology
+from tests import tiny
+from tests.proofs.harness import proof
+
+STAGES = 4
+WIDTH, LENGTH, ROWS = 64, 32, 2
+
+
+def model_of(schedule: str) -> DecoderConfig:
+    """Two layers a virtual stage, of which each keeps its input alone; wide beside a batch's numbers."""
+    layers = 2 * STAGES * default_chunks(schedule)
+    return tiny.decoder(layers=layers, embed_dim=WIDTH, dtype="float32", remat="full", tied=False)
+
+
+@functools.lru_cache
+def compiled(schedule: str, micro_batches: int) -> tuple[int, str]:
+    """Temporary bytes of a device, and the program, of loss and gradients."""
+    run = RunConfig(
+        model=model_of(schedule),
+        data=DataConfig(batch_size=ROWS * micro_batches, seq_len=LENGTH),
+        accumulate=micro_batches,
+        parallel=ParallelConfig(schedule=schedule),  # type: ignore[arg-type]
+    )
+    model = functional(run.model, run.parallel.rules())
+    mesh = MeshSpec.parse(f"stage={STAGES}").build(jax.devices()[:STAGES])
+    params = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    there = jax.NamedSharding(mesh, jax.P())
+    tokens = jax.ShapeDtypeStruct((ROWS * micro_batches, LENGTH), jnp.int32, sharding=there)
+    with jax.set_mesh(mesh):
+        made = jax.jit(gradients(run, model, mesh)).lower(params, Batch(*[tokens] * 4)).compile()  # type: ignore[arg-type]
+    memory: Any = made.memory_analysis()
+    return memory.temp_size_in_bytes, made.as_text() or ""
+
+
+def pools(schedule: str, micro_batches: int) -> tuple[int, int, int]:
+    """By formula: slots for saved inputs of virtual stages, messages, and bytes of both."""
+    made = make(schedule, STAGES, micro_batches)
+    table = tabulate(made)
+    if schedule in VEES:
+        assert made.peak <= peak_of_vee(schedule, STAGES)
+    else:
+        p, m = STAGES, micro_batches
+        peaks = {"gpipe": m, "1f1b": min(m, p), "zb_h1": min(m, p), "zb_h2": min(m, 2 * p - 1)}
+        assert made.peak == peaks.get(schedule, (2 * (p - 1) + p + 1) / 2)
+    assert table.saves == made.peak * made.chunks
+    one = ROWS * LENGTH * WIDTH * 4
+    return table.saves, table.messages, one * (2 * table.saves + table.messages + 1)
+
+
+@proof("pipeline", cases=NAMES, sample=1, bound={"temporaries": 0.05})
+def activations_follow_the_formula(schedule: str) -> dict[str, float]:
+    """The program's buffer of saved inputs has the schedule's peak of slots, with 8 micro-batches and with 24; and its
+    temporaries differ by what the pools do, where these grow, else by next to nothing."""
+    few, many = 8, 24
+    for micro in (few, many):
+        saves, _, _ = pools(schedule, micro)
+        shape = f"f32[{{}},2,{ROWS},{LENGTH},{WIDTH}]"
+        _, program = compiled(schedule, micro)
+        assert shape.format(saves) in program, f"no buffer of {saves} slots"
+        assert shape.format(saves + 1) not in program
+    more = compiled(schedule, many)[0] - compiled(schedule, few)[0]
+    wanted = pools(schedule, many)[2] - pools(schedule, few)[2]
+    # Tokens, targets, documents and positions of all micro-batches are on every stage.
+    numbers = 2 * 4 * 4 * (many - few) * ROWS * LENGTH
+    return {"temporaries": max(0.0, abs(more - wanted) - numbers) / compiled(schedule, many)[0]}
+
+
+TOPOLOGIES = ("v5e:2x2", "h100:1x4")
+
+
+def small_run(schedule: str) -> RunConfig:
+    """Every dimension is whole tiles of a TPU."""
+    model = tiny.decoder(
+        dtype="float32", embed_dim=256, heads=2, kv_heads=2, head_dim=128, mlp=256, vocab_size=1024,
+        layers=STAGES * default_chunks(schedule), tied=False, remat="full",
+    )  # fmt: skip
+    return RunConfig(
+        name=schedule,
+        model=dataclasses.replace(model, dtype="bfloat16"),
+        mesh=f"stage={STAGES}",
+        parallel=ParallelConfig(schedule=schedule),  # type: ignore[arg-type]
+        accumulate=8,
+        data=DataConfig(batch_size=8, seq_len=256),
+    )
+
+
+@proof("pipeline", cases=[(name, on) for name in NAMES for on in TOPOLOGIES], sample=1, bound={"bytes": 1e-3})
+def messages_follow_the_formula(case: tuple[str, str]) -> dict[str, float]:
+    """Bytes of the program's permutations: an activation each way that the schedule uses, in every tick.
+
+    The text of a program does not say in which ticks the branch is taken that sends; fewer are, ``Table.sends``.
+    """
+    schedule, on = case
+    run = small_run(schedule)
+    report = compile_for(run, on)
+    table = tabulate(make(schedule, STAGES, run.accumulate))
+    ways = bool(table.pairs_right) + bool(table.pairs_left)
+    wanted = table.ticks * ways * run.data.seq_len * run.model.embed_dim * 2
+    assert table.sends <= table.ticks * ways
+    found = sum(row.total_bytes for row in report.collectives if row.kind == "collective-permute")
+    return {"bytes": abs(found - wanted) / wanted}
+
+
+PODS = {
+    "70B, 4 stages": (llama3_70b, "stage=4,fsdp=8,tensor=8", 8, (), ("h100:32x8", "v5p:4x8x8")),
+    "405B, 16 stages": (llama3_405b, "stage=16,fsdp=8,tensor=8", 16, (7, *[8] * 14, 7), ("h100:128x8", "v5p:8x8x16")),
+}
+"""Recipe, mesh, micro-batches, layers of each stage, topologies. The 405B's first and last stages have one layer fewer,
+for the embedding and the head (arXiv:2407.21783, section 3.3.2)."""
+
+
+def pod_run(name: str, schedule: str) -> RunConfig:
+    recipe, mesh, micro_batches, depths, _ = PODS[name]
+    run = recipe()
+    return dataclasses.replace(
+        run,
+        mesh=mesh,
+        accumulate=micro_batches,
+        parallel=ParallelConfig(schedule=schedule, depths=depths, sequence=True, zero=2),  # type: ignore[arg-type]
+    )
+
+
+@proof(
+    "pipeline",
+    cases=[
+        (name, schedule, on)
+        for name, (*_, topologies) in PODS.items()
+        for schedule in ("1f1b", "zb_h1")
+        for on in topologies
+    ],
+    sample=1,
+    bound={"of_memory": 1.0},
+)
+def pods(case: tuple[str, str, str]) -> dict[str, float]:
+    """The share of a device's memory that a step takes."""
+    name, schedule, on = case
+    report = compile_for(pod_run(name, schedule), on)
+    hbm = Topology.parse(on).hbm_bytes
+    assert hbm is not None
+    return {"of_memory": report.total_bytes / hbm}
