@@ -17,10 +17,8 @@ from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
 from jaxllm.train.loop import gradients
-from recipes.llama3 import llama3_70b, llama3_405b
 from sharding import MeshSpec
 from sharding.state import abstract_params
-from sharding.topology import Topology
 from tests import tiny
 from tests.proofs.harness import proof
 
@@ -121,42 +119,3 @@ def messages_follow_the_formula(case: tuple[str, str]) -> dict[str, float]:
     assert table.sends <= table.ticks * ways
     found = sum(row.total_bytes for row in report.collectives if row.kind == "collective-permute")
     return {"bytes": abs(found - wanted) / wanted}
-
-
-PODS = {
-    "70B, 4 stages": (llama3_70b, "stage=4,fsdp=8,tensor=8", 8, (), ("h100:32x8", "v5p:4x8x8")),
-    "405B, 16 stages": (llama3_405b, "stage=16,fsdp=8,tensor=8", 16, (7, *[8] * 14, 7), ("h100:128x8", "v5p:8x8x16")),
-}
-"""Recipe, mesh, micro-batches, layers of each stage, topologies. The 405B's first and last stages have one layer fewer,
-for the embedding and the head (arXiv:2407.21783, section 3.3.2)."""
-
-
-def pod_run(name: str, schedule: str) -> RunConfig:
-    recipe, mesh, micro_batches, depths, _ = PODS[name]
-    run = recipe()
-    return dataclasses.replace(
-        run,
-        mesh=mesh,
-        accumulate=micro_batches,
-        parallel=ParallelConfig(schedule=schedule, depths=depths, sequence=True, zero=2),  # type: ignore[arg-type]
-    )
-
-
-@proof(
-    "pipeline",
-    cases=[
-        (name, schedule, on)
-        for name, (*_, topologies) in PODS.items()
-        for schedule in ("1f1b", "zb_h1")
-        for on in topologies
-    ],
-    sample=1,
-    bound={"of_memory": 1.0},
-)
-def pods(case: tuple[str, str, str]) -> dict[str, float]:
-    """The share of a device's memory that a step takes."""
-    name, schedule, on = case
-    report = compile_for(pod_run(name, schedule), on)
-    hbm = Topology.parse(on).hbm_bytes
-    assert hbm is not None
-    return {"of_memory": report.total_bytes / hbm}
