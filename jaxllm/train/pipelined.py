@@ -16,8 +16,8 @@ from jaxllm.parallel.pipeline.generators import make
 from jaxllm.parallel.pipeline.layout import Depths, spread
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
 from jaxllm.train.config import RunConfig
-from jaxllm.train.routing import RoutingConfig
 from jaxllm.train.loss import LossSums, arrange, sharded_sums, split_batch
+from jaxllm.train.routing import RoutingConfig
 from pallas_kernels.ring_attention import Layout
 
 
