@@ -67,22 +67,15 @@ def pools(schedule: str, micro_batches: int) -> tuple[int, int, int]:
     return table.saves, table.messages, one * (2 * table.saves + table.messages + 1)
 
 
-@proof("pipeline", cases=NAMES, sample=1, bound={"temporaries": 0.05})
-def activations_follow_the_formula(schedule: str) -> dict[str, float]:
-    """The program's buffer of saved inputs has the schedule's peak of slots, with 8 micro-batches and with 24; and its
-    temporaries differ by what the pools do, where these grow, else by next to nothing."""
-    few, many = 8, 24
-    for micro in (few, many):
+@proof("pipeline", cases=NAMES, sample=1)
+def activations_follow_the_formula(schedule: str) -> None:
+    """The program's buffer of saved inputs has the schedule's peak of slots, with 8 micro-batches and with 24."""
+    for micro in (8, 24):
         saves, _, _ = pools(schedule, micro)
         shape = f"f32[{{}},2,{ROWS},{LENGTH},{WIDTH}]"
         _, program = compiled(schedule, micro)
         assert shape.format(saves) in program, f"no buffer of {saves} slots"
         assert shape.format(saves + 1) not in program
-    more = compiled(schedule, many)[0] - compiled(schedule, few)[0]
-    wanted = pools(schedule, many)[2] - pools(schedule, few)[2]
-    # Tokens, targets, documents and positions of all micro-batches are on every stage.
-    numbers = 2 * 4 * 4 * (many - few) * ROWS * LENGTH
-    return {"temporaries": max(0.0, abs(more - wanted) - numbers) / compiled(schedule, many)[0]}
 
 
 TOPOLOGIES = ("v5e:2x2", "h100:1x4")
