@@ -29,9 +29,10 @@ class HostStub:
     def __init__(self, config: Any, seconds: float):
         from jaxllm.infer.device import Spec
         from jaxllm.infer.paged import LayerGroup
+        from jaxllm.models.context import Cached
 
         self.config, self.seconds, self.free = config, seconds, 0.0
-        self.spec = Spec((LayerGroup(8, 128, None, tuple(range(32))),), (config.pages,), 32, 64, 2048)
+        self.spec = Spec((LayerGroup(Cached(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048)
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Any:
         from jaxllm.infer.step import Shape

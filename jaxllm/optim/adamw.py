@@ -42,7 +42,7 @@ class OptimConfig:
             raise ValueError(f"optim: clip_norm = {self.clip_norm}; give a positive number, or None for no clipping.")
 
 
-STREAMS = ("embed", "expert_embed", "latent")
+STREAMS = ("embed", "vocab_embed", "expert_embed", "latent")
 """Logical axes of what layers read and write."""
 
 

@@ -61,9 +61,9 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    step = jit_step(
-        train_step(gradients(run, model, mesh), transform, schedule(run.optim.schedule, run.steps)), abstract
-    )
+    rate = schedule(run.optim.schedule, run.steps)
+    own = train_step(gradients(run, model, mesh), transform, rate, run.model, run.routing.bias_rate)
+    step = jit_step(own, abstract)
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))

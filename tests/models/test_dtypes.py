@@ -82,7 +82,7 @@ def test_bfloat16_gradients_have_the_parameters_dtype():
     config = dataclasses.replace(CONFIG, dtype="bfloat16", param_dtype="float32")
     sums, grads = gradients(config).out_info
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float32")}
-    assert {leaf.dtype for leaf in sums} == {np.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {np.dtype("float32")}
 
 
 def test_bfloat16_is_near_float32():

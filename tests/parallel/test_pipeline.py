@@ -211,4 +211,5 @@ def test_evaluation_goes_through_the_same_stages(rng):
         got = quick.jit(pipelined_sums(model, *planned(config, 2)))(
             placed, jax.device_put(batch, jax.NamedSharding(mesh, jax.P()))
         )
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5)
+    assert got.routing is want.routing is None
+    np.testing.assert_allclose(np.asarray(got[:4]), np.asarray(want[:4]), rtol=1e-5)

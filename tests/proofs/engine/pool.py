@@ -12,6 +12,7 @@ from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine import Engine
 from jaxllm.infer.paged import LayerGroup
 from jaxllm.infer.step import Shape
+from jaxllm.models.context import Cached
 from tests.infer import engines
 from tests.infer.paper import PaperDevice
 from tests.proofs.harness import proof
@@ -42,7 +43,7 @@ def pages_are_never_lost_or_shared_by_mistake(example: dict[str, Any]) -> None:
     """Random traces of taking, giving back, sharing, copying, swapping: each step reads its own, none is lost."""
     fields = {name: example[name] for name in ("sequences", "budget", "loop", "preemption", "prefix_cache")}
     config = EngineConfig(max_len=engines.LONGEST, page_size=example["page_size"], pages=example["pages"], **fields)
-    groups = tuple(LayerGroup(1, 1, window, (0,)) for window in example["windows"])
+    groups = tuple(LayerGroup(Cached(1, 1, 1), window, (0,)) for window in example["windows"])
     rng = np.random.default_rng(example["seed"])
     device = PaperDevice(config, groups, example["pages"])
     engine = Engine(device, config, engines.VOCAB)
@@ -74,7 +75,7 @@ def pages_are_in_use_while_requests_wait(seed: int) -> float:
                 assert empty <= len(engine.scheduler.running) * (config.page_size + config.loop)
             return super().run(shape, packed)
 
-    engine = Engine(Watched(config, (LayerGroup(1, 1, None, (0,)),), 1000), config, engines.VOCAB)
+    engine = Engine(Watched(config, (LayerGroup(Cached(1, 1, 1), None, (0,)),), 1000), config, engines.VOCAB)
     for _ in range(400):
         prompt = rng.integers(0, engines.VOCAB, rng.integers(10, 40)).tolist()
         engine.submit(prompt, SamplingParams(int(rng.integers(10, 24)), 0.0))
