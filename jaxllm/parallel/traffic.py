@@ -168,6 +168,7 @@ class _Step:
 
     def _attention(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
         attention, passes = block.attention, self.passes
+        assert isinstance(attention, AttentionConfig), "latent attention is refused before"
         rows = self.rows // self.size(self.axes("batch"))
         split, ring = self.axes("attn_seq"), self.axes("attn_kv_seq")
         ulysses = self.axes("seq")[len(split) :]
