@@ -1,7 +1,6 @@
 """Saved on one mesh, restored on another: every leaf the same, and the run goes on as if nothing had happened.
 
-Pipeline stages are not among the axes: there is no such axis in training yet. That layers may be stored alone or
-stacked is.
+Layers may lie in pipeline stages, each with those of a schedule, and be stored alone or stacked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from jaxllm.checkpoint.relayout import Layout, relaid, sources_of
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.train import TrainState, abstract_state, train_step, value_and_grad
+from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
+from jaxllm.train.loop import gradients
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof
@@ -34,6 +34,13 @@ MESHES = [
     if math.prod(sizes) in (1, 2, 4, 8)
 ]
 """All meshes of one, two, four and eight devices."""
+PIPELINES = (
+    "stage=2",
+    *(f"stage=2,{axis}=2" for axis in ("data", "fsdp", "ulysses", "tensor")),
+    "stage=2,fsdp=2,tensor=2",
+)
+"""Of which each kind of model is trained on three."""
+SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 BEFORE, AFTER = 2, 10
 OPTIM = OptimConfig(schedule=ScheduleConfig(peak=1e-2, warmup=0.1))
 MODELS = {
@@ -49,13 +56,14 @@ class Run:
         # The plan is the mesh's own, so that few programs are compiled for many pairs.
         rng = random.Random(f"{mesh} {kind}")
         self.config = tiny.decoder(**MODELS[kind])
-        plan = ParallelConfig(zero=rng.choice([1, 2, 3]), sequence=rng.random() < 0.5)
+        plan = ParallelConfig(zero=rng.choice([1, 2, 3]), sequence=rng.random() < 0.5, schedule=rng.choice(SCHEDULES))
         self.model = functional(self.config, plan.rules())
         spec = MeshSpec.parse(mesh)
         self.mesh = spec.build(jax.devices()[: math.prod(n for _, n in spec.axes)])
         self.transform = optimizer(OPTIM, BEFORE + AFTER, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.transform, self.mesh)
-        grads = value_and_grad(self.model, layout=plan.layout, zero=plan.zero)
+        run = RunConfig(model=self.config, mesh=mesh, parallel=plan, accumulate=2 if "stage" in mesh else 1)
+        grads = gradients(run, self.model, self.mesh)
         step = train_step(grads, self.transform, schedule(OPTIM.schedule, BEFORE + AFTER))
         self.step = quick.jit(step, out_shardings=(shardings_of(self.abstract), None))
 
@@ -84,12 +92,13 @@ class Run:
 
 @functools.cache
 def pool(kind: str) -> list[str]:
-    """Twenty meshes that this seed's pairs are of, every axis among them: programs compiled once serve many pairs."""
+    """Twenty meshes that this seed's pairs are of, every axis among them, three with stages: few programs."""
     rng = random.Random(environment.derive(environment.seed(), "reshard", kind))
     meshes = [mesh for mesh in MESHES if kind == "mixture" or "expert" not in mesh]
     found: list[str] = []
     for axis in AXES if kind == "mixture" else [axis for axis in AXES if axis != "expert"]:
         found.append(rng.choice([mesh for mesh in meshes if axis in mesh and mesh not in found]))
+    found += rng.sample(PIPELINES, 3)
     return found + rng.sample([mesh for mesh in meshes if mesh not in found], 20 - len(found))
 
 
