@@ -315,7 +315,7 @@ def convert(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         step: int | None = None,
         upcycle: int | None = None,
-        top_k: int = 2,
+        top_k: int | None = None,
     ) -> int:
         """Writes a model in another form; it is in memory a tensor at a time, never as a whole.
 
@@ -330,7 +330,7 @@ def convert(argv: list[str]) -> int:
             step: which checkpoint of a run; the newest by default.
             upcycle: make a mixture of so many experts of a dense model: each begins as a copy of its feed-forward
                 layer, so that the first forward pass is the same, and training on moves them apart.
-            top_k: how many of the experts a token meets.
+            top_k: how many of the experts that --upcycle makes a token meets, 2 by default.
         """
         from jaxllm.infer.convert import convert as convert_model
 

@@ -106,7 +106,7 @@ def convert(
     dtype: DType | None = None,
     step: int | None = None,
     upcycle: int | None = None,
-    top_k: int = 2,
+    top_k: int | None = None,
     shard_bytes: int = 5 * 2**30,
     progress: Progress | None = None,
 ) -> Converted:
@@ -121,24 +121,26 @@ def convert(
             the same bytes; elsewhere weights of several types, or quantised ones, become float32, which holds them all.
         step: which checkpoint of a run; the newest by default.
         upcycle: make a mixture of so many experts of a dense model, whose first forward pass is the same.
-        top_k: how many of them a token meets.
+        top_k: how many of them a token meets, 2 by default; for ``upcycle``.
         shard_bytes: of one safetensors file, at most.
         progress: called for every tensor.
 
     Raises:
         HubError: the model cannot be read, has no such form, has a value that is not finite or not in ``dtype``'s
-            range; or ``out`` exists.
+            range; ``out`` exists; or ``top_k`` is given without ``upcycle``.
         CheckpointError: the run's checkpoint is missing or damaged.
         DataError: the tokenizer cannot be read, or is another model's.
     """
     out = Path(out)
     if out.exists():  # before anything is read
         raise HubError(f"{out} exists; choose another name, or move it away.")
+    if top_k is not None and upcycle is None:
+        raise HubError(f"top_k = {top_k} is of the experts that upcycle makes: say how many, or leave it out.")
     model = _open(find_model(source), step)
     write = _write_hf if to == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
         if upcycle is not None:
-            mixture = _upcycled(model, upcycle, top_k, named=to == "hf")
+            mixture = _upcycled(model, upcycle, 2 if top_k is None else top_k, named=to == "hf")
             if to == "jaxllm":
                 return replace(_write_jaxllm(mixture, temporary, dtype, shard_bytes, progress), path=out)
             # By way of a checkpoint, from which single experts can be read.

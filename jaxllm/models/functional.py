@@ -248,9 +248,9 @@ def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functi
 def layers_apart(params: Params, *, donate: bool = False) -> Params:
     """The same parameters with each layer's in arrays of their own: ``segments`` hold a tuple over their repeats.
 
-    ``Functional`` takes either form. XLA copies a layer out of its stack before it multiplies with it, on CPUs and GPUs
-    even where the loop is unrolled, which doubles or trebles what a decoding step reads; in exchange a program is as
-    long as the model is deep.
+    ``Functional.forward`` and its parts take either form; training, ``gather`` and checkpoints need stacks. XLA copies
+    a layer out of its stack before it multiplies with it, on CPUs and GPUs even where the loop is unrolled, which
+    doubles or trebles what a decoding step reads; in exchange a program is as long as the model is deep.
 
     Args:
         donate: give each stack's memory back as soon as its layers are made; ``params`` cannot be used afterwards.

@@ -287,6 +287,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
 
     Raises:
         ShardingError: the parameters or the batch do not fit it; lists the nearest that they do.
+        ConfigError: a pipeline's sizes are given, and there is no pipeline.
     """
     shapes, axes = model.abstract(), model.logical_axes()
 
@@ -296,7 +297,13 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         check_batch(config, mesh, model.rules)
         check_parameters(shapes, axes, mesh, model.rules)
 
-    return resolve(MeshSpec.parse(config.mesh), num_devices, fits)
+    mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
+    if dict(mesh.axes).get("stage", 1) == 1 and (config.parallel.chunks or config.parallel.depths):
+        raise ConfigError(
+            f"parallel.chunks and parallel.depths are of a pipeline, and the mesh {config.mesh!r} has no stages: leave "
+            "them out, or give the mesh some, such as stage=2."
+        )
+    return mesh
 
 
 def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:

@@ -1,6 +1,6 @@
 """Saved on one mesh, restored on another: every leaf the same, and the run goes on as if nothing had happened.
 
-Layers may lie in pipeline stages, each with those of a schedule, and be stored alone or stacked.
+Layers may lie in the stages of a pipeline, and be stored alone or stacked.
 """
 
 from __future__ import annotations
