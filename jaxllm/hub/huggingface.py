@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from jaxllm.models import DecoderConfig, functional
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
 
+READERS = 4
+"""Layers of a leaf that are read and converted at a time; each holds a copy of its own."""
 EXPERT_LEAVES = 3
 """Leaves of a layer that are held while the tensors of its experts are written, one after the other."""
 
@@ -342,9 +345,13 @@ def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
         index = index or (slice(None),) * len(leaf.shape)
         spans = [range(*i.indices(size)) for i, size in zip(index, leaf.shape, strict=True)]
         value = _aligned([len(span) for span in spans], leaf.dtype)
-        for here in itertools.product(*(range(len(span)) for span in spans[:depth])):
+
+        def read(here: tuple[int, ...]) -> None:
             there = tuple(span[i] for span, i in zip(spans, here, strict=False))
             _read(by_place[there], index[depth:], path, value[here])
+
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(read, itertools.product(*(range(len(span)) for span in spans[:depth]))))
         return value
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)

@@ -176,9 +176,6 @@ class Device:
 
     def _room(self) -> int:
         """Pages that the memory has room for, beside the parameters and the largest program's temporaries."""
-        largest = self._step(self._shape(self.config.budget, False, "full" in self.config.samplers))
-        temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
-        self.manifest.counts.compiled = self.manifest.counts.loaded = 0
         memory = _device_of(self.params).memory_stats()
         if memory is None or "bytes_limit" not in memory:
             room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -187,6 +184,9 @@ class Device:
             ) * self.spec.columns  # no more than can be in use, and one to be found again
         else:
             shards = 1 if self.mesh is None else self.mesh.size
+            largest = self._step(self._shape(self.config.budget, False, "full" in self.config.samplers))
+            temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
+            self.manifest.counts.compiled = self.manifest.counts.loaded = 0
             weights = sum(x.nbytes for x in jax.tree.leaves(self.params)) // shards
             room = SHARE * memory["bytes_limit"] - weights - temporaries
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
