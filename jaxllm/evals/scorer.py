@@ -86,7 +86,7 @@ class Scorer:
                 raise ValueError(
                     f"a continuation of {scored} tokens does not fit the engine's {most + 1} with a context."
                 )
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True, ignore_eos=True)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
         made = self.llm.generate([ids[-most:] for ids, _ in texts], params)
         found = [one.prompt_scores[-scored:] for one, (_, scored) in zip(made, texts, strict=True)]
         return [(sum(value for value, _ in scores), all(rank == 0 for _, rank in scores)) for scores in found]

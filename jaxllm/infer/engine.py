@@ -32,6 +32,11 @@ from jaxllm.infer.step import STOPS, Shape
 from jaxllm.models import Functional
 from jaxllm.text import StreamDecoder, Tokenizer
 
+NOT_YET = (
+    "min_tokens", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "allowed_tokens", "best_of", "beams", "include_stop", "echo",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -170,7 +175,7 @@ class Engine:
         for number in range(params.n):
             decoder = None if self.tokenizer is None else StreamDecoder(self.tokenizer, continues=True)
             request.sequences.append(Sequence(request, number, next(self._orders), list(prompt), decoder))
-        if params.prompt_logprobs:
+        if params.prompt_logprobs is not None:
             request.prompt_scores = [(float("nan"), -1)] * (len(prompt) - 1)
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -263,7 +268,7 @@ class Engine:
         if shape.full and not shape.decode:
             x["targets"][...] = -1
             for entry, end in zip(entries, ends, strict=True):
-                if entry.sequence.request.params.prompt_logprobs and entry.sequence.number == 0:
+                if entry.sequence.request.params.prompt_logprobs is not None and entry.sequence.number == 0:
                     after = entry.sequence.request.prompt[entry.start + 1 : entry.start + entry.count + 1]
                     x["targets"][end - entry.count : end - entry.count + len(after)] = after
 
@@ -274,7 +279,7 @@ class Engine:
         tokens = made["tokens"].tolist()
         for row, entry in enumerate(flight.plan.entries):
             sequence, request = entry.sequence, entry.sequence.request
-            if request.params.prompt_logprobs and sequence.number == 0 and "scores" in made:
+            if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in made:
                 self._score(entry, made, at)
             at += entry.count
             if not entry.samples or sequence.finish is not None:
@@ -379,6 +384,12 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop texts need an engine with a tokenizer; give stop_ids.")
+        fresh = SamplingParams()
+        for name in NOT_YET:
+            if (value := getattr(params, name)) != getattr(fresh, name):
+                raise ValueError(f"{name} = {value!r}; this engine cannot do that yet.")
+        if params.max_tokens == 0 or (params.prompt_logprobs or 0) > 0:
+            raise ValueError("max_tokens = 0 and prompt_logprobs above 0: this engine cannot do that yet.")
         if (params.logprobs or 0) > self.config.top_logprobs:
             raise ValueError(
                 f"logprobs = {params.logprobs}; this engine was built with top_logprobs = {self.config.top_logprobs}."
@@ -394,7 +405,7 @@ def _needs(plan: Plan) -> dict[str, bool]:
     """Which program a plan can run on."""
     params = [entry.sequence.request.params for entry in plan.entries]
     scores = any(
-        e.sequence.number == 0 and p.prompt_logprobs and e.start < len(e.sequence.request.prompt) - 1
+        e.sequence.number == 0 and p.prompt_logprobs is not None and e.start < len(e.sequence.request.prompt) - 1
         for e, p in zip(plan.entries, params, strict=True)
     )
     return {

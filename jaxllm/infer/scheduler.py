@@ -355,7 +355,9 @@ class Scheduler:
 
     def _find(self, sequence: Sequence) -> None:
         """Holds the pages of others that begin as this sequence does; of windows only what they reach."""
-        scored = sequence.request.params.prompt_logprobs and sequence.number == 0  # every token's is computed
+        scored = (
+            sequence.request.params.prompt_logprobs is not None and sequence.number == 0
+        )  # every token's is computed
         if not self.config.prefix_cache or scored:
             return
         size, piece = self.page_size, self.config.piece

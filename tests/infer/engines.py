@@ -213,7 +213,7 @@ def error(model: str, dtype: str, requests: list[Request]) -> float:
                 worst = max([worst, *(abs(row[token] - value) for token, value in best)])
                 assert len(best) == request.params.logprobs
                 assert all(value >= np.sort(row)[-len(best)] - 1e-4 for _, value in best)
-        if request.params.prompt_logprobs and request.sequences[0].finish != "cancelled":
+        if request.params.prompt_logprobs is not None and request.sequences[0].finish != "cancelled":
             want = logprobs_of(model, dtype, request.prompt)
             assert np.isfinite(request.prompt_scores).all()
             for i, (value, rank) in enumerate(request.prompt_scores, 1):
@@ -242,7 +242,7 @@ def traffic(rng: np.random.Generator, config: EngineConfig, many: int) -> list[d
             n=int(rng.choice([1, 1, 1, 2, 3])),
             stop_ids=tuple(rng.integers(0, VOCAB, rng.choice([0, 0, 1, 10])).tolist()),
             logprobs=int(rng.integers(0, config.top_logprobs + 1)),
-            prompt_logprobs=bool(rng.random() < 0.3),
+            prompt_logprobs=0 if rng.random() < 0.3 else None,
         )
         at = int(rng.integers(0, 12))
         cancel = at + int(rng.integers(0, 15)) if rng.random() < 0.15 else None

@@ -35,7 +35,7 @@ def smollm2_logprobs(seed: int) -> float:
     llm, rng = smollm2(), np.random.default_rng(seed)
     words = llm.ids(TEXT * 8)
     prompts = [words[: rng.integers(5, 120)] + rng.integers(0, 40000, rng.integers(1, 30)).tolist() for _ in range(6)]
-    params = SamplingParams(max_tokens=24, seed=seed, top_p=0.9, logprobs=0, prompt_logprobs=True, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, seed=seed, top_p=0.9, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     model = llm.loaded.model
 
     @jax.jit
@@ -95,7 +95,7 @@ async def _load(seed: int, callers: int) -> float:
         assert len(tokens) == asked[number][1] or leaves[number]
     assert llm.engine.scheduler.idle
     assert all(pages.available == pages.count for pages in llm.engine.scheduler.pages)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=True)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     whole = [prompt + tokens for (prompt, _), (tokens, _) in zip(asked, made, strict=True)]
     worst = 0.0
     some = rng.choice(callers, 16, replace=False)
