@@ -33,7 +33,7 @@ from jaxllm.models import DecoderConfig, functional
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
 
-READERS = 4
+READERS = 2
 """Layers of a leaf that are read and converted at a time; each holds a copy of its own."""
 EXPERT_LEAVES = 3
 """Leaves of a layer that are held while the tensors of its experts are written, one after the other."""
