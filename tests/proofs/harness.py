@@ -45,6 +45,7 @@ class Proof:
     float64: bool
     parallel: bool
     cases: tuple[Any, ...] | None = None
+    costly: bool = False
 
     @property
     def kind(self) -> str:
@@ -91,6 +92,7 @@ def proof(
     chunk: int = 20,
     float64: bool = False,
     parallel: bool = True,
+    costly: bool = False,
 ):
     """Registers a trial as a proof of an issue.
 
@@ -109,6 +111,7 @@ def proof(
         chunk: examples of one resumable step of a drawn proof.
         float64: JAX is in 64-bit mode during the trial.
         parallel: False if nothing else may run on the machine meanwhile.
+        costly: one unit takes a core for more than a minute; a test run takes a third of the proofs that do.
     """
 
     def register(trial):
@@ -122,7 +125,7 @@ def proof(
             raise ProofError(f"proof {issue}/{case}: need 0 < sample <= count and chunk >= 1.")
         bounds = dict(bound) if isinstance(bound, Mapping) else {} if bound is None else {"error": float(bound)}
         listed = None if cases is None else tuple(cases)
-        made = Proof(issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed)
+        made = Proof(issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed, costly)
         if len(set(made.labels())) < len(listed or ()):
             raise ProofError(f"proof {issue}/{case}: two cases have the same name.")
         _proofs[issue, case] = made
@@ -148,6 +151,12 @@ def load(issue: str) -> dict[str, Proof]:
     for file in sorted((_HERE / issue).glob("[a-z]*.py")):
         importlib.import_module(f"tests.proofs.{issue}.{file.stem}")
     return {case: found for (group, case), found in sorted(_proofs.items()) if group == issue}
+
+
+def left_out(proofs: Sequence[Proof], seed: int) -> set[tuple[str, str]]:
+    """Two thirds of the costly proofs, by issue and name: those that a test run leaves to other seeds."""
+    costly = sorted((p.issue, p.name) for p in proofs if p.costly)
+    return set(random.Random(environment.derive(seed, "costly")).sample(costly, len(costly) * 2 // 3))
 
 
 def run_unit(proof: Proof, seed: int, index: int, *, examples: int | None = None, seen: Collection[str] = ()) -> Unit:

@@ -136,6 +136,16 @@ def test_seeds_sample_other_cases():
     assert make(None, sample=2, strategy=st.booleans()).sampled(7) == [0]
 
 
+def test_seeds_take_turns_with_costly_proofs():
+    proofs = [make(None, name=name, costly=name != "cheap") for name in ("a", "b", "c", "d", "e", "f", "cheap")]
+    left = [harness.left_out(proofs, seed) for seed in range(60)]
+    assert all(len(some) == 4 for some in left)
+    assert ("toy", "cheap") not in set.union(*left)
+    assert not set.intersection(*left)
+    assert left[7] == harness.left_out(proofs, 7)
+    assert not harness.left_out(proofs[:1], 7)
+
+
 def test_failing_seed_prints_how_to_see_it_again(toy, capsys):
     def trial(seed):
         assert seed % 4, "divisible"

@@ -12,6 +12,8 @@ PROOFS = [proof for issue in harness.issues() for proof in harness.load(issue).v
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda p: f"{p.issue}-{p.name}")
 def test_sample(proof: harness.Proof):
+    if (proof.issue, proof.name) in harness.left_out(PROOFS, environment.seed()):
+        pytest.skip("costly, and of those another seed's turn; in full: make proof " + proof.issue)
     for index in proof.sampled(environment.seed()):
         unit = harness.run_unit(proof, environment.seed(), index, examples=proof.sample)
         size = "" if proof.strategy is None else f" EXAMPLES={proof.sample}"
