@@ -276,12 +276,20 @@ def pipeline(argv: list[str]) -> int:
     return run(argv)
 
 
+def serve(argv: list[str]) -> int:
+    """Serve a model to OpenAI's clients: `jaxllm serve MODEL --port 8000`."""
+    from jaxllm.serve_cli import serve as run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Any] = {
     "train": train,
     "shard": shard,
     "pipeline": pipeline,
     "generate": model_cli.generate,
     "chat": model_cli.chat,
+    "serve": serve,
     "convert": model_cli.convert,
     "inspect": model_cli.inspect,
     "eval": model_cli.evaluate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from jaxllm.infer.engine import Engine, Piece
@@ -47,7 +47,7 @@ class AsyncEngine:
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams | None = None, *, salt: str = ""
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Pieces of a request's continuations as they come, until all have ended.
 
         Leaving the stream early, or cancelling the task that reads it, cancels the request.

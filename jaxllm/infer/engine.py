@@ -166,7 +166,7 @@ class Engine:
                 built for.
         """
         prompt, params = [int(token) for token in prompt], params or SamplingParams()
-        self._check(prompt, params)
+        self.check(prompt, params)
         ends = () if params.ignore_eos or self.tokenizer is None else self.tokenizer.stop_ids
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
         request = Request(
@@ -368,8 +368,8 @@ class Engine:
             finish,
         )
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuses what cannot be done."""
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises ValueError for what ``submit`` would refuse; for any thread."""
         if not prompt:
             raise ValueError("a prompt is empty; generation starts from at least one token.")
         for what, tokens in (("a prompt", prompt), ("stop_ids", params.stop_ids)):

@@ -1,0 +1,280 @@
+"""The server's routes.
+
+    app = create_app(ServeConfig(name="tiny"))
+    async with AsyncEngine(engine) as running:
+        app.state.service.open_for(Served(running, template))
+
+The routes are there before the engine is: until it is ready they answer 503, and ``/ready`` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+
+from jaxllm.serve import responses as shapes
+from jaxllm.serve.backend import Backend
+from jaxllm.serve.chat import Chat
+from jaxllm.serve.completions import Completions
+from jaxllm.serve.config import ServeConfig
+from jaxllm.serve.errors import ApiError, dumps, of_validation
+from jaxllm.serve.gate import Gate, error_response
+from jaxllm.serve.generation import Desk
+from jaxllm.serve.metrics import Metrics
+from jaxllm.serve.prompts import chat_ids, text_ids
+from jaxllm.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxllm.serve.stream import ClientGone, EventStream, unless_gone
+
+_WORDS = {
+    400: "The request is not legal.", 401: "The key is missing or wrong.", 404: "There is no such thing.",
+    405: "There is no such method.", 408: "It took too long.", 413: "It is too long.",
+    429: "Too many requests wait.", 503: "The engine is not ready.",
+}  # fmt: skip
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors that a route answers with, for the schema; some are every route's."""
+    return {s: {"model": shapes.ErrorResponse, "description": _WORDS[s]} for s in (400, 401, 405, 413, *statuses)}
+
+
+_MAKING = _errors(404, 408, 429, 503)
+_STREAMS: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+class Service:
+    """What the routes of one server share.
+
+    Attributes:
+        config: of the server.
+        name: of the model.
+        metrics: what is counted.
+        desk: lets requests to the engine; None until it is ready.
+        draining: the server is about to stop.
+    """
+
+    def __init__(self, config: ServeConfig):
+        self.config, self.name = config, config.name or "model"
+        self.metrics = Metrics(self.name)
+        self.desk: Desk | None = None
+        self.draining = False
+        self.failure: str | None = None
+        self._began = int(time.time())
+
+    def open_for(self, backend: Backend) -> None:
+        """From now on requests are answered."""
+        self.metrics.attach(backend)
+        self.desk = Desk(backend, self.config, self.metrics)
+
+    def ready(self) -> Desk:
+        """The desk.
+
+        Raises:
+            ApiError: 503, not yet or no longer.
+        """
+        if self.desk is None or self.draining:
+            why = "the server is stopping" if self.draining else "the model is still being loaded"
+            raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
+        return self.desk
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for the name of another model."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"there is no model {name[:100]!r}; this server has {self.name!r}.", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    def card(self) -> dict[str, Any]:
+        """The model, for lists of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "jaxllm",
+            "max_model_len": self.ready().backend.max_len,
+        }
+
+    async def answer(
+        self, request: Request, body: Any, kind: Callable[..., Chat | Completions], prefix: str
+    ) -> Response:
+        """Runs a chat or a completion, streamed or whole."""
+        desk = self.ready()
+        self.check_model(body.model)
+        record = request.scope.get("jaxllm.record", {})
+        record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
+        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        # Templates and tokenizers take their time over long texts.
+        asked = await asyncio.to_thread(kind, desk, body, head, record)
+        if self.config.log_prompts:
+            record["prompts"] = [desk.backend.tokenizer.decode(job.prompt, specials=True) for job in asked.jobs]
+        release = desk.admit(asked.jobs)
+        if body.stream:
+            return EventStream(asked.events(), self.config.write_seconds, release)
+        try:
+            return _json(await unless_gone(request.receive, asked.whole()))
+        finally:
+            release()
+
+
+def create_app(
+    config: ServeConfig, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]] | None = None
+) -> FastAPI:
+    """The server's application; ``app.state.service`` is its ``Service``."""
+    app = FastAPI(
+        title="jaxllm", version=importlib.metadata.version("jaxllm"), docs_url=None, redoc_url=None, lifespan=lifespan,
+        redirect_slashes=False,
+    )  # fmt: skip
+    service = app.state.service = Service(config)
+    _handle_errors(app)
+    _add_making(app, service)
+    _add_looking(app, service)
+    app.add_middleware(Gate, config=config)
+    if config.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    _publish(app)
+    return app
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(dumps(value), status, media_type="application/json")
+
+
+def _add_making(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", response_model=shapes.ChatCompletion, responses={**_STREAMS, **_MAKING})
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """A conversation goes on."""
+        return await service.answer(request, body, Chat, "chatcmpl")
+
+    @app.post("/v1/completions", response_model=shapes.TextCompletion, responses={**_STREAMS, **_MAKING})
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Texts go on."""
+        return await service.answer(request, body, Completions, "cmpl")
+
+    @app.post("/tokenize", response_model=shapes.Tokenized, responses=_errors(404, 503))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Tokens of a text or of a conversation."""
+        backend = service.ready().backend
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give a prompt or messages, one of them.", param="prompt")
+        if body.messages is not None:
+            ids = await asyncio.to_thread(
+                chat_ids, backend, body.messages, variables=body.chat_template_kwargs,
+                begins=body.add_generation_prompt,
+            )  # fmt: skip
+        else:
+            ids = await asyncio.to_thread(text_ids, backend.tokenizer, body.prompt, begin=body.add_special_tokens)
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": backend.max_len})
+
+    @app.post("/detokenize", response_model=shapes.Detokenized, responses=_errors(404, 503))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """Text of tokens, special ones by their names."""
+        tokenizer = service.ready().backend.tokenizer
+        service.check_model(body.model)
+        try:
+            return _json({"prompt": tokenizer.decode(body.tokens, specials=True)})
+        except ValueError as error:
+            raise ApiError(400, str(error), param="tokens") from None
+
+
+def _add_looking(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", response_model=shapes.ModelList, responses=_errors(503))
+    async def models() -> Response:
+        """The model that is served."""
+        return _json({"object": "list", "data": [service.card()]})
+
+    @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=_errors(404, 503))
+    async def model(name: str) -> Response:
+        """One model."""
+        service.check_model(name)
+        return _json(service.card())
+
+    @app.get("/health", response_model=shapes.Status, responses=_errors(503))
+    async def health() -> Response:
+        """Whether the server lives."""
+        if service.failure is not None:
+            raise ApiError(503, service.failure, code="failed")
+        return _json({"status": "ok"})
+
+    @app.get("/ready", response_model=shapes.Status, responses=_errors(503))
+    async def ready() -> Response:
+        """Whether requests are answered: all programs are loaded, and the server is not stopping."""
+        service.ready()
+        return _json({"status": "ready"})
+
+    @app.get("/version", response_model=shapes.Version, responses=_errors())
+    async def version() -> Response:
+        """What runs here."""
+        return _json({"version": app.version, "jax": importlib.metadata.version("jax")})
+
+    @app.get("/config", response_model=shapes.Settings, responses=_errors(503))
+    async def settings() -> Response:
+        """What is in effect: sizes, types, devices, bytes; no keys."""
+        backend = service.ready().backend
+        own = {**dataclasses.asdict(service.config), "name": service.name, "api_keys": len(service.config.api_keys)}
+        return _json({"server": own, "backend": await asyncio.to_thread(backend.describe)})
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_errors())
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain")
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def not_legal(request: Request, error: RequestValidationError) -> Response:
+        return error_response(of_validation(list(error.errors())))
+
+    @app.exception_handler(HTTPException)
+    async def not_there(request: Request, error: HTTPException) -> Response:
+        words = str(error.detail)
+        if error.status_code == 404:
+            words = f"there is no {request.url.path[:200]!r} here."
+        elif error.status_code == 405:
+            words = f"{request.url.path[:200]} has no method {request.method[:20]}."
+        return error_response(ApiError(error.status_code, words, headers=error.headers))
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "the server has made a mistake; its log says more.", code="internal_error"))
+
+
+def _publish(app: FastAPI) -> None:
+    """The schema without FastAPI's own error shape, which is not ours."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = made()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+__all__ = ["Service", "create_app"]

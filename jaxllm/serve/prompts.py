@@ -1,0 +1,123 @@
+"""From what a client wrote to tokens, and from its fields to the engine's parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.files import DataError
+from jaxllm.infer.sampling import SEEDS, SamplingParams
+from jaxllm.serve.backend import Backend
+from jaxllm.serve.errors import ApiError
+from jaxllm.serve.requests import Sampling
+from jaxllm.text import Tokenizer
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def text_ids(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -> list[int]:
+    """Tokens of a prompt, which begins as the model's documents do.
+
+    Raises:
+        ApiError: the text is empty, and nothing begins a document.
+    """
+    try:
+        ids = [int(i) for i in tokenizer.encode(text or "", bos=begin and tokenizer.adds_bos)]
+    except DataError as error:
+        raise ApiError(400, str(error), param="prompt") from None
+    if not ids and begin and tokenizer.start_id is not None:
+        ids = [tokenizer.start_id]
+    return ids
+
+
+def chat_ids(
+    backend: Backend,
+    messages: Sequence[Any],
+    *,
+    variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    begins: bool = True,
+) -> list[int]:
+    """Tokens of a conversation, up to where the model's answer begins.
+
+    Raises:
+        ApiError: the model has no template, or the template refuses the conversation.
+    """
+    if backend.template is None:
+        raise ApiError(
+            400, "this model has no chat template, so it was not trained to converse; use /v1/completions.",
+            param="messages",
+        )  # fmt: skip
+    if taken := [name for name in variables or {} if name in RESERVED]:
+        raise ApiError(
+            400, f"chat_template_kwargs has {taken[0]!r}, which has a field of its own.", param="chat_template_kwargs"
+        )
+    try:
+        text = backend.template.render(
+            [plain_message(m) for m in messages], tools, add_generation_prompt=begins, **(variables or {})
+        )
+        ids = [int(i) for i in backend.tokenizer.encode(text, specials=True)]
+    except DataError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    if not ids:
+        raise ApiError(400, "the template makes an empty prompt of this conversation.", param="messages")
+    return ids
+
+
+def plain_message(message: Any) -> dict[str, Any]:
+    """A message as templates read it: one text, arguments as an object; developers speak as the system."""
+    out = message.model_dump(exclude_none=True)
+    if out["role"] == "developer":
+        out["role"] = "system"
+    if isinstance(out.get("content"), list):
+        out["content"] = "".join(part["text"] for part in out["content"])
+    out.setdefault("content", "")
+    for call in out.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except (ValueError, RecursionError):
+            raise ApiError(400, f"the arguments of the call {call['id']!r} are not JSON.", param="messages") from None
+    return out
+
+
+def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
+    """The engine's parameters of a request.
+
+    Raises:
+        ApiError: values that do not go together.
+    """
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    given: dict[str, Any] = {
+        "n": body.n,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "seed": None if body.seed is None else body.seed % SEEDS,
+        "stop": stop,
+        "stop_ids": tuple(body.stop_token_ids or ()),
+        "ignore_eos": body.ignore_eos,
+        **fields,
+    }
+    try:
+        return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+    except ValueError as error:
+        name = str(error).split(" ")[0]
+        raise ApiError(400, str(error), param=name if name in given else None) from None
+
+
+def room_for(backend: Backend, prompt: Sequence[int], param: str) -> int:
+    """How many tokens may follow a prompt.
+
+    Raises:
+        ApiError: none.
+    """
+    if len(prompt) >= backend.max_len:
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens; this model's context has {backend.max_len}, answer included.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return backend.max_len - len(prompt)

@@ -1,0 +1,179 @@
+"""What clients may ask: every field that OpenAI publishes, honoured or refused by name, and some of our own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxllm.serve.fields import Body, Count, Name, NotServed, Penalty, Seed, Share, Stop, Temperature, Token
+
+_STORES = "nothing is stored here"
+_NOT_YET = "the engine has no such parameter yet"
+
+
+class StreamOptions(Body):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, NotServed("chunks are not padded", False)] = None
+
+
+class Sampling(Body):
+    """What chat and completions share."""
+
+    model: Name
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    frequency_penalty: Annotated[Any, NotServed(_NOT_YET, 0)] = None
+    presence_penalty: Annotated[Any, NotServed(_NOT_YET, 0)] = None
+    logit_bias: Annotated[Any, NotServed(_NOT_YET, {})] = None
+    user: Name | None = Field(default=None, description="Written to the log.")
+    # Not OpenAI's:
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Name | None = Field(
+        default=None, description="What was computed is shared only with requests of the same."
+    )
+
+
+class TextPart(Body):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(Body):
+    """A call that the model made."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that the model made, with its number."""
+
+    id: Name
+    type: Literal["function"]
+    function: Function
+
+
+Content = str | list[TextPart]
+
+
+class SystemMessage(Body):
+    """How the model is to behave."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: Name | None = None
+
+
+class UserMessage(Body):
+    """What a person says."""
+
+    role: Literal["user"]
+    content: Content
+    name: Name | None = None
+
+
+class AssistantMessage(Body):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: Name | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    audio: Annotated[Any, NotServed("this model writes text")] = None
+    function_call: Annotated[Any, NotServed("it was replaced by tool_calls")] = None
+
+
+class ToolMessage(Body):
+    """What a tool gave back."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Name
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class ChatRequest(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Not OpenAI's: variables of the chat template, such as enable_thinking."
+    )
+    add_generation_prompt: bool | None = Field(default=None, description="Not OpenAI's: the template's; true.")
+    audio: Annotated[Any, NotServed("this model writes text")] = None
+    modalities: Annotated[Any, NotServed("this model writes text", ["text"])] = None
+    function_call: Annotated[Any, NotServed("it was replaced by tool_choice", "none")] = None
+    functions: Annotated[Any, NotServed("they were replaced by tools", [])] = None
+    tools: Annotated[Any, NotServed("tools are not served yet", [])] = None
+    tool_choice: Annotated[Any, NotServed("tools are not served yet", "none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, NotServed("tools are not served yet", False, True)] = None
+    response_format: Annotated[Any, NotServed("grammars are not served yet", {"type": "text"})] = None
+    metadata: Annotated[Any, NotServed(_STORES, {})] = None
+    store: Annotated[Any, NotServed(_STORES, False)] = None
+    moderation: Annotated[Any, NotServed("nothing is moderated here")] = None
+    prediction: Annotated[Any, NotServed("predicted outputs are not used here")] = None
+    prompt_cache_key: Annotated[Any, NotServed("prefixes are found without a key; see cache_salt")] = None
+    prompt_cache_options: Annotated[Any, NotServed("prefixes are kept while there is room")] = None
+    prompt_cache_retention: Annotated[Any, NotServed("prefixes are kept while there is room", "in_memory")] = None
+    reasoning_effort: Annotated[Any, NotServed("see chat_template_kwargs for what the model's template knows")] = None
+    verbosity: Annotated[Any, NotServed("models here have no such setting")] = None
+    web_search_options: Annotated[Any, NotServed("nothing is searched here")] = None
+    service_tier: Annotated[Any, NotServed("there is one tier", "auto", "default")] = None
+    safety_identifier: Name | None = Field(default=None, description="Written to the log.")
+
+
+Ids = Annotated[list[Token], Field(min_length=1)]
+Prompts = str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+
+
+class CompletionRequest(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts | None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(default=None, description="16 by default.")
+    best_of: Annotated[Any, NotServed(_NOT_YET, 1)] = None
+    suffix: Annotated[Any, NotServed("this model writes on from a prompt only", "")] = None
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: of a text, or of a conversation."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: Name | None = None
+    tokens: list[Token]
+
+
+__all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "Message", "Penalty", "TokenizeRequest"]

@@ -1,0 +1,165 @@
+"""The shapes of answers, for the published schema; a test holds answers to it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Shape(BaseModel):
+    """A part of an answer."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ErrorDetail(Shape):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Shape):
+    """A refusal."""
+
+    error: ErrorDetail
+
+
+class UsageCounts(Shape):
+    """Tokens read and made."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(Shape):
+    """One of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was made."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Shape):
+    """Of an answer."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(Shape):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+
+
+class ChatChoice(Shape):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Shape):
+    """Answers to a conversation."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageCounts
+
+
+class TextLogprobs(Shape):
+    """Of a text, token by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(Shape):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(Shape):
+    """Continuations of texts."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: UsageCounts
+
+
+class ModelCard(Shape):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Shape):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(Shape):
+    """Tokens of a text."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(Shape):
+    """Text of tokens."""
+
+    prompt: str
+
+
+class Status(Shape):
+    """How the server is."""
+
+    status: str
+
+
+class Version(Shape):
+    """What it runs."""
+
+    version: str
+    jax: str
+
+
+class Settings(Shape):
+    """What is in effect."""
+
+    server: dict[str, Any]
+    backend: dict[str, Any]

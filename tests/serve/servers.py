@@ -1,0 +1,135 @@
+"""Servers for tests: ours in a thread, over a tiny random model or an engine that only pretends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
+from jaxllm.infer.engine import Piece
+from jaxllm.infer.sequence import Sequence as Continuation
+from jaxllm.serve import Backend, Load, ServeConfig, Served, Server
+from jaxllm.serve.run import Opener
+from jaxllm.text import ChatTemplate
+from jaxllm.text.byte import ByteTokenizer
+from tests import quick, tiny
+
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SIZES = EngineConfig(
+    sequences=4, budget=32, max_len=128, page_size=8, buckets=(32,), loop=2, samplers=("full",), top_logprobs=20
+)
+
+
+@functools.cache
+def tiny_engine() -> Engine:
+    """A random model of bytes."""
+    import jax
+    import jax.numpy as jnp
+    import pytest
+
+    from jaxllm.models import functional
+
+    tokenizer = ByteTokenizer()
+    config = tiny.decoder(vocab_size=tokenizer.vocab_size, dtype="float32")
+    params = jax.tree.map(jnp.asarray, quick.params(config, seed=7, scale=0.5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        return Engine.of(functional(config), params, SIZES, tokenizer=tokenizer, strict=True)
+
+
+@contextlib.asynccontextmanager
+async def tiny_backend() -> AsyncIterator[Backend]:
+    """The tiny engine, running."""
+    async with AsyncEngine(tiny_engine()) as engine:
+        yield Served(engine, TEMPLATE)
+
+
+class FixedRate:
+    """An engine that makes a token of every continuation each so many seconds, without a model.
+
+    Args:
+        seconds: between two tokens.
+        sequences: worked on at a time; others wait.
+    """
+
+    def __init__(self, seconds: float = 0.01, sequences: int = 256, max_len: int = 4096):
+        self.tokenizer, self.template = ByteTokenizer(), TEMPLATE
+        self.max_len, self.sequences, self.seconds = max_len, sequences, seconds
+        self.begun = self.closed = self.held = 0
+        self._places: asyncio.Semaphore | None = None
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Takes all."""
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = ""
+    ) -> AsyncGenerator[Piece, None]:
+        """Letters."""
+        self._places = self._places or asyncio.Semaphore(self.sequences)
+        self.begun += 1
+        request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
+        request.sequences = [Continuation(request, n, n, list(prompt)) for n in range(params.n)]
+        try:
+            async with self._places:
+                self.held += 1
+                try:
+                    loop = asyncio.get_running_loop()
+                    due = loop.time()
+                    for made in range(1, params.max_tokens + 1):
+                        due += self.seconds
+                        await asyncio.sleep(due - loop.time())
+                        for number in range(params.n):
+                            letter = 97 + made % 26
+                            yield Piece(
+                                request,
+                                number,
+                                (letter,),
+                                chr(letter),
+                                finish="length" if made == params.max_tokens else None,
+                            )
+                finally:
+                    self.held -= 1
+        finally:
+            self.closed += 1
+
+    def load(self) -> Load:
+        """Pages: one a continuation."""
+        return Load(self.held, self.begun - self.closed - self.held, self.held, self.sequences, {})
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def opener(backend: Backend) -> Opener:
+    """Gives a backend that is there already."""
+
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[Backend]:
+        yield backend
+
+    return opened
+
+
+@contextlib.contextmanager
+def running(open_: Opener, config: ServeConfig | None = None) -> Iterator[tuple[Server, str]]:
+    """(a server in a thread, its URL)."""
+    server = Server(config or ServeConfig(port=0, name="tiny"), open_)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not (server.started and server.service.desk is not None):
+            thread.join(0.01)
+        assert server.started, "the server has not begun"
+        yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
