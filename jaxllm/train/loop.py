@@ -320,7 +320,7 @@ def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -
     """The function of loss and gradients that the run's step takes."""
     same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
     if (stages := mesh.shape.get("stage", 1)) > 1:
-        return pipelined(model, *planned(config, stages), **same)
+        return pipelined(model, *planned(config, stages), routing=config.routing, **same)
     return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **same)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -10,14 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import sharding
-from jaxllm.models import Functional
+from jaxllm.models import DecoderConfig, Functional, Segments
 from jaxllm.parallel.pipeline.executor import Pipeline
 from jaxllm.parallel.pipeline.generators import make
 from jaxllm.parallel.pipeline.layout import Depths, spread
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
 from jaxllm.train.config import RunConfig
 from jaxllm.train.loss import LossSums, arrange, sharded_sums, split_batch
-from jaxllm.train.routing import RoutingConfig
+from jaxllm.train.routing import RoutingConfig, RoutingSums, Tally
 from pallas_kernels.ring_attention import Layout
 
 
@@ -27,11 +28,6 @@ def planned(config: RunConfig, stages: int) -> tuple[Schedule, Depths]:
     Raises:
         ScheduleError: there is none; says what would be legal.
     """
-    if config.routing != RoutingConfig():
-        raise ScheduleError(
-            "pipeline: routers' own losses and biases (routing) are not summed over stages yet: leave routing at its "
-            "defaults, or take a mesh without stage."
-        )
     parallel, repeats = config.parallel, [repeats for _, repeats in config.model.segments]
     schedule = make(parallel.schedule, stages, config.accumulate, parallel.chunks)
     depths = spread(repeats, stages * schedule.chunks, parallel.depths)
@@ -53,6 +49,7 @@ def pipelined(
     z_loss: float = 0.0,
     layout: Layout = "contiguous",
     zero: Literal[1, 2, 3] = 3,
+    routing: RoutingConfig | None = None,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """``jaxllm.train.loss.value_and_grad``, by a pipeline schedule.
 
@@ -60,13 +57,17 @@ def pipelined(
         model: of rules that store its layers over ``stage`` (``ParallelConfig.rules``).
         schedule: its micro-batches are those that the batch is cut into.
         depths: which layers its virtual stages have.
+        routing: weights of the routers' losses, of a model with experts; None: they are not even counted.
     """
-    pipeline = Pipeline(model, schedule, depths, zero, layout)
+    routers = Routers.of(model.config, routing)
+    pipeline = Pipeline(model, schedule, depths, zero, layout, routers)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
-        return pipeline.sums_and_grads(params, _parts(model, batch, schedule, layout), total, _head(model, z_loss))
+        parts = _parts(model, batch, schedule, layout)
+        sums, heard, grads = pipeline.sums_and_grads(params, parts, total, _head(model, z_loss))
+        return sums if routers is None else routers.joined(sums, heard, total), grads
 
     return run
 
@@ -81,6 +82,58 @@ def pipelined_sums(
         return pipeline.sums(params, _parts(model, batch, schedule, layout), _head(model, 0.0))
 
     return run
+
+
+@dataclass(frozen=True)
+class Routers:
+    """What a pipeline's layers say of their routers: a ``Listener``.
+
+    Sums of losses are shares of the whole batch's mean until ``joined``.
+    """
+
+    config: DecoderConfig
+    routing: RoutingConfig
+
+    @classmethod
+    def of(cls, config: DecoderConfig, routing: RoutingConfig | None) -> Routers | None:
+        """None where nothing is to be heard."""
+        return None if routing is None or Tally.of(config, Segments(None)) is None else cls(config, routing)
+
+    def nothing(self) -> RoutingSums:
+        """Sums of no layer."""
+        return self._tally(Segments(None)).sums(self.config, jnp.zeros(()))
+
+    def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> Tally:
+        """Hears the layers of a unit, by their places in it."""
+        tally = self._tally(segments)
+        return replace(tally, counts=tally.counts[: len(self.config.segments[g][0])], over=over)
+
+    def heard(self, context: Tally, weight: Array) -> tuple[Array, RoutingSums]:
+        """A unit's part of the step's loss, and what it has counted."""
+        sums = context.sums(self.config, weight)
+        return self._loss(sums), sums
+
+    def add(self, sums: RoutingSums, found: RoutingSums, g: int, unit: Array) -> RoutingSums:
+        """``sums`` with those of a unit of segment g, at its layers' rows."""
+        segments = self.config.segments
+        first = sum(len(group) * repeats for group, repeats in segments[:g])
+        rows = first + unit * len(segments[g][0]) + jnp.arange(found.counts.shape[0])
+        more = sums._replace(counts=sums.counts.at[rows].add(found.counts))
+        rest = {name: getattr(sums, name) + getattr(found, name) for name in ("dropped", "balance", "z")}
+        return more._replace(**rest)
+
+    def joined(self, sums: LossSums, heard: RoutingSums, total: Array) -> LossSums:
+        """The head's sums with the routers', of a batch with ``total`` targets."""
+        whole = heard._replace(balance=heard.balance * total, z=heard.z * total)
+        return sums._replace(loss=sums.loss + self._loss(whole), routing=whole)
+
+    def _loss(self, sums: RoutingSums) -> Array:
+        return self.routing.balance_loss * sums.balance + self.routing.z_loss * sums.z
+
+    def _tally(self, segments: Segments) -> Tally:
+        tally = Tally.of(self.config, segments)
+        assert tally is not None
+        return tally
 
 
 def _parts(model: Functional, batch: Any, schedule: Schedule, layout: Layout) -> Any:

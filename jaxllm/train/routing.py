@@ -64,7 +64,9 @@ class RoutingSums(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["segments", "counts", "dropped", "balance", "z"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["segments", "counts", "dropped", "balance", "z"],
+    meta_fields=["over"],
 )
 @dataclass(frozen=True)
 class Tally:
@@ -74,6 +76,7 @@ class Tally:
         segments: what attends.
         counts, dropped: as in ``RoutingSums``.
         balance, z: sums over layers.
+        over: manual mesh axes that tokens are split over; then all of these are a device's summands.
     """
 
     segments: Segments
@@ -81,6 +84,7 @@ class Tally:
     dropped: Float[Array, ""]
     balance: Float[Array, ""]
     z: Float[Array, ""]
+    over: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: DecoderConfig, segments: Segments) -> Tally | None:
@@ -109,11 +113,11 @@ class Tally:
         dtype, experts = self.counts.dtype, routing.shares.shape[-1]
         ids = self.segments.segment_ids
         real = jnp.ones(routing.experts.shape[:2], dtype) if ids is None else (ids > 0).astype(dtype)
-        tokens = jnp.maximum(jnp.sum(real), 1)
+        tokens = jnp.maximum(self._of_all(jnp.sum(real)), 1)
         chosen = jnp.sum(jax.nn.one_hot(routing.experts, experts, dtype=dtype), axis=2) * real[..., None]
         load = jnp.sum(chosen, axis=(0, 1))
         share = jnp.sum(routing.shares.astype(dtype) * real[..., None], axis=(0, 1)) / tokens
-        even = load / (tokens * routing.experts.shape[-1])
+        even = self._of_all(load) / (tokens * routing.experts.shape[-1])
         z = jnp.square(jax.nn.logsumexp(routing.logits.astype(dtype), axis=-1))
         return replace(
             self,
@@ -122,6 +126,10 @@ class Tally:
             balance=self.balance + experts * jnp.sum(even * share),
             z=self.z + jnp.sum(z * real) / tokens,
         )
+
+    def _of_all(self, x: Array) -> Array:
+        """The sum over all devices of what has no gradient."""
+        return jax.lax.psum(x, self.over) if self.over else x
 
     def sums(self, config: DecoderConfig, count: Float[Array, ""]) -> RoutingSums:
         """Of a batch with ``count`` target tokens."""

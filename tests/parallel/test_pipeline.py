@@ -26,7 +26,9 @@ from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table_view import size
 from jaxllm.train import RunConfig, loss_sums
 from jaxllm.train.loop import fitting_mesh
-from jaxllm.train.pipelined import pipelined_sums, planned
+from jaxllm.train.loss import value_and_grad
+from jaxllm.train.pipelined import pipelined, pipelined_sums, planned
+from jaxllm.train.routing import RoutingConfig
 from jaxllm.train.shard import sharding_table
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.state import abstract_params
@@ -114,7 +116,8 @@ def test_every_layer_has_its_place(sizes, first, more):
 def test_a_layer_in_three_parts(remat, split, rng, float64):
     def layer(w: Any, x: Any, consts: Any) -> Any:
         h = checkpoint_name((x * w["gain"]) @ w["up"].astype(jnp.float32).astype(x.dtype), "up")
-        return x + jax.jit(jnp.tanh)(h) @ w["down"] * consts
+        y = x + jax.jit(jnp.tanh)(h) @ w["down"] * consts
+        return (y, jnp.sum(jnp.sin(h))), {"mean": jnp.mean(h), "zero": jnp.zeros(3)}
 
     apart = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))  # noqa: E731
     shapes = {"gain": (4,), "up": (4, 6), "down": (6, 4)}
@@ -122,11 +125,13 @@ def test_a_layer_in_three_parts(remat, split, rng, float64):
     w = {name: draw(*shape) for name, shape in shapes.items()}
     x, dy, consts = draw(5, 4), draw(5, 4), draw(5, 1)
     parts = cut(layer, w, x, consts, remat=remat, names=["up"], split=split)
-    y, pull = jax.vjp(lambda w, x: layer(w, x, consts), w, x)
-    dw, dx = pull(dy)
+    (y, _), pull, more = jax.vjp(lambda w, x: layer(w, x, consts), w, x, has_aux=True)
+    dw, dx = pull((dy, jnp.ones(())))
 
-    found, saved = parts.forward(w, x, consts)
+    found, said, saved = parts.forward(w, x, consts)
     assert apart(found, y) < 1e-6
+    assert apart(said["mean"], more["mean"]) < 1e-6
+    assert said["zero"].shape == (3,)
     back, early, pending = parts.backward(w, saved, consts, dy)
     assert apart(back, dx) < 1e-6
     late = parts.weights(w, saved, consts, pending) if split else {}
@@ -222,3 +227,33 @@ def test_evaluation_goes_through_the_same_stages(rng):
         )
     assert got.routing is want.routing is None
     np.testing.assert_allclose(np.asarray(got[:4]), np.asarray(want[:4]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("stage=2,data=2", "zb_h1"), ("stage=2,expert=2", "interleaved")])
+def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
+    """Their losses, and how many tokens each expert of each layer got, are those of one device."""
+    model = tiny.decoder(layers=5, moe=(4, 2, 8, False))
+    layers = (1, 1, 1, 2) if schedule == "interleaved" else (2, 3)
+    config = run_of(mesh=mesh, schedule=schedule, depths=layers, model=model)
+    batch = tiny.batch(int(rng.integers(2**16)), 8, 8, 64, packed=True, padding=True)
+    params = quick.params(config.model, 0)
+    routing = RoutingConfig(balance_loss=0.3, z_loss=0.1)
+    same = {"z_loss": 0.01, "routing": routing}
+    one = value_and_grad(functional(config.model), accumulate=config.accumulate, **same)
+    want, want_grads = quick.jit(one)(params, batch)
+    piped = functional(config.model, config.parallel.rules())
+    built = MeshSpec.parse(mesh).build(jax.devices()[:4])
+    with jax.set_mesh(built):
+        abstract = abstract_params(piped.abstract(), piped.logical_axes(), built, piped.rules)
+        placed = jax.device_put(params, shardings_of(abstract))
+        spec = piped.rules.spec(("batch", "seq"), built)
+        got, grads = quick.jit(pipelined(piped, *planned(config, 2), **same))(
+            placed, jax.device_put(batch, jax.NamedSharding(built, spec))
+        )
+    assert np.array_equal(got.routing.counts, want.routing.counts)
+    assert want.loss > want.nll + 0.01 * want.z
+    for name in ("loss", "nll", "count"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-12)
+    for name in ("balance", "z", "dropped"):
+        np.testing.assert_allclose(getattr(got.routing, name), getattr(want.routing, name), rtol=1e-12)
+    assert tiny.leaf_error(jax.device_get(grads), want_grads) < 1e-10

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 Remat = Literal["none", "elementwise", "full"]
@@ -21,14 +22,16 @@ Remat = Literal["none", "elementwise", "full"]
 
 @dataclass(frozen=True)
 class Cut:
-    """The three parts. Values are flat lists; ``tree`` is that of w.
+    """The three parts. Values are flat lists.
 
     Attributes:
+        tree, more: of w, and of what the layer says besides.
         saved: shapes and types of what F leaves.
         pending: of what B leaves for W; empty where B makes the gradients of weights itself.
     """
 
     tree: Any
+    more: Any
     saved: tuple[Any, ...]
     pending: tuple[Any, ...]
     _forward: Callable[..., list[Any]]
@@ -37,10 +40,10 @@ class Cut:
     _early: tuple[int, ...]
     _late: tuple[int, ...]
 
-    def forward(self, w: Any, x: Any, consts: Any) -> tuple[Any, list[Any]]:
-        """F: y, and what is saved."""
-        y, *saved = self._forward(*jax.tree.leaves((w, x, consts)))
-        return y, saved
+    def forward(self, w: Any, x: Any, consts: Any) -> tuple[Any, Any, list[Any]]:
+        """F: y, what the layer says besides, and what is saved."""
+        y, *rest = self._forward(*jax.tree.leaves((w, x, consts)))
+        return y, self.more.unflatten(rest[: self.more.num_leaves]), rest[self.more.num_leaves :]
 
     def backward(self, w: Any, saved: Sequence[Any], consts: Any, dy: Any) -> tuple[Any, dict[int, Any], list[Any]]:
         """B: dx, gradients of those leaves of w that have them now, by number, and what is left for W."""
@@ -63,7 +66,9 @@ def cut(
     names: Iterable[str],
     split: bool,
 ) -> Cut:
-    """Cuts ``layer(w, x, consts) -> y``, where y is as x.
+    """Cuts ``layer(w, x, consts) -> ((y, loss), more)``, where y is as x.
+
+    ``loss``, a scalar or None, is added to the step's own, so its gradient is one; ``more`` is any tree and has none.
 
     Args:
         w: tree of weights; all get gradients.
@@ -72,17 +77,20 @@ def cut(
         split: gradients of weights are left to W, as far as they are not made on the way to dx.
     """
 
-    def whole(w: Any, x: Any, consts: Any, dy: Any) -> tuple[Any, Any, Any]:
-        y, pull = jax.vjp(lambda w, x: layer(w, x, consts), w, x)
-        dw, dx = pull(dy)
-        return y, dx, dw
+    def whole(w: Any, x: Any, consts: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
+        (y, loss), pull, more = jax.vjp(lambda w, x: layer(w, x, consts), w, x, has_aux=True)
+        dw, dx = pull((dy, jax.tree.map(jnp.ones_like, loss)))
+        return y, more, dx, dw
 
-    traced = jax.make_jaxpr(_inlined(jax.make_jaxpr(whole)(w, x, consts, x)))(*jax.tree.leaves((w, x, consts, x)))
+    jaxpr, (_, more, _, _) = jax.make_jaxpr(whole, return_shape=True)(w, x, consts, x)
+    said = jax.tree.structure(more)
+    traced = jax.make_jaxpr(_inlined(jaxpr))(*jax.tree.leaves((w, x, consts, x)))
     graph = _Graph(traced)
     counts = [len(jax.tree.leaves(t)) for t in (w, x, consts, x)]
     ins = list(traced.jaxpr.invars)
     w_in, x_in, c_in, dy_in = (ins[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(4))
-    y_out, dx_out, *dw_out = traced.jaxpr.outvars
+    y_out, *rest = traced.jaxpr.outvars
+    more_out, (dx_out, *dw_out) = rest[: said.num_leaves], rest[said.num_leaves :]
     fixed = [*w_in, *c_in]
 
     free = graph.reached(fixed)  # follows from weights and constants alone
@@ -104,9 +112,10 @@ def cut(
     pending = [v for v in left if v not in free and v not in saved and v not in c_in]
     return Cut(
         jax.tree.structure(w),
+        said,
         tuple(v.aval for v in saved),
         tuple(v.aval for v in pending),
-        graph.function([*w_in, *x_in, *c_in], [y_out, *saved]),
+        graph.function([*w_in, *x_in, *c_in], [y_out, *more_out, *saved]),
         graph.function([*fixed, *dy_in, *saved], [dx_out, *(dw_out[i] for i in early), *pending]),
         graph.function([*fixed, *saved, *pending], [dw_out[i] for i in late]),
         tuple(early),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,26 @@ Head = Callable[[Any, Array, Any], Any]
 """``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
 
 
+class Listener(Protocol):
+    """Hears what layers say besides their output: a loss of their own, and sums for the log."""
+
+    def nothing(self) -> Any:
+        """Sums of no layer."""
+        ...
+
+    def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> Any:
+        """What a unit of segment g runs in; a micro-batch is split over the manual axes ``over``."""
+        ...
+
+    def heard(self, context: Any, weight: Array) -> tuple[Array, Any]:
+        """A unit's loss, to be added to the step's, and its sums; ``weight`` is the micro-batch's share of targets."""
+        ...
+
+    def add(self, sums: Any, found: Any, g: int, unit: Array) -> Any:
+        """``sums`` with those of a unit of segment g."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A model, and how its step is pipelined.
@@ -48,6 +68,7 @@ class Pipeline:
     Attributes:
         zero: stage of ZeRO over ``fsdp``, see ``ParallelConfig``.
         layout: which tokens of a row a device gets where the mesh splits the sequence.
+        listener: hears the layers, in a step with gradients.
     """
 
     model: Functional
@@ -55,9 +76,12 @@ class Pipeline:
     depths: Depths
     zero: Literal[1, 2, 3] = 3
     layout: Any = "contiguous"
+    listener: Listener | None = None
 
-    def sums_and_grads(self, params: Any, parts: Any, total: Array, head: Head) -> tuple[Any, Any]:
-        """Sums over all micro-batches, and gradients of ``sums.loss / total``, as and where the parameters are.
+    def sums_and_grads(self, params: Any, parts: Any, total: Array, head: Head) -> tuple[Any, Any, Any]:
+        """The head's and the listener's sums over all micro-batches, and gradients, as and where the parameters are.
+
+        The gradients are those of ``sums.loss / total`` and of the listener's losses.
 
         Args:
             params: of the model, stored by its rules.
@@ -105,7 +129,7 @@ class Pipeline:
             local,
             mesh=mesh,
             in_specs=(stored, rows, jax.P()),
-            out_specs=(jax.P(), stored) if gradients else jax.P(),
+            out_specs=(jax.P(), jax.P(), stored) if gradients else jax.P(),
             axis_names=set(manual),
             check_vma=False,
         )
@@ -128,6 +152,9 @@ class _Step:
         self.pipeline, self.model, self.mesh, self.manual = pipeline, pipeline.model, mesh, manual
         self.table: Table = tabulate(pipeline.schedule)
         self.stored, self.head, self.params, self.parts, self.total = stored, head, params, parts, total
+        self.batch_axes = tuple(axis for axis in manual if axis != STAGE)
+        targets = jnp.sum(parts.targets >= 0, axis=(1, 2)).astype(total.dtype)
+        self.shares = jax.lax.psum(targets, self.batch_axes) / total if self.batch_axes else targets / total
         schedule, segments = pipeline.schedule, self.model.config.segments
         self.last = schedule.stages * schedule.chunks - 1
         self.where: list[Places] = [
@@ -150,8 +177,9 @@ class _Step:
         ]
         self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
 
-    def run(self) -> tuple[Any, Any]:
-        """Sums, and gradients where the parameters are stored."""
+    def run(self) -> tuple[Any, Any, Any]:
+        """Sums, the listener's, and gradients where the parameters are stored."""
+        listener = self.pipeline.listener
         self.cuts = [self._cut(g) for g in range(len(self.where))]
         table = self.table
         state = {
@@ -163,14 +191,15 @@ class _Step:
             ],
             "ends": jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), self.ends, _ends(self.params)),
             "sums": self._no_sums(),
+            "heard": None if listener is None else listener.nothing(),
         }
         branches = [self._idle, self._forward, self._backward, self._weights]
         state = self._ticks(state, branches if self.pipeline.schedule.split else branches[:3])
-        return self._total(state), self._collect(state)
+        return self._total(state["sums"]), self._total(state["heard"]), self._collect(state)
 
     def run_forward(self) -> Any:
         """Sums."""
-        return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate]))
+        return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate])["sums"])
 
     def _ticks(self, state: Any, branches: list[Callable[[Any, Any, Array], tuple[Any, Array]]]) -> Any:
         """The state after all ticks; a branch for each kind of operation."""
@@ -195,8 +224,8 @@ class _Step:
     def _no_sums(self) -> Any:
         return jax.tree.map(_zeros, jax.eval_shape(self._loss, self.ends, _zeros(self.blank), self._micro(0))[1])
 
-    def _total(self, state: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.psum(x, self.manual), state["sums"])
+    def _total(self, sums: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.psum(x, self.manual), sums)
 
     def _send(self, pool: Array, out: Array, does: Array, slot: Array, pairs: tuple[tuple[int, int], ...]) -> Array:
         """``out`` of the neighbours in the pool, in ticks in which any of them has something to send."""
@@ -218,8 +247,9 @@ class _Step:
     def _evaluate(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
+        consts = self._consts(cell["micro"])
         for g in range(len(self.where)):
-            x = self._units(g, lambda x, i, w, g=g: self._layer(g, w, x, self._consts(batch)), x, cell)
+            x = self._units(g, lambda x, i, w, g=g: self._layer(g, w, x, consts)[0][0], x, cell)
         last = cell["virtual"] == self.last
         add = lambda sums: jax.tree.map(jnp.add, sums, self._loss(self.ends, x, batch)[1])  # noqa: E731
         return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, x
@@ -227,15 +257,19 @@ class _Step:
     def _forward(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
-        saved = []
+        consts, listener = self._consts(cell["micro"]), self.pipeline.listener
+        saved, heard = [], state["heard"]
         for g, (c, _) in enumerate(self._rooms()):
+            first = jnp.asarray(self.pipeline.depths.firsts[:, g])[cell["virtual"]]
 
-            def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = c) -> Any:
-                x, pools = carry
-                y, values = c.forward(w, x, self._consts(batch))
-                return y, [_put(p, v, cell["saved"], i) for p, v in zip(pools, values, strict=True)]
+            def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = c, first: Array = first) -> Any:
+                x, pools, heard = carry
+                y, more, values = c.forward(w, x, consts)
+                if listener is not None:
+                    heard = listener.add(heard, more, g, first + i)
+                return y, [_put(p, v, cell["saved"], i) for p, v in zip(pools, values, strict=True)], heard
 
-            x, pools = self._units(g, unit, (x, state["saved"][g]), cell)
+            x, pools, heard = self._units(g, unit, (x, state["saved"][g], heard), cell)
             saved.append(pools)
 
         def end(x: Array, ends: Any, sums: Any) -> tuple[Array, Any, Any]:
@@ -246,17 +280,17 @@ class _Step:
         out, ends, sums = jax.lax.cond(
             cell["virtual"] == self.last, end, lambda x, *rest: (x, *rest), x, state["ends"], state["sums"]
         )
-        return {**state, "saved": saved, "ends": ends, "sums": sums}, out
+        return {**state, "saved": saved, "ends": ends, "sums": sums, "heard": heard}, out
 
     def _backward(self, cell: Any, state: Any, dy: Array) -> tuple[Any, Array]:
-        batch = self._micro(cell["micro"])
+        batch, consts = self._micro(cell["micro"]), self._consts(cell["micro"])
         grads, pending = list(state["grads"]), list(state["pending"])
         for g in reversed(range(len(self.cuts))):
 
             def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = self.cuts[g]) -> Any:
                 dy, grads, pools = carry
                 saved = [_at(p, cell["saved"], i) for p in state["saved"][g]]
-                dx, early, left = c.backward(w, saved, self._consts(batch), dy)
+                dx, early, left = c.backward(w, saved, consts, dy)
                 grads = self._add(g, grads, early, cell, i)
                 return dx, grads, [_put(p, v, cell["pending"], i) for p, v in zip(pools, left, strict=True)]
 
@@ -270,14 +304,14 @@ class _Step:
         return {**state, "grads": grads, "pending": pending, "ends": ends}, dy
 
     def _weights(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
-        batch = self._micro(cell["micro"])
+        consts = self._consts(cell["micro"])
         grads = list(state["grads"])
         for g, c in enumerate(self.cuts):
 
             def unit(grads: Any, i: Array, w: Any, g: int = g, c: Cut = c) -> Any:
                 saved = [_at(p, cell["saved"], i) for p in state["saved"][g]]
                 left = [_at(p, cell["pending"], i) for p in state["pending"][g]]
-                return self._add(g, grads, c.weights(w, saved, self._consts(batch), left), cell, i)
+                return self._add(g, grads, c.weights(w, saved, consts, left), cell, i)
 
             grads[g] = self._units(g, unit, grads[g], cell)
         return {**state, "grads": grads}, message
@@ -350,8 +384,9 @@ class _Step:
     def _micro(self, number: Any) -> Any:
         return jax.tree.map(lambda x: _at(x, number), self.parts)
 
-    def _consts(self, batch: Any) -> Any:
-        return batch.positions, batch.segment_ids
+    def _consts(self, number: Any) -> Any:
+        batch = self._micro(number)
+        return batch.positions, batch.segment_ids, _at(self.shares, number)
 
     def _embed(self, ends: Any, batch: Any) -> Array:
         return self.model.embed(ends, batch.tokens, batch.positions)
@@ -360,20 +395,30 @@ class _Step:
         sums = self.head(ends, hidden, batch)
         return sums.loss / self.total, sums
 
-    def _layer(self, g: int, w: Any, x: Array, consts: tuple[Int[Array, "B S"], Int[Array, "B S"]]) -> Array:
-        """One unit of segment g."""
+    def _layer(
+        self, g: int, w: Any, x: Array, consts: tuple[Int[Array, "B S"], Int[Array, "B S"], Array]
+    ) -> tuple[tuple[Array, Any], Any]:
+        """One unit of segment g: ``((y, loss), more)``, see ``cut``."""
         if self.pipeline.zero == 3:
             w = jax.tree.map(_layer, w, self.stored["segments"][str(g)])
-        positions, segment_ids = consts
-        # Which layer it is makes no difference to ``Segments``.
-        return self.model.group(g, w, x, positions, jnp.int32(0), Segments(segment_ids, self.pipeline.layout))[0]
+        positions, segment_ids, share = consts
+        context: Any = Segments(segment_ids, self.pipeline.layout)
+        listener = self.pipeline.listener
+        if listener is not None:
+            context = listener.context(g, context, self.batch_axes)
+        # Layers are counted from this unit's first: it makes no difference to ``Segments``.
+        y, context = self.model.group(g, w, x, positions, jnp.int32(0), context)
+        if listener is None:
+            return (y, None), None
+        loss, sums = listener.heard(context, share)
+        return (y, loss), sums
 
     def _cut(self, g: int) -> Cut:
         return cut(
             functools.partial(self._layer, g),
             jax.tree.map(lambda w: _at(w, 0), self.weights[g]),
             _zeros(self.blank),
-            self._consts(self._micro(0)),
+            self._consts(0),
             remat=self.model.config.remat,
             names=MATMUL_RESULTS,
             split=self.pipeline.schedule.split,

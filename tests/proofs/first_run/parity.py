@@ -16,6 +16,7 @@ from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
 from jaxllm.train.loop import gradients
+from jaxllm.train.routing import RoutingConfig
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof
@@ -59,6 +60,7 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
             model=config,
             parallel=plan,
             z_loss=example["z_loss"],
+            routing=RoutingConfig(**example.get("routing", {})),
             accumulate=example["accumulate"],
             data=DataConfig(batch_size=example["rows"], seq_len=example["seq_len"]),
         ),

@@ -79,6 +79,7 @@ def example_of(mesh: str, schedule: str, kind: str, micro_batches: int | None = 
         "packed": one(False, True),
         "accumulate": micro,
         "z_loss": 1e-2,
+        "routing": {"balance_loss": 0.1, "z_loss": 0.01} if kind == "mixture" else {},
         "seed": int(rng.integers(2**16)),
     }
 
