@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ Head = Callable[[Any, Array, Any], Any]
 """``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
 
 
+@runtime_checkable
 class Listener(Protocol):
     """Hears what layers say besides their output: a loss of their own, and sums for the log."""
 
