@@ -29,12 +29,13 @@ from jaxllm.serve.backend import Backend
 from jaxllm.serve.chat import Chat
 from jaxllm.serve.completions import Completions
 from jaxllm.serve.config import ServeConfig
+from jaxllm.serve.embeddings import embed
 from jaxllm.serve.errors import ApiError, dumps, of_validation
 from jaxllm.serve.gate import Gate, error_response
 from jaxllm.serve.generation import Desk
 from jaxllm.serve.metrics import Metrics
-from jaxllm.serve.prompts import chat_ids, text_ids
-from jaxllm.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxllm.serve.prompts import chat_ids, prompts_of, text_ids
+from jaxllm.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxllm.serve.stream import ClientGone, EventStream, unless_gone
 
 _WORDS = {
@@ -112,14 +113,14 @@ class Service:
         """Runs a chat or a completion, streamed or whole."""
         desk = self.ready()
         self.check_model(body.model)
-        record = request.scope.get("jaxllm.record", {})
+        record = request.scope["jaxllm.record"]
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
         head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
         # Templates and tokenizers take their time over long texts.
         asked = await asyncio.to_thread(kind, desk, body, head, record)
         if self.config.log_prompts:
             record["prompts"] = [desk.backend.tokenizer.decode(job.prompt, specials=True) for job in asked.jobs]
-        release = desk.admit(asked.jobs)
+        release = desk.admit(sum(job.params.n for job in asked.jobs))
         if body.stream:
             return EventStream(asked.events(), self.config.write_seconds, release)
         try:
@@ -163,6 +164,16 @@ def _add_making(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Texts go on."""
         return await service.answer(request, body, Completions, "cmpl")
+
+    @app.post("/v1/embeddings", response_model=shapes.Embeddings, responses=_MAKING)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Texts as vectors."""
+        desk = service.ready()
+        service.check_model(body.model)
+        record = request.scope["jaxllm.record"]
+        record["user"] = body.user
+        prompts = await asyncio.to_thread(prompts_of, desk.backend.tokenizer, body.input, "input")
+        return _json(await unless_gone(request.receive, embed(desk, body, prompts, record)))
 
     @app.post("/tokenize", response_model=shapes.Tokenized, responses=_errors(404, 503))
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -241,7 +252,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def not_legal(request: Request, error: RequestValidationError) -> Response:
-        return error_response(of_validation(list(error.errors())))
+        return error_response(of_validation(list(error.errors()), error.body))
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:

@@ -6,9 +6,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.engine import Engine, Piece
 from jaxllm.infer.sampling import SamplingParams
+from jaxllm.serve.embedding import Embedder, Pooling
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
@@ -48,6 +51,10 @@ class Backend(Protocol):
         """Pieces as they come; closing it ends the request."""
         ...
 
+    def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
+        """Float32[D] of length 1; may take its time."""
+        ...
+
     def load(self) -> Load:
         """How busy it is."""
         ...
@@ -63,11 +70,12 @@ class Served:
     Args:
         engine: running in its thread.
         template: of its model.
+        embedder: gives vectors.
     """
 
-    def __init__(self, engine: AsyncEngine, template: ChatTemplate | None = None):
+    def __init__(self, engine: AsyncEngine, template: ChatTemplate | None, embedder: Embedder):
         assert engine.engine.tokenizer is not None
-        self._async, self._engine = engine, engine.engine
+        self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
         self.max_len, self.sequences = self._engine.max_len, self._engine.config.sequences
 
@@ -78,6 +86,10 @@ class Served:
     def stream(self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "") -> AsyncGenerator[Piece, None]:
         """See ``AsyncEngine.stream``."""
         return self._async.stream(prompt, params, salt=salt)
+
+    def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
+        """See ``Embedder``."""
+        return self._embedder(ids, pooling)
 
     def load(self) -> Load:
         """Read while the engine's thread works: each number is right, they may be of different steps."""

@@ -11,7 +11,7 @@ from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.generation import Desk, Job, Usage
 from jaxllm.serve.logprobs import Columns
-from jaxllm.serve.prompts import params_of, room_for, text_ids
+from jaxllm.serve.prompts import params_of, prompts_of, room_for
 from jaxllm.serve.requests import CompletionRequest
 from jaxllm.serve.stream import DONE, event
 
@@ -42,7 +42,7 @@ class Completions:
             raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
         self._desk, self._body, self._head, self._record = desk, body, head, record
         self.usage = Usage()
-        self.jobs = [_job(desk.backend, body, ids) for ids in _prompts(desk.backend, body)]
+        self.jobs = [_job(desk.backend, body, ids) for ids in prompts_of(desk.backend.tokenizer, body.prompt, "prompt")]
         desk.check(self.jobs, "prompt")
         self._many = self.jobs[0].params.n
         listed = body.logprobs is not None
@@ -105,23 +105,6 @@ class Completions:
 
 def _joined(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {name: column if column is None else [*column, *more[name]] for name, column in columns.items()}
-
-
-def _prompts(backend: Backend, body: CompletionRequest) -> list[list[int]]:
-    prompt = body.prompt
-    if prompt is None or isinstance(prompt, str):
-        found = [text_ids(backend.tokenizer, prompt)]
-    elif isinstance(prompt[0], str):
-        found = [text_ids(backend.tokenizer, text) for text in prompt]  # type: ignore[arg-type]
-    elif isinstance(prompt[0], int):
-        found = [list(prompt)]
-    else:
-        found = [list(ids) for ids in prompt]  # type: ignore[arg-type]
-    if not all(found):
-        raise ApiError(
-            400, "a prompt is empty, and this tokenizer has no token to begin a document with.", param="prompt"
-        )
-    return found  # type: ignore[return-value]
 
 
 def _job(backend: Backend, body: CompletionRequest, ids: list[int]) -> Job:

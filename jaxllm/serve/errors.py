@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TYPES = {
@@ -53,28 +53,33 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
-def of_validation(problems: list[Mapping[str, Any]]) -> ApiError:
+def of_validation(problems: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
     """What pydantic found wrong with a body: the first problem's field and words."""
     if not problems:
         return ApiError(400, "the request's body cannot be read.")
     first = problems[0]
     where = [part for part in first.get("loc", ()) if part != "body"]
-    param = _path(where) or None
     kind, message = str(first.get("type", "")), str(first.get("msg", "not legal"))
+    param = _path(where, body) or None
     if kind == "extra_forbidden":
         return ApiError(400, f"there is no field {param!r}.", param=param, code="unknown_parameter")
     if kind == "missing":
-        return ApiError(
-            400, f"the field {param or 'body'!r} is missing.", param=param, code="missing_required_parameter"
-        )
+        return ApiError(400, f"{param or 'the body'} is missing.", param=param, code="missing_required_parameter")
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {message}.", code="invalid_json")
     return ApiError(400, f"{param or 'the body'}: {message}.", param=param, code=kind or None)
 
 
-def _path(parts: list[Any]) -> str:
-    """messages, 0, content -> messages[0].content."""
+def _path(parts: Sequence[Any], body: Any) -> str:
+    """messages, 0, user, content -> messages[0].content: names of alternatives are no part of the body."""
     out = ""
-    for part in parts:
+    for number, part in enumerate(parts):
+        inside = (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and isinstance(part, int) and part < len(body)
+        )
+        if inside:
+            body = body[part]
+        elif number < len(parts) - 1 or isinstance(part, int) or not isinstance(body, dict):
+            continue
         out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else str(part)
     return out[:200]

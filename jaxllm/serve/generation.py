@@ -61,14 +61,14 @@ class Desk:
     open: int = 0
     _seconds: float = field(default=1.0, repr=False)
 
+    def check_many(self, prompts: Sequence[Any], param: str) -> None:
+        """Raises ApiError for more prompts than a request may have."""
+        if len(prompts) > (most := self.config.max_prompts):
+            raise ApiError(400, f"{len(prompts)} prompts are given; at most {most} a request.", param=param)
+
     def check(self, jobs: Sequence[Job], field_of_prompt: str) -> None:
         """Raises ApiError for jobs that the engine would refuse."""
-        if len(jobs) > self.config.max_prompts:
-            raise ApiError(
-                400,
-                f"{len(jobs)} prompts are given; at most {self.config.max_prompts} a request.",
-                param=field_of_prompt,
-            )
+        self.check_many(jobs, field_of_prompt)
         room = self.backend.sequences + self.config.queue
         if (wanted := sum(job.params.n for job in jobs)) > room:
             raise ApiError(400, f"{wanted} continuations are asked for; this server has room for {room}.", param="n")
@@ -87,13 +87,12 @@ class Desk:
             except ValueError as error:
                 raise ApiError(400, str(error)) from None
 
-    def admit(self, jobs: Sequence[Job]) -> Callable[[], None]:
-        """Takes places for the jobs; what it gives is to be called when they have ended.
+    def admit(self, places: int) -> Callable[[], None]:
+        """Takes places for so many continuations; what it gives is to be called when they have ended.
 
         Raises:
             ApiError: 429, where too many wait already.
         """
-        places = sum(job.params.n for job in jobs)
         room = self.backend.sequences + self.config.queue
         if self.open + places > room:
             self.metrics.refused.inc()

@@ -31,6 +31,27 @@ def text_ids(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -> l
     return ids
 
 
+def prompts_of(tokenizer: Tokenizer, given: Any, param: str) -> list[list[int]]:
+    """Tokens of one prompt or of several, which are texts or tokens already.
+
+    Raises:
+        ApiError: one is empty, or has a token that there is not.
+    """
+    if given is None or isinstance(given, str):
+        found = [text_ids(tokenizer, given)]
+    elif isinstance(given[0], str):
+        found = [text_ids(tokenizer, text) for text in given]
+    elif isinstance(given[0], int):
+        found = [list(given)]
+    else:
+        found = [list(ids) for ids in given]
+    if not all(found):
+        raise ApiError(400, "a text is empty, and this tokenizer has no token to begin one with.", param=param)
+    if wrong := [token for ids in found for token in ids if token >= tokenizer.vocab_size]:
+        raise ApiError(400, f"there is no token {wrong[0]}; there are {tokenizer.vocab_size}.", param=param)
+    return found
+
+
 def chat_ids(
     backend: Backend,
     messages: Sequence[Any],

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxllm.serve.fields import Body, Count, Name, NotServed, Penalty, Seed, Share, Stop, Temperature, Token
+from jaxllm.serve.fields import Body, Count, Name, NotServed, Seed, Share, Stop, Temperature, Token
 
 _STORES = "nothing is stored here"
 _NOT_YET = "the engine has no such parameter yet"
@@ -49,6 +49,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Annotated[Any, NotServed("prefixes are found without marks")] = None
 
 
 class Function(Body):
@@ -158,6 +159,19 @@ class CompletionRequest(Sampling):
     suffix: Annotated[Any, NotServed("this model writes on from a prompt only", "")] = None
 
 
+class EmbeddingRequest(Body):
+    """`POST /v1/embeddings`."""
+
+    model: Name
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = Field(default=None, description="The model's own number; it has no other.")
+    user: Name | None = Field(default=None, description="Written to the log.")
+    pooling: Literal["mean", "last"] | None = Field(
+        default=None, description="Not OpenAI's: the mean of all tokens' states, the default, or the last token's."
+    )
+
+
 class TokenizeRequest(Body):
     """`POST /tokenize`: of a text, or of a conversation."""
 
@@ -174,6 +188,3 @@ class DetokenizeRequest(Body):
 
     model: Name | None = None
     tokens: list[Token]
-
-
-__all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "Message", "Penalty", "TokenizeRequest"]

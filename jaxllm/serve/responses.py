@@ -131,6 +131,30 @@ class ModelList(Shape):
     data: list[ModelCard]
 
 
+class Embedding(Shape):
+    """Of one text; base64 of little-endian float32 where asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Shape):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Shape):
+    """Of all texts."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Tokenized(Shape):
     """Tokens of a text."""
 

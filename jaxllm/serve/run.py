@@ -17,6 +17,7 @@ from jaxllm.infer.llm import LLM
 from jaxllm.serve.app import Service, create_app
 from jaxllm.serve.backend import Backend, Served
 from jaxllm.serve.config import ServeConfig
+from jaxllm.serve.embedding import Embedder
 from jaxllm.serve.errors import ApiError, dumps
 
 Opener = Callable[[], AbstractAsyncContextManager[Backend]]
@@ -101,8 +102,10 @@ def engine_of(load: Callable[[], LLM]) -> Opener:
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Backend]:
         llm = await asyncio.to_thread(load)
+        loaded = llm.loaded
+        embedder = Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh)
         async with AsyncEngine(llm.engine) as engine:
-            yield Served(engine, llm.loaded.template)
+            yield Served(engine, loaded.template, embedder)
 
     return opened
 

@@ -1,0 +1,147 @@
+"""Every field that OpenAI's client can send is honoured or refused by name; honoured ones reach the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import chat, completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import BaseModel, ValidationError
+
+from jaxllm.infer import SamplingParams
+from jaxllm.serve import ServeConfig, requests
+from jaxllm.serve.chat import Chat
+from jaxllm.serve.completions import Completions
+from jaxllm.serve.errors import of_validation
+from jaxllm.serve.fields import not_served
+from jaxllm.serve.generation import Desk
+from jaxllm.serve.metrics import Metrics
+from tests.serve.servers import FixedRate
+
+PUBLISHED = {
+    requests.ChatRequest: chat_create_params.CompletionCreateParamsStreaming,
+    requests.CompletionRequest: completion_create_params.CompletionCreateParamsStreaming,
+    requests.StreamOptions: chat.ChatCompletionStreamOptionsParam,
+    requests.SystemMessage: chat.ChatCompletionDeveloperMessageParam,
+    requests.UserMessage: chat.ChatCompletionUserMessageParam,
+    requests.AssistantMessage: chat.ChatCompletionAssistantMessageParam,
+    requests.ToolMessage: chat.ChatCompletionToolMessageParam,
+    requests.ToolCall: chat.ChatCompletionMessageFunctionToolCallParam,
+    requests.TextPart: chat.ChatCompletionContentPartTextParam,
+}
+OURS = {"top_k", "min_p", "stop_token_ids", "ignore_eos", "cache_salt", "chat_template_kwargs", "add_generation_prompt"}
+"""Fields that OpenAI does not have."""
+
+BASE = {"model": "m"}
+CHAT = {**BASE, "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {**BASE, "prompt": "hi"}
+
+
+def desk() -> Desk:
+    return Desk(FixedRate(), ServeConfig(), Metrics("m"))
+
+
+def asked(model: type[BaseModel], **fields: Any) -> Chat | Completions:
+    body = model.model_validate({**(CHAT if model is requests.ChatRequest else TEXT), **fields})
+    return (Chat if model is requests.ChatRequest else Completions)(desk(), body, {}, {})
+
+
+def params(model: type[BaseModel], **fields: Any) -> SamplingParams:
+    return asked(model, **fields).jobs[0].params
+
+
+@pytest.mark.parametrize("model", PUBLISHED, ids=lambda m: m.__name__)
+def test_no_published_field_is_absent(model):
+    published = set(PUBLISHED[model].__annotations__)
+    ours = set(model.model_fields)
+    assert published - ours == set()
+    if model in (requests.ChatRequest, requests.CompletionRequest):
+        assert ours - published <= OURS
+    else:
+        assert ours - published <= {"reasoning_content"}
+
+
+def _refused() -> list[Any]:
+    pairs = [(model, name) for model in PUBLISHED for name in sorted(not_served(model))]
+    return [pytest.param(model, name, id=f"{model.__name__}-{name}") for model, name in pairs]
+
+
+@pytest.mark.parametrize(("model", "name"), _refused())
+def test_what_is_not_served_is_refused_by_name(model, name):
+    body = {name: {"something": "else"}}
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    found = [of_validation([error], body) for error in caught.value.errors() if error["loc"] == (name,)]
+    assert [(error.status, error.param) for error in found] == [(400, name)]
+
+
+# What an honoured field makes of a request: (value, what to look at, what must be there).
+SHARED = {
+    "n": (3, lambda a: a.jobs[0].params.n, 3),
+    "seed": (2**32 + 5, lambda a: a.jobs[0].params.seed, 5),
+    "stop": (["a", "b"], lambda a: a.jobs[0].params.stop, ("a", "b")),
+    "temperature": (0.25, lambda a: a.jobs[0].params.temperature, 0.25),
+    "top_p": (0.5, lambda a: a.jobs[0].params.top_p, 0.5),
+    "top_k": (7, lambda a: a.jobs[0].params.top_k, 7),
+    "min_p": (0.1, lambda a: a.jobs[0].params.min_p, 0.1),
+    "stop_token_ids": ([4], lambda a: a.jobs[0].params.stop_ids, (4,)),
+    "ignore_eos": (True, lambda a: a.jobs[0].params.ignore_eos, True),
+    "cache_salt": ("x", lambda a: a.jobs[0].salt, "x"),
+}
+HONOURED = {
+    requests.ChatRequest: SHARED
+    | {
+        "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
+        "max_completion_tokens": (6, lambda a: a.jobs[0].params.max_tokens, 6),
+        "logprobs": (True, lambda a: a.jobs[0].params.logprobs, 0),
+        "add_generation_prompt": (False, lambda a: bytes(a.jobs[0].prompt), b"<user>hi\n"),
+        "messages": (
+            [{"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]}],
+            lambda a: bytes(a.jobs[0].prompt),
+            b"<system>be kind\n<assistant>",
+        ),
+    },
+    requests.CompletionRequest: SHARED
+    | {
+        "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
+        "logprobs": (2, lambda a: a.jobs[0].params.logprobs, 2),
+        "prompt": ([[1, 2], [3]], lambda a: [job.prompt for job in a.jobs], [[1, 2], [3]]),
+    },
+}
+ELSEWHERE = {
+    requests.ChatRequest: {
+        *("model", "stream", "stream_options", "user", "safety_identifier", "top_logprobs", "chat_template_kwargs")
+    },
+    requests.CompletionRequest: {"model", "stream", "stream_options", "user", "echo"},
+}
+"""Seen by tests of their own: answers, the log, templates."""
+
+
+@pytest.mark.parametrize("model", HONOURED, ids=lambda m: m.__name__)
+def test_every_field_is_in_one_of_the_lists(model):
+    assert set(model.model_fields) == set(HONOURED[model]) | ELSEWHERE[model] | not_served(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [pytest.param(m, n, id=f"{m.__name__}-{n}") for m, names in HONOURED.items() for n in names]
+)
+def test_an_honoured_field_reaches_the_engine(model, name):
+    value, look, want = HONOURED[model][name]
+    assert look(asked(model, **{name: value})) == want
+    if name not in ("messages", "prompt"):
+        assert look(asked(model)) != want
+        assert look(asked(model, **{name: None})) == look(asked(model))
+
+
+def test_values_that_need_each_other():
+    assert params(requests.ChatRequest, logprobs=True, top_logprobs=4).logprobs == 4
+    assert params(requests.CompletionRequest, echo=True, max_tokens=0).max_tokens == 1
+    assert params(requests.CompletionRequest).max_tokens == 16
+    assert params(requests.ChatRequest).max_tokens == FixedRate().max_len - len("<user>hi\n<assistant>")
+
+
+@pytest.mark.parametrize("value", [True, "1", 1.5, float("nan"), -1, 10**30])
+def test_types_are_strict(value):
+    with pytest.raises(ValidationError):
+        requests.ChatRequest.model_validate({**CHAT, "max_tokens": value})
