@@ -20,6 +20,7 @@ from jaxllm.serve.errors import ApiError, dumps
 
 OPEN = ("/", "/health", "/ready", "/version", "/openapi.json")
 """Paths that need no key."""
+MAX_HEADERS = 32 * 1024
 _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
 
@@ -80,6 +81,8 @@ class Gate:
 
     def _check(self, scope: Scope, headers: dict[bytes, list[bytes]]) -> None:
         """Refuses what need not be read."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+            raise ApiError(431, f"the request's headers are longer than {MAX_HEADERS:,} bytes.")
         if len(headers.get(b"content-length", ())) > 1 or (
             b"transfer-encoding" in headers and b"content-length" in headers
         ):
