@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import sharding
-from jaxllm.models import DecoderConfig
+from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.context import KV_AXES, Q_AXES, SINK_AXES, TOKEN_AXES, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels.cached_attention import cached_attention
 
@@ -36,6 +36,23 @@ class DenseCache:
     k: Any
     v: Any
     keeps: ClassVar[bool] = True
+
+    def begins(self, positions: Int[Array, "B S"]) -> Bool[Array, ""]:
+        """Whether the tokens are the first of their rows."""
+        return jnp.all(positions == jnp.arange(positions.shape[1]))
+
+    def own(self, tokens: int) -> Segments:
+        """Each row a document."""
+        return Segments()
+
+    def keep(self, layer: LayerIndex, k: Float[Array, "B S K H"], positions: Int[Array, "B S"]) -> DenseCache:
+        """Writes k at its positions."""
+
+        def write(layer: Array, positions: Array, k: Array, cache_k: Array) -> Array:
+            return cache_k.at[layer, jnp.arange(k.shape[0])[:, None], positions].set(k.astype(cache_k.dtype))
+
+        run = sharding.shard_map(write, ((), TOKEN_AXES, KV_AXES, CACHE_AXES), CACHE_AXES)
+        return DenseCache(run(jnp.asarray(layer, jnp.int32), positions, share_kv_heads(k), self.k), None)
 
     def attend(
         self,

@@ -266,7 +266,7 @@ class Device:
             "last": self._abstract_ints(shape.slots),
             "packed": self._abstract_ints(shape.inputs.size),
         }
-        step = Step(self.model, self.spec.groups, shape, self.vocab_size)
+        step = Step(self.model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant)
         return Program(shape.name, step.__call__, arguments, donated=("pools", "last"))
 
     def _abstract_pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -16,13 +16,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import sharding
-from jaxllm.models import DecoderConfig
+from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.context import SINK_AXES, Cached, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.reference import write
 
 HEADS = (None, "attn_heads", None)
 KV_HEADS = (None, "attn_kv_heads", None)
@@ -73,6 +75,7 @@ class PagedCache:
         kv_lens: tokens of each request, those of this step included.
         groups: the model's.
         decode_only: no request has more than one token in this step.
+        invariant: one way of computing, whatever the step's other requests are.
     """
 
     pools: tuple[Any, ...]
@@ -81,6 +84,7 @@ class PagedCache:
     kv_lens: Any
     groups: tuple[LayerGroup, ...] = field(metadata={"static": True})
     decode_only: bool = field(default=False, metadata={"static": True})
+    invariant: bool = field(default=False, metadata={"static": True})
     keeps: ClassVar[bool] = True
 
     def attend(
@@ -96,11 +100,8 @@ class PagedCache:
         """Writes k, v to their pages, in place where the pools are a loop's carry, then attends."""
         value_dim = scoring.latent if v is None else v.shape[3]
         which = Cached(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), scoring.window
-        index, group = next((i, g) for i, g in enumerate(self.groups) if (g.cached, g.window) == which)
-        places = np.zeros(max(group.layers) + 1, np.int32)
-        places[list(group.layers)] = np.arange(len(group.layers))
-        place = jnp.asarray(places)[layer]
-        whole = group.format(sharding.axis_size("attn_kv_heads"))
+        index = next(i for i, g in enumerate(self.groups) if (g.cached, g.window) == which)
+        place, whole = self._place(index, layer)
 
         def local(
             q: Array,
@@ -127,5 +128,40 @@ class PagedCache:
         )
         held = (None if x is None else share_kv_heads(x)[0] for x in (k, v))
         out, rows = run(q[0], *held, self.pools[index], place, self.tables[index], self.starts, self.kv_lens, sinks)
-        pools = (*self.pools[:index], rows, *self.pools[index + 1 :])
-        return out[None], dataclasses.replace(self, pools=pools)
+        return out[None], self._with(index, rows)
+
+    def begins(self, positions: Int[Array, "1 T"]) -> Bool[Array, ""] | None:
+        """Whether every request's tokens so far are those of this step."""
+        if self.decode_only or self.invariant:
+            return None
+        lengths = self.starts[1:] - self.starts[:-1]
+        return jnp.all((lengths == 0) | (self.kv_lens == lengths))
+
+    def own(self, tokens: int) -> Segments:
+        """Each request a document."""
+        rows = Ragged(self.tables[0], self.starts, self.kv_lens).tokens(tokens)
+        return Segments(jnp.where(rows.real, rows.request + 1, 0)[None])
+
+    def keep(self, layer: LayerIndex, k: Float[Array, "1 T 1 H"], positions: Int[Array, "1 T"]) -> PagedCache:
+        """Writes latents to their pages."""
+        index = next(i for i, g in enumerate(self.groups) if g.cached.latent and g.cached.key_dim == k.shape[3])
+        place, whole = self._place(index, layer)
+
+        def local(k: Array, rows: Array, place: Array, table: Array, starts: Array, kv_lens: Array) -> Array:
+            ragged = Ragged(table, starts, kv_lens)
+            form = dataclasses.replace(whole, kv_heads=rows.shape[2])
+            return write(rows, form.pack(k, None, rows.dtype), place, ragged, ragged.tokens(k.shape[0]))
+
+        run = sharding.shard_map(local, (KV_HEADS, POOL_AXES, (), (None, None), (None,), (None,)), POOL_AXES)
+        held = share_kv_heads(k)[0], self.pools[index]
+        return self._with(index, run(*held, place, self.tables[index], self.starts, self.kv_lens))
+
+    def _place(self, index: int, layer: LayerIndex) -> tuple[Int[Array, ""], PageFormat]:
+        """Where in a group's pool a layer is, and what its slots hold."""
+        group = self.groups[index]
+        places = np.zeros(max(group.layers) + 1, np.int32)
+        places[list(group.layers)] = np.arange(len(group.layers))
+        return jnp.asarray(places)[layer], group.format(sharding.axis_size("attn_kv_heads"))
+
+    def _with(self, index: int, rows: Array) -> PagedCache:
+        return dataclasses.replace(self, pools=(*self.pools[:index], rows, *self.pools[index + 1 :]))

@@ -163,12 +163,14 @@ class Step:
         groups: of its layers.
         shape: of the step.
         vocab_size: tokens from there on are never made.
+        invariant: see ``PagedCache``.
     """
 
     model: Functional
     groups: tuple[LayerGroup, ...]
     shape: Shape
     vocab_size: int
+    invariant: bool = False
 
     def __call__(
         self, params: Any, pools: Pools, last: Int[Array, " R"], packed: Int[Array, " numbers"]
@@ -203,7 +205,7 @@ class Step:
         tables = tuple(x["tables"])
         rows = Ragged(tables[0], x["starts"], kv_lens).tokens(self.shape.tokens)
         positions = jnp.where(rows.real, rows.position, 0)
-        ctx = PagedCache(pools, tables, x["starts"], kv_lens, self.groups, self.shape.decode)
+        ctx = PagedCache(pools, tables, x["starts"], kv_lens, self.groups, self.shape.decode, self.invariant)
         hidden, ctx = self.model.forward(params, tokens[None], positions[None], ctx)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, hidden

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import sharding
 from jaxllm.models.router import Routing
@@ -100,6 +100,23 @@ class RoutingContext(AttentionContext, Protocol):
 
     def routed(self, layer: LayerIndex, routing: Routing) -> RoutingContext:
         """Hears what a layer's router made of its tokens."""
+        ...
+
+
+@runtime_checkable
+class KeepingContext(AttentionContext, Protocol):
+    """A context that keeps keys, and knows when a step's tokens need none but their own."""
+
+    def begins(self, positions: Int[Array, "B S"]) -> Bool[Array, ""] | None:
+        """Whether every sequence of this step begins in it; None where that is not to make a difference."""
+        ...
+
+    def own(self, tokens: int) -> Segments:
+        """The step's sequences, of ``tokens`` in a row, as documents that attend to themselves alone."""
+        ...
+
+    def keep(self, layer: LayerIndex, k: Float[Array, "B S K H"], positions: Int[Array, "B S"]) -> KeepingContext:
+        """Holds keys that are values as well, and attends to nothing."""
         ...
 
 

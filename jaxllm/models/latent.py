@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads come of one small vector.
 
 A token's latent and one rotated key, shared by all heads, are all that a cache holds of it. There are two ways to the
-same result. Expanded, as in training: the latent is projected to the keys and values of each head. Absorbed, where a
-context keeps what it is given: that projection is applied to the queries and to what they get instead, and attention is
-that of many queries to the one latent.
+same result. Expanded, in training and where prompts begin: the latent is projected to the keys and values of each head.
+Absorbed, where tokens also attend to what a cache holds: that projection is applied to the queries and to what they get
+instead, and attention is that of many queries to the one latent.
 
 Legend: B batch, S sequence, D embed, N heads, C latent of keys and values, Q latent of queries, H a head's dims without
 rotation, R with it, V of values.
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.context import AttentionContext, Cached, LayerIndex, Scoring
+from jaxllm.models.context import AttentionContext, Cached, KeepingContext, LayerIndex, Scoring
 from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import constant, normal, use
 from jaxllm.models.rope import RopeConfig, rotate, rotation
@@ -91,6 +93,18 @@ class LatentConfig:
             + self.heads * self.value_dim * embed_dim
         )
 
+    def expands(self, tokens: int) -> bool:
+        """Whether so many tokens, attending to each other, take fewer products expanded than absorbed.
+
+        Each way has one projection between latents and heads, T x C x N x (H + V): of the latents, or of queries and
+        what they get. Of a pair of tokens a head's score and value take H + R + V products expanded, and (C + R) + C
+        absorbed. One token is left absorbed: it is a step of decoding, whatever its position.
+        """
+        projected = tokens * self.latent * self.heads * (self.nope_dim + self.value_dim)
+        expanded = projected + tokens**2 * self.attended_dim
+        absorbed = projected + tokens**2 * self.heads * (2 * self.latent + self.rope_dim)
+        return tokens > 1 and expanded < absorbed
+
     @property
     def attended_dim(self) -> int:
         """Products of a query with each token that it attends to: of all its heads, for score and value, expanded."""
@@ -141,9 +155,7 @@ class LatentAttention(nnx.Module):
         plain, turned = queries[..., : config.nope_dim], queries[..., config.nope_dim :]
         turned, key = (rotate(y, cos, sin, interleaved=config.rope.interleaved) for y in (turned, key))
         up = use(self.kv_up, x.dtype)
-        attend = self._absorbed if getattr(ctx, "keeps", False) else self._expanded
-        out, ctx = attend(plain, turned, latent, key, up, positions, layer, ctx)
-        out = sharding.constrain(out, *HEADS)
+        out, ctx = self._attend(plain, turned, latent, key, up, positions, layer, ctx)
         out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
         return (out + use(self.o_bias, x.dtype) if config.bias else out), ctx
 
@@ -160,6 +172,36 @@ class LatentAttention(nnx.Module):
         down = down + use(self.kv_bias, x.dtype) if self.config.bias else down
         return self.kv_norm(down[..., : self.config.latent]), down[..., None, self.config.latent :]
 
+    def _attend(
+        self,
+        plain: Float[Array, "B S N H"],
+        turned: Float[Array, "B S N R"],
+        latent: Float[Array, "B S C"],
+        key: Float[Array, "B S 1 R"],
+        up: Float[Array, "C N HV"],
+        positions: Int[Array, "B S"],
+        layer: LayerIndex,
+        ctx: AttentionContext,
+    ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
+        """In the one way or the other."""
+
+        def expanded(ctx: AttentionContext) -> tuple[Array, AttentionContext]:
+            return self._expanded(plain, turned, latent, key, up, positions, layer, ctx)
+
+        def absorbed(ctx: AttentionContext) -> tuple[Array, AttentionContext]:
+            return self._absorbed(plain, turned, latent, key, up, positions, layer, ctx)
+
+        def first(ctx: Any) -> tuple[Array, AttentionContext]:
+            out, _ = expanded(ctx.own(positions.shape[1]))
+            return out, ctx.keep(layer, jnp.concatenate([latent[:, :, None], key], axis=-1), positions)
+
+        if not getattr(ctx, "keeps", False):
+            return expanded(ctx)
+        if not (isinstance(ctx, KeepingContext) and self.config.expands(positions.shape[1])):
+            return absorbed(ctx)
+        begins = ctx.begins(positions)
+        return absorbed(ctx) if begins is None else jax.lax.cond(begins, first, absorbed, ctx)
+
     def _expanded(
         self,
         plain: Float[Array, "B S N H"],
@@ -175,7 +217,8 @@ class LatentAttention(nnx.Module):
         keys, values = both[..., : self.config.nope_dim], both[..., self.config.nope_dim :]
         shared = sharding.constrain(jnp.broadcast_to(key, (*keys.shape[:3], key.shape[-1])), *HEADS)
         q, k = jnp.concatenate([plain, turned], axis=-1), jnp.concatenate([keys, shared], axis=-1)
-        return ctx.attend(layer, q, k, values, positions, self.config.scoring)
+        out, ctx = ctx.attend(layer, q, k, values, positions, self.config.scoring)
+        return sharding.constrain(out, *HEADS), ctx
 
     def _absorbed(
         self,

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from jaxllm.train.evaluate import Evaluation, Evaluator
     from jaxllm.train.loop import Finished, NonFiniteLossError, ResumeError, Run, train
     from jaxllm.train.loss import loss_sums, value_and_grad
+    from jaxllm.train.routing import RoutingConfig
     from jaxllm.train.state import TrainState, abstract_state, init_state
     from jaxllm.train.step import jit_step, train_step
 
@@ -16,6 +17,7 @@ _HOMES = {
     "evaluate": ("Evaluation", "Evaluator"),
     "loop": ("Finished", "NonFiniteLossError", "ResumeError", "Run", "train"),
     "loss": ("loss_sums", "value_and_grad"),
+    "routing": ("RoutingConfig",),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("jit_step", "train_step"),
 }
@@ -27,6 +29,7 @@ __all__ = [
     "Finished",
     "NonFiniteLossError",
     "ResumeError",
+    "RoutingConfig",
     "Run",
     "RunConfig",
     "TrainState",

@@ -48,12 +48,12 @@ def full(config: Any, params: Any, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(run(params, jnp.asarray(tokens)))
 
 
-def cached(config: Any, params: Any, tokens: np.ndarray) -> np.ndarray:
-    """Logits of a prefill and of one token after the other, against a cache."""
+def cached(config: Any, params: Any, tokens: np.ndarray, prefill: tuple[int, ...] = (9,)) -> np.ndarray:
+    """Logits of prefills that end at these places and of one token after the other, against a cache."""
     model = functional(config)
     step = quick.jit(lambda p, t, at, cache: (lambda h: (model.head(p, h[0]), h[1]))(model.forward(p, t, at, cache)))
     cache, parts, at = empty_cache(config, *tokens.shape), [], positions_of(tokens)
-    cuts = [0, 9, *range(10, tokens.shape[1] + 1)]
+    cuts = [0, *prefill, *range(prefill[-1] + 1, tokens.shape[1] + 1)]
     for begin, end in itertools.pairwise(cuts):
         logits, cache = step(params, jnp.asarray(tokens[:, begin:end]), at[:, begin:end], cache)
         parts.append(np.asarray(logits))
