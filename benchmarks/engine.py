@@ -42,9 +42,12 @@ class HostStub:
         slots = self.config.sequences
         return Shape(size, min(size, slots), decode, full, slots, self.spec.columns, 1, self.config.loop, 5, "float32")
 
-    def run(self, shape: Any, packed: np.ndarray) -> Any:
+    def run(self, shape: Any, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         self.free = max(self.free, time.perf_counter()) + self.seconds
         return _Later(self.free, shape.outputs.size)
+
+    def seat(self, packed: np.ndarray) -> None:
+        raise NotImplementedError("the stub keeps nothing for a slot.")
 
     def read(self, group: int, pages: list[int]) -> np.ndarray:
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")

@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from jaxllm.infer.cache import DenseCache, empty_cache
     from jaxllm.infer.chat import Chat
     from jaxllm.infer.config import EngineConfig
-    from jaxllm.infer.engine import Engine, Piece
+    from jaxllm.infer.engine import Engine
     from jaxllm.infer.llm import LLM, Completion, Output, for_one
     from jaxllm.infer.load import LoadedModel, ModelNotFoundError, load_model
     from jaxllm.infer.manifest import RecompileError
     from jaxllm.infer.paged import PagedCache
+    from jaxllm.infer.pieces import Piece
     from jaxllm.infer.sampling import SamplingParams
     from jaxllm.infer.sequence import Request
 
@@ -21,11 +22,12 @@ _HOMES = {
     "cache": ("DenseCache", "empty_cache"),
     "chat": ("Chat",),
     "config": ("EngineConfig",),
-    "engine": ("Engine", "Piece"),
+    "engine": ("Engine",),
     "llm": ("LLM", "Completion", "Output", "for_one"),
     "load": ("LoadedModel", "ModelNotFoundError", "load_model"),
     "manifest": ("RecompileError",),
     "paged": ("PagedCache",),
+    "pieces": ("Piece",),
     "sampling": ("SamplingParams",),
     "sequence": ("Request",),
 }

@@ -8,7 +8,8 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from jaxllm.infer.engine import Engine, Piece
+from jaxllm.infer.engine import Engine
+from jaxllm.infer.pieces import Piece
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.infer.sequence import Request
 
@@ -31,7 +32,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._streams: dict[int, tuple[Request, asyncio.AbstractEventLoop, asyncio.Queue[Any]]] = {}
+        self._streams: dict[int, tuple[Request, asyncio.AbstractEventLoop, asyncio.Queue[Any], list[int]]] = {}
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -68,7 +69,7 @@ class AsyncEngine:
                 if isinstance(item, BaseException):
                     raise item
                 if isinstance(item, Request):
-                    left = len(item.sequences)
+                    left = item.params.n
                     continue
                 left -= item.finish is not None
                 yield item
@@ -88,7 +89,7 @@ class AsyncEngine:
             self._failure = error
         stopped = EngineStopped("the engine has stopped.")
         stopped.__cause__ = self._failure
-        for _, loop, out in self._streams.values():
+        for _, loop, out, _ in self._streams.values():
             _post(loop, out, stopped)
         while not self._inbox.empty():
             what, detail = self._inbox.get()
@@ -114,12 +115,12 @@ class AsyncEngine:
         except ValueError as error:
             _post(loop, out, error)
             return
-        self._streams[request.id] = request, loop, out
+        self._streams[request.id] = request, loop, out, []
         _post(loop, out, request)
 
     def _cancel(self, out: asyncio.Queue[Any]) -> None:
         """Ends the request whose pieces go there; messages come in order, so it was submitted before."""
-        for number, (request, _, there) in list(self._streams.items()):
+        for number, (request, _, there, _) in list(self._streams.items()):
             if there is out:
                 del self._streams[number]
                 self.engine.cancel(request)
@@ -127,9 +128,10 @@ class AsyncEngine:
     def _deliver(self, piece: Piece) -> None:
         if (stream := self._streams.get(piece.request.id)) is None:
             return
-        if all(s.finish is not None for s in piece.request.sequences):
+        stream[3].append(piece.number) if piece.finish is not None else None
+        if len(stream[3]) == piece.request.params.n:
             del self._streams[piece.request.id]
-        _post(*stream[1:], piece)
+        _post(*stream[1:3], piece)
 
 
 def _post(loop: asyncio.AbstractEventLoop, out: asyncio.Queue[Any], item: Any) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sharding
+from jaxllm.infer import shaping
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.manifest import Manifest, Program, config_key, describe
 from jaxllm.infer.paged import POOL_AXES, LayerGroup, layer_groups
@@ -43,6 +44,7 @@ class Spec:
         page_size: positions of a page.
         columns: pages of the longest sequence.
         max_len: tokens of the longest sequence.
+        vocab: tokens of the model's vocabulary.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -50,6 +52,7 @@ class Spec:
     page_size: int
     columns: int
     max_len: int
+    vocab: int = 0
 
 
 @runtime_checkable
@@ -65,8 +68,16 @@ class Runner(Protocol):
         """The smallest program that a step fits."""
         ...
 
-    def run(self, shape: Shape, packed: np.ndarray) -> Any:
-        """Sends a step; ``np.asarray`` of what this gives waits for what the step has made."""
+    def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
+        """Sends a step; ``np.asarray`` of what this gives waits for what the step has made.
+
+        Args:
+            masks: int32[S, U] of a full step: bits of the tokens that a row may make; None: all.
+        """
+        ...
+
+    def seat(self, packed: np.ndarray) -> None:
+        """Puts what a request asks for into its slot, see ``shaping``."""
         ...
 
     def read(self, group: int, pages: list[int]) -> np.ndarray:
@@ -113,7 +124,7 @@ class Device:
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
         key = [*config_key(model.config, config), str(self.model.rules), describe(self._abstract), vocab_size, max_len]
         self.manifest = Manifest(manifest, key, devices, strict)
-        self.spec = Spec(groups, (columns + 1,) * len(groups), page_size, columns, max_len)
+        self.spec = Spec(groups, (columns + 1,) * len(groups), page_size, columns, max_len, model.config.vocab_size)
         if config.pages is not None or (pages := self.manifest.note("pages")) is None:
             pages = self._pages(config.pages or self._room())
             self.manifest.note("pages", list(pages))
@@ -124,6 +135,13 @@ class Device:
             make = functools.partial(empty_pools, groups, self.spec.pages, page_size, model.config.dtype)
             self.pools = tuple(jax.block_until_ready(jax.jit(self._with_rules(make))()))
             self.last = jax.device_put(np.zeros(config.sequences, np.int32), self._replicated)
+            if self._full:
+                state = shaping.empty_state(config.sequences, model.config.vocab_size)
+                self.state = jax.device_put(tuple(state), self._replicated)
+                sizes = {shape.requests for shape in self._shapes() if shape.full}
+                width = shaping.mask_width(model.config.vocab_size)
+                all_ones = {size: np.full((size, width), -1, np.int32) for size in sizes}
+                self._all_tokens = jax.device_put(all_ones, self._replicated)
         self.manifest.ready = True
 
     # Steps
@@ -136,13 +154,23 @@ class Device:
             return self._shape(next(size for size in sizes if size >= requests), True, full)
         return self._shape(next(size for size in self.config.prompt_buckets if size >= tokens), False, full)
 
-    def run(self, shape: Shape, packed: np.ndarray) -> Any:
+    def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         """Sends a step; what it gives is on its way to the host."""
+        program = self.programs[shape.name]
         with self._on_mesh():
-            packed = jax.device_put(packed, self._replicated)
-            self.pools, self.last, out = self.programs[shape.name](self.params, self.pools, self.last, packed)
+            arguments = self.params, self.pools, self.last, jax.device_put(packed, self._replicated)
+            if shape.full:
+                legal = self._all_tokens[shape.requests] if masks is None else jax.device_put(masks, self._replicated)
+                self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
+            else:
+                self.pools, self.last, out = program(*arguments)
         out.copy_to_host_async()
         return out
+
+    def seat(self, packed: np.ndarray) -> None:
+        """Puts what a request asks for into its slot."""
+        with self._on_mesh():
+            self.state = self.programs["seat"](self.state, jax.device_put(packed, self._replicated))
 
     # Pages on the host
 
@@ -188,7 +216,8 @@ class Device:
             temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
             self.manifest.counts.compiled = self.manifest.counts.loaded = 0
             weights = sum(x.nbytes for x in jax.tree.leaves(self.params)) // shards
-            room = SHARE * memory["bytes_limit"] - weights - temporaries
+            slots = sum(x.size * x.dtype.itemsize for x in self._abstract_state()) if self._full else 0
+            room = SHARE * memory["bytes_limit"] - weights - temporaries - slots
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
 
@@ -244,13 +273,11 @@ class Device:
 
     def _programs(self) -> list[Program]:
         """All of them, the ones that take longest to compile first."""
-        shapes = [
-            self._shape(tokens, decode, sampler == "full")
-            for decode, sizes in ((False, self.config.prompt_buckets), (True, self.config.decode_buckets))
-            for tokens in reversed(sizes)
-            for sampler in self.config.samplers
-        ]
-        programs = [self._step(shape) for shape in shapes]
+        programs = [self._step(shape) for shape in self._shapes()]
+        if self._full:
+            row = shaping.row_layout(self.model.config.vocab_size)
+            arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
+            programs.append(Program("seat", shaping.seat, arguments, donated=("state",)))
         for group in range(len(self.spec.groups)) if self._moves else ():
             pool, pages = self._abstract_pools()[group], self._abstract_ints(MOVED)
             held = jax.ShapeDtypeStruct((pool.shape[0], MOVED, *pool.shape[2:]), pool.dtype, sharding=pool.sharding)
@@ -259,6 +286,18 @@ class Device:
             programs.append(Program(f"write-{group}", write_pages, arguments, donated=("pool",)))
         return programs
 
+    def _shapes(self) -> list[Shape]:
+        return [
+            self._shape(tokens, decode, sampler == "full")
+            for decode, sizes in ((False, self.config.prompt_buckets), (True, self.config.decode_buckets))
+            for tokens in reversed(sizes)
+            for sampler in self.config.samplers
+        ]
+
+    @property
+    def _full(self) -> bool:
+        return "full" in self.config.samplers
+
     def _step(self, shape: Shape) -> Program:
         arguments = {
             "params": self._abstract,
@@ -266,8 +305,15 @@ class Device:
             "last": self._abstract_ints(shape.slots),
             "packed": self._abstract_ints(shape.inputs.size),
         }
+        if shape.full:
+            width = shaping.mask_width(self.model.config.vocab_size)
+            arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(shape.requests, width)}
         step = Step(self.model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant)
-        return Program(shape.name, step.__call__, arguments, donated=("pools", "last"))
+        return Program(shape.name, step.__call__, arguments, donated=("pools", "last", "state"))
+
+    def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        state = jax.eval_shape(lambda: shaping.empty_state(self.config.sequences, self.model.config.vocab_size))
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated) for x in state)
 
     def _abstract_pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         with self._on_mesh():
@@ -279,8 +325,8 @@ class Device:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._pool_sharding(g)) for g, x in enumerate(shapes)
         )
 
-    def _abstract_ints(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._replicated)
+    def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=self._replicated)
 
     # Places
 

@@ -23,41 +23,19 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
+from jaxllm.infer import feed
+from jaxllm.infer.choosing import Chooser
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.device import Device, Runner
+from jaxllm.infer.pieces import Piece, piece_of
+from jaxllm.infer.reader import Reader
+from jaxllm.infer.refusals import bad_words, check
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.infer.scheduler import Entry, Plan, Scheduler
 from jaxllm.infer.sequence import Finish, Request, Sequence
-from jaxllm.infer.step import STOPS, Shape
+from jaxllm.infer.step import Shape
 from jaxllm.models import Functional
-from jaxllm.text import StreamDecoder, Tokenizer
-
-NOT_YET = (
-    "min_tokens", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
-    "allowed_tokens", "best_of", "beams", "include_stop", "echo",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a continuation has gained.
-
-    Attributes:
-        request, number: which continuation of which request.
-        tokens: made since the last piece.
-        text: of them; empty without a tokenizer. Text that may begin a stop text comes later.
-        logprobs: of the tokens, where asked for.
-        top: the likeliest tokens at each place and their log-probabilities, where asked for.
-        finish: "stop", "length" or "cancelled"; None while it goes on.
-    """
-
-    request: Request
-    number: int
-    tokens: tuple[int, ...]
-    text: str = ""
-    logprobs: tuple[float, ...] = ()
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    finish: Finish | None = None
+from jaxllm.text import Tokenizer
 
 
 @dataclass
@@ -107,6 +85,7 @@ class Engine:
         self.metrics = Metrics()
         self._flights: deque[_Flight] = deque()
         self._cancelled: list[Piece] = []
+        self._chooser = Chooser(self.submit, self.cancel)
         self._numbers = itertools.count()
         self._orders = itertools.count()
 
@@ -152,7 +131,12 @@ class Engine:
     # Requests
 
     def submit(
-        self, prompt: Iterable[SupportsIndex], params: SamplingParams | None = None, *, salt: str = ""
+        self,
+        prompt: Iterable[SupportsIndex],
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        internal: bool = False,
     ) -> Request:
         """Takes a request in.
 
@@ -160,32 +144,41 @@ class Engine:
             prompt: token ids.
             params: how to go on.
             salt: requests share what was computed for their prompts only with those of the same salt.
+            internal: a part of another request; nothing of it is given out.
 
         Raises:
             ValueError: an empty or too long prompt, a token outside the vocabulary, parameters that this engine was not
                 built for.
         """
         prompt, params = [int(token) for token in prompt], params or SamplingParams()
-        self.check(prompt, params)
-        ends = () if params.ignore_eos or self.tokenizer is None else self.tokenizer.stop_ids
+        words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
-        request = Request(
-            next(self._numbers), prompt, params, salt.encode(), seed, frozenset((*params.stop_ids, *ends))
-        )
-        for number in range(params.n):
-            decoder = None if self.tokenizer is None else StreamDecoder(self.tokenizer, continues=True)
-            request.sequences.append(Sequence(request, number, next(self._orders), list(prompt), decoder))
+        request = Request(next(self._numbers), prompt, params, salt.encode(), seed, stops, words, internal=internal)
+        echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
+        for number in range(params.n if params.beams > 1 else params.made):
+            reader = None
+            if self.tokenizer is not None:
+                reader = Reader(self.tokenizer, params.stop, include=params.include_stop, earliest=params.min_tokens)
+            order, tokens = next(self._orders), list(prompt)
+            request.sequences.append(Sequence(request, number, order, tokens, reader, text=echo, echo=echo))
+        if params.beams > 1:
+            self._chooser.search(request)
+            return request
         if params.prompt_logprobs is not None:
             request.prompt_scores = [(float("nan"), -1)] * (len(prompt) - 1)
+            request.prompt_top = [()] * (len(prompt) - 1)
         for sequence in request.sequences:
             self.scheduler.add(sequence)
         return request
 
     def cancel(self, request: Request) -> None:
         """Ends what is left of a request; its continuations end with the next ``step``."""
+        self._chooser.forget(request)
         for sequence in request.sequences:
             if sequence.finish is None:
-                self._cancelled.append(self._end(sequence, "cancelled", (), ""))
+                piece = self._end(sequence, "cancelled", (), "")
+                if not request.internal:
+                    self._cancelled.append(piece)
 
     @property
     def busy(self) -> bool:
@@ -206,7 +199,11 @@ class Engine:
             out += self._land(self._flights.popleft())
         elif plan is None and not self.scheduler.idle:
             raise RuntimeError("the engine has requests and cannot go on with any: this is a mistake in its scheduler.")
-        return out
+        given = self._chooser.choose(out)
+        for piece in given:
+            if piece.finish is not None:
+                self.metrics.finished[piece.finish] = self.metrics.finished.get(piece.finish, 0) + 1
+        return given
 
     # A step
 
@@ -220,57 +217,19 @@ class Engine:
             for group, ((_, pages), (_, content)) in enumerate(zip(held, sequence.saved, strict=True)):
                 device.write(group, pages, content)
             sequence.saved = None
+        for sequence in plan.seated:
+            if sequence.request.params.shapes:
+                device.seat(feed.seat_row(sequence, device.spec.vocab))
 
     def _dispatch(self, plan: Plan) -> _Flight:
         device = self.device
-        shape = device.choose(len(plan.entries), plan.tokens, **_needs(plan))
+        shape = device.choose(len(plan.entries), plan.tokens, **feed.needs(plan))
         packed = np.zeros(shape.inputs.size, np.int32)
-        self._fill(plan, shape, shape.inputs.views(packed))
+        feed.fill(plan, shape, self.scheduler.tables, shape.inputs.views(packed))
         self.metrics.steps += 1
         self.metrics.prompt_tokens += sum(e.count for e in plan.entries if e.start < len(e.sequence.request.prompt))
         self.metrics.padding_tokens += shape.tokens - plan.tokens
         return _Flight(plan, shape, device.run(shape, packed))
-
-    def _fill(self, plan: Plan, shape: Shape, x: Mapping[str, np.ndarray]) -> None:
-        """What the device is told of a plan."""
-        entries, many = plan.entries, len(plan.entries)
-        counts = np.fromiter((e.count for e in entries), np.int32, many)
-        ends = np.cumsum(counts, dtype=np.int32)
-        x["starts"][1 : many + 1], x["starts"][many + 1 :] = ends, ends[-1]
-        x["kv_lens"][:many] = [e.start + e.count for e in entries]
-        slots = [e.sequence.slot for e in entries]
-        x["slots"][:many], x["slots"][many:] = slots, shape.slots
-        for own, table in zip(x["tables"], self.scheduler.tables, strict=True):
-            own[:many] = table[slots]
-        for group, copies in enumerate(plan.copies):
-            x["copied"][group] = len(copies)
-            x["copies"][group, : len(copies)] = np.asarray(copies).reshape(-1, 2)
-        x["seeds"][:many] = [e.sequence.seed for e in entries]
-        params = [e.sequence.request.params for e in entries]
-        x["temperature"][:many] = [p.temperature for p in params]
-        tokens = x["tokens"]
-        if shape.decode:
-            tokens[:many] = [s.tokens[e.start] if e.start < len((s := e.sequence).tokens) else -1 for e in entries]
-            x["steps"][...] = plan.steps
-            x["stops"][...] = -1
-            for row, entry in zip(x["stops"], entries, strict=False):
-                if stops := entry.sequence.request.stop_ids:
-                    row[: min(STOPS, len(stops))] = sorted(stops)[:STOPS]
-        else:
-            for entry, end in zip(entries, ends, strict=True):
-                known = entry.sequence.tokens[entry.start : entry.start + entry.count]
-                tokens[end - entry.count : end] = known or -1
-        if shape.full:
-            x["top_k"][:many] = [p.top_k for p in params]
-            x["top_p"][...] = 1
-            x["top_p"][:many] = [p.top_p for p in params]
-            x["min_p"][:many] = [p.min_p for p in params]
-        if shape.full and not shape.decode:
-            x["targets"][...] = -1
-            for entry, end in zip(entries, ends, strict=True):
-                if entry.sequence.request.params.prompt_logprobs is not None and entry.sequence.number == 0:
-                    after = entry.sequence.request.prompt[entry.start + 1 : entry.start + entry.count + 1]
-                    x["targets"][end - entry.count : end - entry.count + len(after)] = after
 
     def _land(self, flight: _Flight) -> list[Piece]:
         """Hands out what a step has made."""
@@ -295,6 +254,9 @@ class Engine:
         if many > 0:
             pairs = zip(made["scores"][at : at + many].tolist(), made["ranks"][at : at + many].tolist(), strict=True)
             request.prompt_scores[entry.start : entry.start + many] = list(pairs)
+        for row, place in enumerate(range(entry.start, entry.start + many), at):
+            best = zip(made["prompt_ids"][row].tolist(), made["prompt_top"][row].tolist(), strict=True)
+            request.prompt_top[place] = tuple(itertools.islice(best, request.params.prompt_logprobs))
 
     def _gain(self, sequence: Sequence, fresh: list[int], made: Mapping[str, np.ndarray], row: int) -> Piece:
         """Adds tokens to a continuation, up to where it ends."""
@@ -303,18 +265,21 @@ class Engine:
         finish: Finish | None = None
         text = ""
         for number, token in enumerate(fresh):
+            if params.max_tokens == 0:
+                finish = "length"
+                break
             sequence.tokens.append(token)
-            if params.logprobs is not None:
+            if params.scores:
                 sequence.logprobs.append(float(made["logprobs"][number, row]))
                 ids, values = made["top_ids"][number, row], made["top_logprobs"][number, row]
                 best = zip(ids.tolist(), values.tolist(), strict=True)
-                sequence.top.append(list(itertools.islice(best, params.logprobs)))
+                sequence.top.append(list(itertools.islice(best, params.logprobs or 0)))
             if token in sequence.request.stop_ids:
                 finish = "stop"
             elif len(sequence.tokens) - len(sequence.request.prompt) >= params.max_tokens:
                 finish = "length"
-            if sequence.decoder is not None and finish != "stop":
-                piece, stopped = self._read(sequence, sequence.decoder.push(token))
+            if sequence.reader is not None and finish != "stop":
+                piece, stopped = sequence.reader.push(token)
                 text += piece
                 finish = "stop" if stopped else finish
             if finish is not None:
@@ -323,92 +288,24 @@ class Engine:
         self.metrics.made_tokens += len(new)
         if finish is None:
             sequence.text += text
-            return self._piece(sequence, new, text)
+            return piece_of(sequence, new, text)
         return self._end(sequence, finish, new, text)
-
-    def _read(self, sequence: Sequence, text: str) -> tuple[str, bool]:
-        """(text to give out, whether a stop text came); what may begin a stop text is held back."""
-        stops = sequence.request.params.stop
-        if not stops:
-            return text, False
-        sequence.held += text
-        found = [at for stop in stops if (at := sequence.held.find(stop)) >= 0]
-        if found:
-            given, sequence.held = sequence.held[: min(found)], ""
-            return given, True
-        most = max(len(stop) for stop in stops)
-        keep = next(
-            (n for n in range(min(most - 1, len(sequence.held)), 0, -1)
-             if any(stop.startswith(sequence.held[-n:]) for stop in stops)),
-            0,
-        )  # fmt: skip
-        given, sequence.held = sequence.held[: len(sequence.held) - keep], sequence.held[len(sequence.held) - keep :]
-        return given, False
 
     def _end(self, sequence: Sequence, finish: Finish, tokens: tuple[int, ...], text: str) -> Piece:
         sequence.finish = finish
-        if sequence.decoder is not None and (finish != "stop" or sequence.held or not sequence.request.params.stop):
-            rest, _ = self._read(sequence, sequence.decoder.flush())
-            text += rest + sequence.held
+        text += "" if sequence.reader is None else sequence.reader.end()
         sequence.text += text
-        self.metrics.finished[finish] = self.metrics.finished.get(finish, 0) + 1
         self.scheduler.finish(sequence)
-        return self._piece(sequence, tokens, text, finish)
+        return piece_of(sequence, tokens, text, finish)
 
-    def _piece(self, sequence: Sequence, tokens: tuple[int, ...], text: str, finish: Finish | None = None) -> Piece:
-        wanted = sequence.request.params.logprobs is not None
-        first = len(sequence.logprobs) - len(tokens)
-        return Piece(
-            sequence.request,
-            sequence.number,
-            tokens,
-            text,
-            tuple(sequence.logprobs[first:]) if wanted else (),
-            tuple(tuple(best) for best in sequence.top[first:]) if wanted else (),
-            finish,
-        )
+    def check(self, prompt: list[int], params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
+        """Raises ValueError for what ``submit`` would refuse; for any thread.
 
-    def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises ValueError for what ``submit`` would refuse; for any thread."""
-        if not prompt:
-            raise ValueError("a prompt is empty; generation starts from at least one token.")
-        for what, tokens in (("a prompt", prompt), ("stop_ids", params.stop_ids)):
-            wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
-            if wrong:
-                raise ValueError(f"{what} holds token {wrong[0]}, but the vocabulary has {self.vocab_size} tokens.")
-        total = len(prompt) + params.max_tokens
-        if total > self.max_len:
-            raise ValueError(
-                f"{len(prompt)} tokens of prompt and {params.max_tokens} new ones are {total}; this engine's sequences "
-                f"have {self.max_len} at most. Give a shorter prompt or fewer new tokens."
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop texts need an engine with a tokenizer; give stop_ids.")
-        fresh = SamplingParams()
-        for name in NOT_YET:
-            if (value := getattr(params, name)) != getattr(fresh, name):
-                raise ValueError(f"{name} = {value!r}; this engine cannot do that yet.")
-        if params.max_tokens == 0 or (params.prompt_logprobs or 0) > 0:
-            raise ValueError("max_tokens = 0 and prompt_logprobs above 0: this engine cannot do that yet.")
-        if (params.logprobs or 0) > self.config.top_logprobs:
-            raise ValueError(
-                f"logprobs = {params.logprobs}; this engine was built with top_logprobs = {self.config.top_logprobs}."
-            )
-        if params.needs_full and "full" not in self.config.samplers:
-            raise ValueError(
-                "top_k, top_p, min_p, logprobs and prompt_logprobs need the full sampler; this engine was built with "
-                f"samplers = {self.config.samplers}."
-            )
-
-
-def _needs(plan: Plan) -> dict[str, bool]:
-    """Which program a plan can run on."""
-    params = [entry.sequence.request.params for entry in plan.entries]
-    scores = any(
-        e.sequence.number == 0 and p.prompt_logprobs is not None and e.start < len(e.sequence.request.prompt) - 1
-        for e, p in zip(plan.entries, params, strict=True)
-    )
-    return {
-        "decode": not scores and all(entry.count == 1 for entry in plan.entries),
-        "full": any(p.needs_full for p in params),
-    }
+        Returns:
+            bad words and stop tokens of the request.
+        """
+        words = bad_words(params, self.tokenizer)
+        ends = () if params.ignore_eos or self.tokenizer is None else self.tokenizer.stop_ids
+        stops = frozenset((*params.stop_ids, *ends))
+        check(prompt, params, words, stops, self.config, self.vocab_size, self.max_len, self.tokenizer)
+        return words, stops

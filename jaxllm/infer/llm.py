@@ -17,8 +17,9 @@ import jax
 from jaxllm.files import DataError, cache_root
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.device import hard_limit
-from jaxllm.infer.engine import Engine, Piece
+from jaxllm.infer.engine import Engine
 from jaxllm.infer.load import LoadedModel, load_model
+from jaxllm.infer.pieces import Piece
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.infer.sequence import Request
 
@@ -30,7 +31,7 @@ class Output:
     """One continuation.
 
     Attributes:
-        text: of the tokens, without a stop text.
+        text: of the tokens, without a stop text unless it was to be included, after the prompt's if that was.
         tokens: made, the one that ended it included.
         finish: "stop", "length" or "cancelled".
         logprobs: of the tokens, where asked for.
@@ -53,11 +54,13 @@ class Completion:
         outputs: ``n`` continuations.
         prompt_scores: of each token of the prompt but the first, where asked for: its log-probability, and how many
             tokens are likelier.
+        prompt_top: the likeliest tokens there, where asked for.
     """
 
     prompt: tuple[int, ...]
     outputs: tuple[Output, ...]
     prompt_scores: tuple[tuple[float, int], ...] = ()
+    prompt_top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class LLM:
@@ -135,7 +138,7 @@ class LLM:
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Piece]:
-        left = len(request.sequences)
+        left = request.params.n
         try:
             while left:
                 for piece in self.engine.step():
@@ -179,11 +182,13 @@ def for_one(loaded: LoadedModel, tokens: int) -> EngineConfig:
 def completion(request: Request) -> Completion:
     """What became of a request, all of whose continuations have ended."""
     outputs = []
-    for s in request.sequences:
+    for s in request.outputs:
         assert s.finish is not None
         made = tuple(s.tokens[len(request.prompt) :])
-        outputs.append(Output(s.text, made, s.finish, tuple(s.logprobs), tuple(tuple(best) for best in s.top)))
-    return Completion(tuple(request.prompt), tuple(outputs), tuple(request.prompt_scores))
+        wanted = request.params.logprobs is not None
+        logprobs, top = (tuple(s.logprobs), tuple(map(tuple, s.top))) if wanted else ((), ())
+        outputs.append(Output(s.text, made, s.finish, logprobs, top))
+    return Completion(tuple(request.prompt), tuple(outputs), tuple(request.prompt_scores), tuple(request.prompt_top))
 
 
 def _is_one(prompts: Any) -> bool:

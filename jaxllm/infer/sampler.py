@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 BLOCK = 128
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
         seeds: of the draws.
         positions: of the token that is chosen.
         temperature: 0 for the likeliest token.
-        top_k, top_p, min_p: see ``SamplingParams``; None where the sampler is the plain one.
+        top_k, top_p, min_p, typical_p: see ``SamplingParams``; None where the sampler is the plain one.
     """
 
     seeds: UInt[Array, " S"]
@@ -36,14 +36,20 @@ class Rows(NamedTuple):
     top_k: Int[Array, " S"] | None = None
     top_p: Float[Array, " S"] | None = None
     min_p: Float[Array, " S"] | None = None
+    typical_p: Float[Array, " S"] | None = None
 
 
 def sample(logits: Float[Array, "S V"], rows: Rows) -> Int[Array, " S"]:
     """A token of each row, drawn from ``softmax(logits / temperature)``, filtered if the rows have filters."""
-    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = logits - jnp.where(jnp.isfinite(highest), highest, 0)
     scaled = (scaled / jnp.maximum(rows.temperature, 1e-6)[:, None].astype(logits.dtype)).astype(jnp.float32)
-    if rows.top_k is not None and rows.top_p is not None and rows.min_p is not None:
-        filtering = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    if rows.top_k is not None:
+        assert rows.top_p is not None
+        assert rows.min_p is not None
+        assert rows.typical_p is not None
+        cuts = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.typical_p < 1)
+        filtering = (rows.temperature > 0) & cuts
         scaled = jax.lax.cond(jnp.any(filtering), lambda x: filtered(x, rows), lambda x: x, scaled)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = jax.lax.cond(
@@ -75,9 +81,8 @@ def filtered(scaled: Float[Array, "S V"], rows: Rows) -> Float[Array, "S V"]:
     assert rows.top_k is not None
     assert rows.top_p is not None
     assert rows.min_p is not None
-    bits = jax.lax.bitcast_convert_type(scaled, jnp.int32)
-    bits = jnp.where(bits == LOWEST, 0, bits)  # minus zero is zero
-    order = jnp.where(bits < 0, bits ^ HIGHEST, bits)  # of integers: that of the floats
+    assert rows.typical_p is not None
+    order = _order(scaled)
     k = jnp.where(rows.top_k > 0, rows.top_k, scaled.shape[1])
     least = _highest(lambda t: jnp.sum(order >= t[:, None], axis=1) >= k, k)
     weights = jnp.where(order >= least[:, None], jnp.exp(scaled), 0)
@@ -85,10 +90,32 @@ def filtered(scaled: Float[Array, "S V"], rows: Rows) -> Float[Array, "S V"]:
     nucleus = _highest(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, k)
     least = jnp.maximum(least, jnp.where(rows.top_p < 1, nucleus, LOWEST))
     keep = (order >= least[:, None]) & (scaled >= jnp.log(rows.min_p)[:, None])
+    kept = jnp.where(keep, scaled, -jnp.inf)
+    mass = rows.typical_p
+    return jax.lax.cond(jnp.any(mass < 1), lambda x: _typical(x, mass), lambda x: x, kept)
+
+
+def _typical(scaled: Float[Array, "S V"], mass: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Those whose surprise is closest to the entropy, up to this mass."""
+    weights = jnp.exp(scaled)
+    whole = jnp.sum(weights, axis=1, keepdims=True)
+    surprise = jnp.where(weights > 0, jnp.log(whole) - scaled, 0)
+    entropy = jnp.sum(weights * surprise, axis=1, keepdims=True) / whole
+    order = _order(jnp.where(weights > 0, -jnp.abs(surprise - entropy), -jnp.inf))
+    enough = mass * whole[:, 0]
+    least = _highest(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, mass)
+    keep = (order >= least[:, None]) | (mass >= 1)[:, None]
     return jnp.where(keep, scaled, -jnp.inf)
 
 
-def _highest(holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Int[Array, " S"]) -> Int[Array, " S"]:
+def _order(values: Float[Array, "S V"]) -> Int[Array, "S V"]:
+    """Integers in the order of the floats."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    bits = jnp.where(bits == LOWEST, 0, bits)  # minus zero is zero
+    return jnp.where(bits < 0, bits ^ HIGHEST, bits)
+
+
+def _highest(holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Shaped[Array, " S"]) -> Int[Array, " S"]:
     """The highest integer of each row at which this still holds; it holds at the lowest."""
 
     def halve(_: Int[Array, ""], ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -97,8 +124,8 @@ def _highest(holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Int[A
         there = holds(middle)
         return jnp.where(there, middle, low), jnp.where(there, high, middle)
 
-    low = jnp.full_like(like, LOWEST)
-    return jax.lax.fori_loop(0, 32, halve, (low, jnp.full_like(like, HIGHEST)))[0]
+    low = jnp.full(like.shape, LOWEST, jnp.int32)
+    return jax.lax.fori_loop(0, 32, halve, (low, jnp.full(like.shape, HIGHEST, jnp.int32)))[0]
 
 
 def logprobs(
@@ -111,9 +138,7 @@ def logprobs(
     return own[:, 0], ids.astype(jnp.int32), top - whole
 
 
-def score(logits: Float[Array, "S V"], targets: Int[Array, " S"]) -> tuple[Float[Array, " S"], Int[Array, " S"]]:
-    """Log-probability of each row's target, and how many tokens are likelier."""
-    there = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
-    return (there - jax.nn.logsumexp(logits, axis=-1, keepdims=True))[:, 0], jnp.sum(logits > there, axis=1).astype(
-        jnp.int32
-    )
+def ranks(logits: Float[Array, "S V"], tokens: Int[Array, " S"]) -> Int[Array, " S"]:
+    """How many tokens are likelier."""
+    there = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    return jnp.sum(logits > there, axis=1).astype(jnp.int32)

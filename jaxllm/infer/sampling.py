@@ -132,6 +132,8 @@ class SamplingParams:
         """A search follows the model's own log-probabilities: what draws or changes logits has no place in it."""
         if self.n > self.beams:
             self._refuse("n", f"a search of {self.beams} beams has no more texts")
+        if self.max_tokens == 0:
+            self._refuse("max_tokens", "a beam search makes 1 or more")
         if self.temperature not in (0, 1):
             self._refuse("temperature", "a beam search draws nothing: leave it at 1, or give 0")
         fresh = SamplingParams()
@@ -171,7 +173,7 @@ class SamplingParams:
     @property
     def needs_full(self) -> bool:
         """Whether the plain sampler (temperature and seed) does not do."""
-        return self.shapes or self.filters or self.scores or self.prompt_logprobs is not None
+        return self.shapes or self.filters or self.scores or self.beams > 1 or self.prompt_logprobs is not None
 
 
 NOT_WITH_BEAMS = (

@@ -38,6 +38,7 @@ class Plan:
         copies: by group: (page, its copy), one after the other, before anything is computed.
         leaving: swapped out before anything else: (sequence, by group: columns and pages).
         returning: swapped in after that: the same.
+        seated: that have got a slot.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Plan:
     copies: list[list[tuple[int, int]]] = field(default_factory=list)
     leaving: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
     returning: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
+    seated: list[Sequence] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -132,6 +134,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.forks:
             self.forks.remove(sequence)
+        else:
+            return  # of a search, which has requests of its own here
         self._register(sequence)
         self._drop(sequence)
         sequence.saved = None
@@ -319,12 +323,13 @@ class Scheduler:
             if found:
                 self._drop(sequence)
             return 0
-        self._seat(sequence)
+        self._seat(sequence, plan)
         self._enter(plan, sequence, count)
         return count
 
-    def _seat(self, sequence: Sequence) -> None:
+    def _seat(self, sequence: Sequence, plan: Plan) -> None:
         self.waiting.popleft()
+        plan.seated.append(sequence)
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
         for table, own in zip(self.tables, sequence.pages, strict=True):
@@ -349,7 +354,7 @@ class Scheduler:
             self._drop(sequence, keep=True)
             return 0
         plan.returning.append((sequence, places))
-        self._seat(sequence)
+        self._seat(sequence, plan)
         self._enter(plan, sequence, count)
         return count
 

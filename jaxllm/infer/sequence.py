@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxllm.infer.pages import chain
+from jaxllm.infer.reader import Reader
 from jaxllm.infer.sampling import SEEDS, SamplingParams
-from jaxllm.text import StreamDecoder
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -23,8 +23,12 @@ class Request:
         salt: requests find each other's pages only if they have the same.
         seed: of the draws.
         stop_ids: all tokens that end it.
-        sequences: ``params.n`` of them.
+        words: that it must not make, as token ids.
+        sequences: continuations, ``params.made`` of them; of a beam search its results.
         prompt_scores: (log-probability, rank) of each token of the prompt but the first; filled where asked for.
+        prompt_top: the likeliest tokens there, with their log-probabilities; likewise.
+        internal: a part of another request.
+        chosen: the best of the continuations, once all have ended; None before, and where all are given out.
     """
 
     id: int
@@ -33,8 +37,17 @@ class Request:
     salt: bytes
     seed: int
     stop_ids: frozenset[int]
+    words: tuple[tuple[int, ...], ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
     prompt_scores: list[tuple[float, int]] = field(default_factory=list)
+    prompt_top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    chosen: list[Sequence] | None = None
+    internal: bool = False
+
+    @property
+    def outputs(self) -> list[Sequence]:
+        """The continuations that are given out, best first where there was a choice."""
+        return self.sequences if self.chosen is None else self.chosen
 
 
 @dataclass(eq=False)
@@ -53,9 +66,9 @@ class Sequence:
         registered: pages that can be found by their tokens.
         saved: keys and values on the host while it is swapped out, by group: (columns, array).
         logprobs, top: of made tokens: (token's own), [(id, log-probability), ...].
-        decoder: of its text; None where there is no tokenizer.
-        text: what is decoded and given out so far.
-        held: text that may be the beginning of a stop text.
+        reader: of its text; None where there is no tokenizer.
+        text: what is decoded and given out so far; with what is echoed.
+        echo: the prompt's text, until it is given out.
         finish: why it ended; None while it goes on.
     """
 
@@ -63,7 +76,7 @@ class Sequence:
     number: int
     order: int
     tokens: list[int]
-    decoder: StreamDecoder | None = None
+    reader: Reader | None = None
     pending: int = 0
     computed: int = 0
     slot: int = -1
@@ -73,7 +86,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     text: str = ""
-    held: str = ""
+    echo: str = ""
     finish: Finish | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
@@ -90,7 +103,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens it may still be told to make."""
-        return self.request.params.max_tokens - self.made
+        return max(1, self.request.params.max_tokens) - self.made  # one is made, and not given out, to score a prompt
 
     @property
     def seed(self) -> int:

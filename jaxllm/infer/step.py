@@ -4,7 +4,7 @@ All that the host says to a step is one array of 32-bit numbers, all that it hea
 last stay on the device, so that the next step can begin before the host has seen them.
 
 Legend: T rows of the flat batch, S requests of a step, R sequences (slots) there are, J columns of a page table, N
-steps of the device's loop, V vocab, D embed, K likeliest tokens.
+steps of the device's loop, V vocab, D embed, K likeliest tokens, U pieces of a mask.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.infer import sampler
+from jaxllm.infer import sampler, shaping
+from jaxllm.infer.layout import Layout
 from jaxllm.infer.paged import POOL_AXES, LayerGroup, PagedCache
 from jaxllm.models import Functional
 from pallas_kernels.paged_attention.ragged import Ragged
@@ -32,53 +32,6 @@ SCORED = 64
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Named arrays of 32-bit numbers, one behind the other in one.
-
-    Attributes:
-        fields: (name, shape, dtype: int32, uint32, float32 or float64, which takes two numbers).
-    """
-
-    fields: tuple[tuple[str, tuple[int, ...], str], ...]
-
-    @property
-    def size(self) -> int:
-        """Numbers in all."""
-        return sum(self._numbers(shape, dtype) for _, shape, dtype in self.fields)
-
-    @staticmethod
-    def _numbers(shape: tuple[int, ...], dtype: str) -> int:
-        return math.prod(shape) * np.dtype(dtype).itemsize // 4
-
-    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays, on the host, as views."""
-        out, at = {}, 0
-        for name, shape, dtype in self.fields:
-            end = at + self._numbers(shape, dtype)
-            out[name] = packed[at:end].view(dtype).reshape(shape)
-            at = end
-        return out
-
-    def unpack(self, packed: Int[Array, " numbers"]) -> dict[str, Array]:
-        """The arrays, on the device."""
-        out, at = {}, 0
-        for name, shape, dtype in self.fields:
-            end = at + self._numbers(shape, dtype)
-            part = packed[at:end].reshape(*shape, *((2,) if dtype == "float64" else ()))
-            out[name] = part if dtype == "int32" else jax.lax.bitcast_convert_type(part, dtype)
-            at = end
-        return out
-
-    def pack(self, arrays: dict[str, Array]) -> Int[Array, " numbers"]:
-        """One array of them, on the device."""
-        parts = []
-        for name, shape, dtype in self.fields:
-            array = arrays[name].astype(dtype).reshape(shape)
-            parts.append(jax.lax.bitcast_convert_type(array, jnp.int32).reshape(-1))
-        return jnp.concatenate(parts)
-
-
-@dataclass(frozen=True)
 class Shape:
     """What a program is for.
 
@@ -86,7 +39,7 @@ class Shape:
         tokens: T.
         requests: S, at most T.
         decode: T = S sequences that make ``loop`` tokens or fewer; otherwise pieces of any lengths, and one token each.
-        full: with filters and log-probabilities.
+        full: with all of ``SamplingParams``; without, seed and temperature.
         slots: R.
         columns: J.
         groups: of layers.
@@ -133,7 +86,8 @@ class Shape:
         if self.decode:
             fields += [("steps", (), "int32"), ("stops", (s, STOPS), "int32")]
         if self.full:
-            fields += [("top_k", (s,), "int32"), ("top_p", (s,), "float32"), ("min_p", (s,), "float32")]
+            fields += [(name, (s,), "int32") for name in ("top_k", "kind", "earliest")]
+            fields += [(name, (s,), "float32") for name in ("top_p", "min_p", "typical_p", *PENALTIES)]
         if self.full and not self.decode:
             fields += [("targets", (self.tokens,), "int32")]
         return Layout(tuple(fields))
@@ -147,11 +101,14 @@ class Shape:
             top = (n, s, self.top)
             fields += [("logprobs", (n, s), self.real), ("top_ids", top, "int32"), ("top_logprobs", top, self.real)]
         if self.full and not self.decode:
-            fields += [("scores", (self.tokens,), self.real), ("ranks", (self.tokens,), "int32")]
+            t, top = self.tokens, (self.tokens, self.top)
+            fields += [("scores", (t,), self.real), ("ranks", (t,), "int32")]
+            fields += [("prompt_ids", top, "int32"), ("prompt_top", top, self.real)]
         return Layout(tuple(fields))
 
 
 Pools = tuple[Array, ...]
+PENALTIES = ("repetition", "presence", "frequency")
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,23 +130,34 @@ class Step:
     invariant: bool = False
 
     def __call__(
-        self, params: Any, pools: Pools, last: Int[Array, " R"], packed: Int[Array, " numbers"]
-    ) -> tuple[Pools, Int[Array, " R"], Int[Array, " numbers2"]]:
-        """Pools and each slot's last token after the step, and what the host hears."""
+        self,
+        params: Any,
+        pools: Pools,
+        last: Int[Array, " R"],
+        packed: Int[Array, " numbers"],
+        state: tuple[Array, ...] | None = None,
+        masks: Int[Array, "S U"] | None = None,
+    ) -> tuple[Any, ...]:
+        """Pools and each slot's last token after the step, what the host hears, and of a full step the slots' state."""
+        slots = None if state is None else shaping.State(*state)
         with sharding.use_rules(self.model.rules):
             x = self.shape.inputs.unpack(packed)
             pools = tuple(
                 copied(pool, pairs, count) for pool, pairs, count in zip(pools, x["copies"], x["copied"], strict=True)
             )
             if self.shape.decode:
-                return self._loop(params, pools, last, x)
+                return self._loop(params, pools, last, x, slots, masks)
             pools, hidden = self._forward(params, pools, self._known(last, x), x, x["kv_lens"])
             logits = self._logits(params, hidden, jnp.maximum(x["starts"][1:] - 1, 0))
-            out = self._choose(logits, x, x["kv_lens"])
+            out, slots = self._choose(logits, x, x["kv_lens"], slots, masks)
             if self.shape.full:
                 out |= self._scores(params, hidden, x["targets"])
             last = last.at[x["slots"]].set(out["tokens"], mode="drop")
-            return pools, last, self.shape.outputs.pack(out)
+            return self._after(pools, last, out, slots)
+
+    def _after(self, pools: Pools, last: Array, out: dict[str, Array], state: shaping.State | None) -> tuple[Any, ...]:
+        made = pools, last, self.shape.outputs.pack(out)
+        return made if state is None else (*made, tuple(state))
 
     def _known(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
         """The tokens of the flat batch: the host's, or each request's last one."""
@@ -215,42 +183,57 @@ class Step:
         found = sharding.take(hidden[0], rows[None], out=("batch", "seq", "act_embed"))
         return sharding.constrain(self.model.head(params, found)[0], None, None)
 
-    def _choose(self, logits: Float[Array, "S V"], x: dict[str, Array], kv_lens: Int[Array, " S"]) -> dict[str, Array]:
-        """The next token of each request, which fills the position after its last."""
-        rows = sampler.Rows(
-            x["seeds"],
-            kv_lens,
-            x["temperature"],
-            *(x[n] if self.shape.full else None for n in ("top_k", "top_p", "min_p")),
-        )
+    def _choose(
+        self,
+        logits: Float[Array, "S V"],
+        x: dict[str, Array],
+        kv_lens: Int[Array, " S"],
+        state: shaping.State | None,
+        masks: Int[Array, "S U"] | None,
+    ) -> tuple[dict[str, Array], shaping.State | None]:
+        """The next token of each request, which fills the position after its last; the slots' state after it."""
+        filters = (x[n] if self.shape.full else None for n in ("top_k", "top_p", "min_p", "typical_p"))
+        rows = sampler.Rows(x["seeds"], kv_lens, x["temperature"], *filters)
         known = jnp.where(jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
-        tokens = sampler.sample(known, rows)
-        out = {"tokens": tokens}
-        if self.shape.full:
-            own, ids, top = sampler.logprobs(logits, tokens, self.shape.top)
-            out |= {"logprobs": own, "top_ids": ids, "top_logprobs": top}
-        return out
+        if state is None or masks is None:
+            return {"tokens": sampler.sample(known, rows)}, None
+        asked = shaping.Asked(x["slots"], x["kind"], kv_lens, x["earliest"], *(x[n] for n in PENALTIES))
+        tokens = sampler.sample(shaping.shaped(known, state, asked, masks), rows)
+        own, ids, top = sampler.logprobs(logits, tokens, self.shape.top)
+        out = {"tokens": tokens, "logprobs": own, "top_ids": ids, "top_logprobs": top}
+        return out, shaping.grown(state, asked, tokens)
 
     def _scores(self, params: Any, hidden: Float[Array, "1 T D"], targets: Int[Array, " T"]) -> dict[str, Array]:
-        """Log-probability and rank of the token after each row of a prompt, where they are asked for."""
-        t = targets.shape[0]
+        """Of the token after each row of a prompt log-probability and rank, and the likeliest there, if asked for."""
+        t, top = targets.shape[0], self.shape.top
         size = math.gcd(SCORED, t)
 
-        def some(i: Array) -> tuple[Array, Array]:
+        def some(i: Array) -> tuple[Array, ...]:
             rows = i * size + jnp.arange(size, dtype=jnp.int32)
-            return sampler.score(self._logits(params, hidden, rows), targets[rows])
+            logits, wanted = self._logits(params, hidden, rows), jnp.maximum(targets[rows], 0)
+            own, ids, best = sampler.logprobs(logits, wanted, top)
+            return own.astype(self.shape.real), sampler.ranks(logits, wanted), ids, best.astype(self.shape.real)
 
-        def compute() -> tuple[Array, Array]:
-            scores, ranks = jax.lax.map(some, jnp.arange(t // size, dtype=jnp.int32))
-            return scores.reshape(-1).astype(self.shape.real), ranks.reshape(-1)
+        def compute() -> tuple[Array, ...]:
+            found = jax.lax.map(some, jnp.arange(t // size, dtype=jnp.int32))
+            return tuple(x.reshape(t, *x.shape[2:]) for x in found)
 
-        def nothing() -> tuple[Array, Array]:
-            return jnp.zeros(t, self.shape.real), jnp.zeros(t, jnp.int32)
+        def nothing() -> tuple[Array, ...]:
+            real, ids = jnp.zeros((t, top), self.shape.real), jnp.zeros((t, top), jnp.int32)
+            return real[:, 0], ids[:, 0], ids, real
 
-        scores, ranks = jax.lax.cond(jnp.any(targets >= 0), compute, nothing)
-        return {"scores": scores, "ranks": ranks}
+        found = jax.lax.cond(jnp.any(targets >= 0), compute, nothing)
+        return dict(zip(("scores", "ranks", "prompt_ids", "prompt_top"), found, strict=True))
 
-    def _loop(self, params: Any, pools: Pools, last: Int[Array, " R"], x: dict[str, Array]) -> Any:
+    def _loop(
+        self,
+        params: Any,
+        pools: Pools,
+        last: Int[Array, " R"],
+        x: dict[str, Array],
+        state: shaping.State | None,
+        masks: Int[Array, "S U"] | None,
+    ) -> tuple[Any, ...]:
         """``steps`` tokens of each request, fewer if all have made one of their stop tokens."""
         last = last.at[x["slots"]].set(self._known(last, x), mode="drop")
         there = x["slots"] < self.shape.slots
@@ -260,20 +243,21 @@ class Step:
             return (i < x["steps"]) & ~jnp.all(done)
 
         def one(carry: Any) -> Any:
-            i, done, pools, last, made = carry
+            i, done, pools, last, state, made = carry
             tokens = last[jnp.minimum(x["slots"], self.shape.slots - 1)]
             kv_lens = jnp.where(there, x["kv_lens"] + i, 0)
             pools, hidden = self._forward(params, pools, tokens, x, kv_lens)
-            out = self._choose(self._logits(params, hidden, jnp.arange(self.shape.tokens)), x, kv_lens)
+            logits = self._logits(params, hidden, jnp.arange(self.shape.tokens))
+            out, state = self._choose(logits, x, kv_lens, state, masks)
             made = {name: made[name].at[i].set(out[name].astype(made[name].dtype)) for name in made}
             last = last.at[x["slots"]].set(out["tokens"], mode="drop")
             done = done | jnp.any(out["tokens"][:, None] == x["stops"], axis=1)
-            return i + 1, done, pools, last, made
+            return i + 1, done, pools, last, state, made
 
         made = {name: jnp.zeros(shape, dtype) for name, shape, dtype in self.shape.outputs.fields}
-        carry = jnp.int32(0), ~there, pools, last, made
-        _, _, pools, last, made = jax.lax.while_loop(go_on, one, carry)
-        return pools, last, self.shape.outputs.pack(made)
+        carry = jnp.int32(0), ~there, pools, last, state, made
+        _, _, pools, last, state, made = jax.lax.while_loop(go_on, one, carry)
+        return self._after(pools, last, made, state)
 
 
 def copied(

@@ -224,6 +224,21 @@ def error(model: str, dtype: str, requests: list[Request]) -> float:
     return worst
 
 
+def _shaping(rng: np.random.Generator) -> dict[str, Any]:
+    """Some of what changes logits."""
+    words = tuple(tuple(rng.integers(0, VOCAB, n).tolist()) for n in rng.integers(1, 6, 5))
+    every = {
+        "typical_p": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.6,
+        "frequency_penalty": -0.3,
+        "logit_bias": {int(token): float(rng.normal()) for token in rng.integers(0, VOCAB, 4)},
+        "bad_words": words,
+        "allowed_tokens": tuple(rng.permutation(VOCAB)[: VOCAB // 2].tolist()),
+    }
+    return {name: value for name, value in every.items() if rng.random() < 0.5}
+
+
 def traffic(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dict[str, Any]]:
     """Requests at random: lengths, arrivals, shared beginnings, several continuations, cancellations, salts."""
     common = rng.integers(0, VOCAB, 30).tolist()
@@ -242,8 +257,10 @@ def traffic(rng: np.random.Generator, config: EngineConfig, many: int) -> list[d
             n=int(rng.choice([1, 1, 1, 2, 3])),
             stop_ids=tuple(rng.integers(0, VOCAB, rng.choice([0, 0, 1, 10])).tolist()),
             logprobs=int(rng.integers(0, config.top_logprobs + 1)),
-            prompt_logprobs=0 if rng.random() < 0.3 else None,
+            prompt_logprobs=int(rng.integers(0, config.top_logprobs + 1)) if rng.random() < 0.3 else None,
+            **(_shaping(rng) if rng.random() < 0.4 else {}),
         )
+        params = dataclasses.replace(params, min_tokens=int(rng.integers(0, params.max_tokens + 1)))
         at = int(rng.integers(0, 12))
         cancel = at + int(rng.integers(0, 15)) if rng.random() < 0.15 else None
         out.append({"prompt": prompt, "params": params, "at": at, "cancel": cancel, "salt": str(rng.integers(2))})

@@ -33,7 +33,7 @@ class PaperDevice:
             len(self.pools), config.loop, 1, "float32",
         )  # fmt: skip
 
-    def run(self, shape: Shape, packed: np.ndarray) -> np.ndarray:
+    def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
         x = shape.inputs.views(packed)
         out = np.zeros(shape.outputs.size, np.int32)
         made = shape.outputs.views(out)["tokens"]
@@ -51,6 +51,9 @@ class PaperDevice:
                 text = self._write_and_read(x["tables"][:, row], kv_len, fresh)
                 self.last[slot] = made[step, row] = self._following(text)
         return out
+
+    def seat(self, packed: np.ndarray) -> None:
+        raise NotImplementedError("on paper nothing is asked of logits")
 
     def _write_and_read(self, tables: np.ndarray, kv_len: int, tokens: list[int]) -> list[int | None]:
         """What a request can see: of groups with windows only what these reach; all groups agree on it."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.sampler import BLOCK, Rows, filtered, logprobs, sample, score
+from jaxllm.infer.sampler import BLOCK, Rows, filtered, logprobs, ranks, sample
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.0, -np.inf])
 # Quantile 1 - 1e-7 of chi-square with 6 degrees of freedom: one false alarm in ten million seeds.
@@ -20,9 +20,13 @@ draw = jax.jit(sample)
 
 def rows(count: int, seed: int = 0, **fields: Any) -> Rows:
     """``count`` rows of one request at positions 0, 1, ...; with filters if any are given."""
-    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | fields if set(fields) - {"temperature"} else fields
-    kinds = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
-    arrays = {name: jnp.full(count, value, kinds[name]) for name, value in ({"temperature": 1.0} | full).items()}
+    full = (
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0} | fields if set(fields) - {"temperature"} else fields
+    )
+    arrays = {
+        name: jnp.full(count, value, jnp.int32 if name == "top_k" else jnp.float32)
+        for name, value in ({"temperature": 1.0} | full).items()
+    }
     return Rows(jnp.full(count, seed, jnp.uint32), jnp.arange(count, dtype=jnp.int32), **arrays)
 
 
@@ -104,14 +108,21 @@ def kept(logits: np.ndarray, **fields: Any) -> set[int]:
     return set(np.flatnonzero(np.isfinite(np.asarray(jax.jit(filtered)(scaled, rows(1, **{"top_k": 0} | fields))))[0]))
 
 
-def by_hand(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+def by_hand(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float = 1.0
+) -> set[int]:
     """The filters as their papers have them, one after the other, by sorting."""
     weights = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-weights)
     order = order[: top_k or len(order)]
     shares = weights[order] / weights[order].sum()
     order = order[: int(np.searchsorted(np.cumsum(shares), top_p - 1e-9)) + 1]
-    return {int(i) for i in order if weights[i] >= min_p}
+    order = order[weights[order] >= min_p]
+    shares = weights[order] / weights[order].sum()
+    odd = np.abs(-np.log(shares) + (shares * np.log(shares)).sum())
+    usual = np.argsort(odd)
+    usual = usual[: int(np.searchsorted(np.cumsum(shares[usual]), typical_p - 1e-9)) + 1]
+    return {int(i) for i in order[usual]}
 
 
 def test_filters_keep_what_their_definitions_say(rng):
@@ -122,6 +133,7 @@ def test_filters_keep_what_their_definitions_say(rng):
             "top_k": int(rng.choice([0, 1, 3, 20, 50, 99])),
             "top_p": float(rng.choice([1.0, 0.95, 0.5, 0.1])),
             "min_p": float(rng.choice([0.0, 0.03, 0.4, 1.0])),
+            "typical_p": float(rng.choice([1.0, 1.0, 0.9, 0.3])),
         }
         assert kept(logits, **fields) == by_hand(logits, **fields), fields
 
@@ -135,7 +147,13 @@ def test_tokens_as_likely_as_the_last_are_kept():
 
 
 def test_filtered_rows_draw_from_what_is_left(rng):
-    for fields in ({"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.9, "temperature": 2.0}):
+    for fields in (
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.3},
+        {"typical_p": 0.4},
+        {"top_k": 5, "top_p": 0.9, "temperature": 2.0},
+    ):
         temperature = fields.get("temperature", 1.0)
         weights = np.exp(LOGITS / temperature)
         left = by_hand(LOGITS, **{"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | fields)
@@ -153,9 +171,8 @@ def test_log_probabilities_are_the_models_own(rng):
     np.testing.assert_allclose(own, want[np.arange(6), tokens], atol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-logits, axis=-1)[:, :4])
     np.testing.assert_allclose(top, np.sort(want, axis=-1)[:, :-5:-1], atol=1e-5)
-    scores, ranks = jax.jit(score)(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32))
-    np.testing.assert_allclose(scores, own, atol=1e-6)
-    np.testing.assert_array_equal(ranks, (logits > logits[np.arange(6), tokens][:, None]).sum(-1))
+    found = jax.jit(ranks)(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_array_equal(found, (logits > logits[np.arange(6), tokens][:, None]).sum(-1))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""What the device is told of a plan: the numbers of one transfer, and what a request leaves in its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxllm.infer import shaping
+from jaxllm.infer.scheduler import Plan
+from jaxllm.infer.sequence import Sequence
+from jaxllm.infer.step import STOPS, Shape
+
+
+def fill(plan: Plan, shape: Shape, tables: Iterable[np.ndarray], x: Mapping[str, np.ndarray]) -> None:
+    """Fills the views of a step's inputs, all of them zero.
+
+    Args:
+        plan, shape: of the step.
+        tables: int32[R, J], the page table of every slot, by group of layers.
+        x: ``shape.inputs.views(...)``.
+    """
+    entries, many = plan.entries, len(plan.entries)
+    counts = np.fromiter((e.count for e in entries), np.int32, many)
+    ends = np.cumsum(counts, dtype=np.int32)
+    x["starts"][1 : many + 1], x["starts"][many + 1 :] = ends, ends[-1]
+    x["kv_lens"][:many] = [e.start + e.count for e in entries]
+    slots = [e.sequence.slot for e in entries]
+    x["slots"][:many], x["slots"][many:] = slots, shape.slots
+    for own, table in zip(x["tables"], tables, strict=True):
+        own[:many] = table[slots]
+    for group, copies in enumerate(plan.copies):
+        x["copied"][group] = len(copies)
+        x["copies"][group, : len(copies)] = np.asarray(copies).reshape(-1, 2)
+    x["seeds"][:many] = [e.sequence.seed for e in entries]
+    x["temperature"][:many] = [e.sequence.request.params.temperature for e in entries]
+    tokens = x["tokens"]
+    if shape.decode:
+        tokens[:many] = [s.tokens[e.start] if e.start < len((s := e.sequence).tokens) else -1 for e in entries]
+        x["steps"][...] = plan.steps
+        x["stops"][...] = -1
+        for row, entry in zip(x["stops"], entries, strict=False):
+            if stops := entry.sequence.request.stop_ids:
+                row[: min(STOPS, len(stops))] = sorted(stops)[:STOPS]
+    else:
+        for entry, end in zip(entries, ends, strict=True):
+            known = entry.sequence.tokens[entry.start : entry.start + entry.count]
+            tokens[end - entry.count : end] = known or -1
+    if shape.full:
+        _fill_full(plan, x)
+    if shape.full and not shape.decode:
+        x["targets"][...] = -1
+        for entry, end in zip(entries, ends, strict=True):
+            request = entry.sequence.request
+            if request.params.prompt_logprobs is not None and entry.sequence.number == 0:
+                after = request.prompt[entry.start + 1 : entry.start + entry.count + 1]
+                x["targets"][end - entry.count : end - entry.count + len(after)] = after
+
+
+def _fill_full(plan: Plan, x: Mapping[str, np.ndarray]) -> None:
+    """All that the plain sampler does without; rows that are none get what changes nothing."""
+    entries, many = plan.entries, len(plan.entries)
+    requests = [e.sequence.request for e in entries]
+    for name, neutral in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("typical_p", 1)):
+        x[name][...] = neutral
+        x[name][:many] = [getattr(r.params, name) for r in requests]
+    for name, neutral in (("repetition", 1), ("presence", 0), ("frequency", 0)):
+        x[name][...] = neutral
+        x[name][:many] = [getattr(r.params, f"{name}_penalty") for r in requests]
+    x["kind"][:many] = [
+        shaping.SHAPED * e.sequence.request.params.shapes + shaping.SAMPLES * e.samples for e in entries
+    ]
+    x["earliest"][:many] = [len(r.prompt) + r.params.min_tokens for r in requests]
+
+
+def seat_row(sequence: Sequence, vocab: int) -> np.ndarray:
+    """What ``shaping.seat`` is told of a sequence, all of whose tokens are known.
+
+    Args:
+        sequence: that has got a slot.
+        vocab: of the model.
+    """
+    layout, request = shaping.row_layout(vocab), sequence.request
+    packed = np.zeros(layout.size, np.int32)
+    x = layout.views(packed)
+    x["slot"][...] = sequence.slot
+    shaping.fill_row(
+        x,
+        request.prompt,
+        sequence.tokens[len(request.prompt) :],
+        bias=dict(request.params.logit_bias),
+        allowed=request.params.allowed_tokens,
+        words=request.words,
+        stops=sorted(request.stop_ids),
+    )
+    return packed
+
+
+def needs(plan: Plan) -> dict[str, bool]:
+    """Which program a plan can run on."""
+    params = [entry.sequence.request.params for entry in plan.entries]
+    scores = any(
+        e.sequence.number == 0 and p.prompt_logprobs is not None and e.start < len(e.sequence.request.prompt) - 1
+        for e, p in zip(plan.entries, params, strict=True)
+    )
+    return {
+        "decode": not scores and all(entry.count == 1 for entry in plan.entries),
+        "full": any(p.needs_full for p in params),
+    }
