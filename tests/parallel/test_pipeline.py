@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm.config import ConfigError
-from jaxllm.data import DataConfig
+from jaxllm.data import Batch, DataConfig
 from jaxllm.models import functional
 from jaxllm.parallel.pipeline.cut import cut
 from jaxllm.parallel.pipeline.generators import make
@@ -25,7 +25,7 @@ from jaxllm.parallel.pipeline.table import KINDS, allot, tabulate
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table_view import size
 from jaxllm.train import RunConfig, loss_sums
-from jaxllm.train.loop import fitting_mesh
+from jaxllm.train.loop import fitting_mesh, gradients
 from jaxllm.train.loss import value_and_grad
 from jaxllm.train.pipelined import pipelined, pipelined_sums, planned
 from jaxllm.train.routing import RoutingConfig
@@ -257,3 +257,23 @@ def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
     for name in ("balance", "z", "dropped"):
         np.testing.assert_allclose(getattr(got.routing, name), getattr(want.routing, name), rtol=1e-12)
     assert tiny.leaf_error(jax.device_get(grads), want_grads) < 1e-10
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 3)])
+def test_weights_and_gradients_stay_split_inside_stages(schedule, zero):
+    """Nothing gathers a matrix over ``tensor``, on the way in, in a step or on the way out."""
+    wide, vocab = 88, 104
+    model = tiny.decoder(layers=4, mlp=wide, vocab_size=vocab, dtype="float32", tied=False, remat="full")
+    config = run_of(mesh="stage=2,fsdp=2,tensor=2", schedule=schedule, model=model)
+    config = replace(config, parallel=replace(config.parallel, zero=zero))
+    piped = functional(config.model, config.parallel.rules())
+    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:8])
+    params = abstract_params(piped.abstract(), piped.logical_axes(), mesh, piped.rules)
+    tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+    with jax.set_mesh(mesh):
+        batch: Any = Batch(tokens, tokens, tokens, tokens)
+        step = jax.jit(gradients(config, piped, mesh), out_shardings=(None, shardings_of(params)))
+        program = step.lower(params, batch).compile().as_text() or ""
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", program)}
+    assert any(wide // 2 in shape for shape in shapes)
+    assert not [shape for shape in shapes if wide in shape or vocab in shape]

@@ -29,10 +29,22 @@ from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import MATMUL_RESULTS
 from jaxllm.parallel.pipeline.cut import Cut, cut
 from jaxllm.parallel.pipeline.layout import STAGE, Depths, Places, bring, places, take_back
+from jaxllm.parallel.pipeline.manual import (
+    dimension_over,
+    gathered,
+    gathered_layer,
+    handed_in,
+    handed_out,
+    is_spec,
+    only,
+    scattered,
+    taken_in,
+    taken_out,
+    undivided,
+)
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError
 from jaxllm.parallel.pipeline.table import Table, tabulate
 from pallas_kernels._compat import target_device
-from sharding.rules import split_sizes
 
 MANUAL = (STAGE, "data", "fsdp")
 TREE = ("embedding", "segments", "head")
@@ -117,16 +129,19 @@ class Pipeline:
         self._check(mesh)
         manual = tuple(a for a in MANUAL if mesh.shape.get(a, 1) > 1)
         rules = self.model.rules
-        stored = jax.tree.map(
-            lambda leaf, axes: _only(rules.spec(axes, mesh, leaf.shape), manual), params, self.model.logical_axes()
-        )
-        rows = _only(rules.spec((None, "batch", "seq"), mesh), manual)
+        whole = jax.tree.map(lambda leaf, axes: rules.spec(axes, mesh, leaf.shape), params, self.model.logical_axes())
+        stored = jax.tree.map(lambda spec: only(spec, manual), whole, is_leaf=is_spec)
+        rows = only(rules.spec((None, "batch", "seq"), mesh), manual)
 
         def local(params: Any, parts: Any, total: Array) -> Any:
+            params = jax.tree.map(lambda x, spec: taken_in(x, spec, manual), params, whole)
             with sharding.use_rules(rules):
-                return run(_Step(self, mesh, manual, stored, head, params, parts, total))
+                made = run(_Step(self, mesh, manual, stored, head, params, parts, total))
+            if not gradients:
+                return made
+            return *made[:-1], jax.tree.map(lambda x, spec: handed_out(x, spec, manual), made[-1], whole)
 
-        return jax.shard_map(
+        mapped = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(stored, rows, jax.P()),
@@ -134,6 +149,15 @@ class Pipeline:
             axis_names=set(manual),
             check_vma=False,
         )
+
+        def across(params: Any, parts: Any, total: Array) -> Any:
+            params = jax.tree.map(lambda x, spec: handed_in(x, spec, manual), params, whole)
+            made = mapped(params, parts, total)
+            if not gradients:
+                return made
+            return *made[:-1], jax.tree.map(lambda x, spec: taken_out(x, spec, manual), made[-1], whole)
+
+        return across
 
 
 class _Step:
@@ -161,19 +185,19 @@ class _Step:
         self.where: list[Places] = [
             places(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
         ]
-        used = jax.tree.map(_undivided, jax.tree.map(self._cast, params, self.model.matrices()), stored)
+        used = jax.tree.map(undivided, jax.tree.map(self._cast, params, self.model.matrices()), stored)
         self.ends = jax.tree.map(self._whole_end, _ends(used), _ends(stored))
         # Whole for the step, or as stored over fsdp and gathered by each use of a layer.
         self.parts_of = [
             jax.tree.map(
-                lambda w, spec, where=where: bring(w, where, _dim(spec, STAGE)),
+                lambda w, spec, where=where: bring(w, where, dimension_over(spec, STAGE)),
                 used["segments"][str(g)],
                 stored["segments"][str(g)],
             )
             for g, where in enumerate(self.where)
         ]
         self.weights = [
-            w if pipeline.zero == 3 else jax.tree.map(_gathered, w, stored["segments"][str(g)])
+            w if pipeline.zero == 3 else jax.tree.map(gathered, w, stored["segments"][str(g)])
             for g, w in enumerate(self.parts_of)
         ]
         self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
@@ -334,11 +358,11 @@ class _Step:
     def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
         """Adds gradients of one unit, by number of the leaf, to those of segment g."""
         leaves, tree = jax.tree.flatten(grads)
-        specs = jax.tree.leaves(self.stored["segments"][str(g)], is_leaf=_is_spec)
+        specs = jax.tree.leaves(self.stored["segments"][str(g)], is_leaf=is_spec)
         place = cell["chunk"] * self.pipeline.depths.rooms[g] + i
         for number, value in found.items():
             if self.pipeline.zero == 2:
-                value = _scattered(value, specs[number], stacked=True)
+                value = scattered(value, specs[number], stacked=True)
             sum_ = _at(leaves[number], place) + value.astype(leaves[number].dtype)
             leaves[number] = _put(leaves[number], sum_, place)
         return jax.tree.unflatten(tree, leaves)
@@ -350,7 +374,7 @@ class _Step:
 
     def _whole_end(self, w: Array, spec: Any) -> Array:
         """A weight of the embedding or the head, whole over the manual axes."""
-        return _gathered(w, spec, (STAGE, "fsdp"))
+        return gathered(w, spec, (STAGE, "fsdp"))
 
     def _collect(self, state: Any) -> Any:
         """Gradients summed over devices, where the parameters are stored and in their types."""
@@ -358,11 +382,11 @@ class _Step:
         for g, grads in enumerate(state["grads"]):
             specs = self.stored["segments"][str(g)]
             if self.pipeline.zero == 1:
-                grads = jax.tree.map(_scattered, grads, specs)
-            back = jax.tree.map(lambda x, s, g=g: take_back(x, self.where[g], _dim(s, STAGE)), grads, specs)
+                grads = jax.tree.map(scattered, grads, specs)
+            back = jax.tree.map(lambda x, s, g=g: take_back(x, self.where[g], dimension_over(s, STAGE)), grads, specs)
             segments[str(g)] = jax.tree.map(lambda x, s: self._summed(x, s, (*self.manual[1:],)), back, specs)
         ends = jax.tree.map(
-            lambda x, s: self._summed(_scattered(x, s, (STAGE, "fsdp")), s, self.manual),
+            lambda x, s: self._summed(scattered(x, s, (STAGE, "fsdp")), s, self.manual),
             state["ends"],
             _ends(self.stored),
         )
@@ -374,7 +398,7 @@ class _Step:
         )
 
     def _summed(self, x: Array, spec: Any, axes: tuple[str, ...]) -> Array:
-        rest = tuple(a for a in axes if _dim(spec, a) is None)
+        rest = tuple(a for a in axes if dimension_over(spec, a) is None)
         return jax.lax.psum(x, rest) if rest else x
 
     # The model
@@ -401,7 +425,7 @@ class _Step:
     ) -> tuple[tuple[Array, Any], Any]:
         """One unit of segment g: ``((y, loss), more)``, see ``cut``."""
         if self.pipeline.zero == 3:
-            w = jax.tree.map(_layer, w, self.stored["segments"][str(g)])
+            w = jax.tree.map(gathered_layer, w, self.stored["segments"][str(g)])
         positions, segment_ids, share = consts
         context: Any = Segments(segment_ids, self.pipeline.layout)
         listener = self.pipeline.listener
@@ -452,96 +476,6 @@ def _zeros(like: Any, *leading: int) -> Array:
 
 def _added(sums: Any, more: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
-
-
-# Specs over manual axes.
-
-
-def _only(spec: Any, axes: tuple[str, ...]) -> Any:
-    """The spec less all other mesh axes."""
-    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
-    return jax.P(*(tuple(a for a in part if a in axes) or None for part in parts))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, jax.P)
-
-
-def _dim(spec: Any, axis: str) -> int | None:
-    """The dimension that is split over ``axis``."""
-    for dim, part in enumerate(spec):
-        if part is not None and axis in ((part,) if isinstance(part, str) else part):
-            return dim
-    return None
-
-
-def _gathered(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
-    """Whole over ``axes``; the innermost first, so that parts come in order.
-
-    Args:
-        stacked: the spec is that of a stack, of which w is one.
-    """
-    for axis in reversed(_nested(spec, axes)):
-        dim = _dim(spec, axis)
-        assert dim is not None
-        w = jax.lax.all_gather(w, axis, axis=dim - stacked, tiled=True)
-    return w
-
-
-def _scattered(g: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
-    """The transpose of ``_gathered``: sums over ``axes``, and each device its part."""
-    for axis in _nested(spec, axes):
-        dim = _dim(spec, axis)
-        assert dim is not None
-        scatter = functools.partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim - stacked, tiled=True)
-        g = _manually(scatter, g)
-    return g
-
-
-def _manually(fn: Callable[[Array], Array], x: Array) -> Array:
-    """``fn`` of the part of ``x`` that a device has, over explicit axes too.
-
-    jax 0.10 cannot lower ``psum_scatter`` of an array that explicit axes split.
-    """
-    there = jax.typeof(x).sharding.spec
-    if all(part is None for part in there):
-        return fn(x)
-    mesh = jax.sharding.get_abstract_mesh()
-    names = set(split_sizes(mesh))
-    return jax.shard_map(fn, mesh=mesh, in_specs=there, out_specs=there, axis_names=names, check_vma=False)(x)
-
-
-def _undivided(w: Array, spec: Any) -> Array:
-    """``w``, whole over explicit axes that split a dimension which manual ones split too.
-
-    Parts of such a dimension would change places when it is gathered over the manual, outer axes.
-    """
-    there = jax.typeof(w).sharding.spec
-    parts = [None if manual is not None else part for part, manual in zip(there, spec, strict=True)]
-    return jax.sharding.reshard(w, jax.P(*parts)) if tuple(parts) != tuple(there) else w
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _layer(w: Array, spec: Any) -> Array:
-    """One layer's weight, gathered for its use; its gradient is scattered. The spec is that of the stack."""
-    return _gathered(w, spec, stacked=True)
-
-
-def _layer_forward(w: Array, spec: Any) -> tuple[Array, None]:
-    return _gathered(w, spec, stacked=True), None
-
-
-def _layer_backward(spec: Any, _: None, dy: Array) -> tuple[Array]:
-    return (_scattered(dy, spec, stacked=True),)
-
-
-_layer.defvjp(_layer_forward, _layer_backward)
-
-
-def _nested(spec: Any, axes: tuple[str, ...]) -> list[str]:
-    """Those of ``axes`` that the spec has, outermost first."""
-    found = [a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part)]
-    return [a for a in found if a in axes]
 
 
 def _ends(tree: Any) -> Any:

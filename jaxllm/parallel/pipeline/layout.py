@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxllm.parallel.pipeline.manual import manually
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError
 
 STAGE = "stage"
@@ -121,7 +122,8 @@ def bring(w: Array, where: Places, split: int | None) -> Array:
     if split is None:
         mine = jnp.asarray(where.taken)[jax.lax.axis_index(STAGE)]
         return _rows(w, mine)
-    return jax.lax.all_to_all(_rows(w, jnp.asarray(where.taken.reshape(-1))), STAGE, 0, split, tiled=True)
+    rows = _rows(w, jnp.asarray(where.taken.reshape(-1)))
+    return manually(lambda rows: jax.lax.all_to_all(rows, STAGE, 0, split, tiled=True), rows)
 
 
 def take_back(g: Array, where: Places, split: int | None) -> Array:
@@ -134,7 +136,7 @@ def take_back(g: Array, where: Places, split: int | None) -> Array:
         mine = place // room == here
         rows = _rows(g, place % room)
         return jax.lax.psum(jnp.where(mine.reshape(-1, *(1,) * (g.ndim - 1)), rows, 0), STAGE)
-    return _rows(jax.lax.all_to_all(g, STAGE, split, 0, tiled=True), place)
+    return _rows(manually(lambda g: jax.lax.all_to_all(g, STAGE, split, 0, tiled=True), g), place)
 
 
 def _rows(w: Array, rows: Array) -> Array:
