@@ -252,7 +252,8 @@ def _qwen3_moe(config: DecoderConfig, length: int) -> Fields | None:
 
 
 def _olmoe(config: DecoderConfig, length: int) -> Fields | None:
-    return _moe(config, _without(_llama(config, length), "head_dim"))
+    clip = {"clip_qkv": getattr(config.blocks[0].attention, "clip", None)}
+    return _moe(config, _without(_llama(config, length), "head_dim") | clip)
 
 
 def _gpt2(config: DecoderConfig, length: int) -> Fields:

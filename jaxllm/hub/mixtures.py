@@ -79,10 +79,14 @@ def qwen3_moe(fields: Fields) -> DecoderConfig:
 
 
 def olmoe(fields: Fields) -> DecoderConfig:
-    fields.only("clip_qkv", None)
-    bias = fields.get("attention_bias", bool, False)
-    attention = read_attention(fields)
-    attention = replace(attention, rope=rope_config(fields), qk_norm="all", bias="all" if bias else "none")
+    bias = "all" if fields.get("attention_bias", bool, False) else "none"
+    attention = replace(
+        read_attention(fields),
+        rope=rope_config(fields),
+        qk_norm="all",
+        bias=bias,
+        clip=fields.get("clip_qkv", float, None),
+    )
     moe = read_moe(fields, "intermediate_size", RouterConfig(normalize=fields.get("norm_topk_prob", bool, False)))
     return make_decoder(fields, BlockConfig(attention, moe), tied=fields.get("tie_word_embeddings", bool, False))
 

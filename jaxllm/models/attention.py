@@ -39,6 +39,7 @@ class AttentionConfig:
         softcap: scores are bounded by it: ``softcap * tanh(scores / softcap)`` (Gemma 2).
         scale: of the scores; None for ``1 / sqrt(head_dim)``.
         sinks: each head has a score that it always sees and that has no value (gpt-oss; arXiv:2309.17453).
+        clip: queries, keys and values are bounded by it from both sides, before rotation (OLMoE; arXiv:2409.02060).
     """
 
     heads: int = 4
@@ -51,6 +52,7 @@ class AttentionConfig:
     softcap: float | None = None
     scale: float | None = None
     sinks: bool = False
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -61,7 +63,7 @@ class AttentionConfig:
             raise ValueError(
                 f"attention: kv_heads = {self.kv_heads} does not divide heads = {self.heads}; legal kv_heads: {legal}."
             )
-        for name in ("window", "softcap", "scale"):
+        for name in ("window", "softcap", "scale", "clip"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"attention: {name} = {value}; give a positive number, or None.")
@@ -132,6 +134,8 @@ class Attention(nnx.Module):
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
         if config.qk_norm != "none":
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip is not None:
+            q, k, v = (jnp.clip(y, -config.clip, config.clip) for y in (q, k, v))
         if config.rope is not None:
             cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
             q, k = (rotate(x, cos, sin, interleaved=config.rope.interleaved) for x in (q, k))

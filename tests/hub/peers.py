@@ -211,7 +211,8 @@ def _qwen3_moe(rng: np.random.Generator) -> Any:
 
 def _olmoe(rng: np.random.Generator) -> Any:
     more = _experts(rng) | {"norm_topk_prob": bool(rng.integers(2)), "attention_bias": bool(rng.integers(2))}
-    return transformers.OlmoeConfig(**COMMON | _sizes(rng, head_dim=False) | _ropes(rng) | more)
+    sizes = _sizes(rng, head_dim=False) | _ropes(rng) | {"clip_qkv": [None, 0.5][rng.integers(2)]}
+    return transformers.OlmoeConfig(**COMMON | sizes | more)
 
 
 def _latent(rng: np.random.Generator) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def test_an_expert_that_is_not_finite_is_named(saved: Path, tmp_path: Path) -> N
         ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0; legal: 1 to"),
         ({"num_experts": 8}, "disagree about the number of experts"),
         ({"num_local_experts": None}, "lacks 'num_experts'"),
-        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ({"model_type": "olmoe", "clip_qkv": -8.0}, "clip = -8.0; give a positive number"),
     ],
 )
 def test_fields_that_make_no_mixture_are_named(fields: dict[str, Any], message: str) -> None:

@@ -202,8 +202,16 @@ def round_trip(name: str, seed: int) -> None:
 
 
 SPLIT = {
-    "tensor": ("num_attention_heads", "num_key_value_heads", "n_head", "intermediate_size", "n_inner", "vocab_size"),
-    "fsdp": ("hidden_size", "n_embd"),
+    "tensor": (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "n_head",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "n_inner",
+        "vocab_size",
+    ),
+    "fsdp": ("hidden_size", "n_embd", "kv_lora_rank", "q_lora_rank"),
 }
 """Sizes that an axis splits."""
 
