@@ -269,9 +269,9 @@ def test_weights_and_gradients_stay_split_inside_stages(schedule, zero):
     piped = functional(config.model, config.parallel.rules())
     mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:8])
     params = abstract_params(piped.abstract(), piped.logical_axes(), mesh, piped.rules)
-    tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+    tokens: Any = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
     with jax.set_mesh(mesh):
-        batch: Any = Batch(tokens, tokens, tokens, tokens)
+        batch = Batch(tokens, tokens, tokens, tokens)
         step = jax.jit(gradients(config, piped, mesh), out_shardings=(None, shardings_of(params)))
         program = step.lower(params, batch).compile().as_text() or ""
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", program)}

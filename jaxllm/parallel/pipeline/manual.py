@@ -106,10 +106,10 @@ def manually(fn: Callable[[Array], Array], x: Array) -> Array:
     before an ``all_gather`` over manual ones.
     """
     there = jax.typeof(x).sharding.spec
-    if all(part is None for part in there):
-        return fn(x)
     mesh = jax.sharding.get_abstract_mesh()
     names = set(split_sizes(mesh))
+    if not names:
+        return fn(x)
     return jax.shard_map(fn, mesh=mesh, in_specs=there, out_specs=there, axis_names=names, check_vma=False)(x)
 
 
