@@ -10,6 +10,7 @@ The routes are there before the engine is: until it is ready they answer 503, an
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import importlib.metadata
 import secrets
@@ -51,7 +52,8 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 _MAKING = _errors(404, 408, 429, 503)
-_STREAMS: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAMS: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 class Service:
@@ -146,7 +148,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    _publish(app)
+    _publish(app, service)
     return app
 
 
@@ -259,6 +261,8 @@ def _handle_errors(app: FastAPI) -> None:
         words = str(error.detail)
         if error.status_code == 404:
             words = f"there is no {request.url.path[:200]!r} here."
+        elif error.status_code == 400:
+            words = "the body is not JSON that can be read: nested too deeply, a number too long, or no UTF-8."
         elif error.status_code == 405:
             words = f"{request.url.path[:200]} has no method {request.method[:20]}."
         return error_response(ApiError(error.status_code, words, headers=error.headers))
@@ -272,20 +276,35 @@ def _handle_errors(app: FastAPI) -> None:
         return error_response(ApiError(500, "the server has made a mistake; its log says more.", code="internal_error"))
 
 
-def _publish(app: FastAPI) -> None:
-    """The schema without FastAPI's own error shape, which is not ours."""
+def _publish(app: FastAPI, service: Service) -> None:
+    """The schema with the model's name and tokens, and without FastAPI's own error shape, which is not ours."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
-        schema = made()
+        schema = copy.deepcopy(made())
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        shapes = schema["components"]["schemas"]
+        for foreign in ("HTTPValidationError", "ValidationError"):
+            shapes.pop(foreign, None)
+        for request in ("ChatRequest", "CompletionRequest", "EmbeddingRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name]}
+        for request in ("TokenizeRequest", "DetokenizeRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name, None]}
+        if service.desk is not None:
+            _bound_tokens(shapes, service.desk.backend.tokenizer.vocab_size)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _bound_tokens(schema: Any, size: int) -> None:
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        if isinstance(part, dict) and part.get("format") == "token":
+            part.pop("exclusiveMaximum", None)
+            part["maximum"] = size - 1
+        _bound_tokens(part, size)
 
 
 __all__ = ["Service", "create_app"]

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 
@@ -54,11 +54,17 @@ def not_served(model: type[BaseModel]) -> set[str]:
     return {name for name, f in model.model_fields.items() if any(isinstance(m, NotServed) for m in f.metadata)}
 
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 2.0 is as whole as 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""Comes after an integer's bounds, which the published schema would lose otherwise."""
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
 Share = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
+Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "token"}), WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(max_length=512)]

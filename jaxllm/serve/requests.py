@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxllm.serve.fields import Body, Count, Name, NotServed, Seed, Share, Stop, Temperature, Token
+from jaxllm.serve.fields import WHOLE, Body, Count, Name, NotServed, Seed, Share, Stop, Temperature, Token
 
 _STORES = "nothing is stored here"
 _NOT_YET = "the engine has no such parameter yet"
@@ -23,7 +23,7 @@ class Sampling(Body):
     """What chat and completions share."""
 
     model: Name
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
@@ -35,7 +35,7 @@ class Sampling(Body):
     logit_bias: Annotated[Any, NotServed(_NOT_YET, {})] = None
     user: Name | None = Field(default=None, description="Written to the log.")
     # Not OpenAI's:
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
@@ -115,7 +115,7 @@ class ChatRequest(Sampling):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -153,8 +153,10 @@ class CompletionRequest(Sampling):
 
     prompt: Prompts | None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(default=None, description="16 by default.")
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = Field(
+        default=None, description="16 by default."
+    )
     best_of: Annotated[Any, NotServed(_NOT_YET, 1)] = None
     suffix: Annotated[Any, NotServed("this model writes on from a prompt only", "")] = None
 

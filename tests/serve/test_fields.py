@@ -145,3 +145,7 @@ def test_values_that_need_each_other():
 def test_types_are_strict(value):
     with pytest.raises(ValidationError):
         requests.ChatRequest.model_validate({**CHAT, "max_tokens": value})
+
+
+def test_json_has_one_kind_of_number():
+    assert params(requests.ChatRequest, max_tokens=3.0).max_tokens == 3

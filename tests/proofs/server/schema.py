@@ -1,0 +1,76 @@
+"""Requests drawn from the published schema, legal ones and broken ones: no answer but those that are published."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import positive_data_acceptance
+
+from jaxllm.serve import ServeConfig
+from tests import environment
+from tests.proofs.harness import proof
+from tests.serve import servers
+
+_OPEN = contextlib.ExitStack()
+atexit.register(_OPEN.close)
+LEGAL, BROKEN = 12, 5
+"""Requests of each kind that a trial draws for each route with a body, and of the first kind for one without."""
+
+
+@functools.cache
+def _served() -> tuple[str, Any]:
+    """(a server's address, its schema); it lives as long as the process."""
+    _, url = _OPEN.enter_context(servers.running(servers.tiny_backend, ServeConfig(port=0, name="tiny", queue=12)))
+    return url, schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+@proof("server", count=110, sample=1, bound={"refused": 0.7, "too few": 0})
+def schemathesis_cases(seed: int) -> dict[str, float]:
+    """Status, type, headers and body of every answer are as published; broken requests are refused; never a 5xx.
+
+    Of all answers at least three in ten are 2xx. That legal requests are accepted is not asked of each: a context has
+    a length, a vocabulary a size, and arguments of calls are JSON, which the schema cannot say.
+    """
+    url, schema = _served()
+    counts: Counter[int] = Counter()
+
+    def send(case: Any) -> None:
+        answer = case.call(base_url=url, timeout=120)
+        counts[answer.status_code] += 1
+        case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) == 12
+    for operation in operations:
+        body = operation.method == "post"
+        draw(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), send, LEGAL, seed, operation.label)
+        if body:
+            draw(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE), send, BROKEN, seed, operation.label)
+    total = sum(counts.values())
+    good = sum(many for status, many in counts.items() if status < 300)
+    return {"refused": 1 - good / total, "too few": max(0, 10_000 / 110 - total)}
+
+
+def draw(strategy: Any, send: Any, many: int, seed: int, label: str) -> None:
+    """Sends so many requests."""
+
+    @hypothesis.seed(environment.derive(seed, label))
+    @hypothesis.settings(
+        max_examples=many,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )
+    @hypothesis.given(strategy)
+    def run(case: Any) -> None:
+        send(case)
+
+    run()
