@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxllm.infer.chat import Chat
     from jaxllm.infer.config import EngineConfig
     from jaxllm.infer.engine import Engine
+    from jaxllm.infer.grammar import Grammar
     from jaxllm.infer.llm import LLM, Completion, Output, for_one
     from jaxllm.infer.load import LoadedModel, ModelNotFoundError, load_model
     from jaxllm.infer.manifest import RecompileError
@@ -23,6 +24,7 @@ _HOMES = {
     "chat": ("Chat",),
     "config": ("EngineConfig",),
     "engine": ("Engine",),
+    "grammar": ("Grammar",),
     "llm": ("LLM", "Completion", "Output", "for_one"),
     "load": ("LoadedModel", "ModelNotFoundError", "load_model"),
     "manifest": ("RecompileError",),
@@ -42,6 +44,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStopped",
+    "Grammar",
     "LoadedModel",
     "ModelNotFoundError",
     "Output",

@@ -61,6 +61,10 @@ class AsyncEngine:
             raise EngineStopped("the engine is not running; use it within its `async with`.") from self._failure
         loop = asyncio.get_running_loop()
         out: asyncio.Queue[Any] = asyncio.Queue()
+        if (
+            params is not None and params.grammar is not None
+        ):  # a new one takes milliseconds, which others need not wait
+            await asyncio.to_thread(self.engine.check, list(prompt), params)
         self._inbox.put(("submit", (list(prompt), params, salt, loop, out)))
         left = 1
         try:

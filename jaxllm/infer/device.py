@@ -18,6 +18,7 @@ import numpy as np
 import sharding
 from jaxllm.infer import shaping
 from jaxllm.infer.config import EngineConfig
+from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.manifest import Manifest, Program, config_key, describe
 from jaxllm.infer.paged import POOL_AXES, LayerGroup, layer_groups
 from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, serving_model, write_pages
@@ -139,7 +140,7 @@ class Device:
                 state = shaping.empty_state(config.sequences, model.config.vocab_size)
                 self.state = jax.device_put(tuple(state), self._replicated)
                 sizes = {shape.requests for shape in self._shapes() if shape.full}
-                width = shaping.mask_width(model.config.vocab_size)
+                width = mask_width(model.config.vocab_size)
                 all_ones = {size: np.full((size, width), -1, np.int32) for size in sizes}
                 self._all_tokens = jax.device_put(all_ones, self._replicated)
         self.manifest.ready = True
@@ -306,7 +307,7 @@ class Device:
             "packed": self._abstract_ints(shape.inputs.size),
         }
         if shape.full:
-            width = shaping.mask_width(self.model.config.vocab_size)
+            width = mask_width(self.model.config.vocab_size)
             arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(shape.requests, width)}
         step = Step(self.model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant)
         return Program(shape.name, step.__call__, arguments, donated=("pools", "last", "state"))

@@ -12,6 +12,7 @@ the host. One thread calls the methods of an engine; ``AsyncEngine`` is for seve
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 from collections import deque
@@ -27,6 +28,7 @@ from jaxllm.infer import feed
 from jaxllm.infer.choosing import Chooser
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.device import Device, Runner
+from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.pieces import Piece, piece_of
 from jaxllm.infer.reader import Reader
 from jaxllm.infer.refusals import bad_words, check
@@ -160,7 +162,10 @@ class Engine:
             if self.tokenizer is not None:
                 reader = Reader(self.tokenizer, params.stop, include=params.include_stop, earliest=params.min_tokens)
             order, tokens = next(self._orders), list(prompt)
-            request.sequences.append(Sequence(request, number, order, tokens, reader, text=echo, echo=echo))
+            guide = None if params.grammar is None else self.grammars.guide(params.grammar)
+            request.sequences.append(
+                Sequence(request, number, order, tokens, reader, text=echo, echo=echo, guide=guide)
+            )
         if params.beams > 1:
             self._chooser.search(request)
             return request
@@ -179,6 +184,11 @@ class Engine:
                 piece = self._end(sequence, "cancelled", (), "")
                 if not request.internal:
                     self._cancelled.append(piece)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """What is known of forms of texts; ready for the next request with the same."""
+        return Grammars(self.tokenizer, self.device.spec.vocab)
 
     @property
     def busy(self) -> bool:
@@ -229,7 +239,8 @@ class Engine:
         self.metrics.steps += 1
         self.metrics.prompt_tokens += sum(e.count for e in plan.entries if e.start < len(e.sequence.request.prompt))
         self.metrics.padding_tokens += shape.tokens - plan.tokens
-        return _Flight(plan, shape, device.run(shape, packed))
+        legal = feed.masks(plan, shape, mask_width(device.spec.vocab)) if shape.full else None
+        return _Flight(plan, shape, device.run(shape, packed) if legal is None else device.run(shape, packed, legal))
 
     def _land(self, flight: _Flight) -> list[Piece]:
         """Hands out what a step has made."""
@@ -274,11 +285,14 @@ class Engine:
                 ids, values = made["top_ids"][number, row], made["top_logprobs"][number, row]
                 best = zip(ids.tolist(), values.tolist(), strict=True)
                 sequence.top.append(list(itertools.islice(best, params.logprobs or 0)))
-            if token in sequence.request.stop_ids:
+            ended = token in sequence.request.stop_ids
+            if ended:
                 finish = "stop"
             elif len(sequence.tokens) - len(sequence.request.prompt) >= params.max_tokens:
                 finish = "length"
-            if sequence.reader is not None and finish != "stop":
+            if sequence.guide is not None and not ended and not sequence.guide.advance(token):
+                finish = "error" if sequence.guide.error else "stop"
+            if sequence.reader is not None and not ended:
                 piece, stopped = sequence.reader.push(token)
                 text += piece
                 finish = "stop" if stopped else finish
@@ -308,4 +322,6 @@ class Engine:
         ends = () if params.ignore_eos or self.tokenizer is None else self.tokenizer.stop_ids
         stops = frozenset((*params.stop_ids, *ends))
         check(prompt, params, words, stops, self.config, self.vocab_size, self.max_len, self.tokenizer)
+        if params.grammar is not None:
+            self.grammars.guide(params.grammar)
         return words, stops

@@ -68,9 +68,23 @@ def _fill_full(plan: Plan, x: Mapping[str, np.ndarray]) -> None:
         x[name][...] = neutral
         x[name][:many] = [getattr(r.params, f"{name}_penalty") for r in requests]
     x["kind"][:many] = [
-        shaping.SHAPED * e.sequence.request.params.shapes + shaping.SAMPLES * e.samples for e in entries
+        shaping.SHAPED * e.sequence.request.params.shapes
+        + shaping.SAMPLES * e.samples
+        + shaping.MASKED * (e.sequence.guide is not None)
+        for e in entries
     ]
     x["earliest"][:many] = [len(r.prompt) + r.params.min_tokens for r in requests]
+
+
+def masks(plan: Plan, shape: Shape, width: int) -> np.ndarray | None:
+    """int32[S, U]: the tokens that texts with grammars may go on with; None where there are none."""
+    if not any(entry.sequence.guide for entry in plan.entries):
+        return None
+    out = np.full((shape.requests, width), -1, np.int32)
+    for row, entry in zip(out, plan.entries, strict=False):
+        if entry.sequence.guide is not None and entry.sequence.guide.mask is not None:
+            row[:] = entry.sequence.guide.mask
+    return out
 
 
 def seat_row(sequence: Sequence, vocab: int) -> np.ndarray:

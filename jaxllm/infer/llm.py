@@ -33,7 +33,7 @@ class Output:
     Attributes:
         text: of the tokens, without a stop text unless it was to be included, after the prompt's if that was.
         tokens: made, the one that ended it included.
-        finish: "stop", "length" or "cancelled".
+        finish: "stop", "length", "cancelled" or "error"; see ``Piece``.
         logprobs: of the tokens, where asked for.
         top: the likeliest tokens at each place and their log-probabilities, where asked for.
     """

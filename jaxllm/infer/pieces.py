@@ -17,7 +17,7 @@ class Piece:
         text: of them; empty without a tokenizer. Text that may begin a stop text comes later; what is echoed, first.
         logprobs: of the tokens, where asked for.
         top: the likeliest tokens at each place and their log-probabilities, where asked for.
-        finish: "stop", "length" or "cancelled"; None while it goes on.
+        finish: "stop", "length", "cancelled", "error" (its grammar took too much work); None while it goes on.
     """
 
     request: Request

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxllm.infer.grammar import Grammar
+
 SEEDS = 2**32
 PENALTY = 2.0
 """Presence and frequency penalties lie within this, either way, as elsewhere."""
@@ -53,6 +55,8 @@ class SamplingParams:
         prompt_logprobs: None: none; 0: the log-probability of each token of the prompt but the first, and its rank (0:
             the likeliest); k: also the k likeliest there. Such a prompt is computed whole, whatever is kept of others.
         echo: the text begins with the prompt's.
+        grammar: the form of the text, see ``Grammar``: JSON schema, regular expression, EBNF, or a choice. It ends
+            where the form does, and is whole unless max_tokens or a stop text cuts it.
     """
 
     max_tokens: int = 128
@@ -80,6 +84,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -103,6 +108,8 @@ class SamplingParams:
             self._refuse("best_of", f"give n ({self.n}) or more")
         if self.beams > 1:
             self._check_beams()
+        if self.grammar is not None:
+            self._check_grammar()
 
     def _refuse(self, name: str, legal: str) -> None:
         raise ValueError(f"{name} = {getattr(self, name)!r}; {legal}.")
@@ -141,6 +148,15 @@ class SamplingParams:
             if getattr(self, name) != getattr(fresh, name):
                 self._refuse(name, f"it does not go with a beam search (beams = {self.beams})")
 
+    def _check_grammar(self) -> None:
+        """A form decides what may come and where it ends: what forbids tokens could leave none."""
+        fresh = SamplingParams()
+        for name in ("min_tokens", "allowed_tokens", "bad_words", "ignore_eos", "beams"):
+            if getattr(self, name) != getattr(fresh, name):
+                self._refuse(name, "it does not go with a grammar, which decides what may come")
+        if -math.inf in self.logit_bias.values():
+            self._refuse("logit_bias", "-inf does not go with a grammar, which decides what may come")
+
     @property
     def made(self) -> int:
         """Continuations that are worked on."""
@@ -173,7 +189,8 @@ class SamplingParams:
     @property
     def needs_full(self) -> bool:
         """Whether the plain sampler (temperature and seed) does not do."""
-        return self.shapes or self.filters or self.scores or self.beams > 1 or self.prompt_logprobs is not None
+        asks = self.prompt_logprobs is not None or self.grammar is not None
+        return self.shapes or self.filters or self.scores or self.beams > 1 or asks
 
 
 NOT_WITH_BEAMS = (

@@ -3,7 +3,7 @@
 Decodes never wait for a prompt: prompts are cut into pieces that fill what decodes leave (Sarathi, arXiv:2403.02310).
 First come, first served; where pages run out, the last to come gives way, and is computed again later or waits on the
 host (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs: it knows how many tokens that makes,
-not which.
+not which. Only a text with a grammar waits for its last token, which decides what may come next.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Scheduler:
             self._register(sequence)
             self._trim(sequence)
         by_order = sorted(self.running, key=lambda s: s.order)
-        decodes = [s for s in by_order if s.length - s.computed == 1 and s.room > 0]
+        decodes = [s for s in by_order if s.length - s.computed == 1 and s.room > 0 and not (s.guide and s.pending)]
         prompts = [s for s in by_order if s.length - s.computed > 1]
         plan.steps = self._steps(decodes, prompts)
         budget = self.config.budget
@@ -169,6 +169,8 @@ class Scheduler:
     def _steps(self, decodes: list[Sequence], prompts: list[Sequence]) -> int:
         """Tokens a sequence makes before the host looks: many where nobody waits and pages suffice."""
         if prompts or self.waiting or self.forks or not decodes or self.config.batch_invariant:
+            return 1
+        if any(s.guide for s in decodes):
             return 1
         steps = min(self.config.loop, *(s.room for s in decodes)) if len(decodes) else 1
         while steps > 1:

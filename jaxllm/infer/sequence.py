@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxllm.infer.grammar import Guide
 from jaxllm.infer.pages import chain
 from jaxllm.infer.reader import Reader
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Sequence:
         reader: of its text; None where there is no tokenizer.
         text: what is decoded and given out so far; with what is echoed.
         echo: the prompt's text, until it is given out.
+        guide: where its text is in a grammar; None where it has none.
         finish: why it ended; None while it goes on.
     """
 
@@ -87,6 +89,7 @@ class Sequence:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     text: str = ""
     echo: str = ""
+    guide: Guide | None = None
     finish: Finish | None = None
     _hashes: list[bytes] = field(default_factory=list)
 

@@ -137,11 +137,6 @@ def grown(state: State, asked: Asked, tokens: Int[Array, " S"]) -> State:
     return jax.lax.cond(jnp.any(there), grow, lambda s: s, state)
 
 
-def mask_width(vocab: int) -> int:
-    """Pieces of a mask over a vocabulary."""
-    return -(-vocab // 32)
-
-
 def fill_row(
     x: dict[str, np.ndarray],
     prompt: Sequence[int],

@@ -13,13 +13,11 @@ import pytest
 import torch
 import transformers
 
-from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams, shaping
+from jaxllm.infer import Engine, Request, SamplingParams, shaping
+from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.sampler import Rows, filtered
 from jaxllm.infer.shaping import MASKED, SAMPLES, SHAPED, WORD, Asked, State
-from jaxllm.models import functional
-from jaxllm.text import ByteTokenizer
-from tests import quick, tiny
-from tests.infer import engines
+from tests.infer import engines, writers
 
 VOCAB = engines.VOCAB
 shaped, grown, seat = jax.jit(shaping.shaped), jax.jit(shaping.grown), jax.jit(shaping.seat)
@@ -51,7 +49,7 @@ def rows(texts: list[tuple[list[int], list[int]]], kind: int = SHAPED | SAMPLES,
     )
 
 
-EVERY = jnp.full((3, shaping.mask_width(VOCAB)), -1, jnp.int32)
+EVERY = jnp.full((3, mask_width(VOCAB)), -1, jnp.int32)
 
 
 @pytest.fixture
@@ -322,23 +320,8 @@ def test_a_cancelled_search_leaves_nothing(rng):
     engines.check_books(engine)
 
 
-@pytest.fixture(scope="module")
-def writer() -> Engine:
-    """An engine with a tokenizer."""
-    tokenizer = ByteTokenizer()
-    config = tiny.decoder(dtype="float32", vocab_size=tokenizer.vocab_size, layers=1)
-    params = jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5))
-    # One program for all.
-    sizes = EngineConfig(
-        sequences=3, budget=11, max_len=64, pages=40, page_size=8, loop=1, samplers=("full",), preemption="swap",
-        batch_invariant=True,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", quick.jit)
-        return Engine.of(functional(config), jax.device_put(params), sizes, tokenizer=tokenizer, strict=True)
-
-
-def test_texts_with_their_stop_and_their_prompt(writer):
+def test_texts_with_their_stop_and_their_prompt():
+    writer = writers.writer()
     asked = SamplingParams(max_tokens=40, temperature=1.5, seed=5, ignore_eos=True)
 
     def text(**fields: Any) -> str:

@@ -1,0 +1,58 @@
+"""Texts by JSON schemas: what ends is JSON that its schema validates, whatever the model."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import numpy as np
+
+from jaxllm.infer import Engine, Grammar, SamplingParams
+from tests.infer import engines, schemas
+from tests.infer.writers import writer
+from tests.proofs.engine.real import smollm2
+from tests.proofs.harness import proof
+
+BATCH = 10
+
+
+def _cut(engine: Engine, seed: int, tokens: int, prompt: list[int]) -> float:
+    """The share of texts that were cut by max_tokens; all others are valid."""
+    rng = np.random.default_rng(seed)
+    wanted = [schemas.schema(rng) for _ in range(BATCH)]
+    asked = [
+        {
+            "prompt": prompt,
+            "at": int(rng.integers(5)),
+            "params": SamplingParams(
+                max_tokens=tokens,
+                seed=seed,
+                temperature=float(rng.choice([0.7, 1.0])),
+                grammar=Grammar.json_schema(one),
+            ),
+        }
+        for one in wanted
+    ]
+    cut = 0
+    for one, request in zip(wanted, engines.serve(engine, asked, check=False), strict=True):
+        (sequence,) = request.sequences
+        if sequence.finish == "length":
+            cut += 1
+            continue
+        assert sequence.finish == "stop"
+        jsonschema.Draft202012Validator.check_schema(one)
+        jsonschema.Draft202012Validator(one).validate(json.loads(sequence.text))
+    return cut / BATCH
+
+
+@proof("engine_two", count=50, sample=1, bound=0.3)
+def json_schemas_random_model(seed: int) -> float:
+    """Ten schemas a trial, nested, with references to themselves, enums, letters of all kinds: a random model of bytes."""
+    return _cut(writer(), seed, 400, list(b"Fill in: "))
+
+
+@proof("engine_two", count=50, sample=1, bound=0.3, parallel=False)
+def json_schemas_smollm2(seed: int) -> float:
+    """The same with the real SmolLM2."""
+    llm = smollm2()
+    return _cut(llm.engine, seed, 300, llm.ids("Fill in this form with what comes to your mind. Answer in JSON:\n"))
