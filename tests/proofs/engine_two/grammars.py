@@ -47,7 +47,7 @@ def _cut(engine: Engine, seed: int, tokens: int, prompt: list[int]) -> float:
 
 @proof("engine_two", count=50, sample=1, bound=0.3)
 def json_schemas_random_model(seed: int) -> float:
-    """Ten schemas a trial, nested, with references to themselves, enums, letters of all kinds: a random model of bytes."""
+    """Ten schemas a trial, nested, with references to themselves, enums, letters of all kinds: a random model."""
     return _cut(writer(), seed, 400, list(b"Fill in: "))
 
 
