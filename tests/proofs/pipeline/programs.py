@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
 from jaxllm.train.loop import gradients
+from recipes.llama3 import llama3_70b, llama3_405b
 from sharding import MeshSpec
 from sharding.state import abstract_params
+from sharding.topology import Topology
 from tests import tiny
 from tests.proofs.harness import proof
 
@@ -112,3 +115,62 @@ def messages_follow_the_formula(case: tuple[str, str]) -> dict[str, float]:
     assert table.sends <= table.ticks * ways
     found = sum(row.total_bytes for row in report.collectives if row.kind == "collective-permute")
     return {"bytes": abs(found - wanted) / wanted}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """A plan for a pod, of a recipe that has another one without stages."""
+
+    recipe: Callable[[], RunConfig]
+    on: str
+    mesh: str
+    rows: int
+    micro_batches: int
+    depths: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.recipe.__name__} on {self.on}, {self.mesh}, {self.micro_batches} micro-batches of {self.rows} rows"
+        )
+
+    def run(self) -> RunConfig:
+        """The recipe, pipelined; ZeRO-2, so that a layer's weights are gathered once a step."""
+        run = self.recipe()
+        return dataclasses.replace(
+            run,
+            mesh=self.mesh,
+            accumulate=self.micro_batches,
+            data=dataclasses.replace(run.data, batch_size=self.rows),
+            parallel=ParallelConfig(sequence=True, schedule="1f1b", zero=2, depths=self.depths),
+        )
+
+
+SIXTEEN = (7, *(8,) * 14, 7)
+"""Layers of 126: the first stage has the embedding and the last one the head besides."""
+PODS = (
+    Pod(llama3_70b, "h100:32x8", "stage=4,fsdp=8,tensor=8", 64, 8),
+    Pod(llama3_70b, "v5p:4x8x8", "stage=4,fsdp=16,tensor=4", 128, 8),
+    Pod(llama3_70b, "v6e:16x16", "stage=4,fsdp=16,tensor=4", 128, 8),
+    Pod(llama3_405b, "h100:128x8", "stage=16,fsdp=8,tensor=8", 256, 32, SIXTEEN),
+    Pod(llama3_405b, "v5p:8x8x16", "stage=16,fsdp=8,tensor=8", 256, 32, SIXTEEN),
+)
+
+
+@proof("pipeline", cases=PODS, sample=1, bound={"of_memory": 1.0, "messages": 1e-3}, costly=True)
+def pods(pod: Pod) -> dict[str, float]:
+    """The share of a device's memory that the step takes, and how far what stages send is from the formula."""
+    run, topology = pod.run(), Topology.parse(pod.on)
+    report = compile_for(run, pod.on)
+    print(report)
+    sizes = dict(MeshSpec.parse(pod.mesh).axes)
+    table = tabulate(make("1f1b", sizes["stage"], pod.micro_batches))
+    rows = pod.rows // pod.micro_batches // sizes["fsdp"]
+    message = rows * run.data.seq_len // sizes["tensor"] * run.model.embed_dim * 2
+    found = sum(
+        row.total_bytes
+        for row in report.collectives
+        if row.kind == "collective-permute" and row.group_size == sizes["stage"]
+    )
+    wanted = 2 * table.ticks * message
+    assert topology.hbm_bytes is not None
+    return {"of_memory": report.total_bytes / topology.hbm_bytes, "messages": abs(found - wanted) / wanted}
