@@ -75,6 +75,8 @@ class Rude:
                 assert b"\r\nretry-after: " in head.lower()
                 await asyncio.sleep(0.2)
                 return "told to wait"
+            if status == 503:
+                return "not taken"
             assert status == 200, head
             return await self.read(reader, how, body)
         finally:
