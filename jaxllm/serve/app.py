@@ -17,13 +17,14 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxllm.serve import responses as shapes
 from jaxllm.serve.backend import Backend
@@ -51,6 +52,11 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {s: {"model": shapes.ErrorResponse, "description": _WORDS[s]} for s in (400, 401, 405, 413, *statuses)}
 
 
+# The page needs itself and its server, and is nobody's frame.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 _MAKING = _errors(404, 408, 429, 503)
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAMS: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
@@ -143,6 +149,7 @@ def create_app(
     _handle_errors(app)
     _add_making(app, service)
     _add_looking(app, service)
+    _add_page(app)
     app.add_middleware(Gate, config=config)
     if config.origins:
         app.add_middleware(
@@ -245,6 +252,15 @@ def _add_looking(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain")
+
+
+def _add_page(app: FastAPI) -> None:
+    page = resources.files("jaxllm.serve").joinpath("page.html").read_text("utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """A page to talk to the model."""
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
 
 def _handle_errors(app: FastAPI) -> None:

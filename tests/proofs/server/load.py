@@ -223,3 +223,5 @@ def sigterm_in_mid_load(seed: int) -> dict[str, float]:
     finally:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
