@@ -276,6 +276,13 @@ def pipeline(argv: list[str]) -> int:
     return run(argv)
 
 
+def compile(argv: list[str]) -> int:
+    """Compile a run's step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
+    from jaxllm.plan_cli import compile as run
+
+    return run(argv)
+
+
 def serve(argv: list[str]) -> int:
     """Serve a model to OpenAI's clients: `jaxllm serve MODEL --port 8000`."""
     from jaxllm.serve_cli import serve as run
@@ -286,6 +293,7 @@ def serve(argv: list[str]) -> int:
 COMMANDS: dict[str, Any] = {
     "train": train,
     "shard": shard,
+    "compile": compile,
     "pipeline": pipeline,
     "generate": model_cli.generate,
     "chat": model_cli.chat,

@@ -35,6 +35,7 @@ FLOORS = [
         "jaxllm.data_cli",
         "jaxllm.checkpoint_cli",
         "jaxllm.pipeline_cli",
+        "jaxllm.plan_cli",
         "jaxllm.serve_cli",
         "jaxllm.__main__",
         "recipes",

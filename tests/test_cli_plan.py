@@ -1,0 +1,55 @@
+"""`jaxllm compile`: reports for devices that are not here."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from jaxllm import cli
+from jaxllm.compiler.aot import CompileReport
+from sharding.isolate import OutOfDeviceMemory
+
+SMALL = ("--model.layers", "2", "--model.embed-dim", "64", "--data.seq-len", "32", "--data.batch-size", "8")
+
+
+def test_a_report_is_printed_and_saved(tmp_path, capsys):
+    saved = tmp_path / "report.json"
+    assert cli.main(["compile", "quickstart", "--on", "cpu:4", "--mesh", "fsdp=4", "--save", str(saved), *SMALL]) == 0
+    said = capsys.readouterr().out
+    report = CompileReport.from_json(json.loads(saved.read_text()))
+    assert report.num_devices == 4
+    assert "all-gather" in {row.kind for row in report.collectives}
+    assert str(report) in said
+    assert report.argument_bytes > 0
+
+
+def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
+    def compile_for(config, on, progress):
+        raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)
+
+    monkeypatch.setattr("jaxllm.train.compile.compile_for", compile_for)
+    assert cli.main(["compile", "llama3_8b", "--on", "v6e:2x2", "--data.batch-size", "4"]) == 1
+    said = capsys.readouterr().out
+    sizes = {label: float(size) for label, size in re.findall(r"^  (\D+?) +([\d.]+)$", said, re.MULTILINE)}
+    assert sizes["parameters"] == pytest.approx(8.03e9 * 4 / 4 / 2**30, rel=1e-3)
+    assert sizes["optimizer's state"] == pytest.approx(2 * sizes["parameters"], rel=1e-3)
+    *parts, needed, there, over = sizes.values()
+    assert sum(parts) == pytest.approx(needed, abs=0.01)
+    assert (needed, there, over) == (40, 31, 9)
+    assert "--accumulate" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["quickstart", "--on", "v6e:3x3"], "The nearest: v6e:2x4"),
+        (["quickstart", "--on", "v9:2x2"], "unknown topology"),
+        (["quickstar", "--on", "v6e:2x2"], "Did you mean 'quickstart'?"),
+        (["quickstart", "--on", "cpu:8", "--mesh", "tensor=7"], "The nearest that this model and batch fit"),
+    ],
+)
+def test_mistakes_say_what_is_legal(argv, says, capsys):
+    assert cli.main(["compile", *argv]) == 2
+    assert says in capsys.readouterr().err
