@@ -128,7 +128,7 @@ class Service:
         asked = await asyncio.to_thread(kind, desk, body, head, record)
         if self.config.log_prompts:
             record["prompts"] = [desk.backend.tokenizer.decode(job.prompt, specials=True) for job in asked.jobs]
-        release = desk.admit(sum(job.params.n for job in asked.jobs))
+        release = desk.admit(sum(job.places for job in asked.jobs))
         if body.stream:
             return EventStream(asked.events(), self.config.write_seconds, release)
         try:

@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxllm.infer.async_engine import AsyncEngine
-from jaxllm.infer.engine import Engine, Piece
+from jaxllm.infer.engine import Engine
+from jaxllm.infer.pieces import Piece
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.serve.embedding import Embedder, Pooling
 from jaxllm.text import ChatTemplate, Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from jaxllm.infer.engine import Piece
+from jaxllm.infer.pieces import Piece
 from jaxllm.serve import logprobs
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.infer.engine import Piece
+from jaxllm.infer.pieces import Piece
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.generation import Desk, Job, Usage
@@ -86,21 +86,16 @@ class Completions:
         """(which choice, its new text, its new log-probabilities); the prompt comes first where it is echoed."""
         index = job * self._many + piece.number
         choice, prompt = self._choices[index], self.jobs[job].prompt
-        text, columns = piece.text, None
-        tokens, values, best = list(piece.tokens), list(piece.logprobs), list(piece.top)
-        if self._body.max_tokens == 0:
-            text, tokens, values, best = "", [], [], []
+        columns = None
         if choice.columns is not None:
-            kept = [i for i, token in enumerate(tokens) if token not in piece.request.stop_ids]
-            rows: list[Any] = [(tokens[i], values[i], best[i]) for i in kept]
+            made = zip(piece.tokens, piece.logprobs, piece.top, strict=True)
+            rows: list[Any] = [row for row in made if row[0] not in piece.request.stop_ids]
             if self._body.echo and not choice.begun:
                 scores = [None, *(value for value, _ in piece.request.prompt_scores)]
-                rows = [*zip(prompt, scores, [None] * len(prompt), strict=True), *rows]
+                rows = [*zip(prompt, scores, [None, *piece.request.prompt_top], strict=True), *rows]
             columns = choice.columns.take(*([row[i] for row in rows] for i in range(3))) if rows else None
-        if self._body.echo and not choice.begun:
-            text = self._desk.backend.tokenizer.decode(prompt) + text
         choice.begun = True
-        return index, text, columns
+        return index, piece.text, columns
 
 
 def _joined(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -112,10 +107,12 @@ def _job(backend: Backend, body: CompletionRequest, ids: list[int]) -> Job:
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
         raise ApiError(400, "max_tokens = 0 makes nothing; it is for echo = true.", param="max_tokens")
-    scored = bool(body.echo) and body.logprobs is not None
-    if scored and body.logprobs:
-        raise ApiError(
-            400, "the likeliest tokens of a prompt cannot be listed yet; give logprobs = 0 with echo.", param="logprobs"
-        )
-    params = params_of(body, max(asked, 1), logprobs=body.logprobs, prompt_logprobs=scored or None)
+    params = params_of(
+        body,
+        asked,
+        best_of=body.best_of,
+        echo=body.echo,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
     return Job(ids, params, body.cache_salt or "")

@@ -64,6 +64,7 @@ WHOLE = BeforeValidator(_whole)
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
 Share = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
 Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "token"}), WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -83,6 +83,8 @@ class Gate:
         """Refuses what need not be read."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
             raise ApiError(431, f"the request's headers are longer than {MAX_HEADERS:,} bytes.")
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise ApiError(400, "this server speaks HTTP/1.1.", headers={"Connection": "close"})
         if len(headers.get(b"content-length", ())) > 1 or (
             b"transfer-encoding" in headers and b"content-length" in headers
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.infer.async_engine import EngineStopped
-from jaxllm.infer.engine import Piece
+from jaxllm.infer.pieces import Piece
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
@@ -26,6 +26,11 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     salt: str = ""
+
+    @property
+    def places(self) -> int:
+        """Continuations that are worked on for it."""
+        return max(self.params.made, self.params.beams)
 
 
 @dataclass
@@ -70,7 +75,7 @@ class Desk:
         """Raises ApiError for jobs that the engine would refuse."""
         self.check_many(jobs, field_of_prompt)
         room = self.backend.sequences + self.config.queue
-        if (wanted := sum(job.params.n for job in jobs)) > room:
+        if (wanted := sum(job.places for job in jobs)) > room:
             raise ApiError(400, f"{wanted} continuations are asked for; this server has room for {room}.", param="n")
         for job in jobs:
             total = len(job.prompt) + job.params.max_tokens
@@ -84,7 +89,7 @@ class Desk:
                 )
             try:
                 self.backend.check(job.prompt, job.params)
-            except ValueError as error:
+            except (ValueError, ImportError) as error:
                 raise ApiError(400, str(error)) from None
 
     def admit(self, places: int) -> Callable[[], None]:
@@ -134,6 +139,10 @@ class Desk:
                     number, piece = found
                     usage.completion += len(piece.tokens)
                     watch.piece((number, piece.number), len(piece.tokens), piece.finish)
+                    if piece.finish == "error":
+                        raise ApiError(
+                            400, "the form of the text takes too much work; give a simpler one.", code="form_too_costly"
+                        )
                     yield found
         except TimeoutError:
             watch.ended = "timeout"

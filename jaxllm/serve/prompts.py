@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.files import DataError
+from jaxllm.infer.grammar import Grammar
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
@@ -119,6 +120,18 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
         "stop": stop,
         "stop_ids": tuple(body.stop_token_ids or ()),
         "ignore_eos": body.ignore_eos,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": None if body.logit_bias is None else {int(t): value for t, value in body.logit_bias.items()},
+        "typical_p": body.typical_p,
+        "min_tokens": body.min_tokens,
+        "bad_words": None if body.bad_words is None else tuple(body.bad_words),
+        "allowed_tokens": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        "include_stop": body.include_stop_str_in_output,
+        "beams": body.beams,
+        "length_penalty": body.length_penalty,
+        "grammar": _form(body),
         **fields,
     }
     try:
@@ -126,6 +139,27 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
     except ValueError as error:
         name = str(error).split(" ")[0]
         raise ApiError(400, str(error), param=name if name in given else None) from None
+
+
+def _form(body: Sampling) -> Grammar | None:
+    """The grammar that a request asks for.
+
+    Raises:
+        ApiError: several, or none where one is announced.
+    """
+    forms = []
+    if (asked := body.structured_outputs) is not None:
+        made = {"json_": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.ebnf}
+        forms = [make(value) for name, make in made.items() if (value := getattr(asked, name)) is not None]
+        if len(forms) != 1:
+            raise ApiError(400, "give one of json, regex, choice and grammar.", param="structured_outputs")
+    given = getattr(body, "response_format", None)
+    if given is not None and given.type != "text":
+        schema = {"type": "object"} if given.type == "json_object" else given.json_schema.schema_ or {}
+        forms.append(Grammar.json_schema(schema))
+    if len(forms) > 1:
+        raise ApiError(400, "response_format and structured_outputs ask for two forms.", param="structured_outputs")
+    return forms[0] if forms else None
 
 
 def room_for(backend: Backend, prompt: Sequence[int], param: str) -> int:

@@ -6,10 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxllm.serve.fields import WHOLE, Body, Count, Name, NotServed, Seed, Share, Stop, Temperature, Token
+from jaxllm.serve.fields import WHOLE, Body, Count, Name, NotServed, Penalty, Seed, Share, Stop, Temperature, Token
 
 _STORES = "nothing is stored here"
-_NOT_YET = "the engine has no such parameter yet"
+
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Form = Annotated[str, Field(min_length=1, max_length=100_000)]
 
 
 class StreamOptions(Body):
@@ -17,6 +20,43 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, NotServed("chunks are not padded", False)] = None
+
+
+class StructuredOutputs(Body):
+    """The form of a text, one of these; not OpenAI's."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: Form | None = None
+    choice: Annotated[list[Stop], Field(min_length=1, max_length=256)] | None = None
+    grammar: Form | None = None
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A schema with a name; it is held to strictly, whatever ``strict`` says."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that a schema validates."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
 
 
 class Sampling(Body):
@@ -30,13 +70,22 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    frequency_penalty: Annotated[Any, NotServed(_NOT_YET, 0)] = None
-    presence_penalty: Annotated[Any, NotServed(_NOT_YET, 0)] = None
-    logit_bias: Annotated[Any, NotServed(_NOT_YET, {})] = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     user: Name | None = Field(default=None, description="Written to the log.")
     # Not OpenAI's:
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=64)] | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=4096)] | None = None
+    include_stop_str_in_output: bool | None = None
+    beams: Annotated[int, Field(ge=1, le=16), WHOLE] | None = None
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Name | None = Field(
@@ -129,7 +178,7 @@ class ChatRequest(Sampling):
     tools: Annotated[Any, NotServed("tools are not served yet", [])] = None
     tool_choice: Annotated[Any, NotServed("tools are not served yet", "none", "auto")] = None
     parallel_tool_calls: Annotated[Any, NotServed("tools are not served yet", False, True)] = None
-    response_format: Annotated[Any, NotServed("grammars are not served yet", {"type": "text"})] = None
+    response_format: Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
     metadata: Annotated[Any, NotServed(_STORES, {})] = None
     store: Annotated[Any, NotServed(_STORES, False)] = None
     moderation: Annotated[Any, NotServed("nothing is moderated here")] = None
@@ -157,7 +206,7 @@ class CompletionRequest(Sampling):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = Field(
         default=None, description="16 by default."
     )
-    best_of: Annotated[Any, NotServed(_NOT_YET, 1)] = None
+    best_of: Annotated[int, Field(ge=1, le=20), WHOLE] | None = None
     suffix: Annotated[Any, NotServed("this model writes on from a prompt only", "")] = None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.engine import Piece
+from jaxllm.infer.pieces import Piece
 from jaxllm.infer.sequence import Sequence as Continuation
 from jaxllm.serve import Backend, Load, ServeConfig, Served, Server
 from jaxllm.serve.embedding import Embedder
@@ -80,12 +80,15 @@ class FixedRate:
         self.begun += 1
         request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
         request.sequences = [Continuation(request, n, n, list(prompt)) for n in range(params.n)]
+        echo = self.tokenizer.decode(prompt) if params.echo else ""
         try:
             async with self._places:
                 self.held += 1
                 try:
                     loop = asyncio.get_running_loop()
                     due = loop.time()
+                    if params.max_tokens == 0:
+                        yield Piece(request, 0, (), echo, finish="length")
                     for made in range(1, params.max_tokens + 1):
                         due += self.seconds
                         await asyncio.sleep(due - loop.time())
@@ -95,7 +98,7 @@ class FixedRate:
                                 request,
                                 number,
                                 (letter,),
-                                chr(letter),
+                                (echo if made == 1 else "") + chr(letter),
                                 finish="length" if made == params.max_tokens else None,
                             )
                 finally:

@@ -9,11 +9,11 @@ from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
-from jaxllm.infer import SamplingParams
+from jaxllm.infer import Grammar, SamplingParams
 from jaxllm.serve import ServeConfig, requests
 from jaxllm.serve.chat import Chat
 from jaxllm.serve.completions import Completions
-from jaxllm.serve.errors import of_validation
+from jaxllm.serve.errors import ApiError, of_validation
 from jaxllm.serve.fields import not_served
 from jaxllm.serve.generation import Desk
 from jaxllm.serve.metrics import Metrics
@@ -30,7 +30,11 @@ PUBLISHED = {
     requests.ToolCall: chat.ChatCompletionMessageFunctionToolCallParam,
     requests.TextPart: chat.ChatCompletionContentPartTextParam,
 }
-OURS = {"top_k", "min_p", "stop_token_ids", "ignore_eos", "cache_salt", "chat_template_kwargs", "add_generation_prompt"}
+OURS = {
+    *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids"),
+    *("include_stop_str_in_output", "beams", "length_penalty", "structured_outputs", "stop_token_ids", "ignore_eos"),
+    *("cache_salt", "chat_template_kwargs", "add_generation_prompt"),
+}
 """Fields that OpenAI does not have."""
 
 BASE = {"model": "m"}
@@ -88,6 +92,18 @@ SHARED = {
     "stop_token_ids": ([4], lambda a: a.jobs[0].params.stop_ids, (4,)),
     "ignore_eos": (True, lambda a: a.jobs[0].params.ignore_eos, True),
     "cache_salt": ("x", lambda a: a.jobs[0].salt, "x"),
+    "frequency_penalty": (0.5, lambda a: a.jobs[0].params.frequency_penalty, 0.5),
+    "presence_penalty": (-0.5, lambda a: a.jobs[0].params.presence_penalty, -0.5),
+    "logit_bias": ({"7": -100}, lambda a: a.jobs[0].params.logit_bias, {7: -100.0}),
+    "typical_p": (0.5, lambda a: a.jobs[0].params.typical_p, 0.5),
+    "repetition_penalty": (1.2, lambda a: a.jobs[0].params.repetition_penalty, 1.2),
+    "min_tokens": (3, lambda a: a.jobs[0].params.min_tokens, 3),
+    "bad_words": (["x"], lambda a: a.jobs[0].params.bad_words, ("x",)),
+    "allowed_token_ids": ([5], lambda a: a.jobs[0].params.allowed_tokens, (5,)),
+    "include_stop_str_in_output": (True, lambda a: a.jobs[0].params.include_stop, True),
+    "beams": (3, lambda a: a.jobs[0].params.beams, 3),
+    "length_penalty": (0.5, lambda a: a.jobs[0].params.length_penalty, 0.5),
+    "structured_outputs": ({"regex": "a+"}, lambda a: a.jobs[0].params.grammar, Grammar.regex("a+")),
 }
 HONOURED = {
     requests.ChatRequest: SHARED
@@ -95,6 +111,11 @@ HONOURED = {
         "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
         "max_completion_tokens": (6, lambda a: a.jobs[0].params.max_tokens, 6),
         "logprobs": (True, lambda a: a.jobs[0].params.logprobs, 0),
+        "response_format": (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+            lambda a: a.jobs[0].params.grammar,
+            Grammar.json_schema({"type": "integer"}),
+        ),
         "add_generation_prompt": (False, lambda a: bytes(a.jobs[0].prompt), b"<user>hi\n"),
         "messages": (
             [{"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]}],
@@ -106,6 +127,8 @@ HONOURED = {
     | {
         "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
         "logprobs": (2, lambda a: a.jobs[0].params.logprobs, 2),
+        "best_of": (4, lambda a: a.jobs[0].params.best_of, 4),
+        "echo": (True, lambda a: a.jobs[0].params.echo, True),
         "prompt": ([[1, 2], [3]], lambda a: [job.prompt for job in a.jobs], [[1, 2], [3]]),
     },
 }
@@ -113,7 +136,7 @@ ELSEWHERE = {
     requests.ChatRequest: {
         *("model", "stream", "stream_options", "user", "safety_identifier", "top_logprobs", "chat_template_kwargs")
     },
-    requests.CompletionRequest: {"model", "stream", "stream_options", "user", "echo"},
+    requests.CompletionRequest: {"model", "stream", "stream_options", "user"},
 }
 """Seen by tests of their own: answers, the log, templates."""
 
@@ -136,7 +159,15 @@ def test_an_honoured_field_reaches_the_engine(model, name):
 
 def test_values_that_need_each_other():
     assert params(requests.ChatRequest, logprobs=True, top_logprobs=4).logprobs == 4
-    assert params(requests.CompletionRequest, echo=True, max_tokens=0).max_tokens == 1
+    assert params(requests.CompletionRequest, echo=True, max_tokens=0).max_tokens == 0
+    assert params(requests.CompletionRequest, echo=True, logprobs=2).prompt_logprobs == 2
+    assert params(requests.ChatRequest, response_format={"type": "text"}).grammar is None
+    made = params(requests.ChatRequest, response_format={"type": "json_object"}).grammar
+    assert made == Grammar.json_schema({"type": "object"})
+    for fields in ({"structured_outputs": {}}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
+        with pytest.raises(ApiError) as caught:
+            params(requests.ChatRequest, **fields)
+        assert caught.value.param == "structured_outputs"
     assert params(requests.CompletionRequest).max_tokens == 16
     assert params(requests.ChatRequest).max_tokens == FixedRate().max_len - len("<user>hi\n<assistant>")
 
