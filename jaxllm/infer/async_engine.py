@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.infer.engine import Engine
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import Service
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.infer.sequence import Request
 
@@ -47,7 +48,12 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams | None = None, *, salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        service: Service | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of a request's continuations as they come, until all have ended.
 
@@ -65,7 +71,7 @@ class AsyncEngine:
             params is not None and params.grammar is not None
         ):  # a new one takes milliseconds, which others need not wait
             await asyncio.to_thread(self.engine.check, list(prompt), params)
-        self._inbox.put(("submit", (list(prompt), params, salt, loop, out)))
+        self._inbox.put(("submit", (list(prompt), params, salt, service, loop, out)))
         left = 1
         try:
             while left:
@@ -98,7 +104,7 @@ class AsyncEngine:
         while not self._inbox.empty():
             what, detail = self._inbox.get()
             if what == "submit":
-                _post(detail[3], detail[4], stopped)
+                _post(detail[-2], detail[-1], stopped)
 
     def _take(self, wait: bool) -> bool:
         """Does what was asked for; False when the engine is to stop."""
@@ -113,9 +119,17 @@ class AsyncEngine:
                 self._cancel(detail)
         return True
 
-    def _submit(self, prompt: list[int], params: SamplingParams | None, salt: str, loop: Any, out: Any) -> None:
+    def _submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams | None,
+        salt: str,
+        service: Service | None,
+        loop: Any,
+        out: Any,
+    ) -> None:
         try:
-            request = self.engine.submit(prompt, params, salt=salt)
+            request = self.engine.submit(prompt, params, salt=salt, service=service)
         except ValueError as error:
             _post(loop, out, error)
             return

@@ -68,7 +68,8 @@ class Chooser:
         whole, salt = search.request.prompt, search.request.salt.decode()
         search.found = {}
         search.round = [
-            self._submit([*whole, *beam.tokens], search.asked, salt=salt, internal=True) for beam in search.beams.beams
+            self._submit([*whole, *beam.tokens], search.asked, salt=salt, service=search.request.service, internal=True)
+            for beam in search.beams.beams
         ]
         self._searches |= {request.id: search for request in search.round}
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -30,10 +31,13 @@ from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.device import Device, Runner
 from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.pieces import Piece, piece_of
+from jaxllm.infer.plan import Entry, Plan
+from jaxllm.infer.policy import Policy, Service
+from jaxllm.infer.ranking import Ranking
 from jaxllm.infer.reader import Reader
 from jaxllm.infer.refusals import bad_words, check
 from jaxllm.infer.sampling import SEEDS, SamplingParams
-from jaxllm.infer.scheduler import Entry, Plan, Scheduler
+from jaxllm.infer.scheduler import Scheduler
 from jaxllm.infer.sequence import Finish, Request, Sequence
 from jaxllm.infer.step import Shape
 from jaxllm.models import Functional
@@ -75,15 +79,31 @@ class Engine:
         config: sizes, those of the device.
         vocab_size: tokens from there on are never made.
         tokenizer: for texts, stop texts and the tokens that end a text; None: tokens only.
+        policy: who is next, see ``jaxllm.infer.policy``; None: first come, first served.
+        tpot: seconds that a token of a text is to take at most: prompts are read in smaller pieces meanwhile.
+        predict, clock: see ``Ranking``.
     """
 
-    def __init__(self, device: Runner, config: EngineConfig, vocab_size: int, tokenizer: Tokenizer | None = None):
+    def __init__(
+        self,
+        device: Runner,
+        config: EngineConfig,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        *,
+        policy: Policy | None = None,
+        tpot: float | None = None,
+        predict: Callable[[int, int], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.device, self.config, self.vocab_size, self.tokenizer = device, config, vocab_size, tokenizer
         spec = self.device.spec
         self.max_len = spec.max_len
         self.scheduler = Scheduler(
-            self.config, [g.window for g in spec.groups], list(spec.pages), spec.page_size, spec.columns
-        )
+            self.config, [g.window for g in spec.groups], list(spec.pages), spec.page_size, spec.columns,
+            Ranking(policy, tpot, clock, predict),
+        )  # fmt: skip
+        self._landed = clock()
         self.metrics = Metrics()
         self._flights: deque[_Flight] = deque()
         self._cancelled: list[Piece] = []
@@ -104,6 +124,9 @@ class Engine:
         mesh: jax.sharding.Mesh | None = None,
         manifest: Path | None = None,
         strict: bool = False,
+        policy: Policy | None = None,
+        tpot: float | None = None,
+        predict: Callable[[int, int], float] | None = None,
     ) -> Engine:
         """An engine for a model, ready: all its programs are there.
 
@@ -115,6 +138,7 @@ class Engine:
             longest: tokens the model was trained to read: the default of ``config.max_len``.
             mesh: where the parameters live; None for one device.
             manifest: folder to keep compiled programs in; None: nowhere.
+            policy, tpot, predict: see ``Engine``.
             strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
 
         Raises:
@@ -128,7 +152,7 @@ class Engine:
         device = Device(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
         )
-        return cls(device, config, size, tokenizer)
+        return cls(device, config, size, tokenizer, policy=policy, tpot=tpot, predict=predict)
 
     # Requests
 
@@ -138,6 +162,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         salt: str = "",
+        service: Service | None = None,
         internal: bool = False,
     ) -> Request:
         """Takes a request in.
@@ -146,6 +171,7 @@ class Engine:
             prompt: token ids.
             params: how to go on.
             salt: requests share what was computed for their prompts only with those of the same salt.
+            service: what it is to get, for the engine's policy.
             internal: a part of another request; nothing of it is given out.
 
         Raises:
@@ -156,6 +182,7 @@ class Engine:
         words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
         request = Request(next(self._numbers), prompt, params, salt.encode(), seed, stops, words, internal=internal)
+        request.service = service or request.service
         echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
         for number in range(params.n if params.beams > 1 else params.made):
             reader = None
@@ -203,6 +230,8 @@ class Engine:
             self._move(plan)
         sent = 0
         if plan is not None and plan.entries:
+            if not self._flights:
+                self._landed = self.scheduler.ranking.clock()
             self._flights.append(self._dispatch(plan))
             sent = 1
         if len(self._flights) > sent:
@@ -245,6 +274,11 @@ class Engine:
     def _land(self, flight: _Flight) -> list[Piece]:
         """Hands out what a step has made."""
         made = flight.shape.outputs.views(np.asarray(flight.result))
+        ranking = self.scheduler.ranking
+        now = ranking.clock()
+        if not flight.shape.decode:
+            ranking.times = ranking.times.after(flight.shape.tokens, now - self._landed)
+        self._landed = now
         out, at = [], 0
         tokens = made["tokens"].tolist()
         for row, entry in enumerate(flight.plan.entries):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxllm.infer import shaping
-from jaxllm.infer.scheduler import Plan
+from jaxllm.infer.plan import Plan
 from jaxllm.infer.sequence import Sequence
 from jaxllm.infer.step import STOPS, Shape
 

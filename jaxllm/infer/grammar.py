@@ -107,9 +107,8 @@ class Guide:
         if not self._matcher.is_error() and not self._matcher.is_stopped():
             bits = self._matcher.compute_bitmask()
             if not self._matcher.is_error():
-                mask = np.zeros(self._width, np.int32)
-                mask[: len(bits) // 4] = np.frombuffer(bits, np.int32)
-                self.mask = mask
+                found = np.frombuffer(bits, np.int32)[: self._width]  # it may have a piece to spare
+                self.mask = np.pad(found, (0, self._width - len(found)))
         if self._matcher.is_error():
             self.error = self._matcher.get_error().strip().splitlines()[0]
 

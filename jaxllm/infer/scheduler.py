@@ -1,57 +1,23 @@
 """What the next step computes: decoded tokens first, then pieces of prompts, in one budget of tokens.
 
 Decodes never wait for a prompt: prompts are cut into pieces that fill what decodes leave (Sarathi, arXiv:2403.02310).
-First come, first served; where pages run out, the last to come gives way, and is computed again later or waits on the
-host (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs: it knows how many tokens that makes,
-not which. Only a text with a grammar waits for its last token, which decides what may come next.
+Who comes first is a policy's to say (``jaxllm.infer.policy``); where pages run out, the last gives way, and is computed
+again later or waits on the host (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs: it knows
+how many tokens that makes, not which. Only a text with a grammar waits for its last token, which decides what may come
+next.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.pages import NONE, Pages
+from jaxllm.infer.plan import Entry, Plan
+from jaxllm.infer.ranking import Ranking
 from jaxllm.infer.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A sequence's part of a step: ``count`` tokens from position ``start``; ``samples`` if a token is made after."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass
-class Plan:
-    """A step.
-
-    Attributes:
-        entries: in the order of the flat batch.
-        steps: tokens that each entry makes on the device before the host hears of them; 1 where prompts are read.
-        copies: by group: (page, its copy), one after the other, before anything is computed.
-        leaving: swapped out before anything else: (sequence, by group: columns and pages).
-        returning: swapped in after that: the same.
-        seated: that have got a slot.
-    """
-
-    entries: list[Entry] = field(default_factory=list)
-    steps: int = 1
-    copies: list[list[tuple[int, int]]] = field(default_factory=list)
-    leaving: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
-    returning: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
-    seated: list[Sequence] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the flat batch."""
-        return sum(entry.count for entry in self.entries)
 
 
 class Scheduler:
@@ -63,11 +29,19 @@ class Scheduler:
         counts: pages of each group's pool.
         page_size: positions of a page.
         columns: pages of the longest sequence.
+        ranking: who is next; None: first come, first served.
     """
 
     def __init__(
-        self, config: EngineConfig, windows: list[int | None], counts: list[int], page_size: int, columns: int
+        self,
+        config: EngineConfig,
+        windows: list[int | None],
+        counts: list[int],
+        page_size: int,
+        columns: int,
+        ranking: Ranking | None = None,
     ):
+        self.ranking = ranking or Ranking()
         self.config, self.windows, self.page_size = config, windows, page_size
         self.pages = [Pages(count) for count in counts]
         self.tables = [np.zeros((config.sequences, columns), np.int32) for _ in counts]
@@ -90,6 +64,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence in; continuations of a request after its first share the first's prompt."""
         sequence.pages = [[] for _ in self.pages]
+        self.ranking.come(sequence, self.sequences())
         (self.forks if sequence.number else self.waiting).append(sequence)
 
     def plan(self) -> Plan | None:
@@ -100,11 +75,13 @@ class Scheduler:
         for sequence in self.running:
             self._register(sequence)
             self._trim(sequence)
-        by_order = sorted(self.running, key=lambda s: s.order)
+        self._coming = self.ranking.rank(self.running, self.waiting, self.page_size)
+        self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank)) if self.ranking.policy else self.waiting
+        by_order = sorted(self.running, key=lambda s: s.rank)
         decodes = [s for s in by_order if s.length - s.computed == 1 and s.room > 0 and not (s.guide and s.pending)]
         prompts = [s for s in by_order if s.length - s.computed > 1]
         plan.steps = self._steps(decodes, prompts)
-        budget = self.config.budget
+        budget = self.ranking.budget(len(decodes), self.config.prompt_buckets, self.config.piece)
         for sequence in decodes:
             while sequence.slot >= 0 and not (taken := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
@@ -117,9 +94,10 @@ class Scheduler:
             if sequence.slot >= 0 and count and self._reserve(sequence, count, plan):
                 self._enter(plan, sequence, count)
                 budget -= count
-        while self.waiting and self._slots and budget > 0 and not plan.leaving:
+        while self._coming and self._slots and budget > 0 and not plan.leaving:
             if count := self._admit(self.waiting[0], budget, plan):
                 budget -= count
+                self._coming -= 1
             elif self.running or not self._drop_holder(1):
                 break
         for group, page in self._release:
@@ -136,6 +114,7 @@ class Scheduler:
             self.forks.remove(sequence)
         else:
             return  # of a search, which has requests of its own here
+        self.ranking.go(sequence)
         self._register(sequence)
         self._drop(sequence)
         sequence.saved = None
@@ -233,7 +212,7 @@ class Scheduler:
     def _make_room(self, plan: Plan) -> None:
         """Frees pages: of one who waits and holds a prompt it was to share, else of the last to come."""
         if not self._drop_holder(0):
-            self._preempt(max(self.running, key=lambda s: s.order), plan)
+            self._preempt(max(self.running, key=lambda s: s.rank), plan)
 
     def _drop_holder(self, after: int) -> bool:
         holder = next((s for s in reversed(list(self.waiting)[after:]) if any(s.pages)), None)
@@ -286,6 +265,8 @@ class Scheduler:
         """Adds an entry and moves the sequence's books on, as if the step had run."""
         start = sequence.computed
         samples = start + count == sequence.length
+        read = min(count, max(0, len(sequence.request.prompt) - start))
+        self.ranking.charge(sequence, read, plan.steps * samples)
         plan.entries.append(Entry(sequence, start, count, samples))
         sequence.computed += count + plan.steps - 1
         sequence.pending += plan.steps if samples else 0

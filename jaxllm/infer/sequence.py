@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jaxllm.infer.grammar import Guide
 from jaxllm.infer.pages import chain
+from jaxllm.infer.policy import Service
 from jaxllm.infer.reader import Reader
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 
@@ -29,6 +30,7 @@ class Request:
         prompt_scores: (log-probability, rank) of each token of the prompt but the first; filled where asked for.
         prompt_top: the likeliest tokens there, with their log-probabilities; likewise.
         internal: a part of another request.
+        service: what it is to get, for policies.
         chosen: the best of the continuations, once all have ended; None before, and where all are given out.
     """
 
@@ -44,6 +46,7 @@ class Request:
     prompt_top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     chosen: list[Sequence] | None = None
     internal: bool = False
+    service: Service = field(default_factory=Service)
 
     @property
     def outputs(self) -> list[Sequence]:
@@ -70,6 +73,9 @@ class Sequence:
         reader: of its text; None where there is no tokenizer.
         text: what is decoded and given out so far; with what is echoed.
         echo: the prompt's text, until it is given out.
+        arrived: seconds, by the scheduler's clock.
+        predicted: tokens that the text is likely to have.
+        rank: the lowest is served first, the highest gives way.
         guide: where its text is in a grammar; None where it has none.
         finish: why it ended; None while it goes on.
     """
@@ -90,6 +96,9 @@ class Sequence:
     text: str = ""
     echo: str = ""
     guide: Guide | None = None
+    arrived: float = 0.0
+    predicted: float = 0.0
+    rank: int = 0
     finish: Finish | None = None
     _hashes: list[bytes] = field(default_factory=list)
 

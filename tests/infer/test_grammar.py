@@ -115,8 +115,8 @@ def test_no_grammar_takes_longer_than_its_limits():
                 writer().step()
             assert request.sequences[0].finish in ("length", "error", "stop")
         except ValueError:
-            refused = pytest.raises(ValueError, writer().submit, [1], SamplingParams(grammar=bomb))
-            assert "grammar" in str(refused.value)
+            with pytest.raises(ValueError, match="grammar"):
+                writer().submit([1], SamplingParams(grammar=bomb))
         assert time.process_time() - began < 60
 
 

@@ -1,0 +1,133 @@
+"""What each policy promises, on synthetic traces played to an engine on paper."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+
+from jaxllm.infer import Engine
+from jaxllm.infer.policy import MADE, Deadline, Fair, FirstCome, Grouped, Policy, Priority, Shortest
+from tests.infer import traces
+from tests.infer.engines import VOCAB
+from tests.infer.traces import SIZES, Arrival
+from tests.proofs.harness import proof
+
+AGE, PATIENCE, WAIT = 0.3, 60.0, 0.8
+
+
+def guess(prompt: int, most: int) -> float:
+    """Lengths predicted wrongly, by up to a factor of two either way."""
+    return max(1.0, most * (0.5 if (prompt * 7 + most) % 2 else 2.0))
+
+
+def _latest(policy: Policy, one: Arrival) -> float:
+    """Who comes later than this never gets a slot before this one."""
+    if isinstance(policy, Priority):
+        return one.came + (3 - one.service.priority) * policy.age
+    if isinstance(policy, Shortest):
+        return one.came + (len(one.prompt) + guess(len(one.prompt), one.tokens)) / policy.patience
+    if isinstance(policy, Deadline):
+        return one.came + (one.service.ttft or 0) + policy.patience
+    return one.came
+
+
+@proof("engine_two", count=40, sample=1)
+def nobody_starves(seed: int) -> None:
+    """At twice the load that can be served all end, and nobody is overtaken by one who came later than the policy's age
+    or patience allows."""
+    trace = traces.overload(np.random.default_rng(seed), 30, priority=(0, 1, 3), ttft=(0.1, 0.4, None))
+    for policy in (None, FirstCome(), Priority(AGE), Shortest(PATIENCE), Deadline(WAIT)):
+        played = copy.deepcopy(trace)
+        traces.play(played, policy, predict=guess)
+        assert all(np.isfinite(one.last) for one in played)
+        for one in played:
+            late = [other for other in played if other.came > one.came and other.seated < one.seated]
+            assert all(other.came <= _latest(policy, one) + 1e-9 for other in late)
+
+
+@proof("engine_two", count=40, sample=1)
+def keys_get_equal_shares(seed: int) -> None:
+    """A key that asks five times as much as another gets no more while both wait: what they have had since they do is
+    never further apart than a prompt and all texts that can be under way (arXiv:2401.00588, lemma 4.3). First come,
+    first served does not keep to it."""
+    trace = traces.overload(np.random.default_rng(seed), 90, 4.0, key=("much",) * 5 + ("little",))
+    worst = []
+    for policy in (Fair(), FirstCome()):
+        apart = [0.0]
+
+        def watch(engine: Engine, apart: list[float] = apart) -> None:
+            if len({s.request.service.key for s in engine.scheduler.waiting}) == 2:
+                served = engine.scheduler.ranking.served
+                apart.append(abs(served["much"] - served["little"]))
+
+        traces.play(copy.deepcopy(trace), policy, watch=watch)
+        worst.append(max(apart))
+    bound = 40 + MADE * SIZES.sequences * 20
+    assert worst[0] <= bound < worst[1]
+
+
+@proof("engine_two", count=40, sample=1)
+def deadlines_are_met_more_often(seed: int) -> None:
+    """At one and a half to four times the load that can be served: as many requests within their targets as with first
+    come, first served, or more."""
+    rng = np.random.default_rng(seed)
+    trace = traces.overload(rng, 60, float(rng.uniform(1.5, 4)), ttft=(0.4, 1.0, 3.0), tpot=(0.06, 0.2))
+    met = []
+    for policy in (None, Deadline(30.0)):
+        played = copy.deepcopy(trace)
+        traces.play(played, policy)
+        met.append(sum(one.met for one in played))
+    assert met[1] >= met[0]
+
+
+@proof("engine_two", count=40, sample=1)
+def shortest_first_waits_less(seed: int) -> None:
+    """With lengths predicted wrongly by a factor of two either way, mean time to the end is below that of first come,
+    first served."""
+    rng = np.random.default_rng(seed)
+    trace = traces.overload(rng, 60, 3.0)
+    mean = []
+    for policy in (None, Shortest(patience=1.0)):
+        played = copy.deepcopy(trace)
+        traces.play(played, policy, predict=guess)
+        mean.append(np.mean([one.last - one.at for one in played]))
+    assert mean[1] < mean[0]
+
+
+@proof("engine_two", count=40, sample=1)
+def shared_prefixes_are_computed_once(seed: int) -> None:
+    """Prompts of several groups, mixed, known ahead: each page of a common beginning is computed once, no more."""
+    rng = np.random.default_rng(seed)
+    size = SIZES.page_size or 1
+    trace = []
+    for _ in range(6):
+        common = rng.integers(0, VOCAB, size * int(rng.integers(3, 9))).tolist()
+        for _ in range(int(rng.integers(2, 8))):
+            prompt = common + rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()
+            trace.append(Arrival(0.0, prompt, int(rng.integers(1, 12))))
+    trace = [trace[i] for i in rng.permutation(len(trace))]
+    pages = {tuple(one.prompt[: end * size]) for one in trace for end in range(1, (len(one.prompt) - 1) // size + 1)}
+    # Of each prompt what is beyond its last whole page; its last token is always computed, for the one that follows.
+    rest = sum((len(one.prompt) - 1) % size + 1 for one in trace)
+    tight = dataclasses.replace(SIZES, pages=60)
+    counts = []
+    for policy in (Grouped(), None):
+        engine, _ = traces.play(copy.deepcopy(trace), policy, tight)
+        counts.append(engine.metrics.prompt_tokens)
+    assert counts[0] == len(pages) * size + rest
+    assert counts[1] >= counts[0]
+
+
+@proof("engine_two", count=20, sample=1)
+def steps_keep_to_the_time_of_a_token(seed: int) -> None:
+    """With a target for the time of a token, steps that texts wait for take no longer, once two sizes have been seen;
+    without it they do."""
+    target = traces.BASE + traces.SLOPE * 8.5
+    over = []
+    for tpot in (target, None):
+        _, device = traces.play(traces.overload(np.random.default_rng(seed), 60), tpot=tpot)
+        over.append(sum(seconds > target for seconds, shared in device.steps[20:] if shared))
+    assert over[0] == 0
+    assert over[1] > 0
