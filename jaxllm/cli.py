@@ -290,6 +290,15 @@ def serve(argv: list[str]) -> int:
     return run(argv)
 
 
+def bench(argv: list[str]) -> int:
+    """Measure how fast a model writes: `jaxllm bench MODEL`; or a server: `jaxllm bench serve`."""
+    if argv[:1] == ["serve"]:
+        from jaxllm.serve_cli import bench_serve
+
+        return bench_serve(argv[1:])
+    return model_cli.bench(argv)
+
+
 COMMANDS: dict[str, Any] = {
     "train": train,
     "shard": shard,
@@ -301,7 +310,7 @@ COMMANDS: dict[str, Any] = {
     "convert": model_cli.convert,
     "inspect": model_cli.inspect,
     "eval": model_cli.evaluate,
-    "bench": model_cli.bench,
+    "bench": bench,
     "reproduce": reproduce,
     "data": data,
     "checkpoint": checkpoint,

@@ -1,4 +1,4 @@
-"""``jaxllm serve``: a model behind the API that OpenAI's clients speak."""
+"""``jaxllm serve``: a model behind the API that OpenAI's clients speak; ``jaxllm bench serve``: load for servers."""
 
 from __future__ import annotations
 
@@ -75,6 +75,74 @@ def serve(argv: list[str]) -> int:
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm serve")
+
+
+def bench_serve(argv: list[str]) -> int:
+    """Load a server that speaks OpenAI's API, and measure it: `jaxllm bench serve --url http://127.0.0.1:8000`."""
+
+    def run(
+        url: str = "http://127.0.0.1:8000",
+        model: str | None = None,
+        clients: int | None = None,
+        rate: float | None = None,
+        trace: Path | None = None,
+        requests: int = 100,
+        prompt: int = 64,
+        tokens: int = 64,
+        ttft: float = 1.0,
+        tpot: float = 0.1,
+        seed: int = 0,
+        json: Path | None = None,
+        plot: Path | None = None,
+    ) -> int:
+        """Streams completions and prints throughput, times to the first token and between tokens, and goodput.
+
+        Args:
+            url: of the server. $JAXLLM_API_KEY is sent as its key.
+            model: to ask for; the server's first by default.
+            clients: so many ask, each again when it is answered; 8 by default.
+            rate: instead, requests a second that come at random, however slow the server is; inf for all at once.
+            trace: instead, a file with a line {"at": seconds, "prompt": text, "max_tokens": n} a request.
+            requests: how many.
+            prompt: about how many tokens each begins with.
+            tokens: made for each at most.
+            ttft: seconds to the first token that a good answer keeps.
+            tpot: seconds a token after it that a good answer keeps.
+            seed: of prompts and arrivals.
+            json: a file for the figures.
+            plot: an image of their distributions.
+        """
+        import asyncio
+        import json as as_json
+
+        from jaxllm.serve import bench
+
+        if sum(way is not None for way in (clients, rate, trace)) > 1:
+            raise UsageError("give one of --clients, --rate and --trace.")
+        if min(requests, prompt, tokens, clients or 1) < 1 or (rate is not None and not rate > 0):
+            raise UsageError("give 1 or more requests, clients and tokens, and a rate above 0.")
+        asks = bench.read_trace(trace) if trace else bench.drawn(requests, rate or float("inf"), prompt, tokens, seed)
+
+        async def load() -> list[bench.Seen]:
+            client = bench.Client(url, model or "", os.environ.get("JAXLLM_API_KEY", ""))
+            try:
+                client.model = model or (await client.models())[0]
+            except OSError as error:
+                raise UsageError(f"{url} does not answer: {error}") from None
+            if trace is None and rate is None:
+                return await bench.run_closed(client, asks, clients or 8)
+            return await bench.run_open(client, asks)
+
+        seen = asyncio.run(load())
+        figures = bench.summary(seen, ttft, tpot)
+        print(bench.show(figures))
+        if json is not None:
+            json.write_text(as_json.dumps(figures, indent=1) + "\n")
+        if plot is not None:
+            bench.plot(seen, plot)
+        return 1 if figures["failed"] else 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm bench serve")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
