@@ -26,9 +26,10 @@ from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families import decoder_config, family
 from jaxllm.hub.mapping import Part, Table, Theirs, layout
+from jaxllm.hub.packing import Weights, place_packed, staying_packed
 from jaxllm.hub.quantised import dequantised, without_quantisation
 from jaxllm.hub.safetensors import Lazy, Progress
-from jaxllm.models import DecoderConfig, functional
+from jaxllm.models import DecoderConfig, Packed, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
@@ -102,9 +103,18 @@ def load_tensors(
     *,
     mesh: Mesh | None = None,
     dtype: str = "float32",
+    weights: Weights = "plain",
     progress: Progress | None = None,
 ) -> HubModel:
-    """A model from a ``config.json`` and its tensors; see ``load_hf``."""
+    """A model from a ``config.json`` and its tensors; see ``load_hf``.
+
+    Args:
+        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.Packed``), to be served on one
+            device; an export wants them plain.
+
+    Raises:
+        HubError: also where nothing can stay packed, or there is more than one device.
+    """
     config = replace(decoder_config(source), param_dtype=dtype, dtype=dtype)  # type: ignore[arg-type]
     model = functional(config)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
@@ -112,11 +122,12 @@ def load_tensors(
     leaves = paths(abstract)
     found, carried = match(family(source).table, config, leaves, tensors)
     sources = by_leaf(found, tensors)
-    loaded: dict[str, jax.Array] = {}
+    kept = staying_packed(sources, mesh) if weights == "packed" else set()
+    loaded: dict[str, jax.Array | Packed] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
             progress(path, done, len(leaves))
-        loaded[path] = place_leaf(leaf, sources[path], path)
+        loaded[path] = (place_packed if path in kept else place_leaf)(leaf, sources[path], path)
         release(tensors.values())
     params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
     return HubModel(config, params, source, carried)

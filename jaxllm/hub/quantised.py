@@ -33,16 +33,32 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, eq=False)
+class Stored:
+    """What a quantised tensor is made of, as it is in the file.
+
+    Attributes:
+        values, scales: as the module says.
+        block: rows and columns of a block of float8; None for MXFP4.
+    """
+
+    values: Any
+    scales: Any
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Dequantised:
     """A float32 tensor that is made of another, slice by slice.
 
     Attributes:
         shape: of it.
         read: makes a part of it; the slices are one for each dimension.
+        stored: the other.
     """
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
+    stored: Stored | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -123,7 +139,7 @@ def blocks_of_fp8(name: str, tensor: Any, scale: Any, block: tuple[int, int]) ->
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(tensor[index]).astype(np.float32) * scales
 
-    return Dequantised(shape, read)
+    return Dequantised(shape, read, Stored(tensor, scale, block))
 
 
 def _mxfp4(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +176,7 @@ def blocks_of_mxfp4(name: str, blocks: Any, scales: Any) -> Dequantised:
         values = decode_mxfp4(part, np.asarray(scales[of_expert, of_row]))
         return values.reshape(*part.shape[:2], groups * GROUP)[:, :, of_column].swapaxes(1, 2)
 
-    return Dequantised((experts, groups * GROUP, rows), read)
+    return Dequantised((experts, groups * GROUP, rows), read, Stored(blocks, scales))
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

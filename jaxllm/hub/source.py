@@ -18,6 +18,7 @@ from jaxllm.hub.gguf import Gguf, open_gguf
 from jaxllm.hub.gguf_config import hf_config
 from jaxllm.hub.gguf_model import find_smollm2, hf_tensors
 from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_model
+from jaxllm.hub.packing import Weights
 from jaxllm.models import DecoderConfig
 from jaxllm.text import (
     ChatTemplate,
@@ -87,14 +88,21 @@ class Source:
             return template_from_gguf(self.gguf.metadata, where=str(self.path))
         return load_template(self.path)
 
-    def load(self, *, mesh: Mesh | None = None, dtype: str = "float32", progress: Progress | None = None) -> HubModel:
-        """Its parameters; see ``load_hf``.
+    def load(
+        self,
+        *,
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        weights: Weights = "plain",
+        progress: Progress | None = None,
+    ) -> HubModel:
+        """Its parameters; see ``load_tensors``.
 
         Raises:
             HubError: names what is wrong, and the file.
         """
         try:
-            return load_tensors(self.source, self.tensors, mesh=mesh, dtype=dtype, progress=progress)
+            return load_tensors(self.source, self.tensors, mesh=mesh, dtype=dtype, weights=weights, progress=progress)
         except HubError as error:
             raise HubError(f"{self.path}: {error}") from error
 

@@ -14,8 +14,9 @@ import sharding
 from jaxllm.checkpoint import Checkpointer, CheckpointNotFoundError
 from jaxllm.config import from_dict
 from jaxllm.data import DataError
-from jaxllm.hub import find_model, open_source
+from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
+from jaxllm.hub.packing import Weights
 from jaxllm.models import DecoderConfig, Functional, functional, layers_apart
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
@@ -65,6 +66,7 @@ def load_model(
     step: int | None = None,
     dtype: str | None = None,
     layers: Literal["stacked", "apart"] = "stacked",
+    weights: Weights = "plain",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Opens a run's directory or a model's; only parameters are read, never an optimizer's state.
@@ -79,6 +81,8 @@ def load_model(
             has its own, and takes no other.
         layers: the form of the parameters: in stacks, as they are trained; or apart (``models.layers_apart``), with
             which a decoding step reads each weight once and an engine takes longer to compile.
+        weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored, and each is dequantised where
+            it is multiplied: to serve a model on one device that has no room for it in ``dtype``.
         progress: called for every parameter of another library's model.
 
     Raises:
@@ -89,23 +93,27 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
-    loaded = _load(path, mesh, step, dtype, progress)
+    loaded = _load(path, mesh, step, dtype, weights, progress)
     if layers == "stacked":
         return loaded
     with jax.set_mesh(mesh):
         return replace(loaded, params=layers_apart(loaded.params, donate=True))
 
 
-def _load(path: Path, mesh: Mesh, step: int | None, dtype: str | None, progress: Progress | None) -> LoadedModel:
+def _load(
+    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: Weights, progress: Progress | None
+) -> LoadedModel:
     if not (path / "checkpoints").is_dir():
         signs = ("config.json", "*.safetensors", "*.gguf")
         if step is None and (path.is_file() or any(list(path.glob(sign)) for sign in signs)):
-            return _load_from_elsewhere(path, mesh, dtype or "float32", progress)
+            return _load_from_elsewhere(path, mesh, dtype or "float32", weights, progress)
         what = "there is no such directory" if not path.exists() else "it has no checkpoints/"
         raise ModelNotFoundError(
             f"{path} is not a run's directory: {what}. Give the directory that training printed, one with "
             "config.json, safetensors and a tokenizer, a .gguf file, smollm2, or hf:ORG/NAME."
         )
+    if weights == "packed":
+        raise HubError(f"{path} is a run, whose weights are plain; packed experts are of a published model.")
     with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
         step = checkpointer.latest_good() if step is None else step
         if step is None:
@@ -128,10 +136,12 @@ def _load(path: Path, mesh: Mesh, step: int | None, dtype: str | None, progress:
     return LoadedModel(model, params, tokenizer, template, mesh, step, meta, meta.get("source"))
 
 
-def _load_from_elsewhere(path: Path, mesh: Mesh, dtype: str, progress: Progress | None) -> LoadedModel:
+def _load_from_elsewhere(
+    path: Path, mesh: Mesh, dtype: str, weights: Weights, progress: Progress | None
+) -> LoadedModel:
     source = open_source(path)
     tokenizer, template = source.tokenizer, source.template
-    loaded = source.load(mesh=mesh, dtype=dtype, progress=progress)
+    loaded = source.load(mesh=mesh, dtype=dtype, weights=weights, progress=progress)
     return LoadedModel(functional(loaded.config), loaded.params, tokenizer, template, mesh, 0, {}, loaded.source)
 
 

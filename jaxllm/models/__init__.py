@@ -14,6 +14,7 @@ from jaxllm.models.functional import param_count as param_count
 from jaxllm.models.latent import LatentConfig as LatentConfig
 from jaxllm.models.mlp import MlpConfig as MlpConfig
 from jaxllm.models.moe import MoeConfig as MoeConfig
+from jaxllm.models.packed import Packed as Packed
 from jaxllm.models.rope import RopeConfig as RopeConfig
 from jaxllm.models.rope_scaling import DynamicScaling as DynamicScaling
 from jaxllm.models.rope_scaling import LinearScaling as LinearScaling

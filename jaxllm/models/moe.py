@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models.dispatch import sum_of_experts, sum_within_capacity
 from jaxllm.models.mlp import ACTIVATIONS, Mlp, MlpConfig
+from jaxllm.models.packed import Packed, packed_product
 from jaxllm.models.params import at_least_f32, constant, normal, use
 from jaxllm.models.router import RouterConfig, Routing, route
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -88,7 +89,7 @@ class Experts(nnx.Module):
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if config.bias else ()))
-        arrays = {name: use(getattr(self, name), x.dtype) for name in names}
+        arrays = {name: _held(getattr(self, name), x.dtype) for name in names}
         specs = {
             "gate": ("experts", None, "expert_mlp"),
             "up": ("experts", None, "expert_mlp"),
@@ -98,8 +99,11 @@ class Experts(nnx.Module):
             "down_bias": ("experts", None),
         }
 
-        def local(x: Array, experts: Array, weights: Array, *arrays: Array) -> tuple[Array, Array]:
-            own = dict(zip(names, arrays, strict=True))
+        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays
+        parts = [specs[name] for name in sorted(names) for _ in jax.tree.leaves(arrays[name])]
+
+        def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:
+            own = jax.tree.unflatten(tree, flat)
             if width_axes and config.bias:  # which is summed over the shards of the width
                 own["down_bias"] = own["down_bias"] / jax.lax.axis_size(width_axes)
             rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
@@ -115,18 +119,26 @@ class Experts(nnx.Module):
             out = out.reshape(x.shape)
             return (jax.lax.psum(out, width_axes) if width_axes else out), dropped
 
-        run = sharding.shard_map(local, (TOKENS, TOKENS, TOKENS, *(specs[name] for name in names)), (TOKENS, ()))
-        return run(x, experts, weights.astype(x.dtype), *arrays.values())
+        run = sharding.shard_map(local, (TOKENS, TOKENS, TOKENS, *parts), (TOKENS, ()))
+        return run(x, experts, weights.astype(x.dtype), *flat)
+
+
+def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | Packed:
+    """A weight as it is used, or packed as it is."""
+    value = param.get_value()
+    return value if isinstance(value, Packed) else use(param, dtype)
 
 
 def _feed_forward(
-    config: MoeConfig, own: dict[str, Array], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
+    config: MoeConfig, own: dict[str, Array | Packed], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
 ) -> Float[Array, "M D"]:
     """What each row's expert makes of it; rows are in the order of experts."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
 
     def project(rows: Array, name: str) -> Array:
-        out = grouped_matmul(rows, own[name], sizes)
+        matrices = own[name]
+        run = packed_product if isinstance(matrices, Packed) else grouped_matmul
+        out = run(rows, matrices, sizes)  # type: ignore[arg-type]
         return out if expert is None else out + own[f"{name}_bias"][expert]
 
     gate, up = project(rows, "gate"), project(rows, "up")

@@ -200,11 +200,13 @@ def steps(
             if not pending:
                 return
             number, metrics = pending.pop()
+            loads = metrics.pop("expert_load", None)
             values = {key: float(value) for key, value in metrics.items()}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
                 raise non_finite(values, number, saver)
             view.step(number, values)
-            log(number, {**values, "tokens_per_second": view.tokens_per_second})
+            wide = {"expert_load": loads.tolist()} if run.config.routing.log_loads else {}
+            log(number, {**values, **wide, "tokens_per_second": view.tokens_per_second})
 
         for number, batch in batches:
             state, metrics = step(state, batch)
@@ -420,7 +422,7 @@ def open_log(files: RunDirectory) -> Iterator[Any]:
     files.metrics.parent.mkdir(parents=True, exist_ok=True)
     with files.metrics.open("a") as out:
 
-        def log(step: int, values: dict[str, float]) -> None:
+        def log(step: int, values: dict[str, Any]) -> None:
             out.write(json.dumps({"step": step, **values, "seconds": round(time.monotonic() - start, 3)}) + "\n")
             out.flush()
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models import Functional, Segments
+from jaxllm.models.packed import has_packed
 from jaxllm.train.routing import RoutingConfig, RoutingSums, Tally
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.ring_attention import Layout, order
@@ -136,6 +137,11 @@ def value_and_grad(
     grad = jax.value_and_grad(mean_loss, has_aux=True)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
+        if has_packed(params):
+            raise NotImplementedError(
+                "training: experts are packed, and packed weights have no gradients; load the model with "
+                'weights = "plain".'
+            )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
         used = params if zero == 3 else model.gather(params)

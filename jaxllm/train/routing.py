@@ -26,15 +26,20 @@ class RoutingConfig:
 
     Attributes:
         balance_loss: weight of ``E * sum over experts of (share of tokens sent there) * (mean share of the router)``,
-            one when all are even (arXiv:2101.03961, section 2.2); of a micro-batch, mean over layers.
+            one when all are even (arXiv:2101.03961, section 2.2), mean over layers. Of a micro-batch, the tokens of all
+            devices together: over a whole batch of several, shares of tokens would be known only after a forward pass
+            of them all. The more tokens, the less the loss hinders experts (arXiv:2501.11873): prefer accumulate = 1,
+            or ``bias_rate``, whose loads are of the whole batch.
         z_loss: weight of the routers' squared logsumexp, mean over tokens and layers (ST-MoE, arXiv:2202.08906).
         bias_rate: after each step a router's balance bias moves by this, up where an expert got less than its even
             share and down where it got more (arXiv:2408.15664). For routers that have one (``balance_bias``).
+        log_loads: every expert's load, layer by layer, goes to the log as ``expert_load``.
     """
 
     balance_loss: float = 0.0
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    log_loads: bool = False
 
     def __post_init__(self) -> None:
         for name in ("balance_loss", "z_loss", "bias_rate"):
@@ -44,7 +49,7 @@ class RoutingConfig:
     def check(self, model: DecoderConfig) -> None:
         """Raises ValueError where the model has nothing that this could act on."""
         mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeConfig)]
-        for name in ("balance_loss", "z_loss", "bias_rate"):
+        for name in ("balance_loss", "z_loss", "bias_rate", "log_loads"):
             if getattr(self, name) and not mixtures:
                 raise ValueError(f"routing: {name} = {getattr(self, name)}, but the model has no experts; give 0.")
         if self.bias_rate and not all(moe.router.balance_bias for moe in mixtures):
@@ -138,13 +143,18 @@ class Tally:
 
 
 def routing_metrics(config: DecoderConfig, sums: RoutingSums, count: Float[Array, ""]) -> dict[str, Array]:
-    """Figures for the log: load of the fullest and of the emptiest expert of all layers, one when all are even."""
+    """Figures for the log.
+
+    Loads are one when all are even: of each expert of each layer that has some (``expert_load``, zeros behind a layer's
+    last where another has more), of the fullest and of the emptiest of all.
+    """
     layers = np.array([i for i, block in enumerate(config.blocks) if isinstance(block.mlp, MoeConfig)])
     experts = np.array([config.blocks[i].mlp.experts for i in layers])  # type: ignore[union-attr]
     counts = sums.counts[layers]
     load = counts * experts[:, None] / jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1)
     there = jnp.arange(counts.shape[1]) < experts[:, None]
     return {
+        "expert_load": load,
         "expert_load_max": jnp.max(load),
         "expert_load_min": jnp.min(jnp.where(there, load, jnp.inf)),
         "expert_dropped": sums.dropped / jnp.maximum(jnp.sum(counts), 1),

@@ -56,9 +56,15 @@ EXPERTS = """
 
 {families}: the same comparison, `make proof moe_models`; every token goes to the experts that transformers sends it to.
 Checkpoints in float8 with scales of blocks (as DeepSeek-V3 ships) and in MXFP4 (as gpt-oss does) are dequantised where
-they are read; an export is in plain numbers. Layers that predict further tokens (MTP) are carried to an export and take
-no part. `jaxllm convert --upcycle E` makes a mixture of a dense Llama, Mistral or Qwen3 whose first forward pass is the
-dense model's.
+they are read; an export is in plain numbers. `load_model(NAME, weights="packed")` keeps their experts as they are
+stored, to be served on one device: a matrix is dequantised where it is multiplied, a few experts at a time, for the
+same numbers (`packed_experts`); other matrices become plain. Packed weights are not trained, exported or split.
+
+Latent attention is absorbed where tokens attend to what a cache holds, and expanded in training and in steps whose
+requests all begin there, if that is fewer products (`LatentConfig.expands`). Layers that predict further tokens (MTP)
+are carried to an export and take no part. `jaxllm convert --upcycle E` makes a mixture of a dense Llama, Mistral or
+Qwen3 whose first forward pass is the dense model's. Hybrids with gated linear attention (Qwen3-Next) are not read:
+there is no kernel for their layers yet.
 
 """
 NOT_STORED = "The full counts are not stored yet; `make test` runs samples.\n"

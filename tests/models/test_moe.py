@@ -145,6 +145,36 @@ def test_capacity_keeps_first_choices_and_counts_what_it_drops(capacity, rng, fl
     assert int(dropped) == np.maximum(taken - room, 0).sum()
 
 
+@pytest.mark.parametrize("capacity", [0.5, 9.0])
+def test_capacity_where_experts_are_split(capacity, rng, float64):
+    """Each shard's rows find the room that they would find alone, whichever device their experts are on."""
+    tokens, experts, shards = 7, 4, 2
+    x, weights = rng.normal(size=(shards * tokens, 6)), rng.random((shards * tokens, 2))
+    chosen = np.stack([rng.permutation(experts)[:2] for _ in range(shards * tokens)])
+    matrices = [jnp.asarray(rng.normal(size=size)) for size in ((4, 6, 3), (4, 6, 3), (4, 3, 6))]
+    rows = [jnp.asarray(a) for a in (x, chosen, weights)]
+    mesh = jax.make_mesh((shards,), ("expert",), devices=jax.devices()[:shards])
+
+    def local(x, chosen, weights, *own):
+        run = experts_of(*own)
+        out, dropped = sum_within_capacity(x, chosen, weights, run, experts // shards, capacity, expert_axis="expert")
+        return out, dropped[None]
+
+    split = jax.P("expert")
+    there = jax.shard_map(local, mesh=mesh, in_specs=(split,) * 6, out_specs=(split, split))
+    with jax.set_mesh(mesh):
+        got, dropped = quick.jit(there)(
+            *(jax.device_put(a, jax.NamedSharding(mesh, split)) for a in (*rows, *matrices))
+        )
+    got, dropped = np.asarray(got), np.asarray(dropped)
+    for shard in range(shards):
+        part = [a[shard * tokens : (shard + 1) * tokens] for a in rows]
+        want, lost = sum_within_capacity(*part, experts_of(*matrices), experts, capacity)
+        np.testing.assert_allclose(got[shard * tokens : (shard + 1) * tokens], want, rtol=0, atol=1e-12)
+        assert int(dropped[shard]) == int(lost)
+    assert (dropped.sum() > 0) == (capacity < 1)
+
+
 def test_experts_of_the_best_groups_alone_are_chosen(rng):
     """Chosen by score and bias, weighed by score alone, scaled."""
     config = RouterConfig("sigmoid", scale=2.5, groups=3, top_groups=2, group_score="best two", balance_bias=True)

@@ -49,6 +49,7 @@ def test_losses_are_their_formulas(rng: np.random.Generator, float64: None) -> N
     np.testing.assert_allclose([sums.balance, sums.z], [10 * np.mean(balance), 10 * np.mean(z)], rtol=1e-12)
     figures = routing_metrics(mixture(), sums, jnp.float64(10))
     load = counts[1:] * 5 / 14
+    np.testing.assert_allclose(figures["expert_load"], load)
     np.testing.assert_allclose(figures["expert_load_max"], load.max())
     np.testing.assert_allclose(figures["expert_load_min"], load.min())
     np.testing.assert_allclose(figures["expert_dropped"], 6 / 28)
@@ -114,7 +115,7 @@ def test_a_run_goes_on_with_its_biases_bit_for_bit(tmp_path) -> None:
     block = dataclasses.replace(whole.model.pattern[0], mlp=MoeConfig(4, 1, 8, router=router))
     fields = {
         "model": dataclasses.replace(whole.model, pattern=(block,)),
-        "routing": RoutingConfig(bias_rate=0.01, balance_loss=0.01),
+        "routing": RoutingConfig(bias_rate=0.01, balance_loss=0.01, log_loads=True),
         "steps": 6,
         "every": 3,
     }
@@ -123,9 +124,14 @@ def test_a_run_goes_on_with_its_biases_bit_for_bit(tmp_path) -> None:
     twice = runs.train(runs.run_config(tmp_path / "twice", **fields)).directory
     assert stopped == twice
     rows = [runs.RunDirectory(directory).read_metrics() for directory in (once, twice)]
-    names = ("loss", "grad_norm", "expert_load_max", "expert_load_min", "balance_loss", "router_z")
+    names = ("loss", "grad_norm", "expert_load", "expert_load_max", "expert_load_min", "balance_loss", "router_z")
     assert [[row.get(n) for n in names] for row in rows[0]] == [[row.get(n) for n in names] for row in rows[1]]
     assert any(row.get("expert_load_max", 0) > 1 for row in rows[0])
+    loads = [np.array(row["expert_load"]) for row in rows[0] if "expert_load" in row]
+    assert len(loads) == 6
+    for load in loads:
+        assert load.shape == (whole.model.layers, 4)
+        np.testing.assert_allclose(load.mean(axis=1), 1, rtol=1e-6)
 
 
 def test_the_same_on_a_mesh(float64: None) -> None:
