@@ -10,7 +10,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class Client:
         seen.end = clock()
         return seen
 
-    async def _lines(self, method: str, path: str, body: bytes) -> Any:
+    async def _lines(self, method: str, path: str, body: bytes) -> AsyncIterator[str]:
         """Lines of a response's body as they come."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=2**20)
         try:
@@ -135,7 +135,7 @@ class Client:
             writer.close()
 
 
-async def _parts(reader: asyncio.StreamReader, chunked: bool) -> Any:
+async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
     while True:
         if chunked:
             size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)

@@ -1,0 +1,41 @@
+"""Clients of others over the real SmolLM2."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import openai
+
+from jaxllm.infer import LLM, AsyncEngine, EngineConfig
+from jaxllm.serve import ServeConfig, Served
+from jaxllm.serve.embedding import Embedder
+from tests.proofs.harness import proof
+from tests.serve import servers
+from tests.serve.driving import FEATURES
+
+SIZES = EngineConfig(sequences=4, budget=64, max_len=256, buckets=(64,), samplers=("full",), top_logprobs=20, loop=4)
+
+
+@functools.cache
+def _llm() -> LLM:
+    return LLM("smollm2", SIZES)
+
+
+@contextlib.asynccontextmanager
+async def _smollm2() -> Any:
+    llm = _llm()
+    loaded = llm.loaded
+    async with AsyncEngine(llm.engine) as engine:
+        yield Served(engine, loaded.template, Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh))
+
+
+@proof("server", cases=sorted(FEATURES), sample=1, costly=True)
+def openai_client_on_smollm2(feature: str) -> None:
+    """Each feature, driven by the official client, streamed and whole."""
+    with (
+        servers.running(_smollm2, ServeConfig(port=0, name="tiny")) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=600) as client,
+    ):
+        FEATURES[feature](client)

@@ -1,0 +1,205 @@
+"""What OpenAI's own client does with a server, feature by feature; for any model behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import jsonschema
+import numpy as np
+import openai
+import pytest
+
+FEATURES: dict[str, Callable[[openai.OpenAI], None]] = {}
+HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 12}
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Once upon", "max_tokens": 9}
+ON = {"ignore_eos": True}
+
+
+def feature(check: Callable[[openai.OpenAI], None]) -> Callable[[openai.OpenAI], None]:
+    FEATURES[check.__name__] = check
+    return check
+
+
+@feature
+def models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt")
+    assert caught.value.code == "model_not_found"
+
+
+@feature
+def chat_streamed_is_chat_whole(client: openai.OpenAI) -> None:
+    asked = {**CHAT, "temperature": 0, "extra_body": ON}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 12
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage
+    assert not chunks[-1].choices
+    assert {c.usage for c in chunks[:-1]} == {None}
+    assert len({c.id for c in chunks}) == 1
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
+
+
+@feature
+def completions_streamed_are_completions_whole(client: openai.OpenAI) -> None:
+    asked = {**TEXT, "prompt": ["Once upon", "The sea"], "temperature": 0, "extra_body": ON}
+    whole = client.completions.create(**asked)
+    assert [c.index for c in whole.choices] == [0, 1]
+    texts = ["", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [c.text for c in whole.choices]
+
+
+@feature
+def seeds_and_several_answers(client: openai.OpenAI) -> None:
+    asked = {**CHAT, "n": 2, "seed": 5, "temperature": 1.5, "extra_body": ON}
+    first, again = (client.chat.completions.create(**asked) for _ in range(2))
+    texts = [c.message.content for c in first.choices]
+    assert texts == [c.message.content for c in again.choices]
+    assert texts[0] != texts[1]
+    assert first.usage is not None
+    assert first.usage.completion_tokens == 24
+    other = client.chat.completions.create(**{**asked, "seed": 6})
+    assert [c.message.content for c in other.choices] != texts
+
+
+@feature
+def stops(client: openai.OpenAI) -> None:
+    asked = {**TEXT, "temperature": 0, "extra_body": ON}
+    text = client.completions.create(**asked).choices[0].text
+    word = text[len(text) // 2 : len(text) // 2 + 2]
+    cut = client.completions.create(**asked, stop=[word]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
+    kept = client.completions.create(**{**asked, "extra_body": {**ON, "include_stop_str_in_output": True}}, stop=word)
+    assert kept.choices[0].text == cut.text + word
+
+
+@feature
+def log_probabilities(client: openai.OpenAI) -> None:
+    asked = {**CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 3, "extra_body": ON}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.logprobs is not None
+    content = whole.logprobs.content or []
+    assert len(content) == 12
+    for one in content:
+        assert len(one.top_logprobs) == 3
+        # The likeliest was taken; texts of a tie may be in either order.
+        assert math.isclose(one.logprob, one.top_logprobs[0].logprob, abs_tol=1e-5)
+    # Special tokens have names here, and no part in the text.
+    raw = b"".join(bytes(one.bytes or []) for one in content if not re.fullmatch(r"<\|.*\|>", one.token))
+    assert raw.decode(errors="replace") == whole.message.content
+    streamed: list[Any] = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert np.allclose([one.logprob for one in streamed], [one.logprob for one in content], atol=1e-3)
+
+
+@feature
+def echoes(client: openai.OpenAI) -> None:
+    made = client.completions.create(**TEXT, temperature=0, echo=True, logprobs=2, extra_body=ON)
+    choice, prompt = made.choices[0], made.usage.prompt_tokens if made.usage else 0
+    assert choice.text.startswith("Once upon")
+    scores = choice.logprobs
+    assert scores is not None
+    assert scores.tokens is not None
+    assert scores.token_logprobs is not None
+    assert scores.top_logprobs is not None
+    assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs) == prompt + 9
+    assert [value is None for value in scores.token_logprobs] == [True, *[False] * (prompt + 8)]
+    alone = client.completions.create(**{**TEXT, "max_tokens": 0}, echo=True, logprobs=2).choices[0]
+    assert alone.text == "Once upon"
+    assert alone.logprobs is not None
+    assert alone.logprobs.tokens == scores.tokens[:prompt]
+    again = alone.logprobs.token_logprobs or []
+    assert np.allclose(again[1:], np.array(scores.token_logprobs[1:prompt], float), atol=1e-3)
+
+
+@feature
+def biases_and_penalties(client: openai.OpenAI) -> None:
+    token = client.post("/../tokenize", body={"model": "tiny", "prompt": "x"}, cast_to=object)["tokens"][-1]  # type: ignore[index]
+    made = client.completions.create(**TEXT, temperature=0, logit_bias={str(token): 100}, extra_body=ON)
+    assert made.choices[0].text == "x" * 9
+    asked = {**TEXT, "temperature": 0, "logit_bias": {str(token): 20}, "extra_body": ON}
+    free = client.completions.create(**asked).choices[0].text
+    held = client.completions.create(**asked, frequency_penalty=2, presence_penalty=2).choices[0].text
+    assert held.count("x") <= free.count("x")
+    best = client.completions.create(**TEXT, best_of=3, n=1, seed=1)
+    assert len(best.choices) == 1
+
+
+@feature
+def forms(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["a", "b"]}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    asked = {**CHAT, "max_tokens": 60, "response_format": form, "seed": 3}
+    text = client.chat.completions.create(**asked).choices[0].message.content
+    jsonschema.validate(json.loads(text or ""), schema)
+    pieces = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**asked, stream=True)]
+    jsonschema.validate(json.loads("".join(pieces)), schema)
+    choice = client.completions.create(**TEXT, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+    assert choice.choices[0].text in ("yes", "no")
+    bomb = "(a?){60}a{60}(((((x+x+)+y)+z)+)+)+"
+    with_bomb = {**TEXT, "extra_body": {"structured_outputs": {"regex": bomb}}}
+    with contextlib.suppress(openai.BadRequestError):  # refused, or written: in bounded time
+        assert client.completions.create(**with_bomb).choices[0].finish_reason in ("stop", "length")
+    assert client.models.list().data
+
+
+@feature
+def embeddings(client: openai.OpenAI) -> None:
+    texts = ["a cat sat", "a cat sat", "rockets burn kerosene"]
+    found = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    vectors = np.array([one.embedding for one in found.data])
+    assert np.allclose(vectors, [one.embedding for one in plain.data], atol=1e-6)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert np.allclose(vectors[0], vectors[1], atol=1e-6)
+    assert vectors[0] @ vectors[2] < 0.9999
+    last = client.embeddings.create(model="tiny", input=texts[:1], extra_body={"pooling": "last"})
+    assert not np.allclose(last.data[0].embedding, vectors[0], atol=1e-3)
+    assert found.usage.total_tokens == found.usage.prompt_tokens > 0
+
+
+@feature
+def refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
+    for fields in ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {"metadata": {"a": "b"}}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**CHAT, **fields)  # type: ignore[arg-type]
+        assert caught.value.param == next(iter(fields))
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{**TEXT, "max_tokens": 10**6})
+    assert caught.value.code == "context_length_exceeded"
+
+
+@feature
+def leaving_a_stream_ends_it(client: openai.OpenAI) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    stream = client.completions.create(**{**TEXT, "max_tokens": 80}, stream=True, extra_body=ON)
+    next(iter(stream))
+    stream.close()
+    for _ in range(200):
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        if 'jaxllm:num_requests_running{model_name="tiny"} 0.0' in lines:
+            return
+    raise AssertionError("the request goes on")
