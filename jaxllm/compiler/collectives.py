@@ -8,6 +8,7 @@ Loops are multiplied out. Forms are normalised, so that a plan's table of collec
     fusion of all-reduce and dynamic-slice, all-reduce-scatter (TPU)    reduce-scatter
     all-reduce of whose result each device uses a slice (TPU)           reduce-scatter, summed
     all-reduce of zeros with a device's own slice put in (TPU)          all-gather, summed
+    call-start of a computation that is one of these (TPU7x)            the same
 
 The TPU compiler writes the last two for groups that span more than one dimension of the torus, and for small arrays.
 "Summed" ones send what an all-reduce sends: twice the bytes of the collective that they stand for.
@@ -38,6 +39,7 @@ KINDS = (
 
 _PASSES = (
     "all-reduce-done",
+    "call-done",
     "get-tuple-element",
     "bitcast",
     "copy",
@@ -156,7 +158,12 @@ class _Walker:
             elif opcode == "fusion":
                 sums.collectives.update(self._fused(instruction))
             elif opcode in ("call", "async"):
-                sums.add(self.run(hlo.Frame(self._callee(instruction))))
+                inside = self._callee(instruction)
+                if inside.root.opcode == "all-reduce":
+                    kind, summed = self._stands_for_call(instruction, inside, frame.computation)
+                    sums.collectives.update(self._collective(kind, inside.root, inside, summed))
+                else:
+                    sums.add(self.run(hlo.Frame(inside)))
         return sums
 
     def _fused(self, fusion: hlo.Instruction) -> Counter[_Key]:
@@ -179,10 +186,43 @@ class _Walker:
 
     def _stands_for(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, bool]:
         """(kind, summed) of an all-reduce outside fusions."""
-        operands = [computation.instructions[name] for name in instruction.operands]
-        if all(_is_padded(operand, computation) for operand in operands):
+        if all(self._is_padded(name, computation) for name in instruction.operands):
             return "all-gather", True
         return ("reduce-scatter", True) if self._only_sliced(instruction.name, computation) else ("all-reduce", False)
+
+    def _stands_for_call(
+        self, call: hlo.Instruction, inside: hlo.Computation, computation: hlo.Computation
+    ) -> tuple[str, bool]:
+        """The same of one that is all of a called computation, which the SparseCore runs (TPU7x)."""
+        given = call.operands[: len(inside.root.operands)]  # what follows them are tokens
+        if all(self._is_padded(name, computation) for name in given):
+            return "all-gather", True
+        return ("reduce-scatter", True) if self._only_sliced(call.name, computation) else ("all-reduce", False)
+
+    def _is_padded(self, name: str, computation: hlo.Computation) -> bool:
+        """Whether an array is one value everywhere but in a slice."""
+        array = computation.instructions[name]
+        if array.opcode == "copy-done":
+            return self._is_padded(array.operands[0], computation)
+        if array.opcode in ("copy-start", *_PASSES) and len(array.operands) == 1:
+            return self._is_padded(array.operands[0], computation)
+        if array.opcode == "fusion":
+            inside = self._callee(array)
+            root = inside.root
+            if root.opcode != "dynamic-update-slice":
+                return False
+            around = inside.instructions[root.operands[0]]
+            if around.opcode != "parameter":
+                return around.opcode == "broadcast"
+            return self._is_filled(array.operands[int(around.inside)], computation)
+        return array.opcode == "dynamic-update-slice" and self._is_filled(array.operands[0], computation)
+
+    def _is_filled(self, name: str, computation: hlo.Computation) -> bool:
+        """Whether an array is one value everywhere."""
+        array = computation.instructions[name]
+        return array.opcode == "broadcast" or (
+            array.opcode in ("copy-start", "copy-done", *_PASSES) and self._is_filled(array.operands[0], computation)
+        )
 
     def _only_sliced(self, name: str, computation: hlo.Computation) -> bool:
         """Whether of a value only slices are used, here and in fusions."""
@@ -231,14 +271,6 @@ class _Walker:
         names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
         names = names or re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", instruction.attributes)
         return [self.module.computations[name] for name in names]
-
-
-def _is_padded(operand: hlo.Instruction, computation: hlo.Computation) -> bool:
-    """Whether an array is one value everywhere but in a slice."""
-    if operand.opcode != "dynamic-update-slice":
-        return False
-    around = computation.instructions.get(operand.operands[0])
-    return around is not None and around.opcode == "broadcast"
 
 
 def group_size(attributes: str, num_devices: int) -> int:

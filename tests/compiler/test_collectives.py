@@ -31,13 +31,13 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:1x8", "cpu:8"])
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:1x8", "cpu:8"])
 def test_counts_and_bytes_are_those_of_the_program(topology):
     reports = run_isolated("tests.compiler.programs:report_all", topology)
     found = {name: CompileReport.from_json(report) for name, report in reports.items()}
     assert {name: list(report.collectives) for name, report in found.items()} == EXPECTED
     assert {name: report.unknown_loops for name, report in found.items() if report.unknown_loops} == {"until small": 1}
-    if topology[0] == "v":
+    if topology[0] in "vt":
         assert found["scan in a scan"].cycles > found["scan"].cycles > found["nothing"].cycles > 0  # 15, 7 and 1 sines
     else:
         assert {report.cycles for report in found.values()} == {None}
@@ -215,3 +215,57 @@ def test_all_reduces_that_stand_for_something_else():
         Collective("all-gather", 4, size, 1, summed=True),
         Collective("all-reduce", 4, size, 1),
     }
+
+
+CALLED = """HloModule jit_step, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%pad (around: bf16[64,8], part: bf16[8,8], at: s32[]) -> bf16[64,8] {
+  %around = bf16[64,8]{1,0} parameter(0)
+  %part = bf16[8,8]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %nought = s32[] constant(0)
+  ROOT %padded = bf16[64,8]{1,0} dynamic-update-slice(%around, %part, %at, %nought)
+}
+
+%called (given: bf16[64,8]) -> bf16[64,8] {
+  %given = bf16[64,8]{1,0} parameter(0)
+  ROOT %reduced = bf16[64,8]{1,0} all-reduce(%given), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}
+
+ENTRY %main (part: bf16[8,8], whole: bf16[64,8], at: s32[]) -> BODY
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "kind", "summed"),
+    [
+        ("%zeros", "bf16[64,8] negate(%done)", "all-gather", True),
+        ("%whole", "bf16[64,8] negate(%done)", "all-reduce", False),
+        ("%whole", "bf16[8,8] dynamic-slice(%done, %at, %nought), dynamic_slice_sizes={8,8}", "reduce-scatter", True),
+    ],
+)
+def test_what_the_sparse_core_is_called_for(given, used, kind, summed):
+    """TPU7x: the all-reduce is a computation of its own; what it is given and what is used of it say what it is."""
+    lines = [
+        "bf16[8,8] {",
+        "  %part = bf16[8,8]{1,0} parameter(0)",
+        "  %whole = bf16[64,8]{1,0} parameter(1)",
+        "  %at = s32[] parameter(2)",
+        "  %nought = s32[] constant(0)",
+        "  %value = bf16[] constant(0)",
+        "  %zeros = bf16[64,8]{1,0} broadcast(%value), dimensions={}",
+        f"  %full = bf16[64,8]{{1,0}} fusion({given}, %part, %at), kind=kLoop, calls=%pad",
+        "  %token = token[] after-all()",
+        "  %start = ((bf16[64,8], token[]), bf16[64,8]) call-start(%full, %token), to_apply=%called",
+        "  %done = bf16[64,8]{1,0} call-done(%start)",
+        f"  ROOT %used = {used}",
+        "}",
+    ]
+    work = collectives.read(CALLED.replace("BODY\n", "\n".join(lines) + "\n"))
+    assert work.collectives == (Collective(kind, 8, 64 * 8 * 2, 1, summed),)
