@@ -88,8 +88,7 @@ class Completions:
         choice, prompt = self._choices[index], self.jobs[job].prompt
         columns = None
         if choice.columns is not None:
-            made = zip(piece.tokens, piece.logprobs, piece.top, strict=True)
-            rows: list[Any] = [row for row in made if row[0] not in piece.request.stop_ids]
+            rows: list[Any] = list(zip(piece.tokens, piece.logprobs, piece.top, strict=True))
             if self._body.echo and not choice.begun:
                 scores = [None, *(value for value, _ in piece.request.prompt_scores)]
                 rows = [*zip(prompt, scores, [None, *piece.request.prompt_top], strict=True), *rows]

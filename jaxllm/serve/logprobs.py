@@ -54,6 +54,8 @@ class Columns:
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for number, (token, value) in enumerate(zip(tokens, values, strict=True)):
             raw = spell(self._tokenizer, token)
+            # Rounded in two ways it may be less than itself; who compares it with the likeliest must find it equal.
+            value = dict(best[number] or ()).get(token, value)
             out["tokens"].append(shown(raw))
             out["token_logprobs"].append(None if value is None else max(value, LEAST))
             out["text_offset"].append(self._offset)
