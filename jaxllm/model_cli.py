@@ -241,7 +241,7 @@ def run_tasks(
     """Files first, each in turn; then all of lm-eval's at once."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task
     from jaxllm.infer import LLM, EngineConfig
-    from jaxllm.infer.device import hard_limit
+    from jaxllm.infer.limits import hard_limit
 
     files = [Path(name) for name in tasks if name.endswith(".jsonl")]
     others = [name for name in tasks if not name.endswith(".jsonl")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxllm.infer.engine import Engine
@@ -87,6 +87,22 @@ class AsyncEngine:
             if left:
                 self._inbox.put(("cancel", out))
 
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """What a function of the engine gives, called between two of its steps: ``pause``, ``resume``, ``swap``.
+
+        Raises:
+            EngineStopped: the engine is not running.
+            Exception: what the function raises.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            raise EngineStopped("the engine is not running; use it within its `async with`.") from self._failure
+        out: asyncio.Queue[Any] = asyncio.Queue()
+        self._inbox.put(("call", (function, asyncio.get_running_loop(), out)))
+        failed, value = await out.get()
+        if failed:
+            raise value
+        return value
+
     # In the thread
 
     def _run(self) -> None:
@@ -103,8 +119,8 @@ class AsyncEngine:
             _post(loop, out, stopped)
         while not self._inbox.empty():
             what, detail = self._inbox.get()
-            if what == "submit":
-                _post(detail[-2], detail[-1], stopped)
+            if what in ("submit", "call"):
+                _post(detail[-2], detail[-1], stopped if what == "submit" else (True, stopped))
 
     def _take(self, wait: bool) -> bool:
         """Does what was asked for; False when the engine is to stop."""
@@ -115,6 +131,8 @@ class AsyncEngine:
                 return False
             if what == "submit":
                 self._submit(*detail)
+            elif what == "call":
+                self._call(*detail)
             else:
                 self._cancel(detail)
         return True
@@ -135,6 +153,12 @@ class AsyncEngine:
             return
         self._streams[request.id] = request, loop, out, []
         _post(loop, out, request)
+
+    def _call(self, function: Callable[[Engine], Any], loop: Any, out: Any) -> None:
+        try:
+            _post(loop, out, (False, function(self.engine)))
+        except Exception as error:
+            _post(loop, out, (True, error))
 
     def _cancel(self, out: asyncio.Queue[Any]) -> None:
         """Ends the request whose pieces go there; messages come in order, so it was submitted before."""

@@ -19,11 +19,11 @@ import sharding
 from jaxllm.infer import shaping
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.grammar import mask_width
+from jaxllm.infer.limits import check_mesh, settle_length
 from jaxllm.infer.manifest import Manifest, Program, config_key, describe
 from jaxllm.infer.paged import POOL_AXES, LayerGroup, layer_groups
 from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, serving_model, write_pages
-from jaxllm.models import DecoderConfig, DynamicScaling, Functional, LongRopeScaling
-from sharding import ShardingError
+from jaxllm.models import Functional
 
 MOVED = 16
 """Pages that one program takes to the host or back."""
@@ -31,8 +31,6 @@ SHARE = 0.9
 """Of an accelerator's memory that parameters, pools and a step's temporaries may take together."""
 CPU_SHARE = 0.25
 """Of a computer's memory that pools may take."""
-UNKNOWN_LENGTH = 2048
-"""Tokens of a sequence where neither the model nor the engine's configuration says how many."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Device:
         self.config, self.vocab_size = config, vocab_size
         self.model = serving_model(model)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
-        _check_mesh(self.mesh)
+        check_mesh(self.mesh)
         if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
         self.params = params
@@ -172,6 +170,28 @@ class Device:
         """Puts what a request asks for into its slot."""
         with self._on_mesh():
             self.state = self.programs["seat"](self.state, jax.device_put(packed, self._replicated))
+
+    def swap(self, params: Any) -> None:
+        """Puts other weights in the place of those there are, for the same programs.
+
+        Args:
+            params: of the same tree, shapes and dtypes; on the same devices or others.
+
+        Raises:
+            ValueError: names what differs.
+        """
+        want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (self._abstract, params))
+        if [path for path, _ in want] != [path for path, _ in got]:
+            raise ValueError("the weights have another structure than those that this engine was built for.")
+        for (path, w), (_, g) in zip(want, got, strict=True):
+            if (w.shape, w.dtype) != (g.shape, g.dtype):
+                raise ValueError(
+                    f"weights{jax.tree_util.keystr(path)} are {g.dtype}{list(g.shape)}; this engine was built for "
+                    f"{w.dtype}{list(w.shape)}. Give them in that form."
+                )
+        if self.mesh is None:
+            params = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, params)
+        self.params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, self._abstract))
 
     # Pages on the host
 
@@ -354,38 +374,5 @@ class Device:
             return jax.NamedSharding(self.mesh, sharding.spec(*POOL_AXES))
 
 
-def settle_length(config: DecoderConfig, asked: int | None, longest: int | None) -> int:
-    """Tokens of the longest sequence: what is asked for, else what the model was trained to read.
-
-    Raises:
-        ValueError: more than the model can do.
-    """
-    most, why = hard_limit(config)
-    if asked is not None and most is not None and asked > most:
-        raise ValueError(f"engine: max_len = {asked}, but {why} {most} tokens.")
-    return asked or min(n for n in (most, longest or UNKNOWN_LENGTH) if n is not None)
-
-
-def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:
-    """(tokens of a sequence that the model can be served with, why no more); None where any number will do."""
-    limits = [(config.learned_positions, "the model has learned positions for")]
-    for block in config.blocks:
-        scaling = None if block.attention.rope is None else block.attention.rope.scaling
-        if isinstance(scaling, (DynamicScaling, LongRopeScaling)):
-            what = f"{type(scaling).__name__} turns what is cached by other angles beyond"
-            limits.append((scaling.original_length, what))
-    known = [(most, what) for most, what in limits if most is not None]
-    return min(known, default=(None, ""))
-
-
 def _device_of(params: Any) -> Any:
     return next(iter(jax.tree.leaves(params)[0].devices()))
-
-
-def _check_mesh(mesh: jax.sharding.Mesh | None) -> None:
-    wrong = [] if mesh is None else [name for name, size in mesh.shape.items() if size > 1 and name != "tensor"]
-    if wrong:
-        raise ShardingError(
-            f"an engine splits a model over tensor alone, and this mesh has {', '.join(wrong)}: load the model "
-            "on a mesh of tensor, and start an engine for each part of the devices."
-        )

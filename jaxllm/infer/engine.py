@@ -104,6 +104,7 @@ class Engine:
             Ranking(policy, tpot, clock, predict),
         )  # fmt: skip
         self._landed = clock()
+        self.paused, self.version = False, 0
         self.metrics = Metrics()
         self._flights: deque[_Flight] = deque()
         self._cancelled: list[Piece] = []
@@ -220,12 +221,42 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._flights or self._cancelled) or not self.scheduler.idle
+        return bool(self._flights or self._cancelled) or not (self.paused or self.scheduler.idle)
+
+    def pause(self) -> None:
+        """Sends nothing to the device any more; what is there stays there, and requests are still taken in."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Goes on."""
+        self.paused = False
+
+    def swap(self, params: Any) -> None:
+        """Goes on with other weights, without compiling anything, from the next token of everybody on.
+
+        What was computed with the old ones is forgotten: prompts and texts so far are computed again, so every token is
+        made by one set of weights over all that is before it. Which one is in ``Sequence.versions``, that count from 0.
+
+        Args:
+            params: of the same tree, shapes and dtypes, such as a training state's; on any devices.
+
+        Raises:
+            ValueError: names what differs; nothing is changed then.
+        """
+        if not isinstance(self.device, Device):
+            raise ValueError("only an engine of a real model has weights.")
+        self.device.swap(params)
+        while self._flights:
+            self._cancelled += self._land(self._flights.popleft())
+        self.scheduler.restart()
+        self.version += 1
 
     def step(self) -> list[Piece]:
         """Sends the next step to the device and gives what the one before it has made."""
         out, self._cancelled = self._cancelled, []
-        plan = None if self.scheduler.idle else self.scheduler.plan()
+        if self.paused and not (out or self._flights or self.scheduler.idle):
+            raise RuntimeError("the engine is paused: call resume() first.")
+        plan = None if self.paused or self.scheduler.idle else self.scheduler.plan()
         if plan is not None:
             self._move(plan)
         sent = 0
@@ -236,7 +267,7 @@ class Engine:
             sent = 1
         if len(self._flights) > sent:
             out += self._land(self._flights.popleft())
-        elif plan is None and not self.scheduler.idle:
+        elif plan is None and not (self.paused or out or self.scheduler.idle):
             raise RuntimeError("the engine has requests and cannot go on with any: this is a mistake in its scheduler.")
         given = self._chooser.choose(out)
         for piece in given:
@@ -314,6 +345,7 @@ class Engine:
                 finish = "length"
                 break
             sequence.tokens.append(token)
+            sequence.versions.append(self.version)
             if params.scores:
                 sequence.logprobs.append(float(made["logprobs"][number, row]))
                 ids, values = made["top_ids"][number, row], made["top_logprobs"][number, row]

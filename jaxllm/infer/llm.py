@@ -16,8 +16,8 @@ import jax
 
 from jaxllm.files import DataError, cache_root
 from jaxllm.infer.config import EngineConfig
-from jaxllm.infer.device import hard_limit
 from jaxllm.infer.engine import Engine
+from jaxllm.infer.limits import hard_limit
 from jaxllm.infer.load import LoadedModel, load_model
 from jaxllm.infer.pieces import Piece
 from jaxllm.infer.sampling import SamplingParams

@@ -119,6 +119,17 @@ class Scheduler:
         self._drop(sequence)
         sequence.saved = None
 
+    def restart(self) -> None:
+        """Forgets all that is computed; nothing may be on its way. Everybody comes in again, in the same order."""
+        for sequence in sorted(self.running, key=lambda s: -s.order):
+            self.waiting.appendleft(sequence)
+        self.running.clear()
+        for sequence in self.sequences():
+            self._drop(sequence)
+            sequence.saved = None
+        for pages in self.pages:
+            pages.forget()
+
     def _register(self, sequence: Sequence) -> None:
         """Lets others find the pages of this sequence whose tokens are known."""
         if not self.config.prefix_cache:

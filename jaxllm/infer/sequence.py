@@ -76,6 +76,7 @@ class Sequence:
         arrived: seconds, by the scheduler's clock.
         predicted: tokens that the text is likely to have.
         rank: the lowest is served first, the highest gives way.
+        versions: of the weights that made each token, see ``Engine.swap``.
         guide: where its text is in a grammar; None where it has none.
         finish: why it ended; None while it goes on.
     """
@@ -96,6 +97,7 @@ class Sequence:
     text: str = ""
     echo: str = ""
     guide: Guide | None = None
+    versions: list[int] = field(default_factory=list)
     arrived: float = 0.0
     predicted: float = 0.0
     rank: int = 0

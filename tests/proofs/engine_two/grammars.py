@@ -49,8 +49,8 @@ def json_schemas_random_model(seed: int) -> float:
     return _cut(writer(), seed, 10, 400, list(b"Fill in: "))
 
 
-@proof("engine_two", count=100, sample=1, bound=0.4, parallel=False)
+@proof("engine_two", count=100, sample=1, bound=0.8, parallel=False)
 def json_schemas_smollm2(seed: int) -> float:
     """The same with the real SmolLM2, five schemas a trial."""
     llm = smollm2()
-    return _cut(llm.engine, seed, 5, 200, llm.ids("Fill in this form with what comes to your mind. Answer in JSON:\n"))
+    return _cut(llm.engine, seed, 5, 300, llm.ids("Fill in this form with what comes to your mind. Answer in JSON:\n"))
