@@ -72,7 +72,8 @@ def _ours(stored: Stored, part: Part) -> tuple[np.ndarray, np.ndarray, tuple[int
     if stored.block is not None:
         assert part.piece.groups == SWAPPED
         scales = np.asarray(stored.scales[:]).astype(np.float32)
-        return np.asarray(stored.values[:]).T, scales.T, stored.block[::-1]
+        rows, columns = stored.block
+        return np.asarray(stored.values[:]).T, scales.T, (columns, rows)
     rows = slice(part.begin, None, part.step)  # gate and up by turns
     values, scales = np.asarray(stored.values[:, rows]), np.asarray(stored.scales[:, rows])
     return values.reshape(*values.shape[:2], -1).swapaxes(1, 2), scales.swapaxes(1, 2), (GROUP, 1)

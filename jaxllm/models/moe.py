@@ -139,7 +139,7 @@ def _feed_forward(
         matrices = own[name]
         run = packed_product if isinstance(matrices, Packed) else grouped_matmul
         out = run(rows, matrices, sizes)  # type: ignore[arg-type]
-        return out if expert is None else out + own[f"{name}_bias"][expert]
+        return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
 
     gate, up = project(rows, "gate"), project(rows, "up")
     if config.clamp is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import sharding
 from jaxllm.data import Batch
 from jaxllm.hub import HubError, open_source
+from jaxllm.hub.packing import Weights
 from jaxllm.models import Segments, functional
 from jaxllm.train import value_and_grad
 from tests import quick
@@ -22,9 +24,14 @@ FORMATS = {"fp8": lambda *a: test_quantised.deepseek(*a)[0], "mxfp4": test_quant
 
 
 def both(kind: str, folder: Path, rng: np.random.Generator, dtype: str) -> tuple[Any, Any]:
-    """The same checkpoint, plain and packed."""
+    """The same checkpoint, plain and packed; as in an engine, arrays of one device and of no mesh."""
     source = open_source(FORMATS[kind](folder, rng))
-    return source.load(dtype=dtype), source.load(dtype=dtype, weights="packed")
+    ways: tuple[Weights, ...] = ("plain", "packed")
+    loaded = [source.load(dtype=dtype, weights=weights) for weights in ways]
+    plain, packed = (
+        dataclasses.replace(m, params=jax.tree.map(lambda x: x.addressable_data(0), m.params)) for m in loaded
+    )
+    return plain, packed
 
 
 def nbytes(tree: Any) -> int:
@@ -59,6 +66,6 @@ def test_what_cannot_be_packed_is_named(tmp_path: Path, rng: np.random.Generator
     with pytest.raises(HubError, match="packed experts are for one device, and the mesh has 2"):
         open_source(files).load(weights="packed", mesh=two)
     packed = open_source(files).load(weights="packed")
-    tokens = jnp.zeros((1, 4), jnp.int32)
+    tokens = np.zeros((1, 4), np.int32)
     with pytest.raises(NotImplementedError, match="packed weights have no gradients"):
         value_and_grad(functional(packed.config))(packed.params, Batch(tokens, tokens, tokens, tokens))

@@ -65,7 +65,7 @@ def argument_bytes(config: DecoderConfig, pages: int, page_size: int) -> int:
         return model.head(params, hidden), cache
 
     compiled = quick.jit(step, donate_argnums=3).lower(model.abstract(), ints(1, 2), ints(1, 2), cache).compile()
-    return compiled.memory_analysis().argument_size_in_bytes
+    return compiled.memory_analysis().argument_size_in_bytes  # type: ignore[union-attr]
 
 
 SIZES = [(61, 512, 64, "bfloat16"), (27, 512, 64, "float32"), (5, 24, 6, "float32")]
