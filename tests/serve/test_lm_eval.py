@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.evals import Scorer
 from jaxllm.infer import LLM
+from jaxllm.text.byte import ByteTokenizer
 from tests.serve import servers
 
 
@@ -21,7 +22,9 @@ def test_local_completions_score_as_in_process(tmp_path, rng):
     engine.tokenizer.save(tmp_path)
 
     llm = LLM.__new__(LLM)  # of an engine that is there already
-    llm.engine, llm.tokenizer = engine, engine.tokenizer
+    # lm-eval's client puts no token before a text unless it is told to.
+    llm.engine, llm.tokenizer = engine, ByteTokenizer()
+    llm.tokenizer.adds_bos = False
     words = ["sea", "ship", "a long word", "x", "1 + 1 = 2", "no"]
     pairs = [(f"The {words[i]} and", f" {words[j]}") for i, j in rng.integers(0, len(words), (8, 2))]
     made = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
