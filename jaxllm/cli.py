@@ -277,7 +277,7 @@ def pipeline(argv: list[str]) -> int:
 
 
 def compile(argv: list[str]) -> int:
-    """Compile a run's step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
+    """Compile a step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
     from jaxllm.plan_cli import compile as run
 
     return run(argv)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def compile(argv: list[str]) -> int:
-    """Compile a run's step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
+    """Compile a step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
 
     def run(recipe: Annotated[str, tyro.conf.Positional], /, on: str, save: Path | None = None) -> int:
         """Memory of a device, what it sends, and the compiler's estimate of its work; no device is needed.
