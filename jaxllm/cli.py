@@ -291,7 +291,7 @@ def serve(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    """Measure how fast a model writes: `jaxllm bench MODEL`; or a server: `jaxllm bench serve`."""
+    """Measure how fast a model writes: `jaxllm bench MODEL`; or a server: `bench serve`."""
     if argv[:1] == ["serve"]:
         from jaxllm.serve_cli import bench_serve
 

@@ -24,7 +24,6 @@ class SamplingParams:
 
     Attributes:
         max_tokens: tokens to make at most; 0 only scores the prompt, or echoes it.
-        min_tokens: until so many are made no stop token is, and stop texts do not count.
         temperature: 0 takes the likeliest token.
         top_k: how many of the likeliest tokens are kept (arXiv:1805.04833); 0 for all.
         top_p: the fewest of the likeliest whose probabilities add up to this are kept (arXiv:1904.09751).
@@ -39,6 +38,7 @@ class SamplingParams:
         bad_words: texts, or tuples of token ids, that are not made: no token that would complete one. A text counts as
             the tokenizer writes it, at a beginning and after a space.
         allowed_tokens: no others are made; None: all.
+        min_tokens: until so many are made no stop token is, and stop texts do not count.
         seed: of the draws, 0 to 2^32 - 1; each depends on it and on the token's position, on nothing else. None: any.
         n: how many continuations; their prompt is computed and kept once.
         best_of: so many are made, and the ``n`` of the largest log-probability given out, once all have ended: their
@@ -60,7 +60,6 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
-    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -72,6 +71,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     allowed_tokens: tuple[int, ...] | None = None
+    min_tokens: int = 0
     seed: int | None = None
     n: int = 1
     best_of: int | None = None

@@ -74,5 +74,5 @@ def a_second_start_compiles_nothing(seed: int) -> float:
             texts.append([s.tokens for s in request.sequences])
     assert texts[0] == texts[1]
     assert (counts[0].loaded, counts[1].compiled) == (0, 0)
-    assert counts[1].loaded == counts[0].compiled == 8
+    assert counts[1].loaded == counts[0].compiled == len(engine.device.programs) > 8  # type: ignore[attr-defined]
     return seconds[1] / seconds[0]

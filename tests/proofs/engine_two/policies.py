@@ -120,14 +120,14 @@ def shared_prefixes_are_computed_once(seed: int) -> None:
     assert counts[1] >= counts[0]
 
 
-@proof("engine_two", count=20, sample=1)
-def steps_keep_to_the_time_of_a_token(seed: int) -> None:
-    """With a target for the time of a token, steps that texts wait for take no longer, once two sizes have been seen;
-    without it they do."""
+@proof("engine_two", count=20, sample=1, bound=0.03)
+def steps_keep_to_the_time_of_a_token(seed: int) -> float:
+    """With a target for the time of a token, the share of steps, of those that texts wait for, that take longer;
+    without one it is more than a sixth. Times are learnt from the steps, so now and then one is too long."""
     target = traces.BASE + traces.SLOPE * 8.5
     over = []
     for tpot in (target, None):
         _, device = traces.play(traces.overload(np.random.default_rng(seed), 60), tpot=tpot)
-        over.append(sum(seconds > target for seconds, shared in device.steps[20:] if shared))
-    assert over[0] == 0
-    assert over[1] > 0
+        over.append(float(np.mean([seconds > target for seconds, shared in device.steps[20:] if shared])))
+    assert over[1] > 1 / 6
+    return over[0]
