@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.compiler import hlo
@@ -40,6 +41,8 @@ KINDS = (
 _PASSES = (
     "all-reduce-done",
     "call-done",
+    "copy-start",
+    "copy-done",
     "get-tuple-element",
     "bitcast",
     "copy",
@@ -145,7 +148,7 @@ class _Walker:
             if opcode in KINDS:
                 kind, summed = opcode, False
                 if opcode == "all-reduce":
-                    kind, summed = self._stands_for(instruction, frame.computation)
+                    kind, summed = self._stands_for(instruction.operands, instruction.name, frame.computation)
                 sums.collectives.update(self._collective(kind, instruction, frame.computation, summed))
             elif opcode == "while":
                 turns = hlo.trip_count(self.module, instruction, frame)
@@ -159,8 +162,9 @@ class _Walker:
                 sums.collectives.update(self._fused(instruction))
             elif opcode in ("call", "async"):
                 inside = self._callee(instruction)
-                if inside.root.opcode == "all-reduce":
-                    kind, summed = self._stands_for_call(instruction, inside, frame.computation)
+                if inside.root.opcode == "all-reduce":  # all of a computation that the SparseCore runs (TPU7x)
+                    given = instruction.operands[: len(inside.root.operands)]  # what follows them are tokens
+                    kind, summed = self._stands_for(given, instruction.name, frame.computation)
                     sums.collectives.update(self._collective(kind, inside.root, inside, summed))
                 else:
                     sums.add(self.run(hlo.Frame(inside)))
@@ -184,27 +188,16 @@ class _Walker:
             found.update(self._collective(kind, instruction, inside))
         return found
 
-    def _stands_for(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, bool]:
-        """(kind, summed) of an all-reduce outside fusions."""
-        if all(self._is_padded(name, computation) for name in instruction.operands):
+    def _stands_for(self, given: Sequence[str], name: str, computation: hlo.Computation) -> tuple[str, bool]:
+        """(kind, summed) of an all-reduce outside fusions, from the names of what it is given and of its result."""
+        if all(self._is_padded(array, computation) for array in given):
             return "all-gather", True
-        return ("reduce-scatter", True) if self._only_sliced(instruction.name, computation) else ("all-reduce", False)
-
-    def _stands_for_call(
-        self, call: hlo.Instruction, inside: hlo.Computation, computation: hlo.Computation
-    ) -> tuple[str, bool]:
-        """The same of one that is all of a called computation, which the SparseCore runs (TPU7x)."""
-        given = call.operands[: len(inside.root.operands)]  # what follows them are tokens
-        if all(self._is_padded(name, computation) for name in given):
-            return "all-gather", True
-        return ("reduce-scatter", True) if self._only_sliced(call.name, computation) else ("all-reduce", False)
+        return ("reduce-scatter", True) if self._only_sliced(name, computation) else ("all-reduce", False)
 
     def _is_padded(self, name: str, computation: hlo.Computation) -> bool:
         """Whether an array is one value everywhere but in a slice."""
         array = computation.instructions[name]
-        if array.opcode == "copy-done":
-            return self._is_padded(array.operands[0], computation)
-        if array.opcode in ("copy-start", *_PASSES) and len(array.operands) == 1:
+        if array.opcode in _PASSES:
             return self._is_padded(array.operands[0], computation)
         if array.opcode == "fusion":
             inside = self._callee(array)
@@ -220,9 +213,9 @@ class _Walker:
     def _is_filled(self, name: str, computation: hlo.Computation) -> bool:
         """Whether an array is one value everywhere."""
         array = computation.instructions[name]
-        return array.opcode == "broadcast" or (
-            array.opcode in ("copy-start", "copy-done", *_PASSES) and self._is_filled(array.operands[0], computation)
-        )
+        if array.opcode in _PASSES:
+            return self._is_filled(array.operands[0], computation)
+        return array.opcode == "broadcast"
 
     def _only_sliced(self, name: str, computation: hlo.Computation) -> bool:
         """Whether of a value only slices are used, here and in fusions."""

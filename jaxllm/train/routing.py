@@ -51,7 +51,9 @@ class RoutingConfig:
         mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeConfig)]
         for name in ("balance_loss", "z_loss", "bias_rate", "log_loads"):
             if getattr(self, name) and not mixtures:
-                raise ValueError(f"routing: {name} = {getattr(self, name)}, but the model has no experts; give 0.")
+                raise ValueError(
+                    f"routing: {name} = {getattr(self, name)}, but the model has no experts; leave it out."
+                )
         if self.bias_rate and not all(moe.router.balance_bias for moe in mixtures):
             raise ValueError(
                 f"routing: bias_rate = {self.bias_rate}, but a router has no bias to move; set balance_bias in the "

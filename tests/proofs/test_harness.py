@@ -137,9 +137,9 @@ def test_seeds_sample_other_cases():
 
 
 def test_seeds_take_turns_with_costly_proofs():
-    proofs = [make(None, name=name, costly=name != "cheap") for name in ("a", "b", "c", "d", "e", "f", "cheap")]
+    proofs = [make(None, name=name, costly=name != "cheap") for name in ("a", "b", "c", "d", "cheap")]
     left = [harness.left_out(proofs, seed) for seed in range(60)]
-    assert all(len(some) == 4 for some in left)
+    assert all(len(some) == 3 for some in left)
     assert ("toy", "cheap") not in set.union(*left)
     assert not set.intersection(*left)
     assert left[7] == harness.left_out(proofs, 7)
