@@ -46,13 +46,13 @@ class HostStub:
         self.free = max(self.free, time.perf_counter()) + self.seconds
         return _Later(self.free, shape.outputs.size)
 
-    def seat(self, packed: np.ndarray) -> None:
+    def seat(self, replica: int, packed: np.ndarray) -> None:
         raise NotImplementedError("the stub keeps nothing for a slot.")
 
-    def read(self, group: int, pages: list[int]) -> np.ndarray:
+    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")
 
-    def write(self, group: int, pages: list[int], content: np.ndarray) -> None:
+    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")
 
 
@@ -62,7 +62,7 @@ class _Later:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         time.sleep(max(0.0, self.ready - time.perf_counter()))
-        return np.ones(self.size, np.int32)
+        return np.ones((1, self.size), np.int32)
 
 
 def host(sequences: int = 64, seconds: float = 0.005, steps: int = 600) -> dict[str, float]:

@@ -29,7 +29,8 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     from jaxllm.compiler import traffic
     from jaxllm.infer.measure import token_bytes
     from jaxllm.infer.paged import layer_groups
-    from jaxllm.infer.step import Shape, Step, serving_model
+    from jaxllm.infer.placing import serving_model
+    from jaxllm.infer.step import Shape, Step
     from jaxllm.models import functional, layers_apart
     from recipes.llama3 import llama3_8b
 
@@ -54,7 +55,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
             shapes = jax.eval_shape(layers_apart, shapes)
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
         step = jax.jit(Step(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
-        last, packed = (abstract((n,), jnp.int32) for n in (batch, shape.inputs.size))
+        last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))
         program = step.lower(params, (pool,), last, packed).compile()
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""

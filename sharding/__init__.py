@@ -16,6 +16,7 @@ from sharding.ops import current_rules as current_rules
 from sharding.ops import einsum as einsum
 from sharding.ops import fan_out as fan_out
 from sharding.ops import gather_weight as gather_weight
+from sharding.ops import per_shard as per_shard
 from sharding.ops import products as products
 from sharding.ops import project as project
 from sharding.ops import scatter_sum as scatter_sum

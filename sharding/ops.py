@@ -243,12 +243,16 @@ def shard_map(
     fn: Callable[..., Any],
     in_specs: Sequence[LogicalAxes | None],
     out_specs: LogicalAxes | tuple[LogicalAxes, ...],
+    *,
+    check: bool = True,
 ) -> Callable[..., Any]:
     """``fn`` run per shard, fully manual; arguments are moved to ``in_specs`` first.
 
     Args:
         in_specs: logical axes of each argument; None for an argument that is absent (None).
         out_specs: logical axes of the result, or a tuple of them.
+        check: over which axes values vary is followed, which derivatives need; loops that begin with constants then
+            have to say over which these do.
 
     The plain ``fn`` where there is no mesh.
     """
@@ -273,7 +277,34 @@ def shard_map(
             else rules.spec(out_specs, mesh)  # type: ignore[arg-type]
         )
         names = set(split_sizes(mesh))
-        return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=outs, axis_names=names)(*moved)
+        run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=outs, axis_names=names, check_vma=check)
+        return run(*moved)
+
+    return call
+
+
+def per_shard(fn: Callable[..., Any], over: str) -> Callable[..., Any]:
+    """``fn`` for every shard of the logical axis ``over``, which is dim 0 of all arrays and whole for each shard: of 1.
+
+    ``fn`` sees and gives trees of arrays without that dim, and speaks to no other shard. Where other mesh axes split
+    devices further, each does the same.
+    """
+
+    def local(*args: Any) -> Any:
+        out = fn(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    mesh = current_mesh()
+    if mesh is None:
+        return local
+    there = current_rules().spec((over,), mesh)
+
+    def call(*args: Any) -> Any:
+        moved = jax.tree.map(lambda x: jax.sharding.reshard(x, jax.P(*there, *(None,) * (x.ndim - 1))), args)
+        names = set(split_sizes(mesh))
+        # Not checked: loops that begin with constants would each have to say over which axes these vary.
+        run = jax.shard_map(local, mesh=mesh, in_specs=there, out_specs=there, axis_names=names, check_vma=False)
+        return run(*moved)
 
     return call
 

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ import sharding
 from jaxllm.infer import shaping
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.grammar import mask_width
-from jaxllm.infer.limits import check_mesh, settle_length
+from jaxllm.infer.limits import settle_length
 from jaxllm.infer.manifest import Manifest, Program, config_key, describe
-from jaxllm.infer.paged import POOL_AXES, LayerGroup, layer_groups
-from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, serving_model, write_pages
+from jaxllm.infer.paged import HELD_AXES, POOL_AXES, LayerGroup, layer_groups
+from jaxllm.infer.placing import check_mesh, placements, put, serving_model
+from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, seat, write_pages
 from jaxllm.models import Functional
 
 MOVED = 16
@@ -44,6 +46,7 @@ class Spec:
         columns: pages of the longest sequence.
         max_len: tokens of the longest sequence.
         vocab: tokens of the model's vocabulary.
+        replicas: each has so many sequences, and so many pages of each pool, of its own.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -52,6 +55,7 @@ class Spec:
     columns: int
     max_len: int
     vocab: int = 0
+    replicas: int = 1
 
 
 @runtime_checkable
@@ -68,23 +72,24 @@ class Runner(Protocol):
         ...
 
     def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
-        """Sends a step; ``np.asarray`` of what this gives waits for what the step has made.
+        """Sends a step; ``np.asarray`` of what this gives, numbers of each replica, waits for what the step has made.
 
         Args:
-            masks: int32[S, U] of a full step: bits of the tokens that a row may make; None: all.
+            packed: int32[B, numbers], of each replica.
+            masks: int32[B, S, U] of a full step: bits of the tokens that a row may make; None: all.
         """
         ...
 
-    def seat(self, packed: np.ndarray) -> None:
+    def seat(self, replica: int, packed: np.ndarray) -> None:
         """Puts what a request asks for into its slot, see ``shaping``."""
         ...
 
-    def read(self, group: int, pages: list[int]) -> np.ndarray:
-        """Pages of a pool, on the host."""
+    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
+        """Pages of a replica's pool, on the host."""
         ...
 
-    def write(self, group: int, pages: list[int], content: np.ndarray) -> None:
-        """Puts pages from the host into a pool."""
+    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
+        """Puts pages from the host into a replica's pool."""
         ...
 
 
@@ -112,8 +117,13 @@ class Device:
         self.model = serving_model(model)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         check_mesh(self.mesh)
+        replicas = 1
         if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        else:
+            params = jax.device_put(params, placements(self.model, params, self.mesh))
+            with self._on_mesh(), sharding.use_rules(self.model.rules):
+                replicas = sharding.axis_size("batch")
         self.params = params
         self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         groups = layer_groups(model.config)
@@ -123,7 +133,8 @@ class Device:
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
         key = [*config_key(model.config, config), str(self.model.rules), describe(self._abstract), vocab_size, max_len]
         self.manifest = Manifest(manifest, key, devices, strict)
-        self.spec = Spec(groups, (columns + 1,) * len(groups), page_size, columns, max_len, model.config.vocab_size)
+        least = (columns + 1,) * len(groups)
+        self.spec = Spec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
         if config.pages is not None or (pages := self.manifest.note("pages")) is None:
             pages = self._pages(config.pages or self._room())
             self.manifest.note("pages", list(pages))
@@ -131,16 +142,14 @@ class Device:
         self._moves = config.preemption == "swap"
         self.programs = self.manifest.make(self._programs())
         with self._on_mesh():
-            make = functools.partial(empty_pools, groups, self.spec.pages, page_size, model.config.dtype)
-            self.pools = tuple(jax.block_until_ready(jax.jit(self._with_rules(make))()))
-            self.last = jax.device_put(np.zeros(config.sequences, np.int32), self._replicated)
+            self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
+            self.last = put(np.zeros((replicas, config.sequences), np.int32), self._each)
             if self._full:
                 state = shaping.empty_state(config.sequences, model.config.vocab_size)
-                self.state = jax.device_put(tuple(state), self._replicated)
+                self.state = tuple(put(np.broadcast_to(x, (replicas, *x.shape)), self._each) for x in state)
                 sizes = {shape.requests for shape in self._shapes() if shape.full}
                 width = mask_width(model.config.vocab_size)
-                all_ones = {size: np.full((size, width), -1, np.int32) for size in sizes}
-                self._all_tokens = jax.device_put(all_ones, self._replicated)
+                self._all_tokens = {n: put(np.full((replicas, n, width), -1, np.int32), self._each) for n in sizes}
         self.manifest.ready = True
 
     # Steps
@@ -157,19 +166,23 @@ class Device:
         """Sends a step; what it gives is on its way to the host."""
         program = self.programs[shape.name]
         with self._on_mesh():
-            arguments = self.params, self.pools, self.last, jax.device_put(packed, self._replicated)
+            arguments = self.params, self.pools, self.last, put(packed, self._each)
             if shape.full:
-                legal = self._all_tokens[shape.requests] if masks is None else jax.device_put(masks, self._replicated)
+                legal = self._all_tokens[shape.requests] if masks is None else put(masks, self._each)
                 self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
             else:
                 self.pools, self.last, out = program(*arguments)
         out.copy_to_host_async()
         return out
 
-    def seat(self, packed: np.ndarray) -> None:
+    def seat(self, replica: int, packed: np.ndarray) -> None:
         """Puts what a request asks for into its slot."""
+        every = np.zeros((self.spec.replicas, packed.size), np.int32)
+        for row in every:
+            shaping.row_layout(self.spec.vocab).views(row)["slot"][...] = self.config.sequences  # nowhere
+        every[replica] = packed
         with self._on_mesh():
-            self.state = self.programs["seat"](self.state, jax.device_put(packed, self._replicated))
+            self.state = self.programs["seat"](self.state, put(every, self._each))
 
     def swap(self, params: Any) -> None:
         """Puts other weights in the place of those there are, for the same programs.
@@ -195,31 +208,31 @@ class Device:
 
     # Pages on the host
 
-    def read(self, group: int, pages: list[int]) -> np.ndarray:
-        """Pages of a pool, on the host."""
+    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
+        """Pages of a replica's pool, on the host."""
         parts = []
         for at in range(0, len(pages), MOVED):
             some = pages[at : at + MOVED]
             with self._on_mesh():
-                found = self.programs[f"read-{group}"](self.pools[group], self._padded(some, group))
+                found = self.programs[f"read-{group}"](self.pools[group], self._padded(replica, some, group))
             parts.append(np.asarray(found)[:, : len(some)])
         return np.concatenate(parts, axis=1) if parts else np.empty(0)
 
-    def write(self, group: int, pages: list[int], content: np.ndarray) -> None:
-        """Puts pages from the host into a pool."""
+    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
+        """Puts pages from the host into a replica's pool."""
         for at in range(0, len(pages), MOVED):
             some = pages[at : at + MOVED]
             held = np.zeros((content.shape[0], MOVED, *content.shape[2:]), content.dtype)
             held[:, : len(some)] = content[:, at : at + MOVED]
             with self._on_mesh():
-                placed = jax.device_put(held, self._pool_sharding(group))
-                pool = self.programs[f"write-{group}"](self.pools[group], self._padded(some, group), placed)
+                there = self._padded(replica, some, group), put(held, self._place(*HELD_AXES))
+                pool = self.programs[f"write-{group}"](self.pools[group], *there)
             self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
 
-    def _padded(self, pages: list[int], group: int) -> Any:
-        padded = np.full(MOVED, self.spec.pages[group], np.int32)  # beyond the last: nowhere
-        padded[: len(pages)] = pages
-        return jax.device_put(padded, self._replicated)
+    def _padded(self, replica: int, pages: list[int], group: int) -> Any:
+        padded = np.full((self.spec.replicas, MOVED), self.spec.pages[group], np.int32)  # beyond the last: nowhere
+        padded[replica, : len(pages)] = pages
+        return put(padded, self._each)
 
     # Sizes
 
@@ -227,17 +240,16 @@ class Device:
         """Pages that the memory has room for, beside the parameters and the largest program's temporaries."""
         memory = _device_of(self.params).memory_stats()
         if memory is None or "bytes_limit" not in memory:
-            room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            devices = 1 if self.mesh is None else self.mesh.size
+            room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
             most = (
                 self.config.sequences + 1
             ) * self.spec.columns  # no more than can be in use, and one to be found again
         else:
-            shards = 1 if self.mesh is None else self.mesh.size
             largest = self._step(self._shape(self.config.budget, False, "full" in self.config.samplers))
             temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
             self.manifest.counts.compiled = self.manifest.counts.loaded = 0
-            weights = sum(x.nbytes for x in jax.tree.leaves(self.params)) // shards
-            slots = sum(x.size * x.dtype.itemsize for x in self._abstract_state()) if self._full else 0
+            weights, slots = map(_bytes_of, (self._abstract, self._abstract_state() if self._full else ()))
             room = SHARE * memory["bytes_limit"] - weights - temporaries - slots
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
@@ -271,10 +283,11 @@ class Device:
         )
 
     def _page_bytes(self, group: LayerGroup) -> int:
-        form = group.format(1)
+        with self._on_mesh(), sharding.use_rules(self.model.rules):
+            shards = sharding.axis_size("attn_kv_heads")
+        form = group.format(shards)
         item = jnp.dtype(self.model.config.dtype).itemsize
-        shards = 1 if self.mesh is None else self.mesh.size
-        return len(group.layers) * max(1, form.kv_heads // shards) * self.spec.page_size * form.width * item
+        return len(group.layers) * form.kv_heads // shards * self.spec.page_size * form.width * item
 
     # Programs
 
@@ -298,13 +311,14 @@ class Device:
         if self._full:
             row = shaping.row_layout(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
-            programs.append(Program("seat", shaping.seat, arguments, donated=("state",)))
+            programs.append(Program("seat", self._by_rules(seat), arguments, donated=("state",)))
         for group in range(len(self.spec.groups)) if self._moves else ():
             pool, pages = self._abstract_pools()[group], self._abstract_ints(MOVED)
-            held = jax.ShapeDtypeStruct((pool.shape[0], MOVED, *pool.shape[2:]), pool.dtype, sharding=pool.sharding)
-            programs.append(Program(f"read-{group}", read_pages, {"pool": pool, "pages": pages}))
+            some = (pool.shape[0], MOVED, *pool.shape[2:])
+            held = jax.ShapeDtypeStruct(some, pool.dtype, sharding=self._place(*HELD_AXES))
+            programs.append(Program(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
-            programs.append(Program(f"write-{group}", write_pages, arguments, donated=("pool",)))
+            programs.append(Program(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
         return programs
 
     def _shapes(self) -> list[Shape]:
@@ -334,45 +348,49 @@ class Device:
 
     def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         state = jax.eval_shape(lambda: shaping.empty_state(self.config.sequences, self.model.config.vocab_size))
-        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated) for x in state)
+        shapes = ((self.spec.replicas, *x.shape) for x in state)
+        return tuple(
+            jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._each) for shape, x in zip(shapes, state, strict=True)
+        )
 
     def _abstract_pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         with self._on_mesh():
-            make = functools.partial(
-                empty_pools, self.spec.groups, self.spec.pages, self.spec.page_size, self.model.config.dtype
-            )
-            shapes = jax.eval_shape(self._with_rules(make))
-        return tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._pool_sharding(g)) for g, x in enumerate(shapes)
-        )
+            shapes = jax.eval_shape(self._empty_pools)
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place(*POOL_AXES)) for x in shapes)
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=self._replicated)
+        """Numbers of each replica."""
+        return jax.ShapeDtypeStruct((self.spec.replicas, *sizes), jnp.int32, sharding=self._each)
 
     # Places
 
-    def _with_rules(self, function: Any) -> Any:
-        def run() -> Any:
-            with sharding.use_rules(self.model.rules):
-                return function()
-
-        return run
+    def _empty_pools(self) -> tuple[jax.Array, ...]:
+        spec, config = self.spec, self.model.config
+        return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, config.dtype)
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
+    def _by_rules(self, function: Any) -> Any:
+        return functools.partial(function, self.model.rules)
+
     @functools.cached_property
-    def _replicated(self) -> jax.sharding.Sharding:
+    def _each(self) -> jax.sharding.Sharding:
+        """Of arrays whose first dim is replicas."""
+        return self._place("batch")
+
+    def _place(self, *logical: str | None) -> jax.sharding.Sharding:
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(_device_of(self.params))
-        return jax.NamedSharding(self.mesh, jax.P())
-
-    def _pool_sharding(self, group: int) -> jax.sharding.Sharding:
-        if self.mesh is None:
-            return self._replicated
         with self._on_mesh(), sharding.use_rules(self.model.rules):
-            return jax.NamedSharding(self.mesh, sharding.spec(*POOL_AXES))
+            return jax.NamedSharding(self.mesh, sharding.spec(*logical))
 
 
 def _device_of(params: Any) -> Any:
     return next(iter(jax.tree.leaves(params)[0].devices()))
+
+
+def _bytes_of(tree: Any) -> int:
+    """On one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

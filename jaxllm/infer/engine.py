@@ -18,7 +18,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -30,12 +30,14 @@ from jaxllm.infer.choosing import Chooser
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.device import Device, Runner
 from jaxllm.infer.grammar import Grammars, mask_width
+from jaxllm.infer.metrics import Metrics as Metrics
 from jaxllm.infer.pieces import Piece, piece_of
 from jaxllm.infer.plan import Entry, Plan
 from jaxllm.infer.policy import Policy, Service
 from jaxllm.infer.ranking import Ranking
 from jaxllm.infer.reader import Reader
 from jaxllm.infer.refusals import bad_words, check
+from jaxllm.infer.replicas import Replicas
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.infer.scheduler import Scheduler
 from jaxllm.infer.sequence import Finish, Request, Sequence
@@ -45,28 +47,10 @@ from jaxllm.text import Tokenizer
 
 
 @dataclass
-class Metrics:
-    """What an engine has done.
-
-    Attributes:
-        steps: sent to the device; a loop on the device is one.
-        prompt_tokens, made_tokens: computed, and given out.
-        padding_tokens: rows of flat batches that were none.
-        finished: continuations, by how they ended.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    made_tokens: int = 0
-    padding_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class _Flight:
-    """A step on its way."""
+    """A step on its way, with what each replica does in it."""
 
-    plan: Plan
+    plans: list[Plan]
     shape: Shape
     result: Any
 
@@ -99,10 +83,11 @@ class Engine:
         self.device, self.config, self.vocab_size, self.tokenizer = device, config, vocab_size, tokenizer
         spec = self.device.spec
         self.max_len = spec.max_len
-        self.scheduler = Scheduler(
-            self.config, [g.window for g in spec.groups], list(spec.pages), spec.page_size, spec.columns,
-            Ranking(policy, tpot, clock, predict),
-        )  # fmt: skip
+        ranking = Ranking(policy, tpot, clock, predict)
+        one = functools.partial(
+            Scheduler, config, [g.window for g in spec.groups], list(spec.pages), spec.page_size, spec.columns, ranking
+        )
+        self.scheduler = one() if spec.replicas == 1 else Replicas(config, one, spec.replicas, ranking)
         self._landed = clock()
         self.paused, self.version = False, 0
         self.metrics = Metrics()
@@ -256,18 +241,18 @@ class Engine:
         out, self._cancelled = self._cancelled, []
         if self.paused and not (out or self._flights or self.scheduler.idle):
             raise RuntimeError("the engine is paused: call resume() first.")
-        plan = None if self.paused or self.scheduler.idle else self.scheduler.plan()
-        if plan is not None:
-            self._move(plan)
+        plans = [] if self.paused or self.scheduler.idle else self.scheduler.plans()
+        for replica, plan in enumerate(plans):
+            self._move(replica, plan)
         sent = 0
-        if plan is not None and plan.entries:
+        if any(plan.entries for plan in plans):
             if not self._flights:
                 self._landed = self.scheduler.ranking.clock()
-            self._flights.append(self._dispatch(plan))
+            self._flights.append(self._dispatch(plans))
             sent = 1
         if len(self._flights) > sent:
             out += self._land(self._flights.popleft())
-        elif plan is None and not (self.paused or out or self.scheduler.idle):
+        elif not (plans or self.paused or out or self.scheduler.idle):
             raise RuntimeError("the engine has requests and cannot go on with any: this is a mistake in its scheduler.")
         given = self._chooser.choose(out)
         for piece in given:
@@ -277,50 +262,60 @@ class Engine:
 
     # A step
 
-    def _move(self, plan: Plan) -> None:
+    def _move(self, replica: int, plan: Plan) -> None:
         """Keys and values to the host and back."""
         device = self.device
         for sequence, held in plan.leaving:
-            sequence.saved = [(columns, device.read(g, pages)) for g, (columns, pages) in enumerate(held)]
+            sequence.saved = [(columns, device.read(replica, g, pages)) for g, (columns, pages) in enumerate(held)]
         for sequence, held in plan.returning:
             assert sequence.saved is not None
             for group, ((_, pages), (_, content)) in enumerate(zip(held, sequence.saved, strict=True)):
-                device.write(group, pages, content)
+                device.write(replica, group, pages, content)
             sequence.saved = None
         for sequence in plan.seated:
             if sequence.request.params.shapes:
-                device.seat(feed.seat_row(sequence, device.spec.vocab))
+                device.seat(replica, feed.seat_row(sequence, device.spec.vocab))
 
-    def _dispatch(self, plan: Plan) -> _Flight:
-        device = self.device
-        shape = device.choose(len(plan.entries), plan.tokens, **feed.needs(plan))
-        packed = np.zeros(shape.inputs.size, np.int32)
-        feed.fill(plan, shape, self.scheduler.tables, shape.inputs.views(packed))
-        self.metrics.steps += 1
-        self.metrics.prompt_tokens += sum(e.count for e in plan.entries if e.start < len(e.sequence.request.prompt))
-        self.metrics.padding_tokens += shape.tokens - plan.tokens
-        legal = feed.masks(plan, shape, mask_width(device.spec.vocab)) if shape.full else None
-        return _Flight(plan, shape, device.run(shape, packed) if legal is None else device.run(shape, packed, legal))
+    def _dispatch(self, plans: list[Plan]) -> _Flight:
+        device, metrics = self.device, self.metrics
+        many, tokens = max(len(plan.entries) for plan in plans), max(plan.tokens for plan in plans)
+        shape = device.choose(many, tokens, **feed.needs(plans))
+        packed = np.zeros((len(plans), shape.inputs.size), np.int32)
+        schedulers = self.scheduler.each if isinstance(self.scheduler, Replicas) else [self.scheduler]
+        for own, plan, scheduler in zip(packed, plans, schedulers, strict=True):
+            feed.fill(plan, shape, scheduler.tables, shape.inputs.views(own))
+            metrics.prompt_tokens += sum(e.count for e in plan.entries if e.start < len(e.sequence.request.prompt))
+            metrics.padding_tokens += shape.tokens - plan.tokens
+        metrics.steps += 1
+        legal = feed.masks(plans, shape, mask_width(device.spec.vocab)) if shape.full else None
+        return _Flight(plans, shape, device.run(shape, packed) if legal is None else device.run(shape, packed, legal))
 
     def _land(self, flight: _Flight) -> list[Piece]:
         """Hands out what a step has made."""
-        made = flight.shape.outputs.views(np.asarray(flight.result))
+        rows = np.asarray(flight.result)
         ranking = self.scheduler.ranking
         now = ranking.clock()
         if not flight.shape.decode:
             ranking.times = ranking.times.after(flight.shape.tokens, now - self._landed)
         self._landed = now
+        out = []
+        for plan, own in zip(flight.plans, rows, strict=True):
+            out += self._hand_out(plan, flight.shape.outputs.views(own))
+        return out
+
+    def _hand_out(self, plan: Plan, made: Mapping[str, np.ndarray]) -> list[Piece]:
+        """What a replica has made."""
         out, at = [], 0
         tokens = made["tokens"].tolist()
-        for row, entry in enumerate(flight.plan.entries):
+        for row, entry in enumerate(plan.entries):
             sequence, request = entry.sequence, entry.sequence.request
             if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in made:
                 self._score(entry, made, at)
             at += entry.count
             if not entry.samples or sequence.finish is not None:
                 continue
-            sequence.pending -= flight.plan.steps
-            fresh = [tokens[step][row] for step in range(flight.plan.steps)]
+            sequence.pending -= plan.steps
+            fresh = [tokens[step][row] for step in range(plan.steps)]
             out.append(self._gain(sequence, fresh, made, row))
         return out
 

@@ -16,14 +16,14 @@ def fill(plan: Plan, shape: Shape, tables: Iterable[np.ndarray], x: Mapping[str,
     """Fills the views of a step's inputs, all of them zero.
 
     Args:
-        plan, shape: of the step.
+        plan, shape: of the step; a replica that has nothing to do has a plan without entries.
         tables: int32[R, J], the page table of every slot, by group of layers.
         x: ``shape.inputs.views(...)``.
     """
     entries, many = plan.entries, len(plan.entries)
     counts = np.fromiter((e.count for e in entries), np.int32, many)
     ends = np.cumsum(counts, dtype=np.int32)
-    x["starts"][1 : many + 1], x["starts"][many + 1 :] = ends, ends[-1]
+    x["starts"][1 : many + 1], x["starts"][many + 1 :] = ends, ends[-1:].sum()
     x["kv_lens"][:many] = [e.start + e.count for e in entries]
     slots = [e.sequence.slot for e in entries]
     x["slots"][:many], x["slots"][many:] = slots, shape.slots
@@ -76,14 +76,15 @@ def _fill_full(plan: Plan, x: Mapping[str, np.ndarray]) -> None:
     x["earliest"][:many] = [len(r.prompt) + r.params.min_tokens for r in requests]
 
 
-def masks(plan: Plan, shape: Shape, width: int) -> np.ndarray | None:
-    """int32[S, U]: the tokens that texts with grammars may go on with; None where there are none."""
-    if not any(entry.sequence.guide for entry in plan.entries):
+def masks(plans: list[Plan], shape: Shape, width: int) -> np.ndarray | None:
+    """int32[B, S, U]: the tokens that texts with grammars may go on with; None where there are none."""
+    if not any(entry.sequence.guide for plan in plans for entry in plan.entries):
         return None
-    out = np.full((shape.requests, width), -1, np.int32)
-    for row, entry in zip(out, plan.entries, strict=False):
-        if entry.sequence.guide is not None and entry.sequence.guide.mask is not None:
-            row[:] = entry.sequence.guide.mask
+    out = np.full((len(plans), shape.requests, width), -1, np.int32)
+    for rows, plan in zip(out, plans, strict=True):
+        for row, entry in zip(rows, plan.entries, strict=False):
+            if entry.sequence.guide is not None and entry.sequence.guide.mask is not None:
+                row[:] = entry.sequence.guide.mask
     return out
 
 
@@ -110,14 +111,15 @@ def seat_row(sequence: Sequence, vocab: int) -> np.ndarray:
     return packed
 
 
-def needs(plan: Plan) -> dict[str, bool]:
-    """Which program a plan can run on."""
-    params = [entry.sequence.request.params for entry in plan.entries]
+def needs(plans: list[Plan]) -> dict[str, bool]:
+    """Which program the plans of all replicas can run on."""
+    entries = [entry for plan in plans for entry in plan.entries]
+    params = [entry.sequence.request.params for entry in entries]
     scores = any(
         e.sequence.number == 0 and p.prompt_logprobs is not None and e.start < len(e.sequence.request.prompt) - 1
-        for e, p in zip(plan.entries, params, strict=True)
+        for e, p in zip(entries, params, strict=True)
     )
     return {
-        "decode": not scores and all(entry.count == 1 for entry in plan.entries),
+        "decode": not scores and all(entry.count == 1 for entry in entries),
         "full": any(p.needs_full for p in params),
     }

@@ -1,11 +1,8 @@
-"""How long the sequences of a model may become, and what it may be split over."""
+"""How long the sequences of a model may become."""
 
 from __future__ import annotations
 
-import jax
-
 from jaxllm.models import DecoderConfig, DynamicScaling, LongRopeScaling
-from sharding import ShardingError
 
 UNKNOWN_LENGTH = 2048
 """Tokens of a sequence where neither the model nor the engine's configuration says how many."""
@@ -33,17 +30,3 @@ def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:
             limits.append((scaling.original_length, what))
     known = [(most, what) for most, what in limits if most is not None]
     return min(known, default=(None, ""))
-
-
-def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
-    """Refuses meshes that an engine cannot split a model over.
-
-    Raises:
-        ShardingError: names the axes.
-    """
-    wrong = [] if mesh is None else [name for name, size in mesh.shape.items() if size > 1 and name != "tensor"]
-    if wrong:
-        raise ShardingError(
-            f"an engine splits a model over tensor alone, and this mesh has {', '.join(wrong)}: load the model "
-            "on a mesh of tensor, and start an engine for each part of the devices."
-        )

@@ -3,8 +3,11 @@
 Layers that are alike in kv heads, head dim and window keep their pages together, in a pool and with a page table of
 their own, so that a window's pages can be given back while other layers keep theirs.
 
-Legend: L layers of a group, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of a
-page table, T tokens, N query heads, H head dim of keys, V of values.
+A mesh may have replicas: each has a row of the batch, requests, tables and pages of its own, and only the experts of a
+mixture are shared by them.
+
+Legend: B replicas, L layers of a group, P pages of all replicas, K kv heads, C slots of a page, W numbers of a slot, R
+requests, J columns of a page table, T tokens, N query heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
 from pallas_kernels.paged_attention.ragged import Ragged
 from pallas_kernels.paged_attention.reference import write
 
-HEADS = (None, "attn_heads", None)
-KV_HEADS = (None, "attn_kv_heads", None)
-POOL_AXES = ("layers", None, "attn_kv_heads", None, None)
+HEADS = ("batch", None, "attn_heads", None)
+KV_HEADS = ("batch", None, "attn_kv_heads", None)
+POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
+HELD_AXES = ("layers", None, "attn_kv_heads", None, None)
+TABLES, NUMBERS = ("batch", None, None), ("batch", None)
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,13 @@ def layer_groups(config: DecoderConfig) -> tuple[LayerGroup, ...]:
 class PagedCache:
     """A step's requests and their pages; see ``paged_attention`` for the arrays.
 
-    The forward pass is given the flat batch as one row of T tokens.
+    The forward pass is given each replica's flat batch as a row of T tokens.
 
     Attributes:
-        pools: of each group, Float[Array, "L P K C W"].
-        tables: of each group, Int[Array, "R J"].
-        starts: where each request's tokens begin in the batch, and their count.
-        kv_lens: tokens of each request, those of this step included.
+        pools: of each group, Float[Array, "L P K C W"]; a replica has as many pages as the others, next to each other.
+        tables: of each group, Int[Array, "B R J"], of pages by their numbers in the replica.
+        starts: Int[Array, "B R1"], where each request's tokens begin in the row, and their count.
+        kv_lens: Int[Array, "B R"], tokens of each request, those of this step included.
         groups: the model's.
         decode_only: no request has more than one token in this step.
         invariant: one way of computing, whatever the step's other requests are.
@@ -90,13 +95,13 @@ class PagedCache:
     def attend(
         self,
         layer: LayerIndex,
-        q: Float[Array, "1 T N H"],
-        k: Float[Array, "1 T K H"],
-        v: Float[Array, "1 T K V"] | None,
-        positions: Int[Array, "1 T"],
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K V"] | None,
+        positions: Int[Array, "B T"],
         scoring: Scoring,
         sinks: Float[Array, " N"] | None = None,
-    ) -> tuple[Float[Array, "1 T N V"], PagedCache]:
+    ) -> tuple[Float[Array, "B T N V"], PagedCache]:
         """Writes k, v to their pages, in place where the pools are a loop's carry, then attends."""
         value_dim = scoring.latent if v is None else v.shape[3]
         which = Cached(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), scoring.window
@@ -116,44 +121,48 @@ class PagedCache:
         ) -> tuple[Array, Array]:
             pool = PagePool(rows, dataclasses.replace(whole, kv_heads=rows.shape[2]))
             out, pool = paged_attention(
-                q, k, v, pool, place, table, starts, kv_lens, sinks=sinks,
+                q[0], k[0], None if v is None else v[0], pool, place, table[0], starts[0], kv_lens[0], sinks=sinks,
                 scale=scoring.scale, window=scoring.window, softcap=scoring.softcap, decode_only=self.decode_only,
             )  # fmt: skip
-            return out, pool.rows
+            return out[None], pool.rows
 
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, (), (None, None), (None,), (None,), SINK_AXES),
+            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, (), TABLES, NUMBERS, NUMBERS, SINK_AXES),
             (HEADS, POOL_AXES),
         )
-        held = (None if x is None else share_kv_heads(x)[0] for x in (k, v))
-        out, rows = run(q[0], *held, self.pools[index], place, self.tables[index], self.starts, self.kv_lens, sinks)
-        return out[None], self._with(index, rows)
+        held = (None if x is None else share_kv_heads(x) for x in (k, v))
+        out, rows = run(q, *held, self.pools[index], place, self.tables[index], self.starts, self.kv_lens, sinks)
+        return out, self._with(index, rows)
 
-    def begins(self, positions: Int[Array, "1 T"]) -> Bool[Array, ""] | None:
+    def begins(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:
         """Whether every request's tokens so far are those of this step."""
         if self.decode_only or self.invariant:
             return None
-        lengths = self.starts[1:] - self.starts[:-1]
+        lengths = self.starts[:, 1:] - self.starts[:, :-1]
         return jnp.all((lengths == 0) | (self.kv_lens == lengths))
 
     def own(self, tokens: int) -> Segments:
         """Each request a document."""
-        rows = Ragged(self.tables[0], self.starts, self.kv_lens).tokens(tokens)
-        return Segments(jnp.where(rows.real, rows.request + 1, 0)[None])
 
-    def keep(self, layer: LayerIndex, k: Float[Array, "1 T 1 H"], positions: Int[Array, "1 T"]) -> PagedCache:
+        def local(table: Array, starts: Array, kv_lens: Array) -> Array:
+            rows = Ragged(table, starts, kv_lens).tokens(tokens)
+            return jnp.where(rows.real, rows.request + 1, 0)
+
+        return Segments(sharding.per_shard(local, "batch")(self.tables[0], self.starts, self.kv_lens))
+
+    def keep(self, layer: LayerIndex, k: Float[Array, "B T 1 H"], positions: Int[Array, "B T"]) -> PagedCache:
         """Writes latents to their pages."""
         index = next(i for i, g in enumerate(self.groups) if g.cached.latent and g.cached.key_dim == k.shape[3])
         place, whole = self._place(index, layer)
 
         def local(k: Array, rows: Array, place: Array, table: Array, starts: Array, kv_lens: Array) -> Array:
-            ragged = Ragged(table, starts, kv_lens)
+            ragged = Ragged(table[0], starts[0], kv_lens[0])
             form = dataclasses.replace(whole, kv_heads=rows.shape[2])
-            return write(rows, form.pack(k, None, rows.dtype), place, ragged, ragged.tokens(k.shape[0]))
+            return write(rows, form.pack(k[0], None, rows.dtype), place, ragged, ragged.tokens(k.shape[1]))
 
-        run = sharding.shard_map(local, (KV_HEADS, POOL_AXES, (), (None, None), (None,), (None,)), POOL_AXES)
-        held = share_kv_heads(k)[0], self.pools[index]
+        run = sharding.shard_map(local, (KV_HEADS, POOL_AXES, (), TABLES, NUMBERS, NUMBERS), POOL_AXES)
+        held = share_kv_heads(k), self.pools[index]
         return self._with(index, run(*held, place, self.tables[index], self.starts, self.kv_lens))
 
     def _place(self, index: int, layer: LayerIndex) -> tuple[Int[Array, ""], PageFormat]:

@@ -50,6 +50,7 @@ class Scheduler:
         self.forks: list[Sequence] = []  # wait for the first of their request to have the prompt in pages
         self.preemptions = self.hit_tokens = 0
         self._slots = list(range(config.sequences - 1, -1, -1))
+        self.most = config.loop  # steps on the device at once, where others have to make as many
         self._spare = max(1, min(counts) // 64)  # pages that admission leaves to those who run
 
     @property
@@ -62,10 +63,23 @@ class Scheduler:
         return [*self.running, *self.waiting, *self.forks]
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence in; continuations of a request after its first share the first's prompt."""
-        sequence.pages = [[] for _ in self.pages]
+        """Takes a new sequence in."""
         self.ranking.come(sequence, self.sequences())
+        self.enter(sequence)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Queues a sequence; continuations of a request after its first share the first's prompt."""
+        sequence.pages = [[] for _ in self.pages]
         (self.forks if sequence.number else self.waiting).append(sequence)
+
+    def plans(self) -> list[Plan]:
+        """``plan``, of the one replica that there is; see ``Replicas``."""
+        return [plan] if (plan := self.plan()) else []
+
+    @property
+    def ahead(self) -> int:
+        """Steps that the next plan can have."""
+        return self._steps(*self._parts(self.running))
 
     def plan(self) -> Plan | None:
         """What to do next, already entered into the books; None where nothing can be done now."""
@@ -77,10 +91,8 @@ class Scheduler:
             self._trim(sequence)
         self._coming = self.ranking.rank(self.running, self.waiting, self.page_size)
         self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank)) if self.ranking.policy else self.waiting
-        by_order = sorted(self.running, key=lambda s: s.rank)
-        decodes = [s for s in by_order if s.length - s.computed == 1 and s.room > 0 and not (s.guide and s.pending)]
-        prompts = [s for s in by_order if s.length - s.computed > 1]
-        plan.steps = self._steps(decodes, prompts)
+        decodes, prompts = self._parts(sorted(self.running, key=lambda s: s.rank))
+        plan.steps = min(self.most, self._steps(decodes, prompts))
         budget = self.ranking.budget(len(decodes), self.config.prompt_buckets, self.config.piece)
         for sequence in decodes:
             while sequence.slot >= 0 and not (taken := self._reserve(sequence, plan.steps, plan)):
@@ -144,17 +156,12 @@ class Scheduler:
                     pages.register(own[column], digest)
             sequence.registered = column + 1
 
-    def usage(self) -> tuple[int, int, int]:
-        """(pages held, pages there are, slots of held pages that have no token), over all groups."""
-        held = sum(pages.count - pages.available for pages in self.pages)
-        empty = sum(
-            len(own) * self.page_size - min(s.computed, len(own) * self.page_size)
-            for s in self.running
-            for own in s.pages
-        )
-        return held, sum(pages.count for pages in self.pages), empty
-
     # How much
+
+    def _parts(self, running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that make a token next, and those that still read."""
+        decodes = [s for s in running if s.length - s.computed == 1 and s.room > 0 and not (s.guide and s.pending)]
+        return decodes, [s for s in running if s.length - s.computed > 1]
 
     def _steps(self, decodes: list[Sequence], prompts: list[Sequence]) -> int:
         """Tokens a sequence makes before the host looks: many where nobody waits and pages suffice."""
@@ -162,7 +169,7 @@ class Scheduler:
             return 1
         if any(s.guide for s in decodes):
             return 1
-        steps = min(self.config.loop, *(s.room for s in decodes)) if len(decodes) else 1
+        steps = min(self.config.loop, *(s.room for s in decodes))
         while steps > 1:
             needs = np.sum([self._need(s, steps) for s in decodes], axis=0)
             if all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True)):
@@ -354,10 +361,8 @@ class Scheduler:
 
     def _find(self, sequence: Sequence) -> None:
         """Holds the pages of others that begin as this sequence does; of windows only what they reach."""
-        scored = (
-            sequence.request.params.prompt_logprobs is not None and sequence.number == 0
-        )  # every token's is computed
-        if not self.config.prefix_cache or scored:
+        scored = sequence.request.params.prompt_logprobs is not None and sequence.number == 0
+        if not self.config.prefix_cache or scored:  # of whom every token's is computed
             return
         size, piece = self.page_size, self.config.piece
         most = len(sequence.tokens) // size

@@ -65,7 +65,8 @@ class Sequence:
         tokens: prompt and made tokens whose values are known here.
         pending: tokens that the device has been told to make and whose values are not here yet.
         computed: tokens whose keys and values are in pages, or will be when what was dispatched has run.
-        slot: its row in the device's state; -1 while it waits.
+        replica: that it is served by, once it is handed to one.
+        slot: its row in the replica's state; -1 while it waits.
         pages: of each group of layers, the page of every ``page_size`` positions.
         registered: pages that can be found by their tokens.
         saved: keys and values on the host while it is swapped out, by group: (columns, array).
@@ -88,6 +89,7 @@ class Sequence:
     reader: Reader | None = None
     pending: int = 0
     computed: int = 0
+    replica: int = 0
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)
     registered: int = 0

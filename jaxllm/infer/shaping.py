@@ -88,7 +88,7 @@ def seat(state: tuple[Array, ...], packed: Int[Array, " numbers"]) -> tuple[Arra
     state = State(*state)
     x = row_layout(state.seen.shape[1]).unpack(packed)
     slot = x["slot"]
-    return tuple(old.at[slot].set(x[name]) for name, old in state._asdict().items())
+    return tuple(old.at[slot].set(x[name], mode="drop") for name, old in state._asdict().items())
 
 
 def shaped(logits: Float[Array, "S V"], state: State, asked: Asked, masks: Int[Array, "S U"]) -> Float[Array, "S V"]:

@@ -3,16 +3,17 @@
 All that the host says to a step is one array of 32-bit numbers, all that it hears is one; in between, the tokens made
 last stay on the device, so that the next step can begin before the host has seen them.
 
-Legend: T rows of the flat batch, S requests of a step, R sequences (slots) there are, J columns of a page table, N
-steps of the device's loop, V vocab, D embed, K likeliest tokens, U pieces of a mask.
+Where a mesh has replicas, each has its own array of numbers, requests and slots, and all run one program.
+
+Legend: B replicas, T rows of the flat batch, S requests of a step, R sequences (slots) there are, J columns of a page
+table, N steps of the device's loop, V vocab, D embed, K likeliest tokens, U pieces of a mask; of pools as in ``paged``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.infer import sampler, shaping
 from jaxllm.infer.layout import Layout
-from jaxllm.infer.paged import POOL_AXES, LayerGroup, PagedCache
+from jaxllm.infer.paged import HELD_AXES, NUMBERS, POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.models import Functional
 from pallas_kernels.paged_attention.ragged import Ragged
 
@@ -111,6 +112,22 @@ Pools = tuple[Array, ...]
 PENALTIES = ("repetition", "presence", "frequency")
 
 
+class Batch(NamedTuple):
+    """What the forward pass is told.
+
+    Attributes:
+        tokens, positions: of the flat batch.
+        starts, kv_lens: see ``PagedCache``.
+        tables: of each group.
+    """
+
+    tokens: Int[Array, "*B T"]
+    positions: Int[Array, "*B T"]
+    starts: Int[Array, "*B S1"]
+    kv_lens: Int[Array, "*B S"]
+    tables: tuple[Int[Array, "*B S J"], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """A step of one shape, as a pure function.
@@ -133,31 +150,55 @@ class Step:
         self,
         params: Any,
         pools: Pools,
-        last: Int[Array, " R"],
-        packed: Int[Array, " numbers"],
+        last: Int[Array, "B R"],
+        packed: Int[Array, "B numbers"],
         state: tuple[Array, ...] | None = None,
-        masks: Int[Array, "S U"] | None = None,
+        masks: Int[Array, "B S U"] | None = None,
     ) -> tuple[Any, ...]:
         """Pools and each slot's last token after the step, what the host hears, and of a full step the slots' state."""
         slots = None if state is None else shaping.State(*state)
         with sharding.use_rules(self.model.rules):
-            x = self.shape.inputs.unpack(packed)
-            pools = tuple(
-                copied(pool, pairs, count) for pool, pairs, count in zip(pools, x["copies"], x["copied"], strict=True)
-            )
-            if self.shape.decode:
-                return self._loop(params, pools, last, x, slots, masks)
-            pools, hidden = self._forward(params, pools, self._known(last, x), x, x["kv_lens"])
-            logits = self._logits(params, hidden, jnp.maximum(x["starts"][1:] - 1, 0))
-            out, slots = self._choose(logits, x, x["kv_lens"], slots, masks)
-            if self.shape.full:
-                out |= self._scores(params, hidden, x["targets"])
-            last = last.at[x["slots"]].set(out["tokens"], mode="drop")
-            return self._after(pools, last, out, slots)
+            run = self._loop if self.shape.decode else self._once
+            pools, last, out, slots = run(params, self._copied(pools, packed), last, packed, slots, masks)
+            # Whole on every device: the host asks one of them.
+            made = pools, last, sharding.constrain(out, None, None)
+        return made if slots is None else (*made, tuple(slots))
 
-    def _after(self, pools: Pools, last: Array, out: dict[str, Array], state: shaping.State | None) -> tuple[Any, ...]:
-        made = pools, last, self.shape.outputs.pack(out)
-        return made if state is None else (*made, tuple(state))
+    def _copied(self, pools: Pools, packed: Int[Array, "B numbers"]) -> Pools:
+        """The pools with the pages copied that are to be written to and have other readers."""
+
+        def pairs(packed: Array) -> tuple[Array, Array]:
+            x = self.shape.inputs.unpack(packed)
+            return x["copies"], x["copied"]
+
+        every, counts = sharding.per_shard(pairs, "batch")(packed)
+        run = sharding.shard_map(copied, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
+        return tuple(run(pool, every[:, group], counts[:, group]) for group, pool in enumerate(pools))
+
+    def _once(
+        self, params: Any, pools: Pools, last: Array, packed: Array, state: shaping.State | None, masks: Array | None
+    ) -> tuple[Pools, Array, Array, shaping.State | None]:
+        """Pieces of prompts and decoded tokens, and the token after each."""
+        inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
+
+        def read(packed: Array, last: Array) -> Batch:
+            x = inputs.unpack(packed)
+            return self._batch(x, self._known(last, x), x["kv_lens"])
+
+        def sampled(packed: Array, hidden: Array) -> Array:
+            return hidden[jnp.maximum(inputs.unpack(packed)["starts"][1:] - 1, 0)]
+
+        def choose(packed: Array, logits: Array, last: Array, state: Any, masks: Any, scores: dict[str, Array]) -> Any:
+            x = inputs.unpack(packed)
+            out, state = self._choose(logits, x, x["kv_lens"], state, masks)
+            last = last.at[x["slots"]].set(out["tokens"], mode="drop")
+            return last, self.shape.outputs.pack(out | scores), state
+
+        pools, hidden = self._forward(params, pools, each(read)(packed, last))
+        logits = self._logits(params, each(sampled)(packed, hidden))
+        scores = self._scores(params, hidden, packed) if self.shape.full else {}
+        last, out, state = each(choose)(packed, logits, last, state, masks, scores)
+        return pools, last, out, state
 
     def _known(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
         """The tokens of the flat batch: the host's, or each request's last one."""
@@ -166,22 +207,22 @@ class Step:
         made = last[jnp.minimum(x["slots"][request], self.shape.slots - 1)]
         return jnp.where(x["tokens"] >= 0, x["tokens"], made)
 
-    def _forward(
-        self, params: Any, pools: Pools, tokens: Int[Array, " T"], x: dict[str, Array], kv_lens: Int[Array, " S"]
-    ) -> tuple[Pools, Float[Array, "1 T D"]]:
-        """The training forward over the flat batch."""
+    def _batch(self, x: dict[str, Array], tokens: Int[Array, " T"], kv_lens: Int[Array, " S"]) -> Batch:
         tables = tuple(x["tables"])
         rows = Ragged(tables[0], x["starts"], kv_lens).tokens(self.shape.tokens)
-        positions = jnp.where(rows.real, rows.position, 0)
-        ctx = PagedCache(pools, tables, x["starts"], kv_lens, self.groups, self.shape.decode, self.invariant)
-        hidden, ctx = self.model.forward(params, tokens[None], positions[None], ctx)
+        return Batch(tokens, jnp.where(rows.real, rows.position, 0), x["starts"], kv_lens, tables)
+
+    def _forward(self, params: Any, pools: Pools, batch: Batch) -> tuple[Pools, Float[Array, "B T D"]]:
+        """The training forward over the flat batches."""
+        tables, starts, kv_lens = batch.tables, batch.starts, batch.kv_lens
+        ctx = PagedCache(pools, tables, starts, kv_lens, self.groups, self.shape.decode, self.invariant)
+        hidden, ctx = self.model.forward(params, batch.tokens, batch.positions, ctx)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, hidden
 
-    def _logits(self, params: Any, hidden: Float[Array, "1 T D"], rows: Int[Array, " S"]) -> Float[Array, "S V"]:
-        """Of some rows only."""
-        found = sharding.take(hidden[0], rows[None], out=("batch", "seq", "act_embed"))
-        return sharding.constrain(self.model.head(params, found)[0], None, None)
+    def _logits(self, params: Any, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Of a replica's rows, all on each of its devices."""
+        return sharding.constrain(self.model.head(params, hidden), "batch", None, None)
 
     def _choose(
         self,
@@ -203,103 +244,142 @@ class Step:
         out = {"tokens": tokens, "logprobs": own, "top_ids": ids, "top_logprobs": top}
         return out, shaping.grown(state, asked, tokens)
 
-    def _scores(self, params: Any, hidden: Float[Array, "1 T D"], targets: Int[Array, " T"]) -> dict[str, Array]:
+    def _scores(self, params: Any, hidden: Float[Array, "B T D"], packed: Int[Array, "B numbers"]) -> dict[str, Array]:
         """Of the token after each row of a prompt log-probability and rank, and the likeliest there, if asked for."""
-        t, top = targets.shape[0], self.shape.top
+        t, top, real = self.shape.tokens, self.shape.top, self.shape.real
         size = math.gcd(SCORED, t)
 
-        def some(i: Array) -> tuple[Array, ...]:
-            rows = i * size + jnp.arange(size, dtype=jnp.int32)
-            logits, wanted = self._logits(params, hidden, rows), jnp.maximum(targets[rows], 0)
+        def score(logits: Array, wanted: Array) -> tuple[Array, ...]:
+            wanted = jnp.maximum(wanted, 0)
             own, ids, best = sampler.logprobs(logits, wanted, top)
-            return own.astype(self.shape.real), sampler.ranks(logits, wanted), ids, best.astype(self.shape.real)
+            return own.astype(real), sampler.ranks(logits, wanted), ids, best.astype(real)
+
+        def some(i: Array) -> tuple[Array, ...]:
+            rows, wanted = (jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1) for x in (hidden, targets))
+            return sharding.per_shard(score, "batch")(self._logits(params, rows), wanted)
 
         def compute() -> tuple[Array, ...]:
             found = jax.lax.map(some, jnp.arange(t // size, dtype=jnp.int32))
+            return sharding.per_shard(joined, "batch")(tuple(jnp.swapaxes(x, 0, 1) for x in found))
+
+        def joined(found: tuple[Array, ...]) -> tuple[Array, ...]:
             return tuple(x.reshape(t, *x.shape[2:]) for x in found)
 
         def nothing() -> tuple[Array, ...]:
-            real, ids = jnp.zeros((t, top), self.shape.real), jnp.zeros((t, top), jnp.int32)
-            return real[:, 0], ids[:, 0], ids, real
+            def zeros(targets: Array) -> tuple[Array, ...]:
+                likely, ids = jnp.zeros((t, top), real), jnp.zeros((t, top), jnp.int32)
+                return likely[:, 0], ids[:, 0], ids, likely
 
+            return sharding.per_shard(zeros, "batch")(targets)
+
+        targets = sharding.per_shard(lambda packed: self.shape.inputs.unpack(packed)["targets"], "batch")(packed)
+        # All replicas, or none: their logits are computed together.
         found = jax.lax.cond(jnp.any(targets >= 0), compute, nothing)
         return dict(zip(("scores", "ranks", "prompt_ids", "prompt_top"), found, strict=True))
 
     def _loop(
-        self,
-        params: Any,
-        pools: Pools,
-        last: Int[Array, " R"],
-        x: dict[str, Array],
-        state: shaping.State | None,
-        masks: Int[Array, "S U"] | None,
-    ) -> tuple[Any, ...]:
-        """``steps`` tokens of each request, fewer if all have made one of their stop tokens."""
-        last = last.at[x["slots"]].set(self._known(last, x), mode="drop")
-        there = x["slots"] < self.shape.slots
+        self, params: Any, pools: Pools, last: Array, packed: Array, state: shaping.State | None, masks: Array | None
+    ) -> tuple[Pools, Array, Array, shaping.State | None]:
+        """``steps`` tokens of each request, fewer if all of its replica have made one of their stop tokens."""
+        inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
+        real, slots = self.shape, self.shape.slots
 
-        def go_on(carry: Any) -> Array:
-            i, done = carry[0], carry[1]
+        def begin(packed: Array, last: Array) -> Any:
+            x = inputs.unpack(packed)
+            last = last.at[x["slots"]].set(self._known(last, x), mode="drop")
+            made = {name: jnp.zeros(shape, dtype) for name, shape, dtype in real.outputs.fields}
+            return (jnp.int32(0), x["slots"] >= slots), last, made
+
+        def read(packed: Array, last: Array, turn: Any) -> Batch:
+            (i, done), x = turn, inputs.unpack(packed)
+            there = (x["slots"] < slots) & going(x, i, done)
+            return self._batch(x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(there, x["kv_lens"] + i, 0))
+
+        def going(x: dict[str, Array], i: Array, done: Array) -> Array:
             return (i < x["steps"]) & ~jnp.all(done)
 
-        def one(carry: Any) -> Any:
-            i, done, pools, last, state, made = carry
-            tokens = last[jnp.minimum(x["slots"], self.shape.slots - 1)]
-            kv_lens = jnp.where(there, x["kv_lens"] + i, 0)
-            pools, hidden = self._forward(params, pools, tokens, x, kv_lens)
-            logits = self._logits(params, hidden, jnp.arange(self.shape.tokens))
-            out, state = self._choose(logits, x, kv_lens, state, masks)
-            made = {name: made[name].at[i].set(out[name].astype(made[name].dtype)) for name in made}
-            last = last.at[x["slots"]].set(out["tokens"], mode="drop")
+        def choose(packed: Array, logits: Array, last: Array, turn: Any, made: Any, state: Any, masks: Any) -> Any:
+            (i, done), x = turn, inputs.unpack(packed)
+            here = going(x, i, done)
+            places = jnp.where(here, x["slots"], slots)
+            kv_lens = jnp.where(places < slots, x["kv_lens"] + i, 0)
+            out, state = self._choose(logits, x | {"slots": places}, kv_lens, state, masks)
+            at = jnp.where(here, i, real.loop)
+            made = {name: made[name].at[at].set(out[name].astype(made[name].dtype), mode="drop") for name in made}
+            last = last.at[places].set(out["tokens"], mode="drop")
             done = done | jnp.any(out["tokens"][:, None] == x["stops"], axis=1)
-            return i + 1, done, pools, last, state, made
+            return (i + 1, done), last, made, state
 
-        made = {name: jnp.zeros(shape, dtype) for name, shape, dtype in self.shape.outputs.fields}
-        carry = jnp.int32(0), ~there, pools, last, state, made
-        _, _, pools, last, state, made = jax.lax.while_loop(go_on, one, carry)
-        return self._after(pools, last, made, state)
+        def go_on(carry: Any) -> Array:
+            return jnp.any(each(lambda packed, turn: going(inputs.unpack(packed), *turn))(packed, carry[0]))
+
+        def one(carry: Any) -> Any:
+            turn, pools, last, made, state = carry
+            pools, hidden = self._forward(params, pools, each(read)(packed, last, turn))
+            logits = self._logits(params, hidden)
+            turn, last, made, state = each(choose)(packed, logits, last, turn, made, state, masks)
+            return turn, pools, last, made, state
+
+        turn, last, made = each(begin)(packed, last)
+        _, pools, last, made, state = jax.lax.while_loop(go_on, one, (turn, pools, last, made, state))
+        return pools, last, each(self.shape.outputs.pack)(made), state
 
 
 def copied(
-    pool: Float[Array, "L P K C W"], pairs: Int[Array, "S 2"], count: Int[Array, ""]
+    pool: Float[Array, "L P K C W"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
 ) -> Float[Array, "L P K C W"]:
-    """The pool with ``count`` pages copied, from the first of each pair to the second, in place."""
+    """A replica's pool with ``count`` pages copied, from the first of each pair to the second, in place."""
 
     def one(i: Array, pool: Array) -> Array:
-        page = jax.lax.dynamic_slice_in_dim(pool, pairs[i, 0], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(pool, page, pairs[i, 1], axis=1)
+        page = jax.lax.dynamic_slice_in_dim(pool, pairs[0, i, 0], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, pairs[0, i, 1], axis=1)
 
-    return jax.lax.fori_loop(0, count, one, pool)
+    return jax.lax.fori_loop(0, count[0], one, pool)
 
 
-def read_pages(pool: Float[Array, "L P K C W"], pages: Int[Array, " M"]) -> Float[Array, "L M K C W"]:
-    """Some pages, to be taken to the host."""
-    return pool[:, jnp.minimum(pages, pool.shape[1] - 1)]
+def read_pages(
+    rules: sharding.Rules, pool: Float[Array, "L P K C W"], pages: Int[Array, "B M"]
+) -> Float[Array, "L M K C W"]:
+    """Some pages of one replica, to be taken to the host; the others are told of pages that are not there."""
+
+    def local(pool: Array, pages: Array) -> Array:
+        here = (pages[0] < pool.shape[1])[:, None, None, None]
+        found = jnp.where(here, pool[:, jnp.minimum(pages[0], pool.shape[1] - 1)], 0)
+        return jax.lax.psum(found, replicas) if replicas else found
+
+    with sharding.use_rules(rules):
+        replicas = sharding.axis_names("batch")
+        found = sharding.shard_map(local, (POOL_AXES, NUMBERS), HELD_AXES)(pool, pages)
+        return sharding.constrain(found, *(None,) * 5)
 
 
 def write_pages(
-    pool: Float[Array, "L P K C W"], pages: Int[Array, " M"], held: Float[Array, "L M K C W"]
+    rules: sharding.Rules, pool: Float[Array, "L P K C W"], pages: Int[Array, "B M"], held: Float[Array, "L M K C W"]
 ) -> Float[Array, "L P K C W"]:
     """The pool with some pages as the host had them; a page that is not there is written nowhere."""
-    return pool.at[:, pages].set(held, mode="drop")
+
+    def local(pool: Array, pages: Array, held: Array) -> Array:
+        return pool.at[:, pages[0]].set(held, mode="drop")
+
+    with sharding.use_rules(rules):
+        return sharding.shard_map(local, (POOL_AXES, NUMBERS, HELD_AXES), POOL_AXES)(pool, pages, held)
+
+
+def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B numbers"]) -> tuple[Array, ...]:
+    """``shaping.seat`` in each replica; a slot that is not there is left out."""
+    with sharding.use_rules(rules):
+        return sharding.per_shard(shaping.seat, "batch")(state, packed)
 
 
 def empty_pools(
-    groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int, dtype: str
+    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int, dtype: str
 ) -> tuple[Float[Array, "..."], ...]:
-    """Pools that hold nothing yet, placed by the rules in force."""
-    shards = sharding.axis_size("attn_kv_heads")
-    out = []
-    for group, count in zip(groups, counts, strict=True):
-        form = group.format(shards)
-        zeros = jnp.zeros((len(group.layers), count, form.kv_heads, page_size, form.width), jnp.dtype(dtype))
-        out.append(sharding.constrain(zeros, *POOL_AXES, what="pool of pages"))
-    return tuple(out)
-
-
-def serving_model(model: Functional) -> Functional:
-    """The model with a flat batch that no mesh axis splits, and nothing kept for a backward pass."""
-    from jaxllm.models import functional
-
-    rules = model.rules.override(batch=(), seq=(), residual_seq=(), attn_seq=(), attn_kv_seq=())
-    return functional(dataclasses.replace(model.config, remat="none"), rules)
+    """Pools that hold nothing yet, placed by the rules; ``counts`` are of a replica."""
+    with sharding.use_rules(rules):
+        shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
+        out = []
+        for group, count in zip(groups, counts, strict=True):
+            form = group.format(shards)
+            shape = (len(group.layers), replicas * count, form.kv_heads, page_size, form.width)
+            out.append(sharding.constrain(jnp.zeros(shape, jnp.dtype(dtype)), *POOL_AXES, what="pool of pages"))
+        return tuple(out)

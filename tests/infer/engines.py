@@ -15,6 +15,7 @@ import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.pages import NONE
+from jaxllm.infer.scheduler import Scheduler
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -146,7 +147,13 @@ def logprobs_of(model: str, dtype: str, tokens: list[int]) -> np.ndarray:
 
 def check_books(engine: Engine) -> None:
     """Every page is held by exactly those who say so, free, or kept to be found; each once. Slots likewise."""
-    scheduler = engine.scheduler
+    whole = engine.scheduler
+    assert all(s.slot == -1 and not s.computed for s in getattr(whole, "lobby", ()))
+    for scheduler in getattr(whole, "each", [whole]):
+        _check_books(engine, scheduler)
+
+
+def _check_books(engine: Engine, scheduler: Scheduler) -> None:
     everyone = scheduler.sequences()
     for group, pages in enumerate(scheduler.pages):
         held = Counter(page for s in everyone for page in s.pages[group] if page != NONE)

@@ -34,7 +34,7 @@ class PaperDevice:
         )  # fmt: skip
 
     def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
-        x = shape.inputs.views(packed)
+        x = shape.inputs.views(packed[0])
         out = np.zeros(shape.outputs.size, np.int32)
         made = shape.outputs.views(out)["tokens"]
         for group, pool in enumerate(self.pools):
@@ -50,9 +50,9 @@ class PaperDevice:
                 fresh = tokens if step == 0 else [int(self.last[slot])]
                 text = self._write_and_read(x["tables"][:, row], kv_len, fresh)
                 self.last[slot] = made[step, row] = self._following(text)
-        return out
+        return out[None]
 
-    def seat(self, packed: np.ndarray) -> None:
+    def seat(self, replica: int, packed: np.ndarray) -> None:
         raise NotImplementedError("on paper nothing is asked of logits")
 
     def _write_and_read(self, tables: np.ndarray, kv_len: int, tokens: list[int]) -> list[int | None]:
@@ -72,10 +72,10 @@ class PaperDevice:
                 seen[at] = found
         return seen
 
-    def read(self, group: int, pages: list[int]) -> np.ndarray:
+    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
         return self.pools[group][pages].copy()
 
-    def write(self, group: int, pages: list[int], content: Any) -> None:
+    def write(self, replica: int, group: int, pages: list[int], content: Any) -> None:
         self.pools[group][pages] = content
 
     def check(self, prompt: list[int], tokens: list[int]) -> None:

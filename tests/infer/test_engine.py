@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-import sharding
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
@@ -218,19 +217,3 @@ def test_buckets_end_at_the_budget():
 def test_too_few_pages_are_refused():
     with pytest.raises(ValueError, match="pages = 8, but one sequence of 64 tokens needs 9 of 8"):
         engines.build(dataclasses.replace(engines.ENGINES["roomy"], pages=8))
-
-
-def test_a_mesh_of_tensor_serves_the_same():
-    model = functional(engines.model_of("llama", "float32"))
-    config = dataclasses.replace(engines.ENGINES["roomy"], preemption="swap", sequences=2, budget=8, buckets=(8,))
-    params = SamplingParams(max_tokens=12, seed=3)
-    mesh = sharding.MeshSpec.parse("data=2").build(jax.devices()[:2])
-    with pytest.raises(sharding.ShardingError, match="over tensor alone, and this mesh has data"):
-        Engine.of(model, engines.params_of("llama", "float32"), config, mesh=mesh)
-    mesh = sharding.MeshSpec.parse("tensor=2").build(jax.devices()[:2])
-    abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", quick.jit)
-        placed = jax.device_put(engines.params_of("llama", "float32"), sharding.shardings_of(abstract))
-        engine = Engine.of(model, placed, config, mesh=mesh, strict=True)
-    assert write(engine, PROMPTS[:2], params) == write(engines.engine("roomy"), PROMPTS[:2], params)

@@ -58,7 +58,7 @@ class Timed(PaperDevice):
     def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         seconds = BASE + SLOPE * shape.tokens
         self.free = max(self.free, self.now) + seconds
-        self.steps.append((seconds, bool((shape.inputs.views(packed)["kv_lens"] > 0).sum() > 1)))
+        self.steps.append((seconds, bool((shape.inputs.views(packed[0])["kv_lens"] > 0).sum() > 1)))
         return _Later(self, self.free, super().run(shape, packed))
 
 

@@ -39,7 +39,7 @@ def prefill(config: DecoderConfig, pages: int, invariant: bool = False) -> jax.s
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     pool = jax.ShapeDtypeStruct((config.layers, pages, form.kv_heads, 16, form.width), jnp.dtype(config.dtype))
-    cache = PagedCache((pool,), (ints(2, 4),), ints(3), ints(2), groups, invariant=invariant)
+    cache = PagedCache((pool,), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, invariant=invariant)
     step = jax.jit(model.forward, donate_argnums=3)
     return step.trace(model.abstract(), ints(1, 8), ints(1, 8), cache)
 

@@ -58,7 +58,7 @@ def argument_bytes(config: DecoderConfig, pages: int, page_size: int) -> int:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     pool = jax.ShapeDtypeStruct(rows, jnp.dtype(config.dtype))
-    cache = PagedCache((pool,), (ints(2, 4),), ints(3), ints(2), groups, decode_only=True)
+    cache = PagedCache((pool,), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, decode_only=True)
 
     def step(params: Any, tokens: Any, positions: Any, cache: Any) -> Any:
         hidden, cache = model.forward(params, tokens, positions, cache)

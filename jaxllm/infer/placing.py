@@ -1,0 +1,81 @@
+"""Where a served model lives on a mesh: by the rules of training, less what only training needs.
+
+axis      splits
+tensor    heads and their pages, feed-forward width, vocabulary
+data      replicas of the parameters, each with sequences and pages of its own
+fsdp      the same; parameters are also stored split over it, and gathered a layer at a time
+expert    the same; experts are split over it, and tokens travel to theirs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+import sharding
+from jaxllm.models import Functional, functional
+from sharding import Rules, ShardingError
+
+SERVED = ("data", "fsdp", "expert", "tensor")
+"""Mesh axes that a model is served over."""
+_WHY = {
+    "stage": "a token would wait for all stages, one after the other; split heads over tensor instead",
+    "context": "prompts are read in pieces, by the replica that holds their pages; use data instead",
+    "ulysses": "prompts are read in pieces, by the replica that holds their pages; use data instead",
+}
+
+
+def check_mesh(mesh: Mesh | None) -> None:
+    """Refuses meshes that an engine cannot serve on.
+
+    Raises:
+        ShardingError: names the axis, and what to use instead.
+    """
+    for name, size in {} if mesh is None else mesh.shape.items():
+        if size > 1 and name not in SERVED:
+            raise ShardingError(
+                f"an engine does not serve over {name}={size}: {_WHY[name]}. The axes are {', '.join(SERVED)}."
+            )
+
+
+def serving_rules(rules: Rules) -> Rules:
+    """A model's rules for flat batches, one for each replica, and for weights that have no optimizer.
+
+    Where training stores a weight split over all that splits tokens, serving does so over ``fsdp`` alone: a gather
+    before each use, for every token that is made, is asked for and not met with.
+    """
+    stored = dict.fromkeys(rules.storage, ("fsdp",))
+    return rules.override(seq=(), residual_seq=(), attn_seq=(), attn_kv_seq=(), layers=(), **stored)
+
+
+def serving_model(model: Functional) -> Functional:
+    """The model by ``serving_rules``, and nothing kept for a backward pass."""
+    return functional(dataclasses.replace(model.config, remat="none"), serving_rules(model.rules))
+
+
+def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
+    """The sharding of every parameter, in the form that ``params`` have: layers in stacks, or apart.
+
+    Raises:
+        ShardingError: a dimension does not divide over the mesh, names it and what would; experts are packed.
+    """
+    tree = sharding.shardings_of(sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules))
+    for name, segment in params["segments"].items():
+        if isinstance(segment, tuple):
+            one = jax.tree.map(lambda x: NamedSharding(mesh, jax.P(*x.spec[1:])), tree["segments"][name])
+            tree["segments"][name] = (one,) * len(segment)
+    if jax.tree.structure(tree) != jax.tree.structure(params):
+        raise ShardingError("packed experts are for one device; load the model with its experts unpacked for a mesh.")
+    return tree
+
+
+def put(value: Any, place: Any) -> Any:
+    """A host array, the same in every process, on its devices; no process looks at what another has."""
+    if place.is_fully_addressable:
+        return jax.device_put(value, place)
+    array = np.asarray(value)
+    return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
