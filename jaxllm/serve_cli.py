@@ -27,6 +27,7 @@ def serve(argv: list[str]) -> int:
         sequences: int = 16,
         max_len: int | None = None,
         budget: int = 256,
+        tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
         request_seconds: float | None = None,
@@ -47,6 +48,8 @@ def serve(argv: list[str]) -> int:
             sequences: that are worked on at a time.
             max_len: tokens of a sequence, prompt included; by default what the model was trained to read.
             budget: tokens of a step.
+            tool_parser: how the model writes calls: hermes, llama3_json, mistral, deepseek_v3 or deepseek_v31; by
+                default as its chat template says.
             queue: continuations that may wait; more are refused with 429.
             max_body: bytes of a request at most.
             request_seconds: that a request may take.
@@ -67,7 +70,7 @@ def serve(argv: list[str]) -> int:
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
-            log_prompts=log_prompts,
+            log_prompts=log_prompts, tool_parser=tool_parser,
         )  # fmt: skip
         sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")

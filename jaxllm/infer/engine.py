@@ -173,7 +173,10 @@ class Engine:
         for number in range(params.n if params.beams > 1 else params.made):
             reader = None
             if self.tokenizer is not None:
-                reader = Reader(self.tokenizer, params.stop, include=params.include_stop, earliest=params.min_tokens)
+                reader = Reader(
+                    self.tokenizer, params.stop, include=params.include_stop, earliest=params.min_tokens,
+                    spelt=params.spelt,
+                )  # fmt: skip
             order, tokens = next(self._orders), list(prompt)
             guide = None if params.grammar is None else self.grammars.guide(params.grammar)
             request.sequences.append(

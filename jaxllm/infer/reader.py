@@ -14,11 +14,20 @@ class Reader:
         tokenizer: of the tokens.
         stops: texts that end it.
         include: the stop text is given out too.
+        spelt: special tokens whose names are part of the text.
         earliest: tokens that come first and in whose text no stop text counts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, include: bool = False, earliest: int = 0):
-        self._decoder = StreamDecoder(tokenizer, continues=True)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include: bool = False,
+        earliest: int = 0,
+        spelt: Sequence[int] = (),
+    ):
+        self._decoder = StreamDecoder(tokenizer, continues=True, spelt=spelt)
         self._stops, self._include, self._free = tuple(stops), include, earliest
         self._held = ""
 

@@ -55,6 +55,7 @@ class SamplingParams:
         prompt_logprobs: None: none; 0: the log-probability of each token of the prompt but the first, and its rank (0:
             the likeliest); k: also the k likeliest there. Such a prompt is computed whole, whatever is kept of others.
         echo: the text begins with the prompt's.
+        spelt: special tokens whose names are part of the text, as those of marks that a reader looks for.
         grammar: the form of the text, see ``Grammar``: JSON schema, regular expression, EBNF, or a choice. It ends
             where the form does, and is whole unless max_tokens or a stop text cuts it.
     """
@@ -85,6 +86,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False
     grammar: Grammar | None = None
+    spelt: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_numbers()

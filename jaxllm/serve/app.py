@@ -36,7 +36,7 @@ from jaxllm.serve.errors import ApiError, dumps, of_validation
 from jaxllm.serve.gate import Gate, error_response
 from jaxllm.serve.generation import Desk
 from jaxllm.serve.metrics import Metrics
-from jaxllm.serve.prompts import chat_ids, prompts_of, text_ids
+from jaxllm.serve.prompts import chat_ids, chat_text, prompts_of, text_ids
 from jaxllm.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxllm.serve.stream import ClientGone, EventStream, unless_gone
 
@@ -192,10 +192,11 @@ def _add_making(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them.", param="prompt")
         if body.messages is not None:
-            ids = await asyncio.to_thread(
-                chat_ids, backend, body.messages, variables=body.chat_template_kwargs,
+            text = await asyncio.to_thread(
+                chat_text, service.ready().dialect, body.messages, variables=body.chat_template_kwargs,
                 begins=body.add_generation_prompt,
             )  # fmt: skip
+            ids = await asyncio.to_thread(chat_ids, backend.tokenizer, text)
         else:
             ids = await asyncio.to_thread(text_ids, backend.tokenizer, body.prompt, begin=body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": backend.max_len})

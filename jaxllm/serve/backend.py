@@ -129,6 +129,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "page_size": spec.page_size,
         "pages": list(spec.pages),
         "vocab_size": engine.vocab_size,
+        "stop_ids": [] if engine.tokenizer is None else list(engine.tokenizer.stop_ids),
         "jax": jax.__version__,
     }
     params, pools = getattr(device, "params", None), getattr(device, "pools", None)

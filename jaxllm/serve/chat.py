@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from jaxllm.infer.grammar import Grammar
 from jaxllm.infer.pieces import Piece
 from jaxllm.serve import logprobs
-from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.generation import Desk, Job, Usage
-from jaxllm.serve.prompts import chat_ids, params_of, room_for
+from jaxllm.serve.prompts import chat_ids, chat_text, form_of, params_of, room_for
+from jaxllm.serve.reading import Delta, Reading, Way, merged
 from jaxllm.serve.requests import ChatRequest
 from jaxllm.serve.stream import DONE, event
+from jaxllm.serve.tools import Asked, Dialect, asked_of, within_thought
 
 
 class Chat:
@@ -28,26 +30,29 @@ class Chat:
     def __init__(self, desk: Desk, body: ChatRequest, head: dict[str, Any], record: dict[str, Any]):
         self._desk, self._body, self._head, self._record = desk, body, head, record
         self.usage = Usage()
-        self.jobs = [_job(desk.backend, body)]
+        job, way = _job(desk, body)
+        self.jobs = [job]
         desk.check(self.jobs, "messages")
+        self._readings = [Reading(way) for _ in range(job.params.n)]
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        texts = [""] * self.jobs[0].params.n
-        scores: list[list[Any]] = [[] for _ in texts]
-        ends: list[str | None] = [None] * len(texts)
+        deltas: list[list[Delta]] = [[] for _ in self._readings]
+        scores: list[list[Any]] = [[] for _ in deltas]
+        ends: list[str | None] = [None] * len(deltas)
         async for _, piece in self._desk.run(self.jobs, self.usage, self._record):
-            texts[piece.number] += piece.text
+            found, finish = self._read(piece)
+            deltas[piece.number] += found
             scores[piece.number] += self._scores(piece)
-            ends[piece.number] = piece.finish or ends[piece.number]
+            ends[piece.number] = finish or ends[piece.number]
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": text, "refusal": None},
+                "message": _message(merged(found)),
                 "logprobs": {"content": scores[i], "refusal": None} if self._body.logprobs else None,
                 "finish_reason": ends[i],
             }
-            for i, text in enumerate(texts)
+            for i, found in enumerate(deltas)
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self.usage.body()}
 
@@ -59,13 +64,23 @@ class Chat:
             yield self._chunk(number, {"role": "assistant", "content": "", "refusal": None}, counts)
         async for _, piece in self._desk.run(self.jobs, self.usage, self._record):
             scores = self._scores(piece)
-            if piece.text or scores:
-                yield self._chunk(piece.number, {"content": piece.text}, counts, scores)
-            if piece.finish is not None:
-                yield self._chunk(piece.number, {}, counts, finish=piece.finish)
+            deltas, finish = self._read(piece)
+            if scores and not deltas:
+                deltas = [{}]  # tokens whose text is still held back
+            for delta in deltas:
+                yield self._chunk(piece.number, delta, counts, scores)
+                scores = []
+            if finish is not None:
+                yield self._chunk(piece.number, {}, counts, finish=finish)
         if counts:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage.body()})
         yield DONE
+
+    def _read(self, piece: Piece) -> tuple[list[Delta], str | None]:
+        """(what can be told, how it ended)."""
+        reading = self._readings[piece.number]
+        deltas = reading.push(piece.text, piece.finish is not None)
+        return deltas, "tool_calls" if piece.finish == "stop" and reading.calls else piece.finish
 
     def _chunk(
         self, number: int, delta: dict[str, Any], counts: bool, scores: list[Any] | None = None, finish: Any = None
@@ -87,14 +102,39 @@ class Chat:
         return [logprobs.of_chat(tokenizer, *row) for row in rows if row[0] not in piece.request.stop_ids]
 
 
-def _job(backend: Backend, body: ChatRequest) -> Job:
+def _message(found: dict[str, Any]) -> dict[str, Any]:
+    """Of calls alone there is no content; of nothing at all it is empty."""
+    return {"role": "assistant", "content": None if "tool_calls" in found else "", "refusal": None, **found}
+
+
+def _job(desk: Desk, body: ChatRequest) -> tuple[Job, Way]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true.", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
-    begins = body.add_generation_prompt is not False
-    ids = chat_ids(backend, body.messages, variables=body.chat_template_kwargs, begins=begins)
+    backend, dialect, asked = desk.backend, desk.dialect, asked_of(body, desk.dialect)
+    text = chat_text(
+        dialect, body.messages, variables=body.chat_template_kwargs, tools=asked.tools,
+        begins=body.add_generation_prompt is not False,
+    )  # fmt: skip
+    ids = chat_ids(backend.tokenizer, text)
     room = room_for(backend, ids, "messages")
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    return Job(ids, params_of(body, room if asked is None else asked, logprobs=wanted), body.cache_salt or "")
+    way = asked.way(dialect, text)
+    spelt = dialect.thought_marks + (dialect.call_marks if way.form is not None else ())
+    grammar, source = _form(body, asked, dialect, way)
+    params = params_of(
+        body, room if most is None else most, logprobs=wanted, spelt=tuple(dict.fromkeys(spelt)), grammar=grammar
+    )
+    return Job(ids, params, body.cache_salt or "", source), way
+
+
+def _form(body: ChatRequest, asked: Asked, dialect: Dialect, way: Way) -> tuple[Grammar | None, str]:
+    """(what the text is held to, the field that says so)."""
+    form, field = form_of(body), "structured_outputs" if body.structured_outputs else "response_format"
+    if form is not None and way.form is not None:
+        raise ApiError(400, "a text of this form has no place for calls; give tool_choice = none.", param=field)
+    if form is None:
+        return asked.grammar(dialect, way), "tools"
+    return (within_thought(form, dialect.backend) if way.thinks == "does" else form), field

@@ -17,6 +17,7 @@ from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.metrics import Metrics
+from jaxllm.serve.tools import Dialect
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     salt: str = ""
+    form: str = "structured_outputs"
+    """The field that its grammar comes from."""
 
     @property
     def places(self) -> int:
@@ -57,6 +60,7 @@ class Desk:
         backend: the engine.
         config: of the server.
         metrics: what is counted.
+        dialect: how the model's answers are written.
         open: continuations let in that have not ended.
     """
 
@@ -64,7 +68,11 @@ class Desk:
     config: ServeConfig
     metrics: Metrics
     open: int = 0
+    dialect: Dialect = field(init=False)
     _seconds: float = field(default=1.0, repr=False)
+
+    def __post_init__(self) -> None:
+        self.dialect = Dialect(self.backend, self.config.tool_parser)
 
     def check_many(self, prompts: Sequence[Any], param: str) -> None:
         """Raises ApiError for more prompts than a request may have."""
@@ -90,7 +98,8 @@ class Desk:
             try:
                 self.backend.check(job.prompt, job.params)
             except (ValueError, ImportError) as error:
-                raise ApiError(400, str(error)) from None
+                param = job.form if str(error).startswith("grammar") else None
+                raise ApiError(400, str(error), param=param) from None
 
     def admit(self, places: int) -> Callable[[], None]:
         """Takes places for so many continuations; what it gives is to be called when they have ended.

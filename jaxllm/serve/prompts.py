@@ -12,6 +12,7 @@ from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.requests import Sampling
+from jaxllm.serve.tools import Dialect
 from jaxllm.text import Tokenizer
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -53,20 +54,20 @@ def prompts_of(tokenizer: Tokenizer, given: Any, param: str) -> list[list[int]]:
     return found
 
 
-def chat_ids(
-    backend: Backend,
+def chat_text(
+    dialect: Dialect,
     messages: Sequence[Any],
     *,
     variables: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: list[dict[str, Any]] | None = None,
     begins: bool = True,
-) -> list[int]:
-    """Tokens of a conversation, up to where the model's answer begins.
+) -> str:
+    """A conversation as the model reads it, up to where its answer begins.
 
     Raises:
         ApiError: the model has no template, or the template refuses the conversation.
     """
-    if backend.template is None:
+    if (template := dialect.backend.template) is None:
         raise ApiError(
             400, "this model has no chat template, so it was not trained to converse; use /v1/completions.",
             param="messages",
@@ -76,10 +77,24 @@ def chat_ids(
             400, f"chat_template_kwargs has {taken[0]!r}, which has a field of its own.", param="chat_template_kwargs"
         )
     try:
-        text = backend.template.render(
-            [plain_message(m) for m in messages], tools, add_generation_prompt=begins, **(variables or {})
+        return template.render(
+            dialect.messages([plain_message(m) for m in messages], tools),
+            tools if dialect.knows_tools else None,
+            add_generation_prompt=begins,
+            **(variables or {}),
         )
-        ids = [int(i) for i in backend.tokenizer.encode(text, specials=True)]
+    except DataError as error:
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of what ``chat_text`` gives.
+
+    Raises:
+        ApiError: there are none, or it cannot be spelt.
+    """
+    try:
+        ids = [int(i) for i in tokenizer.encode(text, specials=True)]
     except DataError as error:
         raise ApiError(400, str(error), param="messages") from None
     if not ids:
@@ -131,7 +146,7 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
         "include_stop": body.include_stop_str_in_output,
         "beams": body.beams,
         "length_penalty": body.length_penalty,
-        "grammar": _form(body),
+        "grammar": form_of(body),
         **fields,
     }
     try:
@@ -141,7 +156,7 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
         raise ApiError(400, str(error), param=name if name in given else None) from None
 
 
-def _form(body: Sampling) -> Grammar | None:
+def form_of(body: Sampling) -> Grammar | None:
     """The grammar that a request asks for.
 
     Raises:

@@ -13,6 +13,7 @@ _STORES = "nothing is stored here"
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Form = Annotated[str, Field(min_length=1, max_length=100_000)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class StreamOptions(Body):
@@ -156,6 +157,54 @@ class ToolMessage(Body):
     tool_call_id: Name
 
 
+class FunctionDefinition(Body):
+    """What the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="A JSON schema of an object; none: no arguments."
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="Calls that are forced keep to the schema whatever this says; others cannot be strict.",
+    )
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionNamed(Body):
+    """One of the functions."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+class AllowedSet(Body):
+    """Functions, and whether one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Body):
+    """The functions that may be called, of all that the model is told of."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
@@ -175,9 +224,9 @@ class ChatRequest(Sampling):
     modalities: Annotated[Any, NotServed("this model writes text", ["text"])] = None
     function_call: Annotated[Any, NotServed("it was replaced by tool_choice", "none")] = None
     functions: Annotated[Any, NotServed("they were replaced by tools", [])] = None
-    tools: Annotated[Any, NotServed("tools are not served yet", [])] = None
-    tool_choice: Annotated[Any, NotServed("tools are not served yet", "none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, NotServed("tools are not served yet", False, True)] = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="True by default; false: one call at most.")
     response_format: Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
     metadata: Annotated[Any, NotServed(_STORES, {})] = None
     store: Annotated[Any, NotServed(_STORES, False)] = None

@@ -57,12 +57,29 @@ class ChatLogprobs(Shape):
     refusal: None
 
 
+class CalledFunction(Shape):
+    """A function and its arguments, JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(Shape):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(Shape):
-    """What the model said."""
+    """What the model said; ``reasoning_content`` of models that mark their thoughts, ``tool_calls`` where it calls."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnswerCall] = []
 
 
 class ChatChoice(Shape):
@@ -71,7 +88,7 @@ class ChatChoice(Shape):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(Shape):

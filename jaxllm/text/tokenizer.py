@@ -133,10 +133,11 @@ class StreamDecoder:
     The pieces joined, with `flush()` at the end, equal `tokenizer.decode` of all the ids.
 
     continues: the stream goes on from other text, so a space at its beginning is kept (see `Tokenizer.prefix_space`).
+    spelt: special tokens whose names are given.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False, spelt: Iterable[int] = ()):
+        self._tokenizer, self._spelt = tokenizer, frozenset(spelt)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strips = tokenizer.prefix_space and not continues
         self._at_start = True
@@ -144,7 +145,10 @@ class StreamDecoder:
     def push(self, ids: SupportsInt | Iterable[SupportsInt]) -> str:
         """The text that became complete with these ids; may be empty."""
         new = ids if isinstance(ids, Iterable) else [ids]
-        raw = self._tokenizer.decode_bytes(new)
+        if self._spelt:
+            raw = b"".join(self._tokenizer.decode_bytes([i], specials=int(i) in self._spelt) for i in new)
+        else:
+            raw = self._tokenizer.decode_bytes(new)
         if raw and self._at_start:
             self._at_start = False
             raw = raw.removeprefix(b" ") if self._strips else raw

@@ -166,6 +166,101 @@ def forms(client: openai.OpenAI) -> None:
     assert client.models.list().data
 
 
+WORDS = {"type": "object", "properties": {"word": {"enum": ["yes", "no"]}}, "required": ["word"]}
+NUMBERS = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+SCHEMAS = {"say": {**WORDS, "additionalProperties": False}, "check": {**NUMBERS, "additionalProperties": False}}
+TOOLS: Any = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
+CALLING: dict[str, Any] = {**CHAT, "tools": TOOLS, "max_tokens": 120, "temperature": 0}
+
+
+def answered(client: openai.OpenAI, **asked: Any) -> tuple[Any, list[tuple[str, str]]]:
+    """(the choice, its calls), the same whole and streamed; ids are new each time."""
+    whole = client.chat.completions.create(**asked).choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+    streamed: list[list[str]] = []
+    content, ids, finish = "", [], None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        finish = choice.finish_reason or finish
+        for part in choice.delta.tool_calls or []:
+            if part.id is not None:
+                assert part.index == len(streamed)
+                ids.append(part.id)
+                streamed.append([part.function.name, ""])
+            streamed[part.index][1] += part.function.arguments or ""
+    assert [tuple(one) for one in streamed] == calls
+    assert (content or None, finish) == (whole.message.content or None, whole.finish_reason)
+    assert len(set(ids)) == len(ids)
+    return whole, calls
+
+
+@feature
+def tools_by_name(client: openai.OpenAI) -> None:
+    for name, schema in SCHEMAS.items():
+        named = {"type": "function", "function": {"name": name}}
+        choice, calls = answered(client, **CALLING, tool_choice=named)
+        assert (choice.finish_reason, choice.message.content, len(calls)) == ("tool_calls", None, 1)
+        assert calls[0][0] == name
+        jsonschema.validate(json.loads(calls[0][1]), schema)
+
+
+@feature
+def tools_that_are_required(client: openai.OpenAI) -> None:
+    choice, calls = answered(client, **CALLING, tool_choice="required", parallel_tool_calls=False)
+    assert (choice.finish_reason, choice.message.content, len(calls)) == ("tool_calls", None, 1)
+    jsonschema.validate(json.loads(calls[0][1]), SCHEMAS[calls[0][0]])
+    only = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+        {"type": "function", "function": {"name": "check"}}
+    ]}}  # fmt: skip
+    _, calls = answered(client, **CALLING, tool_choice=only, parallel_tool_calls=False)
+    assert [name for name, _ in calls] == ["check"]
+
+
+@feature
+def tools_in_parallel(client: openai.OpenAI) -> None:
+    """A model that is kept from ending calls again and again."""
+    ends = client.get("/../config", cast_to=object)["backend"]["stop_ids"]  # type: ignore[index]
+    bias = {str(token): -100 for token in ends}
+    choice, calls = answered(
+        client, **{**CALLING, "max_tokens": 160}, tool_choice="required", parallel_tool_calls=True, logit_bias=bias
+    )
+    assert choice.finish_reason == "length"
+    assert len(calls) >= 2
+    for name, arguments in calls[:-1]:  # the last is cut
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@feature
+def tools_as_the_model_likes(client: openai.OpenAI) -> None:
+    choice, calls = answered(client, **CALLING, tool_choice="auto")
+    assert (choice.finish_reason == "tool_calls") <= bool(calls)
+    assert all(name in SCHEMAS for name, _ in calls)
+    free, _ = answered(client, **{**CALLING, "tools": []})
+    none, called = answered(client, **CALLING, tool_choice="none")
+    assert (none.message.content, called) == (free.message.content, [])
+
+
+@feature
+def what_tools_gave_is_read(client: openai.OpenAI) -> None:
+    call: Any = {"id": "a", "type": "function", "function": {"name": "say", "arguments": '{"word": "yes"}'}}
+    told: list[Any] = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    texts = []
+    for result in ("it is done", "it has failed"):
+        messages = [*told, {"role": "tool", "tool_call_id": "a", "content": result}]
+        body = {"model": "tiny", "messages": messages}
+        tokens = client.post("/../tokenize", body=body, cast_to=object)["tokens"]  # type: ignore[index]
+        body = {"model": "tiny", "tokens": tokens}
+        texts.append(client.post("/../detokenize", body=body, cast_to=object)["prompt"])  # type: ignore[index]
+        assert result in texts[-1]
+        assert re.search(r'<tool_call>\s*\{"name": "say", "arguments": \{"word": "yes"\}\}\s*</tool_call>', texts[-1])
+        assert client.chat.completions.create(**{**CHAT, "messages": messages}, tools=TOOLS).choices
+    call["function"]["arguments"] = "{"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{**CHAT, "messages": told})
+    assert caught.value.param == "messages"
+
+
 @feature
 def embeddings(client: openai.OpenAI) -> None:
     texts = ["a cat sat", "a cat sat", "rockets burn kerosene"]
@@ -183,7 +278,7 @@ def embeddings(client: openai.OpenAI) -> None:
 
 @feature
 def refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
-    for fields in ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {"metadata": {"a": "b"}}):
+    for fields in ({"verbosity": "low"}, {"metadata": {"a": "b"}}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**CHAT, **fields)  # type: ignore[arg-type]
         assert caught.value.param == next(iter(fields))

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.sequence import Finish
 from jaxllm.infer.sequence import Sequence as Continuation
 from jaxllm.serve import Backend, Load, ServeConfig, Served, Server
 from jaxllm.serve.embedding import Embedder
@@ -22,11 +23,14 @@ from jaxllm.text.byte import ByteTokenizer
 from tests import quick, tiny
 
 TEMPLATE = ChatTemplate(
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES = EngineConfig(
-    sequences=4, budget=32, max_len=128, page_size=8, buckets=(32,), loop=2, samplers=("full",), top_logprobs=20
+    sequences=4, budget=32, max_len=384, page_size=8, buckets=(32,), loop=2, samplers=("full",), top_logprobs=20
 )
 
 
@@ -61,10 +65,20 @@ class FixedRate:
     Args:
         seconds: between two tokens.
         sequences: worked on at a time; others wait.
+        says: a letter a token, and then it ends; None: letters of the alphabet until it is told to end.
+        template: of its chats.
     """
 
-    def __init__(self, seconds: float = 0.01, sequences: int = 256, max_len: int = 4096):
-        self.tokenizer, self.template = ByteTokenizer(), TEMPLATE
+    def __init__(
+        self,
+        seconds: float = 0.01,
+        sequences: int = 256,
+        max_len: int = 4096,
+        *,
+        says: str | None = None,
+        template: ChatTemplate = TEMPLATE,
+    ):
+        self.tokenizer, self.template, self.says = ByteTokenizer(), template, says
         self.max_len, self.sequences, self.seconds = max_len, sequences, seconds
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
@@ -89,22 +103,27 @@ class FixedRate:
                     due = loop.time()
                     if params.max_tokens == 0:
                         yield Piece(request, 0, (), echo, finish="length")
-                    for made in range(1, params.max_tokens + 1):
+                    for made in range(1, min(params.max_tokens, len(self.says or " " * params.max_tokens)) + 1):
                         due += self.seconds
                         await asyncio.sleep(due - loop.time())
                         for number in range(params.n):
-                            letter = 97 + made % 26
+                            letter = chr(97 + made % 26) if self.says is None else self.says[made - 1]
                             yield Piece(
                                 request,
                                 number,
-                                (letter,),
-                                (echo if made == 1 else "") + chr(letter),
-                                finish="length" if made == params.max_tokens else None,
+                                (ord(letter) % 256,),
+                                (echo if made == 1 else "") + letter,
+                                finish=self._finish(made, params),
                             )
                 finally:
                     self.held -= 1
         finally:
             self.closed += 1
+
+    def _finish(self, made: int, params: SamplingParams) -> Finish | None:
+        if made == len(self.says or ""):
+            return "stop"
+        return "length" if made == params.max_tokens else None
 
     def embed(self, ids: Sequence[int], pooling: str) -> np.ndarray:
         """How often each digit comes, of length 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from openai.types import chat, completion_create_params
+from openai.types import chat, completion_create_params, shared_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +28,11 @@ PUBLISHED = {
     requests.AssistantMessage: chat.ChatCompletionAssistantMessageParam,
     requests.ToolMessage: chat.ChatCompletionToolMessageParam,
     requests.ToolCall: chat.ChatCompletionMessageFunctionToolCallParam,
+    requests.Tool: chat.ChatCompletionFunctionToolParam,
+    requests.FunctionDefinition: shared_params.FunctionDefinition,
+    requests.NamedTool: chat.ChatCompletionNamedToolChoiceParam,
+    requests.AllowedTools: chat.ChatCompletionAllowedToolChoiceParam,
+    requests.AllowedSet: chat.ChatCompletionAllowedToolsParam,
     requests.TextPart: chat.ChatCompletionContentPartTextParam,
 }
 OURS = {
@@ -134,7 +139,8 @@ HONOURED = {
 }
 ELSEWHERE = {
     requests.ChatRequest: {
-        *("model", "stream", "stream_options", "user", "safety_identifier", "top_logprobs", "chat_template_kwargs")
+        *("model", "stream", "stream_options", "user", "safety_identifier", "top_logprobs", "chat_template_kwargs"),
+        *("tools", "tool_choice", "parallel_tool_calls"),
     },
     requests.CompletionRequest: {"model", "stream", "stream_options", "user"},
 }

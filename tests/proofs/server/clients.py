@@ -15,7 +15,7 @@ from tests.proofs.harness import proof
 from tests.serve import servers
 from tests.serve.driving import FEATURES
 
-SIZES = EngineConfig(sequences=4, budget=64, max_len=256, buckets=(64,), samplers=("full",), top_logprobs=20, loop=4)
+SIZES = EngineConfig(sequences=4, budget=64, max_len=768, buckets=(64,), samplers=("full",), top_logprobs=20, loop=4)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ async def _smollm2() -> Any:
 def openai_client_on_smollm2(feature: str) -> None:
     """Each feature, driven by the official client, streamed and whole."""
     with (
-        servers.running(_smollm2, ServeConfig(port=0, name="tiny")) as (_, url),
+        servers.running(_smollm2, ServeConfig(port=0, name="tiny", tool_parser="hermes")) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=600) as client,
     ):
         FEATURES[feature](client)

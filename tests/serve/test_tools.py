@@ -1,0 +1,289 @@
+"""Calls and thoughts: what a model writes is told, forced and read by one value a format."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from jaxllm.infer.grammar import Grammar, Grammars
+from jaxllm.serve import ServeConfig, requests
+from jaxllm.serve.chat import Chat
+from jaxllm.serve.errors import ApiError
+from jaxllm.serve.formats import FORMATS, format_of
+from jaxllm.serve.generation import Desk
+from jaxllm.serve.metrics import Metrics
+from jaxllm.serve.reading import Reading, Way, merged
+from jaxllm.text import ChatTemplate
+from jaxllm.text.byte import ByteTokenizer
+from tests import environment
+from tests.serve import servers
+from tests.serve.driving import TOOLS, answered
+from tests.text.templates import BOS, EOS, TEMPLATES
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS: dict[str, Any] = {"weather": ARGUMENTS, "stop-all": {"type": "object", "additionalProperties": False}}
+CALLS = [("weather", {"city": 'a "quoted" } {\\ é 雨', "days": [1, 2]}), ("stop-all", {})]
+FAMILIES = {"qwen3": "hermes", "llama3.1": "llama3_json", "mistral": "mistral"}
+
+
+def read(way: Way, text: str, rng: random.Random | None = None) -> dict[str, Any]:
+    """The message of a text that comes in pieces."""
+    reading, deltas = Reading(way), []
+    while text:
+        many = len(text) if rng is None else rng.randint(1, 6)
+        deltas += reading.push(text[:many])
+        text = text[many:]
+    out = merged([*deltas, *reading.push("", last=True)])
+    assert len(out.get("tool_calls", ())) == reading.calls
+    return out
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    found = [call["function"] for call in message.get("tool_calls", ())]
+    return [(call["name"], json.loads(call["arguments"])) for call in found]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_is_read(name):
+    form, rng = FORMATS[name], random.Random(environment.derive(environment.seed(), name))
+    text = form.write(CALLS)
+    for given in (None, rng):
+        for forced in (True, False):
+            message = read(Way(form, FUNCTIONS, forced), text, given)
+            assert calls_of(message) == CALLS
+            assert set(message) == {"tool_calls"}
+        one = read(Way(form, FUNCTIONS, many=False), text, given)
+        assert calls_of(one) == CALLS[:1]
+        if not form.alone:
+            said = read(Way(form, FUNCTIONS), f"I look < it up.\n{text}\n", given)
+            assert (said["content"], calls_of(said)) == ("I look < it up.", CALLS)
+        thought = read(Way(form, FUNCTIONS, thinks="may"), f"\n<think>\nHm. {{}} </thin\n</think>\n\n{text}", given)
+        assert (thought["reasoning_content"], calls_of(thought)) == ("Hm. {} </thin", CALLS)
+        assert "content" not in thought
+    # However it is spaced; the order of names in an object says nothing.
+    loose = text.replace("\n", " ") if form.bare is None else text.replace("\n", "\n\n")
+    assert calls_of(read(Way(form, FUNCTIONS), loose, rng)) == CALLS
+    if form.bare is None:
+        turned = (
+            form.begin + form.open + json.dumps({form.key: {}, "name": "stop-all"}, indent=1) + form.close + form.end
+        )
+        assert calls_of(read(Way(form, FUNCTIONS), turned, rng)) == CALLS[1:]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_call_is_said(name):
+    form, rng = FORMATS[name], random.Random(environment.derive(environment.seed(), name))
+    whole = form.write([("weather", {"city": "x"})])
+    broken = [
+        form.write([("other", {})]),
+        form.write([("weather", [1])]),
+        whole.replace('"x"', "x"),
+        whole.replace('"x"', '"x'),
+        *(whole[:cut] for cut in rng.sample(range(1, len(whole) - len(form.end) - len(form.tail)), 5)),
+        form.mark,
+        f"{form.mark} is how calls begin",
+        form.mark * 300,
+        "no call at all, \n\n ",
+        "",
+    ]
+    for text in broken:
+        for given in (None, rng):
+            assert read(Way(form, FUNCTIONS), text, given) == ({"content": text} if text else {})
+    if not form.alone:
+        after = read(Way(form, FUNCTIONS), form.write([("other", {})]) + " " + whole, rng)
+        assert calls_of(after) == [("weather", {"city": "x"})]
+        assert "other" in after["content"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_grammar_allows_what_the_parser_reads(name):
+    form, tokenizer = FORMATS[name], ByteTokenizer()
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+
+    def follows(text: str, **fields: Any) -> bool:
+        rules = form.rules(FUNCTIONS, tokenizer, **{"many": True, "thinks": None, **fields})
+        guide = grammars.guide(Grammar.ebnf(rules))
+        for byte in text.encode():
+            if guide.mask is None or not guide.mask[byte // 32] >> byte % 32 & 1:
+                return False
+            guide.advance(byte)
+        return guide.accepts
+
+    text = form.write(CALLS).replace('"city": ', '"city":').replace(', "days": [1, 2]', ',"days":[1,2]')
+    one = form.write([("stop-all", {})])
+    assert follows(text)
+    assert follows(one, many=False)
+    assert follows(f"Hm. <think> {{\n</think>\n\n{text}", thinks="</think>")
+    assert not follows(text, many=False)
+    assert not follows(text, thinks="</think>")
+    assert not follows("I say: " + text)
+    assert not follows(form.write([("stop-all", {"city": "x"})]).replace(": ", ":"))
+    assert not follows(form.write([("weather", {})]))
+    assert not follows(form.write([("other", {})]))
+    assert not follows("")
+
+
+def test_special_tokens_that_mark_calls_are_forced_as_tokens(monkeypatch):
+    tokenizer = ByteTokenizer()
+    names = {**tokenizer.special_names, 258: "[TOOL_CALLS]"}
+    monkeypatch.setitem(tokenizer.__dict__, "special_names", names)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    rules = FORMATS["mistral"].rules(FUNCTIONS, tokenizer, many=True, thinks=None)
+    guide = grammars.guide(Grammar.ebnf(rules))
+    assert guide.mask is not None
+    assert [i for i in range(tokenizer.vocab_size) if guide.mask[i // 32] >> i % 32 & 1] == [258]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_say_how_calls_are_written(family):
+    template = ChatTemplate(TEMPLATES[family], BOS, EOS)
+    form = format_of(template)
+    assert form == FORMATS[FAMILIES[family]]
+    function = {"name": "weather", "arguments": CALLS[0][1]}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "123456789", "type": "function", "function": function}
+    ]}]  # fmt: skip
+    text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
+    begins = text.index(form.begin + form.head)
+    assert calls_of(read(Way(form, FUNCTIONS), text[begins:].split(EOS)[0].split("<|")[0])) == CALLS[:1]
+
+
+def test_templates_without_calls_have_no_format():
+    assert {name for name, text in TEMPLATES.items() if format_of(ChatTemplate(text))} == set(FAMILIES)
+    assert format_of(ChatTemplate("{% for t in tools %}<tool_call>\n<function=f>{% endfor %}")) is None
+
+
+# Over a server
+
+HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+SAID = [("say", '{"word": "yes"}'), ("check", '{"ok": false}')]
+QWEN = ChatTemplate(TEMPLATES["qwen3"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_among_free_text_reach_the_client(name):
+    form = FORMATS[name]
+    text = form.write([(name, json.loads(arguments)) for name, arguments in SAID])
+    backend = servers.FixedRate(0, says=("" if form.alone else "Let me see.\n") + text)
+    config = ServeConfig(port=0, name="tiny", tool_parser=name)
+    with (
+        servers.running(servers.opener(backend), config) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        choice, calls = answered(client, **HELLO, tools=TOOLS)
+        assert (calls, choice.finish_reason) == (SAID, "tool_calls")
+        assert choice.message.content == (None if form.alone else "Let me see.")
+        assert answered(client, **HELLO, tools=TOOLS, parallel_tool_calls=False)[1] == SAID[:1]
+        plain, none = answered(client, **HELLO, tools=TOOLS, tool_choice="none")
+        assert (plain.message.content, none, plain.finish_reason) == (backend.says, [], "stop")
+
+
+def test_thoughts_reach_the_client():
+    backend = servers.FixedRate(0, says="<think>\nFirst\nthis.\n</think>\n\nYes.", template=QWEN)
+    with (
+        servers.running(servers.opener(backend)) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        message = client.chat.completions.create(**HELLO).choices[0].message
+        assert (message.content, message.model_extra) == ("Yes.", {"reasoning_content": "First\nthis."})
+        thought = said = ""
+        for chunk in client.chat.completions.create(**HELLO, stream=True):
+            thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
+            said += chunk.choices[0].delta.content or ""
+        assert (said, thought) == ("Yes.", "First\nthis.")
+        cut = client.chat.completions.create(**{**HELLO, "max_tokens": 14}).choices[0]
+        assert (cut.message.content, cut.message.model_extra) == ("", {"reasoning_content": "First"})
+
+
+def asked(template: ChatTemplate = servers.TEMPLATE, parser: str | None = None, **fields: Any) -> Chat:
+    body = requests.ChatRequest.model_validate({**HELLO, "model": "m", **fields})
+    desk = Desk(servers.FixedRate(template=template), ServeConfig(tool_parser=parser), Metrics("m"))
+    return Chat(desk, body, {}, {})
+
+
+def test_a_thought_that_the_prompt_begins():
+    opened = ChatTemplate(TEMPLATES["qwen3"] + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    tokenizer = ByteTokenizer()
+    for fields, text in (
+        ({"response_format": form}, "12"),
+        ({"tools": TOOLS, "tool_choice": "required"}, FORMATS["hermes"].write([("check", {"ok": True})])),
+    ):
+        chat = asked(opened, **fields)
+        grammar = chat.jobs[0].params.grammar
+        assert grammar is not None
+        guide = Grammars(tokenizer, tokenizer.vocab_size).guide(grammar)
+        for byte in f"Hm.</think>\n{text}".replace('{"ok": ', '{"ok":').encode():
+            assert guide.mask is not None
+            assert guide.mask[byte // 32] >> byte % 32 & 1
+            guide.advance(byte)
+        assert guide.accepts
+    with pytest.raises(ApiError) as caught:
+        asked(opened, structured_outputs={"regex": "a"})
+    assert caught.value.param == "structured_outputs"
+
+
+def test_a_template_without_words_for_tools_is_told_of_them():
+    bare = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
+    with pytest.raises(ApiError, match="--tool-parser") as caught:
+        asked(bare, tools=TOOLS)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    called = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "say", "arguments": '{"word": "yes"}'}}
+    ]}, {"role": "tool", "tool_call_id": "a", "content": "done"}]  # fmt: skip
+    with pytest.raises(ApiError) as caught:
+        asked(bare, messages=called)
+    assert caught.value.param == "messages[1].tool_calls"
+    assert bytes(asked(bare, tool_choice="none", tools=TOOLS).jobs[0].prompt) == b"<user>hi\n"
+    for name, form in FORMATS.items():
+        text = bytes(asked(bare, name, messages=called, tools=TOOLS).jobs[0].prompt).decode()
+        assert all(json.dumps(tool["function"]) in text for tool in TOOLS)
+        assert form.write([("say", {"word": "yes"})]) in text
+        assert text.startswith("<system>")
+        assert "done" in text
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+        ("tools[1].function.name", {"tools": [TOOLS[0], TOOLS[0]]}),
+        ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
+        (
+            "tools[0].function.parameters",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        ),
+        ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
+        ("structured_outputs", {"tools": TOOLS, "structured_outputs": {"regex": "a"}}),
+        ("min_tokens", {"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_asked_is_named(param, fields):
+    with pytest.raises(ApiError) as caught:
+        asked(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_forced_arguments_are_the_functions_own():
+    strict = {"type": "function", "function": {"name": "f", "parameters": ARGUMENTS, "strict": True}}
+    grammar = asked(tools=[strict], tool_choice="required").jobs[0].params.grammar
+    assert grammar is not None
+    assert json.dumps(ARGUMENTS)[:-1] in grammar.text
+    nothing = asked(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required").jobs[0]
+    assert nothing.params.grammar is not None
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"a": 1}, json.loads(nothing.params.grammar.text.split("%json ")[1].split(' "}')[0]))
+    with pytest.raises(ValueError, match="tool_parser"):
+        ServeConfig(tool_parser="none")
