@@ -27,6 +27,7 @@ def serve(argv: list[str]) -> int:
         sequences: int = 16,
         max_len: int | None = None,
         budget: int = 256,
+        policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
@@ -48,6 +49,8 @@ def serve(argv: list[str]) -> int:
             sequences: that are worked on at a time.
             max_len: tokens of a sequence, prompt included; by default what the model was trained to read.
             budget: tokens of a step.
+            policy: whose turn it is: who came first, who has the highest `priority`, the key that has had least, who is
+                likely to end first.
             tool_parser: how the model writes calls: hermes, llama3_json, mistral, deepseek_v3 or deepseek_v31; by
                 default as its chat template says.
             queue: continuations that may wait; more are refused with 429.
@@ -65,6 +68,7 @@ def serve(argv: list[str]) -> int:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
         from jaxllm.infer import LLM, EngineConfig
+        from jaxllm.infer.policy import Fair, Priority, Shortest
         from jaxllm.model_cli import load_with_progress
 
         config = ServeConfig(
@@ -74,7 +78,8 @@ def serve(argv: list[str]) -> int:
         )  # fmt: skip
         sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-        run_server(config, engine_of(lambda: LLM(load_with_progress(model, dtype, layers), sizes)))
+        turn = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
+        run_server(config, engine_of(lambda: LLM(load_with_progress(model, dtype, layers), sizes, policy=turn)))
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm serve")

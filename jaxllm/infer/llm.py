@@ -20,6 +20,7 @@ from jaxllm.infer.engine import Engine
 from jaxllm.infer.limits import hard_limit
 from jaxllm.infer.load import LoadedModel, load_model
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import Policy
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.infer.sequence import Request
 
@@ -71,7 +72,7 @@ class LLM:
         config: the engine's sizes.
         dtype: see ``load_model``.
         manifest: folder to keep compiled programs in; None: nowhere. By default the cache folder's.
-        strict: see ``Engine``.
+        strict, policy: see ``Engine``.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class LLM:
         dtype: str | None = None,
         manifest: Path | str | None = "",
         strict: bool = False,
+        policy: Policy | None = None,
     ):
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype)
         self.tokenizer = self.loaded.tokenizer
@@ -95,6 +97,7 @@ class LLM:
             mesh=self.loaded.mesh,
             manifest=None if folder is None else Path(folder),
             strict=strict,
+            policy=policy,
         )
 
     def generate(

@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.engine import Engine
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import FirstCome, Priority, Service
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.serve.embedding import Embedder, Pooling
 from jaxllm.text import ChatTemplate, Tokenizer
@@ -43,12 +44,16 @@ class Backend(Protocol):
     """Tokens of a sequence at most."""
     sequences: int
     """Continuations it works on at a time."""
+    heeds_priority: bool
+    """Whether some requests may go before others."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ValueError for what ``stream`` would refuse."""
         ...
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "") -> AsyncGenerator[Piece, None]:
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Pieces as they come; closing it ends the request."""
         ...
 
@@ -79,14 +84,17 @@ class Served:
         self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
         self.max_len, self.sequences = self._engine.max_len, self._engine.config.sequences
+        self.heeds_priority = isinstance(self._engine.scheduler.ranking.policy, Priority)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """See ``Engine.check``."""
         self._engine.check(list(prompt), params)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "") -> AsyncGenerator[Piece, None]:
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """See ``AsyncEngine.stream``."""
-        return self._async.stream(prompt, params, salt=salt)
+        return self._async.stream(prompt, params, salt=salt, service=service)
 
     def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
         """See ``Embedder``."""
@@ -125,6 +133,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     spec, device = engine.device.spec, engine.device
     out: dict[str, Any] = {
         "engine": dataclasses.asdict(engine.config),
+        "policy": type(engine.scheduler.ranking.policy or FirstCome()).__name__,
         "max_len": spec.max_len,
         "page_size": spec.page_size,
         "pages": list(spec.pages),

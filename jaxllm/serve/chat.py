@@ -10,7 +10,7 @@ from jaxllm.infer.pieces import Piece
 from jaxllm.serve import logprobs
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.generation import Desk, Job, Usage
-from jaxllm.serve.prompts import chat_ids, chat_text, form_of, params_of, room_for
+from jaxllm.serve.prompts import chat_ids, chat_text, form_of, params_of, room_for, service_of
 from jaxllm.serve.reading import Delta, Reading, Way, merged
 from jaxllm.serve.requests import ChatRequest
 from jaxllm.serve.stream import DONE, event
@@ -30,7 +30,7 @@ class Chat:
     def __init__(self, desk: Desk, body: ChatRequest, head: dict[str, Any], record: dict[str, Any]):
         self._desk, self._body, self._head, self._record = desk, body, head, record
         self.usage = Usage()
-        job, way = _job(desk, body)
+        job, way = _job(desk, body, record)
         self.jobs = [job]
         desk.check(self.jobs, "messages")
         self._readings = [Reading(way) for _ in range(job.params.n)]
@@ -107,7 +107,7 @@ def _message(found: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": None if "tool_calls" in found else "", "refusal": None, **found}
 
 
-def _job(desk: Desk, body: ChatRequest) -> tuple[Job, Way]:
+def _job(desk: Desk, body: ChatRequest, record: dict[str, Any]) -> tuple[Job, Way]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true.", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -127,7 +127,7 @@ def _job(desk: Desk, body: ChatRequest) -> tuple[Job, Way]:
     params = params_of(
         body, room if most is None else most, logprobs=wanted, spelt=tuple(dict.fromkeys(spelt)), grammar=grammar
     )
-    return Job(ids, params, body.cache_salt or "", source), way
+    return Job(ids, params, body.cache_salt or "", service_of(body, backend, record), source), way
 
 
 def _form(body: ChatRequest, asked: Asked, dialect: Dialect, way: Way) -> tuple[Grammar | None, str]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import Service
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.generation import Desk, Job, Usage
 from jaxllm.serve.logprobs import Columns
-from jaxllm.serve.prompts import params_of, prompts_of, room_for
+from jaxllm.serve.prompts import params_of, prompts_of, room_for, service_of
 from jaxllm.serve.requests import CompletionRequest
 from jaxllm.serve.stream import DONE, event
 
@@ -42,7 +43,9 @@ class Completions:
             raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
         self._desk, self._body, self._head, self._record = desk, body, head, record
         self.usage = Usage()
-        self.jobs = [_job(desk.backend, body, ids) for ids in prompts_of(desk.backend.tokenizer, body.prompt, "prompt")]
+        service = service_of(body, desk.backend, record)
+        prompts = prompts_of(desk.backend.tokenizer, body.prompt, "prompt")
+        self.jobs = [_job(desk.backend, body, ids, service) for ids in prompts]
         desk.check(self.jobs, "prompt")
         self._many = self.jobs[0].params.n
         listed = body.logprobs is not None
@@ -101,7 +104,7 @@ def _joined(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {name: column if column is None else [*column, *more[name]] for name, column in columns.items()}
 
 
-def _job(backend: Backend, body: CompletionRequest, ids: list[int]) -> Job:
+def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Service) -> Job:
     room_for(backend, ids, "prompt")
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
@@ -114,4 +117,4 @@ def _job(backend: Backend, body: CompletionRequest, ids: list[int]) -> Job:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    return Job(ids, params, body.cache_salt or "")
+    return Job(ids, params, body.cache_salt or "", service)

@@ -67,7 +67,7 @@ class Gate:
 
         try:
             try:
-                self._check(scope, headers)
+                self._check(scope, headers, record)
                 receive = await self._body(scope, receive)
             except ApiError as error:
                 await error_response(error)(scope, receive, reply)
@@ -79,7 +79,7 @@ class Gate:
                 record["client"] = client[0]
             _LOG.info(json.dumps(record))
 
-    def _check(self, scope: Scope, headers: dict[bytes, list[bytes]]) -> None:
+    def _check(self, scope: Scope, headers: dict[bytes, list[bytes]], record: dict[str, Any]) -> None:
         """Refuses what need not be read."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
             raise ApiError(431, f"the request's headers are longer than {MAX_HEADERS:,} bytes.")
@@ -90,13 +90,13 @@ class Gate:
         ):
             raise ApiError(400, "the request says more than once how long it is.", headers={"Connection": "close"})
         if scope["path"] not in OPEN and self._keys and scope["method"] != "OPTIONS":
-            self._check_key(headers.get(b"authorization", ()))
+            record["key"] = self._key(headers.get(b"authorization", ()))
         length = headers.get(b"content-length", [b"0"])[0]
         if not length.isdigit() or int(length) > self._config.max_body:
             raise self._too_long()
 
-    def _check_key(self, given: Any) -> None:
-        """All keys are compared, each in constant time: how long it takes says nothing of them."""
+    def _key(self, given: Any) -> int:
+        """The number of a request's key; all are compared, each in constant time: how long it takes says nothing."""
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, own) for own in self._keys]
@@ -107,6 +107,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return matches.index(True)
 
     def _too_long(self) -> ApiError:
         return ApiError(

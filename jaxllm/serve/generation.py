@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxllm.infer.async_engine import EngineStopped
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import Service
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
@@ -27,6 +28,7 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     salt: str = ""
+    service: Service = field(default_factory=Service)
     form: str = "structured_outputs"
     """The field that its grammar comes from."""
 
@@ -168,7 +170,9 @@ class Desk:
             record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=watch.ended)
 
     async def _one(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
-        async with contextlib.aclosing(self.backend.stream(job.prompt, job.params, salt=job.salt)) as pieces:
+        async with contextlib.aclosing(
+            self.backend.stream(job.prompt, job.params, salt=job.salt, service=job.service)
+        ) as pieces:
             async for piece in pieces:
                 yield 0, piece
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.files import DataError
 from jaxllm.infer.grammar import Grammar
+from jaxllm.infer.policy import Service
 from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.errors import ApiError
@@ -154,6 +155,20 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
     except ValueError as error:
         name = str(error).split(" ")[0]
         raise ApiError(400, str(error), param=name if name in given else None) from None
+
+
+def service_of(body: Sampling, backend: Backend, record: Mapping[str, Any]) -> Service:
+    """What a request is to get before others: its priority; whose it is, by the number of its key.
+
+    Raises:
+        ApiError: a priority, of a server that has none.
+    """
+    if body.priority and not backend.heeds_priority:
+        raise ApiError(
+            400, "this server takes requests in another order than by priority; leave it out, or serve with "
+            "--policy priority.", param="priority",
+        )  # fmt: skip
+    return Service(priority=body.priority or 0, key=str(record.get("key", "")))
 
 
 def form_of(body: Sampling) -> Grammar | None:

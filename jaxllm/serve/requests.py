@@ -89,6 +89,9 @@ class Sampling(Body):
     structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = Field(
+        default=None, description="Higher goes first, 0 by default; of servers with that policy."
+    )
     cache_salt: Name | None = Field(
         default=None, description="What was computed is shared only with requests of the same."
     )

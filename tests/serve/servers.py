@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import Service
 from jaxllm.infer.sequence import Finish
 from jaxllm.infer.sequence import Sequence as Continuation
 from jaxllm.serve import Backend, Load, ServeConfig, Served, Server
@@ -80,6 +81,7 @@ class FixedRate:
     ):
         self.tokenizer, self.template, self.says = ByteTokenizer(), template, says
         self.max_len, self.sequences, self.seconds = max_len, sequences, seconds
+        self.heeds_priority, self.services = True, list[Service | None]()
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 
@@ -87,11 +89,12 @@ class FixedRate:
         """Takes all."""
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = ""
+        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
     ) -> AsyncGenerator[Piece, None]:
         """Letters."""
         self._places = self._places or asyncio.Semaphore(self.sequences)
         self.begun += 1
+        self.services.append(service)
         request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
         request.sequences = [Continuation(request, n, n, list(prompt)) for n in range(params.n)]
         echo = self.tokenizer.decode(prompt) if params.echo else ""

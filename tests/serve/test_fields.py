@@ -38,7 +38,7 @@ PUBLISHED = {
 OURS = {
     *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids"),
     *("include_stop_str_in_output", "beams", "length_penalty", "structured_outputs", "stop_token_ids", "ignore_eos"),
-    *("cache_salt", "chat_template_kwargs", "add_generation_prompt"),
+    *("cache_salt", "priority", "chat_template_kwargs", "add_generation_prompt"),
 }
 """Fields that OpenAI does not have."""
 
@@ -108,6 +108,7 @@ SHARED = {
     "include_stop_str_in_output": (True, lambda a: a.jobs[0].params.include_stop, True),
     "beams": (3, lambda a: a.jobs[0].params.beams, 3),
     "length_penalty": (0.5, lambda a: a.jobs[0].params.length_penalty, 0.5),
+    "priority": (-3, lambda a: a.jobs[0].service.priority, -3),
     "structured_outputs": ({"regex": "a+"}, lambda a: a.jobs[0].params.grammar, Grammar.regex("a+")),
 }
 HONOURED = {

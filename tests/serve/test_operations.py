@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -14,9 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
+from jaxllm.infer import Engine
+from jaxllm.infer.pieces import Piece
+from jaxllm.infer.policy import Priority
 from jaxllm.serve import Backend, ServeConfig, Server
 from tests.infer.engines import check_books
 from tests.serve import servers
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
@@ -36,6 +43,63 @@ def fake(seconds: float = 0.01, sequences: int = 4, **fields: Any) -> Iterator[t
 
 def text(tokens: int, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "a", "max_tokens": tokens, **fields}
+
+
+def test_the_highest_priority_goes_first(monkeypatch):
+    """Of eight that wait for four places; a server of another order refuses priorities by name."""
+    engine = servers.tiny_engine()
+    monkeypatch.setattr(engine.scheduler.ranking, "policy", Priority())
+    with servers.running(servers.tiny_backend) as (_, url), httpx.Client(base_url=url, timeout=60) as client:
+        engine.pause()
+        ended: list[int] = []
+
+        def ask(level: int) -> None:
+            asked = text(6, ignore_eos=True, priority=level * 1000, seed=0)
+            assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+            ended.append(level)
+
+        levels = [3, -1, 7, 2, 6, 0, 4, 1]
+        threads = [threading.Thread(target=ask, args=(level,)) for level in levels]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(engine.scheduler.waiting) == 8)
+        ranks: list[int] = []
+        engine.step = functools.partial(_noting, engine, engine.step, ranks)
+        try:
+            engine.resume()
+            client.post("/v1/completions", json=text(1))  # wakes the engine
+            for thread in threads:
+                thread.join(60)
+        finally:
+            del engine.step
+        assert sorted(ended) == sorted(levels)
+        firsts = [level for level in ranks if level != 0][:4]
+        assert sorted(firsts) == [3000, 4000, 6000, 7000]
+    monkeypatch.setattr(engine.scheduler.ranking, "policy", None)
+    with servers.running(servers.tiny_backend) as (_, url):
+        for route, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HI})):
+            body = {"model": "tiny", "max_tokens": 1, **prompt}
+            refused = httpx.post(f"{url}/v1/{route}", json={**body, "priority": 1})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+            assert httpx.post(f"{url}/v1/{route}", json={**body, "priority": 0}, timeout=60).status_code == 200
+
+
+def _noting(engine: Engine, step: Callable[[], list[Piece]], ranks: list[int]) -> list[Piece]:
+    """A step of the engine; those that end are noted."""
+    out = step()
+    ranks += [piece.request.service.priority for piece in out if piece.finish is not None]
+    return out
+
+
+@pytest.mark.parametrize("keys", [("one", "two"), ()])
+def test_policies_know_whose_a_request_is(keys):
+    with fake(api_keys=keys) as (backend, _, url):
+        seen = []
+        for key in ("two", "one", "two"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.post(f"{url}/v1/completions", json=text(1), headers=headers).status_code == 200
+            seen.append(backend.services[-1].key)
+    assert seen == (["1", "0", "1"] if keys else [""] * 3)
 
 
 @pytest.mark.parametrize("stream", [True, False])
