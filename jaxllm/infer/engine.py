@@ -300,14 +300,19 @@ class Engine:
         now = ranking.clock()
         if not flight.shape.decode:
             ranking.times = ranking.times.after(flight.shape.tokens, now - self._landed)
-        self._landed = now
-        out = []
+        out: list[Piece] = []
+        work: list[tuple[int, int, int]] = []
         for plan, own in zip(flight.plans, rows, strict=True):
-            out += self._hand_out(plan, flight.shape.outputs.views(own))
+            out += self._hand_out(plan, flight.shape, flight.shape.outputs.views(own), work)
+        windows = [group.window for group in self.device.spec.groups]
+        self.metrics.landed(flight.shape.name, now - self._landed, work, windows, decode=flight.shape.decode)
+        self._landed = now
         return out
 
-    def _hand_out(self, plan: Plan, made: Mapping[str, np.ndarray]) -> list[Piece]:
-        """What a replica has made."""
+    def _hand_out(
+        self, plan: Plan, shape: Shape, made: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
+    ) -> list[Piece]:
+        """What a replica has made; adds what it has done to ``work``, see ``Metrics.landed``."""
         out, at = [], 0
         tokens = made["tokens"].tolist()
         for row, entry in enumerate(plan.entries):
@@ -315,11 +320,13 @@ class Engine:
             if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in made:
                 self._score(entry, made, at)
             at += entry.count
-            if not entry.samples or sequence.finish is not None:
-                continue
-            sequence.pending -= plan.steps
-            fresh = [tokens[step][row] for step in range(plan.steps)]
-            out.append(self._gain(sequence, fresh, made, row))
+            gained = 0
+            if entry.samples and sequence.finish is None:
+                sequence.pending -= plan.steps
+                fresh = [tokens[step][row] for step in range(plan.steps)]
+                out.append(self._gain(sequence, fresh, made, row))
+                gained = len(out[-1].tokens)
+            work.append((entry.start, gained if shape.decode else entry.count, gained))
         return out
 
     def _score(self, entry: Entry, made: Mapping[str, np.ndarray], at: int) -> None:

@@ -14,6 +14,7 @@ from jaxllm.infer.pieces import Piece
 from jaxllm.infer.policy import FirstCome, Priority, Service
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.serve.embedding import Embedder, Pooling
+from jaxllm.serve.utilisation import Use, uses
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
@@ -25,6 +26,7 @@ class Load:
         running, waiting: continuations.
         pages_held, pages: of keys and values.
         counters: by name; they only rise.
+        uses: of programs, by name.
     """
 
     running: int = 0
@@ -32,6 +34,7 @@ class Load:
     pages_held: int = 0
     pages: int = 0
     counters: dict[str, int] = field(default_factory=dict)
+    uses: dict[str, Use] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -117,6 +120,7 @@ class Served:
                 "prefix_cache_hit_tokens": scheduler.hit_tokens,
                 "preemptions": scheduler.preemptions,
             },
+            uses=uses(self._engine),
         )
 
     def describe(self) -> dict[str, Any]:

@@ -14,6 +14,13 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1,
 _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 PREFIX = "jaxllm:"
+_OF_PROGRAMS: dict[str, Any] = {
+    "step_seconds": (CounterMetricFamily, "That steps of a program took."),
+    "model_flops": (CounterMetricFamily, "Of the model, that they made use of."),
+    "model_moved": (CounterMetricFamily, "Bytes of weights, keys and values that they read and wrote."),
+    "mfu": (GaugeMetricFamily, "Share of the devices' FLOP/s, 1 is all, since the server began."),
+    "mbu": (GaugeMetricFamily, "Share of the devices' bytes/s, likewise."),
+}
 
 
 class Metrics:
@@ -73,6 +80,13 @@ class Metrics:
             )
             family.add_metric([self.name], value)
             yield family
+        for field, (kind, words) in _OF_PROGRAMS.items():
+            family = kind(PREFIX + field, words, labels=["model_name", "bucket"])
+            for bucket, use in sorted(load.uses.items()):
+                if (value := getattr(use, field.removeprefix("step_").removeprefix("model_"))) is not None:
+                    family.add_metric([self.name, bucket], value)
+            if family.samples:
+                yield family
 
     def text(self) -> bytes:
         """The page that Prometheus reads."""
