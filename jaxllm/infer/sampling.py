@@ -55,9 +55,9 @@ class SamplingParams:
         prompt_logprobs: None: none; 0: the log-probability of each token of the prompt but the first, and its rank (0:
             the likeliest); k: also the k likeliest there. Such a prompt is computed whole, whatever is kept of others.
         echo: the text begins with the prompt's.
-        spelt: special tokens whose names are part of the text, as those of marks that a reader looks for.
         grammar: the form of the text, see ``Grammar``: JSON schema, regular expression, EBNF, or a choice. It ends
             where the form does, and is whole unless max_tokens or a stop text cuts it.
+        spelt: special tokens whose names are part of the text, as those of marks that a reader looks for.
     """
 
     max_tokens: int = 128
