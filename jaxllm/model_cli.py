@@ -30,6 +30,7 @@ def generate(argv: list[str]) -> int:
         temperature: float = 0.8,
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        mesh: str | None = None,
     ) -> int:
         """Continues a text with a model.
 
@@ -42,12 +43,13 @@ def generate(argv: list[str]) -> int:
             seed: seed of the sampling.
             dtype: what another library's model is computed in, float32 by default; a run's or a converted model has its
                 own.
+            mesh: to serve on all devices, such as tensor=4; one device by default.
         """
         use_compilation_cache()
         from jaxllm.infer import LLM, SamplingParams, for_one
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-        loaded = load_with_progress(model, dtype)
+        loaded = load_with_progress(model, dtype, mesh=mesh)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
         llm = LLM(loaded, for_one(loaded, tokens + max_tokens))
         stream = llm.stream(prompt, params)
@@ -72,6 +74,7 @@ def chat(argv: list[str]) -> int:
         temperature: float = 0.7,
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        mesh: str | None = None,
     ) -> int:
         """A conversation: a line for each message, or one answer to --message.
 
@@ -85,15 +88,15 @@ def chat(argv: list[str]) -> int:
             seed: seed of the sampling.
             dtype: what another library's model is computed in, float32 by default; a run's or a converted model has its
                 own.
+            mesh: to serve on all devices, such as tensor=4; one device by default.
         """
         use_compilation_cache()
         from jaxllm.files import DataError
         from jaxllm.infer import Chat
 
         opening = [{"role": "system", "content": system}] if system else []
-        talk = Chat(
-            load_with_progress(model, dtype), list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+        loaded = load_with_progress(model, dtype, mesh=mesh)
+        talk = Chat(loaded, list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed)
         if message:
             speak(talk, message)
             return 0
@@ -143,12 +146,15 @@ def load_with_progress(
     name: str,
     dtype: Literal["float32", "bfloat16"] | None,
     layers: Literal["stacked", "apart"] = "stacked",
+    mesh: str | None = None,
 ) -> LoadedModel:
-    """``load_model``, showing on the terminal how far it is."""
+    """``load_model``, showing on the terminal how far it is; onto a mesh to be served on."""
     from jaxllm.infer import load_model
+    from jaxllm.infer.placing import mesh_of
 
+    over = None if mesh is None else mesh_of(mesh)
     with progress_bar("loading", name) as progress:
-        return load_model(name, dtype=dtype, layers=layers, progress=progress)
+        return load_model(name, mesh=over, dtype=dtype, layers=layers, progress=progress)
 
 
 @contextlib.contextmanager

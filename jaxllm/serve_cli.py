@@ -36,6 +36,7 @@ def serve(argv: list[str]) -> int:
         log_prompts: bool = False,
         dtype: Literal["float32", "bfloat16"] | None = None,
         layers: Literal["stacked", "apart"] = "stacked",
+        mesh: str | None = None,
     ) -> int:
         """Serves until SIGTERM or Ctrl-C; what is under way then may end.
 
@@ -60,6 +61,8 @@ def serve(argv: list[str]) -> int:
             log_prompts: what is said is logged too.
             dtype: what another library's model is computed in, float32 by default.
             layers: apart: each in arrays of its own, which is faster after compiling for longer.
+            mesh: to serve on all devices, such as data=2,tensor=4 (docs/serving.md); one device by default. Then
+                sequences and budget are those of each replica.
         """
         try:
             from jaxllm.serve import ServeConfig, engine_of
@@ -79,7 +82,7 @@ def serve(argv: list[str]) -> int:
         sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         turn = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
-        run_server(config, engine_of(lambda: LLM(load_with_progress(model, dtype, layers), sizes, policy=turn)))
+        run_server(config, engine_of(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=turn)))
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm serve")

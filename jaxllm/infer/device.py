@@ -23,9 +23,10 @@ from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.limits import settle_length
 from jaxllm.infer.manifest import Manifest, Program, config_key, describe
 from jaxllm.infer.paged import HELD_AXES, POOL_AXES, LayerGroup, layer_groups
-from jaxllm.infer.placing import check_mesh, placements, put, serving_model
+from jaxllm.infer.placing import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, seat, write_pages
 from jaxllm.models import Functional
+from jaxllm.parallel import distributed
 
 MOVED = 16
 """Pages that one program takes to the host or back."""
@@ -99,6 +100,7 @@ class Device:
     Attributes:
         spec: the sizes.
         manifest: of its programs, with counts of what was compiled.
+        spans: its devices are of several processes, see ``together``.
     """
 
     def __init__(
@@ -117,11 +119,12 @@ class Device:
         self.model = serving_model(model)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         check_mesh(self.mesh)
+        self.spans = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
         else:
-            params = jax.device_put(params, placements(self.model, params, self.mesh))
+            params = jax.tree.map(put, params, placements(self.model, params, self.mesh))
             with self._on_mesh(), sharding.use_rules(self.model.rules):
                 replicas = sharding.axis_size("batch")
         self.params = params
@@ -131,12 +134,20 @@ class Device:
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
-        key = [*config_key(model.config, config), str(self.model.rules), describe(self._abstract), vocab_size, max_len]
+        own = [jax.process_index()] if self.spans else []
+        key = [
+            *own,
+            *config_key(model.config, config),
+            str(self.model.rules),
+            describe(self._abstract),
+            vocab_size,
+            max_len,
+        ]
         self.manifest = Manifest(manifest, key, devices, strict)
         least = (columns + 1,) * len(groups)
         self.spec = Spec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
         if config.pages is not None or (pages := self.manifest.note("pages")) is None:
-            pages = self._pages(config.pages or self._room())
+            pages = self._pages(config.pages or self._agreed(self._room()))
             self.manifest.note("pages", list(pages))
         self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
         self._moves = config.preemption == "swap"
@@ -159,8 +170,8 @@ class Device:
         full = full or "plain" not in self.config.samplers
         sizes = self.config.decode_buckets
         if decode and sizes:
-            return self._shape(next(size for size in sizes if size >= requests), True, full)
-        return self._shape(next(size for size in self.config.prompt_buckets if size >= tokens), False, full)
+            return self.shape(next(size for size in sizes if size >= requests), True, full)
+        return self.shape(next(size for size in self.config.prompt_buckets if size >= tokens), False, full)
 
     def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         """Sends a step; what it gives is on its way to the host."""
@@ -204,7 +215,8 @@ class Device:
                 )
         if self.mesh is None:
             params = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, params)
-        self.params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, self._abstract))
+        # Copied where they already lie right: a training step gives its buffers away.
+        self.params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, self._abstract), may_alias=False)
 
     # Pages on the host
 
@@ -246,7 +258,7 @@ class Device:
                 self.config.sequences + 1
             ) * self.spec.columns  # no more than can be in use, and one to be found again
         else:
-            largest = self._step(self._shape(self.config.budget, False, "full" in self.config.samplers))
+            largest = self._step(self.shape(self.config.budget, False, "full" in self.config.samplers))
             temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
             self.manifest.counts.compiled = self.manifest.counts.loaded = 0
             weights, slots = map(_bytes_of, (self._abstract, self._abstract_state() if self._full else ()))
@@ -264,6 +276,13 @@ class Device:
             )
         pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
         return max(pages, least)
+
+    def _agreed(self, room: int) -> int:
+        """The least of all processes."""
+        if not self.spans:
+            return room
+        said = distributed.group().gather("room for pages", str(room))
+        return int(distributed.group().tell("pages", str(min(map(int, said))) if said else ""))
 
     def _pages(self, most: int) -> tuple[int, ...]:
         """Pages of each group: those with windows need no more than the windows of all sequences reach."""
@@ -291,7 +310,8 @@ class Device:
 
     # Programs
 
-    def _shape(self, tokens: int, decode: bool, full: bool) -> Shape:
+    def shape(self, tokens: int, decode: bool, full: bool) -> Shape:
+        """A step's."""
         return Shape(
             tokens=tokens,
             requests=min(tokens, self.config.sequences),
@@ -323,7 +343,7 @@ class Device:
 
     def _shapes(self) -> list[Shape]:
         return [
-            self._shape(tokens, decode, sampler == "full")
+            self.shape(tokens, decode, sampler == "full")
             for decode, sizes in ((False, self.config.prompt_buckets), (True, self.config.decode_buckets))
             for tokens in reversed(sizes)
             for sampler in self.config.samplers
@@ -387,7 +407,7 @@ class Device:
 
 
 def _device_of(params: Any) -> Any:
-    return next(iter(jax.tree.leaves(params)[0].devices()))
+    return jax.tree.leaves(params)[0].addressable_shards[0].device
 
 
 def _bytes_of(tree: Any) -> int:

@@ -42,7 +42,9 @@ from jaxllm.infer.sampling import SEEDS, SamplingParams
 from jaxllm.infer.scheduler import Scheduler
 from jaxllm.infer.sequence import Finish, Request, Sequence
 from jaxllm.infer.step import Shape
+from jaxllm.infer.together import Leading, follow
 from jaxllm.models import Functional
+from jaxllm.parallel import distributed
 from jaxllm.text import Tokenizer
 
 
@@ -138,7 +140,8 @@ class Engine:
         device = Device(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
         )
-        return cls(device, config, size, tokenizer, policy=policy, tpot=tpot, predict=predict)
+        runner = Leading(device) if device.spans and distributed.group().leads else device
+        return cls(runner, config, size, tokenizer, policy=policy, tpot=tpot, predict=predict)
 
     # Requests
 
@@ -164,6 +167,10 @@ class Engine:
             ValueError: an empty or too long prompt, a token outside the vocabulary, parameters that this engine was not
                 built for.
         """
+        if isinstance(self.device, Device) and self.device.spans:
+            raise RuntimeError(
+                f"process {distributed.group().rank} follows process 0, which takes requests: call follow() here."
+            )
         prompt, params = [int(token) for token in prompt], params or SamplingParams()
         words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
@@ -211,6 +218,21 @@ class Engine:
         """Whether ``step`` has something to do."""
         return bool(self._flights or self._cancelled) or not (self.paused or self.scheduler.idle)
 
+    def follow(self) -> None:
+        """Where the mesh has devices of several processes, what all but process 0 do: its steps, until its ``close``.
+
+        Raises:
+            RuntimeError: this is process 0, or the engine is of one process.
+        """
+        if not (isinstance(self.device, Device) and self.device.spans):
+            raise RuntimeError("this engine follows nobody: it takes requests itself.")
+        follow(self.device)
+
+    def close(self) -> None:
+        """Lets processes that follow this one go on; of one process, nothing."""
+        if isinstance(self.device, Leading):
+            self.device.close()
+
     def pause(self) -> None:
         """Sends nothing to the device any more; what is there stays there, and requests are still taken in."""
         self.paused = True
@@ -231,6 +253,8 @@ class Engine:
         Raises:
             ValueError: names what differs; nothing is changed then.
         """
+        if isinstance(self.device, Leading):
+            raise ValueError("the weights of an engine over several processes cannot be swapped yet; start it anew.")
         if not isinstance(self.device, Device):
             raise ValueError("only an engine of a real model has weights.")
         self.device.swap(params)

@@ -20,6 +20,7 @@ from jaxllm.infer.engine import Engine
 from jaxllm.infer.limits import hard_limit
 from jaxllm.infer.load import LoadedModel, load_model
 from jaxllm.infer.pieces import Piece
+from jaxllm.infer.placing import mesh_of
 from jaxllm.infer.policy import Policy
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.infer.sequence import Request
@@ -71,6 +72,7 @@ class LLM:
         model: what ``load_model`` takes, or what it gave.
         config: the engine's sizes.
         dtype: see ``load_model``.
+        mesh: to serve on, such as ``"data=2,tensor=4"``, over all devices; None: where ``model`` lives, or one device.
         manifest: folder to keep compiled programs in; None: nowhere. By default the cache folder's.
         strict, policy: see ``Engine``.
     """
@@ -81,11 +83,13 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         dtype: str | None = None,
+        mesh: str | None = None,
         manifest: Path | str | None = "",
         strict: bool = False,
         policy: Policy | None = None,
     ):
-        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype)
+        over = None if mesh is None else mesh_of(mesh)
+        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, mesh=over)
         self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
         self.engine = Engine.of(
@@ -94,7 +98,7 @@ class LLM:
             config,
             tokenizer=self.tokenizer,
             longest=self.loaded.longest,
-            mesh=self.loaded.mesh,
+            mesh=over or self.loaded.mesh,
             manifest=None if folder is None else Path(folder),
             strict=strict,
             policy=policy,

@@ -29,6 +29,17 @@ _WHY = {
 }
 
 
+def mesh_of(text: str) -> Mesh:
+    """A mesh over all devices, such as ``data=2,tensor=4``, to load a model on and serve it.
+
+    Raises:
+        ShardingError: the text is no mesh, the sizes do not multiply to the number of devices, see ``check_mesh``.
+    """
+    mesh = sharding.MeshSpec.parse(text).build()
+    check_mesh(mesh)
+    return mesh
+
+
 def check_mesh(mesh: Mesh | None) -> None:
     """Refuses meshes that an engine cannot serve on.
 
@@ -73,9 +84,14 @@ def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
     return tree
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether its devices are of several processes."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def put(value: Any, place: Any) -> Any:
-    """A host array, the same in every process, on its devices; no process looks at what another has."""
-    if place.is_fully_addressable:
+    """An array on its devices; where these are of several processes, each has the whole of it or of all a part."""
+    if place.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return jax.device_put(value, place)
     array = np.asarray(value)
     return jax.make_array_from_callback(array.shape, place, lambda index: array[index])

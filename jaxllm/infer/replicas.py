@@ -91,7 +91,7 @@ class Replicas:
         """What each replica does next, perhaps nothing; none at all where nobody can do anything now."""
         self._hand_out()
         # One that has to stop after a step stops all; one that can go on has no prompts to read and nobody waiting.
-        most = 1 if self.lobby else min((one.ahead for one in self.each if one.running), default=1)
+        most = 1 if self.lobby else min((one.ahead for one in self.each if not one.idle), default=1)
         found = []
         for one in self.each:
             one.most = most

@@ -64,6 +64,7 @@ class Group:
         self.rank, self.size = rank, size
         self._store, self._patience = store, patience
         self._turns: dict[str, int] = {}
+        self._forgotten: dict[str, int] = {}
 
     @property
     def leads(self) -> bool:
@@ -113,6 +114,12 @@ class Group:
         if answer is None:
             raise DistributedError(f"process 0 said nothing about {topic} for {timeout or self._patience:g} s.")
         return answer
+
+    def forget(self, topic: str, turns: int) -> None:
+        """In process 0: of what was told under a topic, all have heard the first ``turns``; they need not be kept."""
+        for turn in range(self._forgotten.get(topic, 0) + 1, turns + 1):
+            self._store.key_value_delete(f"jaxllm/{topic}/{turn}")
+        self._forgotten[topic] = max(turns, self._forgotten.get(topic, 0))
 
     def meet(self, topic: str) -> None:
         """Returns when all processes have come here."""

@@ -83,6 +83,12 @@ MIXTURES = {
 }
 """Families whose caches or scores are of another kind."""
 
+WIDE = {
+    "wide": tiny.decoder(vocab_size=VOCAB, heads=8, kv_heads=8, head_dim=4),
+    "few kv heads": tiny.decoder(vocab_size=VOCAB, heads=16, kv_heads=2, head_dim=4, tied=False),
+}
+"""With heads for eight devices."""
+
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
     "roomy": EngineConfig(sequences=4, budget=16, pages=80, page_size=8, buckets=(16,), **_FULL),
@@ -103,7 +109,7 @@ ENGINES = {
 
 
 def model_of(name: str, dtype: str) -> DecoderConfig:
-    return dataclasses.replace((MODELS | MIXTURES)[name], dtype=dtype, param_dtype=dtype)
+    return dataclasses.replace((MODELS | MIXTURES | WIDE)[name], dtype=dtype, param_dtype=dtype)
 
 
 @functools.cache
