@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,8 @@ from jaxllm.infer.limits import settle_length
 from jaxllm.infer.manifest import Manifest, Program, config_key, describe
 from jaxllm.infer.paged import HELD_AXES, POOL_AXES, LayerGroup, layer_groups
 from jaxllm.infer.placing import check_mesh, placements, put, serving_model, spans_processes
+from jaxllm.infer.runner import Runner as Runner
+from jaxllm.infer.runner import Spec as Spec
 from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, seat, write_pages
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
@@ -34,64 +35,6 @@ SHARE = 0.9
 """Of an accelerator's memory that parameters, pools and a step's temporaries may take together."""
 CPU_SHARE = 0.25
 """Of a computer's memory that pools may take."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Sizes of an engine, all settled.
-
-    Attributes:
-        groups: of layers, each with a pool.
-        pages: of each pool.
-        page_size: positions of a page.
-        columns: pages of the longest sequence.
-        max_len: tokens of the longest sequence.
-        vocab: tokens of the model's vocabulary.
-        replicas: each has so many sequences, and so many pages of each pool, of its own.
-    """
-
-    groups: tuple[LayerGroup, ...]
-    pages: tuple[int, ...]
-    page_size: int
-    columns: int
-    max_len: int
-    vocab: int = 0
-    replicas: int = 1
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """What an engine needs of a device."""
-
-    @property
-    def spec(self) -> Spec:
-        """Sizes."""
-        ...
-
-    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Shape:
-        """The smallest program that a step fits."""
-        ...
-
-    def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
-        """Sends a step; ``np.asarray`` of what this gives, numbers of each replica, waits for what the step has made.
-
-        Args:
-            packed: int32[B, numbers], of each replica.
-            masks: int32[B, S, U] of a full step: bits of the tokens that a row may make; None: all.
-        """
-        ...
-
-    def seat(self, replica: int, packed: np.ndarray) -> None:
-        """Puts what a request asks for into its slot, see ``shaping``."""
-        ...
-
-    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
-        """Pages of a replica's pool, on the host."""
-        ...
-
-    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
-        """Puts pages from the host into a replica's pool."""
-        ...
 
 
 class Device:
@@ -118,7 +61,7 @@ class Device:
         self.config, self.vocab_size = config, vocab_size
         self.model = serving_model(model)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
-        check_mesh(self.mesh)
+        check_mesh(self.mesh, invariant=config.batch_invariant)
         self.spans = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make

@@ -25,14 +25,14 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
-from jaxllm.infer import feed
+from jaxllm.infer import feed, landing
 from jaxllm.infer.choosing import Chooser
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.device import Device, Runner
 from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.metrics import Metrics as Metrics
 from jaxllm.infer.pieces import Piece, piece_of
-from jaxllm.infer.plan import Entry, Plan
+from jaxllm.infer.plan import Plan
 from jaxllm.infer.policy import Policy, Service
 from jaxllm.infer.ranking import Ranking
 from jaxllm.infer.reader import Reader
@@ -342,7 +342,7 @@ class Engine:
         for row, entry in enumerate(plan.entries):
             sequence, request = entry.sequence, entry.sequence.request
             if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in made:
-                self._score(entry, made, at)
+                landing.score(entry, made, at)
             at += entry.count
             gained = 0
             if entry.samples and sequence.finish is None:
@@ -353,47 +353,9 @@ class Engine:
             work.append((entry.start, gained if shape.decode else entry.count, gained))
         return out
 
-    def _score(self, entry: Entry, made: Mapping[str, np.ndarray], at: int) -> None:
-        request = entry.sequence.request
-        many = min(entry.count, len(request.prompt) - 1 - entry.start)
-        if many > 0:
-            pairs = zip(made["scores"][at : at + many].tolist(), made["ranks"][at : at + many].tolist(), strict=True)
-            request.prompt_scores[entry.start : entry.start + many] = list(pairs)
-        for row, place in enumerate(range(entry.start, entry.start + many), at):
-            best = zip(made["prompt_ids"][row].tolist(), made["prompt_top"][row].tolist(), strict=True)
-            request.prompt_top[place] = tuple(itertools.islice(best, request.params.prompt_logprobs))
-
     def _gain(self, sequence: Sequence, fresh: list[int], made: Mapping[str, np.ndarray], row: int) -> Piece:
         """Adds tokens to a continuation, up to where it ends."""
-        params = sequence.request.params
-        before = len(sequence.tokens)
-        finish: Finish | None = None
-        text = ""
-        for number, token in enumerate(fresh):
-            if params.max_tokens == 0:
-                finish = "length"
-                break
-            sequence.tokens.append(token)
-            sequence.versions.append(self.version)
-            if params.scores:
-                sequence.logprobs.append(float(made["logprobs"][number, row]))
-                ids, values = made["top_ids"][number, row], made["top_logprobs"][number, row]
-                best = zip(ids.tolist(), values.tolist(), strict=True)
-                sequence.top.append(list(itertools.islice(best, params.logprobs or 0)))
-            ended = token in sequence.request.stop_ids
-            if ended:
-                finish = "stop"
-            elif len(sequence.tokens) - len(sequence.request.prompt) >= params.max_tokens:
-                finish = "length"
-            if sequence.guide is not None and not ended and not sequence.guide.advance(token):
-                finish = "error" if sequence.guide.error else "stop"
-            if sequence.reader is not None and not ended:
-                piece, stopped = sequence.reader.push(token)
-                text += piece
-                finish = "stop" if stopped else finish
-            if finish is not None:
-                break
-        new = tuple(sequence.tokens[before:])
+        new, text, finish = landing.gain(sequence, fresh, made, row, self.version)
         self.metrics.made_tokens += len(new)
         if finish is None:
             sequence.text += text

@@ -8,7 +8,7 @@ for completion in llm.generate(["Once upon a time", "The sea"], SamplingParams(m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 
 from jaxllm.files import DataError, cache_root
 from jaxllm.infer.config import EngineConfig
+from jaxllm.infer.device import Device
 from jaxllm.infer.engine import Engine
 from jaxllm.infer.limits import hard_limit
 from jaxllm.infer.load import LoadedModel, load_model
@@ -103,6 +104,9 @@ class LLM:
             strict=strict,
             policy=policy,
         )
+        if isinstance(self.engine.device, Device) and self.engine.device.mesh is not None:
+            # Those that the engine has placed, not these and others beside them.
+            self.loaded = replace(self.loaded, params=self.engine.device.params, mesh=self.engine.device.mesh)
 
     def generate(
         self,

@@ -40,12 +40,21 @@ def mesh_of(text: str) -> Mesh:
     return mesh
 
 
-def check_mesh(mesh: Mesh | None) -> None:
+def check_mesh(mesh: Mesh | None, *, invariant: bool = False) -> None:
     """Refuses meshes that an engine cannot serve on.
+
+    Args:
+        mesh: None for one device.
+        invariant: the same bits are asked for whatever a request's neighbours are.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
     """
+    if mesh is not None and invariant and mesh.shape.get("expert", 1) > 1:
+        raise ShardingError(
+            "batch_invariant does not go with expert: an expert's rows are those of all replicas, whatever they serve. "
+            "Split experts over tensor, or leave batch_invariant out."
+        )
     for name, size in {} if mesh is None else mesh.shape.items():
         if size > 1 and name not in SERVED:
             raise ShardingError(

@@ -117,9 +117,8 @@ class Replicas:
 
     def _place(self, sequence: Sequence) -> int | None:
         """The replica for a sequence; None where all are full."""
-        loads = [len(one.sequences()) for one in self.each]
-        most = min(*loads, self.config.sequences - 1) + max(1, self.config.sequences // 4)
-        there = [r for r, load in enumerate(loads) if load < min(most, self.config.sequences)]
+        loads, slots = [len(one.sequences()) for one in self.each], self.config.sequences
+        there = [r for r, load in enumerate(loads) if load < slots and load - min(loads) <= max(1, slots // 4)]
         return min(there, key=lambda r: (-self._known(self.each[r], sequence), loads[r]), default=None)
 
     def _known(self, one: Scheduler, sequence: Sequence) -> int:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+import sharding
+from jaxllm.infer.placing import serving_model
 from jaxllm.models import Functional, Segments
 
 Pooling = Literal["mean", "last"]
@@ -30,7 +32,7 @@ class Embedder:
 
     def __init__(self, model: Functional, params: Any, longest: int, mesh: jax.sharding.Mesh | None = None):
         self._params, self._longest, self._mesh = params, longest, mesh
-        self._pool = jax.jit(functools.partial(_pooled, model), static_argnames="pooling")
+        self._pool = jax.jit(functools.partial(_pooled, serving_model(model)), static_argnames="pooling")
         self._lock = threading.Lock()  # one at a time: they share the device with the engine
 
     def __call__(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
@@ -48,9 +50,13 @@ def _pooled(
     model: Functional, params: Any, tokens: Int[Array, "1 S"], count: Int[Array, ""], pooling: Pooling
 ) -> Float[Array, " D"]:
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    # What is padded comes last, where nothing before it looks.
-    hidden, _ = model.forward(params, tokens, positions, Segments())
-    states = model.unembed(params, hidden)[0][0].astype(jnp.float32)
+    with sharding.use_rules(model.rules):  # every replica of a mesh does the same
+        rows, axes = (sharding.axis_size("batch"), tokens.shape[1]), ("batch", None)
+        every, places = (sharding.constrain(jnp.broadcast_to(x, rows), *axes) for x in (tokens, positions))
+        # What is padded comes last, where nothing before it looks.
+        hidden, _ = model.forward(params, every, places, Segments())
+        hidden = sharding.constrain(hidden, None, None, None)[:1]
+        states = model.unembed(params, hidden)[0][0].astype(jnp.float32)
     if pooling == "last":
         vector = states[count - 1]
     else:

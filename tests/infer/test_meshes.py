@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 
 import sharding
-from jaxllm.infer import SamplingParams
-from jaxllm.infer.placing import serving_rules
+from jaxllm.infer import EngineConfig, Request, SamplingParams
+from jaxllm.infer.placing import placements, serving_model, serving_rules
+from jaxllm.infer.ranking import Ranking
+from jaxllm.infer.replicas import Replicas
+from jaxllm.infer.scheduler import Scheduler
+from jaxllm.infer.sequence import Sequence
 from jaxllm.models import functional
+from jaxllm.serve.embedding import Embedder
 from tests import quick
 from tests.infer import engines
+from tests.infer.engines import LONGEST
 from tests.infer.meshes import over
 
 SIZES = dataclasses.replace(engines.ENGINES["tight, swap"], sequences=2, budget=8, buckets=(8,))
@@ -69,6 +75,66 @@ def test_a_mesh_serves_what_one_device_serves_with_weights_of_another_mesh(rng):
 def test_meshes_that_do_not_fit_are_refused_by_name(mesh: str, model: str, words: str):
     with pytest.raises(sharding.ShardingError, match=words):
         over(mesh, model, SIZES)
+
+
+def test_equal_bits_do_not_go_with_split_experts():
+    with pytest.raises(sharding.ShardingError, match="batch_invariant does not go with expert"):
+        over("expert=2", "mixtral", engines.ENGINES["invariant"])
+
+
+def test_an_engine_of_one_process_follows_nobody():
+    with pytest.raises(RuntimeError, match="follows nobody"):
+        engines.engine("tight, recompute").follow()
+
+
+def queued(replicas: Replicas, prompts: list[list[int]]) -> list[Sequence]:
+    made = []
+    for number, prompt in enumerate(prompts):
+        request = Request(number, prompt, SamplingParams(max_tokens=4), b"", 0, frozenset())
+        made.append(Sequence(request, 0, number, list(prompt)))
+        replicas.add(made[-1])
+    return made
+
+
+def test_replicas_share_the_load_and_find_what_they_know(rng):
+    config = EngineConfig(sequences=4, budget=64, max_len=LONGEST, page_size=8, pages=40)
+    ranking = Ranking()
+    replicas = Replicas(config, lambda: Scheduler(config, [None], [40], 8, 8, ranking), 3, ranking)
+    first = queued(replicas, rng.integers(0, 99, (6, 20)).tolist())
+    plans = replicas.plans()
+    assert [len(plan.entries) for plan in plans] == [2, 2, 2]
+    assert {plan.steps for plan in plans} == {1}
+    for sequence in first[:4]:
+        replicas.finish(sequence)
+    replicas.plans()
+    # Two begin as texts that are known, the third as none: to the one that knows, and to one with little to do.
+    known, other, new = queued(
+        replicas, [[*first[4].tokens, 1], [*first[5].tokens, 2], rng.integers(0, 99, 20).tolist()]
+    )
+    replicas.plans()
+    assert [known.replica, other.replica] == [first[4].replica, first[5].replica]
+    assert known.computed > len(known.tokens) - 8 >= 8
+    assert replicas.hit_tokens == 32
+    assert new.replica in {0, 1, 2} - {first[4].replica, first[5].replica}
+    # Many that begin alike do not all go to the one that knows their beginning.
+    many = queued(replicas, [[*first[4].tokens, token] for token in range(20)])
+    replicas.plans()
+    loads = [len(one.sequences()) for one in replicas.each]
+    assert loads == [4, 4, 4]
+    assert len(replicas.lobby) == sum(s.slot < 0 and not s.pages for s in many) > 0
+    for sequence in replicas.sequences():
+        replicas.finish(sequence)
+    assert replicas.idle
+    assert all(pages.available == pages.count for pages in replicas.pages)
+
+
+def test_a_text_has_the_same_vector_on_a_mesh(rng):
+    model, params = functional(engines.model_of("mixtral", "float32")), engines.params_of("mixtral", "float32")
+    mesh = sharding.MeshSpec.parse("data=2,expert=2,tensor=2").build()
+    made, ids = serving_model(model), rng.integers(0, engines.VOCAB, 11).tolist()
+    placed = jax.device_put(params, placements(made, params, mesh))
+    one, other = Embedder(model, params, LONGEST), Embedder(model, placed, LONGEST, mesh)
+    np.testing.assert_allclose(other(ids, "mean"), one(ids, "mean"), atol=1e-5)
 
 
 def test_a_weight_is_stored_split_over_fsdp_alone():
