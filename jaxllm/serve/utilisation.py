@@ -6,6 +6,7 @@ writes those of its tokens. Of a mixture the weights that are read depend on the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,8 @@ def weight_bytes(config: DecoderConfig, params: Any) -> float | None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         looked_up = path[0].key == "embedding" and not (config.tied and path[-1].key == "table")
         if not looked_up:
-            total += sum(shard.data.nbytes for shard in leaf.addressable_shards)
+            each = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            total += each * len(leaf.sharding.device_set)
     return float(total)
 
 

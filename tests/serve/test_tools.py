@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from jaxllm.infer.grammar import Grammar, Grammars
+from jaxllm.infer.reader import Reader
 from jaxllm.serve import ServeConfig, requests
 from jaxllm.serve.chat import Chat
 from jaxllm.serve.errors import ApiError
@@ -142,6 +143,22 @@ def test_special_tokens_that_mark_calls_are_forced_as_tokens(monkeypatch):
     guide = grammars.guide(Grammar.ebnf(rules))
     assert guide.mask is not None
     assert [i for i in range(tokenizer.vocab_size) if guide.mask[i // 32] >> i % 32 & 1] == [258]
+
+
+def test_special_tokens_that_are_marks_are_spelt_out():
+    names = {258: "[TOOL_CALLS]", 259: "<think>", 260: "</think>", 261: "[INST]"}
+    for text, fields, spelt in (
+        ("mistral", {"tools": TOOLS}, (258,)),
+        ("mistral", {}, ()),
+        ("qwen3", {}, (259, 260)),
+        ("qwen3", {"tools": TOOLS}, (259, 260)),
+    ):
+        backend = servers.FixedRate(template=ChatTemplate(TEMPLATES[text], BOS, EOS))
+        vars(backend.tokenizer)["special_names"] = {**backend.tokenizer.special_names, **names}
+        body = requests.ChatRequest.model_validate({**HELLO, **fields})
+        assert Chat(Desk(backend, ServeConfig(), Metrics("m")), body, {}, {}).jobs[0].params.spelt == spelt
+    reader = Reader(backend.tokenizer, spelt=(259,))
+    assert [reader.push(token)[0] for token in (97, 259, 260, 98)] == ["a", "<think>", "", "b"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
