@@ -51,6 +51,7 @@ class CompileReport:
         alias_bytes: results that are in donated arguments' memory.
         temp_bytes: temporaries at their peak.
         code_bytes: the program itself.
+        host_bytes: temporaries at their peak in the host's memory, of what a device offloads.
         hbm_bytes: memory there is; None where it is not known (CPU).
         collectives: largest total first.
         cycles: see ``jaxllm.compiler.collectives.Work``.
@@ -69,6 +70,7 @@ class CompileReport:
     alias_bytes: int
     temp_bytes: int
     code_bytes: int
+    host_bytes: int
     hbm_bytes: int | None
     collectives: tuple[Collective, ...]
     cycles: int | None
@@ -118,6 +120,7 @@ class CompileReport:
             "memory of one device, GiB",
             *(f"  {label:<33}{size / GIB:10.3f}" for label, size in self._memory()),
             f"  {'total':<33}{self.total_bytes / GIB:10.3f}{self._verdict()}",
+            *([f"  {'of the host':<33}{self.host_bytes / GIB:10.3f}"] if self.host_bytes else []),
             "",
             f"{'collectives in one run':<25}{'devices':>8}{'times':>8}{'GiB':>12}",
             *(f"  {kind:<23}{group:>8}{count:>8}{size / GIB:12.3f}" for kind, group, count, size in self.by_kind()),
@@ -235,6 +238,7 @@ def report(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes,
         hbm_bytes=topology.hbm_bytes,
         collectives=work.collectives,
         cycles=work.cycles,

@@ -33,6 +33,8 @@ class ParallelConfig:
         chunks: virtual stages of a stage, for the schedule "interleaved"; 0 for the schedule's own number.
         depths: layers (or groups of them, where a pattern repeats) of each virtual stage, in the model's order; as even
             as can be if empty.
+        offload: share of a stage's layers whose activations wait in the host's memory for the backward pass
+            (PipeOffload, arXiv:2503.01328); 0: none, 1: all.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -43,8 +45,11 @@ class ParallelConfig:
     schedule: Name = "1f1b"
     chunks: int = 0
     depths: tuple[int, ...] = ()
+    offload: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.offload <= 1:
+            raise ValueError(f"parallel: offload = {self.offload}; give a share of a stage's layers, from 0 to 1.")
         if self.overlap == "ring" and not self.sequence:
             raise ValueError(
                 'parallel: overlap = "ring" is for a sequence that is split over tensor: give sequence = true as well, '

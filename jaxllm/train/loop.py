@@ -300,11 +300,13 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    if dict(mesh.axes).get("stage", 1) == 1 and (config.parallel.chunks or config.parallel.depths):
-        raise ConfigError(
-            f"parallel.chunks and parallel.depths are of a pipeline, and the mesh {config.mesh!r} has no stages: leave "
-            "them out, or give the mesh some, such as stage=2."
-        )
+    if dict(mesh.axes).get("stage", 1) == 1:
+        for name in ("chunks", "depths", "offload"):
+            if getattr(config.parallel, name):
+                raise ConfigError(
+                    f"parallel.{name} is of a pipeline, and the mesh {config.mesh!r} has no stages: leave it out, or "
+                    "give the mesh some, such as stage=2."
+                )
     return mesh
 
 
@@ -322,7 +324,9 @@ def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -
     """The function of loss and gradients that the run's step takes."""
     same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
     if (stages := mesh.shape.get("stage", 1)) > 1:
-        return pipelined(model, *planned(config, stages), routing=config.routing, **same)
+        return pipelined(
+            model, *planned(config, stages), routing=config.routing, offload=config.parallel.offload, **same
+        )
     return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **same)
 
 

@@ -50,6 +50,7 @@ def pipelined(
     layout: Layout = "contiguous",
     zero: Literal[1, 2, 3] = 3,
     routing: RoutingConfig | None = None,
+    offload: float = 0.0,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """``jaxllm.train.loss.value_and_grad``, by a pipeline schedule.
 
@@ -58,9 +59,10 @@ def pipelined(
         schedule: its micro-batches are those that the batch is cut into.
         depths: which layers its virtual stages have.
         routing: weights of the routers' losses, of a model with experts; None: they are not even counted.
+        offload: share of a stage's layers whose activations wait on the host.
     """
     routers = Routers.of(model.config, routing)
-    pipeline = Pipeline(model, schedule, depths, zero, layout, routers)
+    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)

@@ -33,6 +33,7 @@ REPORT = CompileReport(
     alias_bytes=40 * 2**30,
     temp_bytes=20 * 2**30,
     code_bytes=2**20,
+    host_bytes=0,
     hbm_bytes=84942979072,
     collectives=(Collective("all-gather", 8, 2**30, 12), Collective("all-gather", 8, 2**20, 3)),
     cycles=None,

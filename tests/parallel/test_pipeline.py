@@ -46,6 +46,9 @@ def test_a_table_run_by_hand_computes_everything(sizes):
     pool: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
     saved: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
     pending: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
+    host: list[dict[int, Any]] = [{} for _ in range(schedule.stages)]
+    left: list[Any] = [None] * schedule.stages
+    ready: list[Any] = [None] * schedule.stages
     done = 0
     for t in range(table.ticks):
         out: list[Any] = []
@@ -53,7 +56,13 @@ def test_a_table_run_by_hand_computes_everything(sizes):
             kind, micro, k = KINDS[table.kind[t, s]], table.micro[t, s], table.virtual[t, s]
             message = pool[s].get(table.message[t, s])
             made = None
+            assert 0 <= table.out[t, s] <= table.hosted
+            host[s][table.out[t, s]] = left[s]
+            brought = host[s].get(table.back[t, s])
+            if kind in ("B", "W"):
+                assert ready[s] == (micro, k), "not what came back from the host"
             if kind == "F":
+                left[s] = micro, k
                 assert k == 0 or message == ("F", micro, k - 1)
                 saved[s][table.saved[t, s]] = micro, k
                 made = ("B", micro, k + 1) if k == last else ("F", micro, k)
@@ -65,6 +74,7 @@ def test_a_table_run_by_hand_computes_everything(sizes):
             elif kind == "W":
                 assert saved[s][table.saved[t, s]] == (micro, k)
                 assert pending[s][table.pending[t, s]] == (micro, k)
+            ready[s] = left[s] if table.stays[t, s] else brought
             done += kind != "idle"
             out.append(made)
         for s in range(schedule.stages):
@@ -156,7 +166,7 @@ def test_a_layer_in_three_parts(remat, split, rng, float64):
 
 def run_of(**fields: Any) -> RunConfig:
     config = RunConfig(model=tiny.decoder(layers=6, dtype="float32"), accumulate=4, mesh="stage=2")
-    parallel = {name: fields.pop(name) for name in ("schedule", "chunks", "depths") if name in fields}
+    parallel = {name: fields.pop(name) for name in ("schedule", "chunks", "depths", "offload") if name in fields}
     return replace(config, data=DataConfig(batch_size=8), parallel=ParallelConfig(**parallel), **fields)
 
 
@@ -175,7 +185,7 @@ def test_illegal_pipelines_say_what_is_legal(fields, stages, says):
         planned(run_of(**fields), stages)
 
 
-@pytest.mark.parametrize("fields", [{"chunks": 2, "schedule": "interleaved"}, {"depths": (2, 4)}])
+@pytest.mark.parametrize("fields", [{"chunks": 2, "schedule": "interleaved"}, {"depths": (2, 4)}, {"offload": 0.5}])
 def test_sizes_of_a_pipeline_without_one_are_refused(fields):
     config = run_of(mesh="data=2", **fields)
     with pytest.raises(ConfigError, match="the mesh 'data=2' has no stages"):

@@ -27,6 +27,7 @@ from jaxtyping import Array, Int
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import MATMUL_RESULTS
+from jaxllm.parallel.pipeline.arrays import added, at, put, zeros
 from jaxllm.parallel.pipeline.cut import Cut, cut
 from jaxllm.parallel.pipeline.layout import STAGE, Depths, Places, bring, places, take_back
 from jaxllm.parallel.pipeline.manual import (
@@ -42,6 +43,7 @@ from jaxllm.parallel.pipeline.manual import (
     taken_out,
     undivided,
 )
+from jaxllm.parallel.pipeline.saved import Slot, Store
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError
 from jaxllm.parallel.pipeline.table import Table, tabulate
 from pallas_kernels._compat import target_device
@@ -51,6 +53,10 @@ TREE = ("embedding", "segments", "head")
 
 Head = Callable[[Any, Array, Any], Any]
 """``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
+
+
+Branch = Callable[[Any, Any, list[Slot], Array], tuple[Any, list[Slot], Array]]
+"""An operation: ``(cell of the table, state, its slots by segment, message) -> (state, slots, what it sends)``."""
 
 
 @runtime_checkable
@@ -82,6 +88,7 @@ class Pipeline:
         zero: stage of ZeRO over ``fsdp``, see ``ParallelConfig``.
         layout: which tokens of a row a device gets where the mesh splits the sequence.
         listener: hears the layers, in a step with gradients.
+        offload: share of a stage's layers whose saved activations wait on the host, see ``saved``.
     """
 
     model: Functional
@@ -90,6 +97,7 @@ class Pipeline:
     zero: Literal[1, 2, 3] = 3
     layout: Any = "contiguous"
     listener: Listener | None = None
+    offload: float = 0.0
 
     def sums_and_grads(self, params: Any, parts: Any, total: Array, head: Head) -> tuple[Any, Any, Any]:
         """The head's and the listener's sums over all micro-batches, and gradients, as and where the parameters are.
@@ -182,6 +190,7 @@ class _Step:
         self.shares = jax.lax.psum(targets, self.batch_axes) / total if self.batch_axes else targets / total
         schedule, segments = pipeline.schedule, self.model.config.segments
         self.last = schedule.stages * schedule.chunks - 1
+        self.offloaded = [round(pipeline.offload * room) for room in pipeline.depths.rooms]
         self.where: list[Places] = [
             places(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
         ]
@@ -207,9 +216,11 @@ class _Step:
         listener = self.pipeline.listener
         self.cuts = [self._cut(g) for g in range(len(self.where))]
         table = self.table
+        stores = [
+            Store.empty(c, table, room, part)
+            for c, room, part in zip(self.cuts, self.pipeline.depths.rooms, self.offloaded, strict=True)
+        ]
         state = {
-            "saved": [[_zeros(v, table.saves, room) for v in c.saved] for c, room in self._rooms()],
-            "pending": [[_zeros(v, table.pendings, room) for v in c.pending] for c, room in self._rooms()],
             "grads": [
                 jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), like, self.params["segments"][str(g)])
                 for g, like in enumerate(self.weights if self.pipeline.zero == 1 else self.parts_of)
@@ -219,35 +230,38 @@ class _Step:
             "heard": None if listener is None else listener.nothing(),
         }
         branches = [self._idle, self._forward, self._backward, self._weights]
-        state = self._ticks(state, branches if self.pipeline.schedule.split else branches[:3])
+        state = self._ticks(state, branches if self.pipeline.schedule.split else branches[:3], stores)
         return self._total(state["sums"]), self._total(state["heard"]), self._collect(state)
 
     def run_forward(self) -> Any:
         """Sums."""
-        return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate])["sums"])
+        return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate], [])["sums"])
 
-    def _ticks(self, state: Any, branches: list[Callable[[Any, Any, Array], tuple[Any, Array]]]) -> Any:
+    def _ticks(self, state: Any, branches: list[Branch], stores: list[Store]) -> Any:
         """The state after all ticks; a branch for each kind of operation."""
         table, stage = self.table, jax.lax.axis_index(STAGE)
-        names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending")
+        names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending", "out", "back", "stays")
         arrivals = ("from_left", "from_right", "from_self")
         rows = {name: jnp.asarray(getattr(table, name)) for name in (*names, *arrivals, "right", "left")}
 
-        def tick(carry: tuple[Array, Any], row: Mapping[str, Array]) -> tuple[tuple[Array, Any], None]:
-            pool, state = carry
+        def tick(carry: tuple[Array, Any, list[Store]], row: Mapping[str, Array]) -> tuple[Any, None]:
+            pool, state, stores = carry
             cell = {name: row[name][stage] for name in (*names, *arrivals)}
-            message = _at(pool, cell["message"])
+            message = at(pool, cell["message"])
+            opened = [store.open(cell) for store in stores]
             does = [functools.partial(branch, cell) for branch in branches]
-            state, out = jax.lax.switch(cell["kind"], does, state, message)
-            pool = _put(pool, out, cell["from_self"])
+            slots = [slot for slot, _, _ in opened]
+            state, slots, out = jax.lax.switch(cell["kind"], does, state, slots, message)
+            stores = [store.close(slot, brought, cell) for slot, (_, store, brought) in zip(slots, opened, strict=True)]
+            pool = put(pool, out, cell["from_self"])
             pool = self._send(pool, out, row["right"], cell["from_left"], table.pairs_right)
             pool = self._send(pool, out, row["left"], cell["from_right"], table.pairs_left)
-            return (pool, state), None
+            return (pool, state, stores), None
 
-        return jax.lax.scan(tick, (_zeros(self.blank, table.messages + 1), state), rows)[0][1]
+        return jax.lax.scan(tick, (zeros(self.blank, table.messages + 1), state, stores), rows)[0][1]
 
     def _no_sums(self) -> Any:
-        return jax.tree.map(_zeros, jax.eval_shape(self._loss, self.ends, _zeros(self.blank), self._micro(0))[1])
+        return jax.tree.map(zeros, jax.eval_shape(self._loss, self.ends, zeros(self.blank), self._micro(0))[1])
 
     def _total(self, sums: Any) -> Any:
         return jax.tree.map(lambda x: jax.lax.psum(x, self.manual), sums)
@@ -256,104 +270,109 @@ class _Step:
         """``out`` of the neighbours in the pool, in ticks in which any of them has something to send."""
         if not pairs:
             return pool
-        send = lambda pool, out: _put(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
+        send = lambda pool, out: put(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
         return jax.lax.cond(does, send, lambda pool, out: pool, pool, out)
 
     # Operations
 
-    def _idle(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
-        return state, message
+    def _idle(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+        return state, slots, message
 
     def _input(self, cell: Any, batch: Any, message: Array) -> Array:
         """What a forward operation begins with."""
         first = cell["virtual"] == 0
         return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
 
-    def _evaluate(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+    def _evaluate(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
         consts = self._consts(cell["micro"])
         for g in range(len(self.where)):
-            x = self._units(g, lambda x, i, w, g=g: self._layer(g, w, x, consts)[0][0], x, cell)
+            x = self._units(g, lambda x, i, w, away, g=g: self._layer(g, w, x, consts)[0][0], x, cell)
         last = cell["virtual"] == self.last
         add = lambda sums: jax.tree.map(jnp.add, sums, self._loss(self.ends, x, batch)[1])  # noqa: E731
-        return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, x
+        return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, slots, x
 
-    def _forward(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+    def _forward(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
         consts, listener = self._consts(cell["micro"]), self.pipeline.listener
-        saved, heard = [], state["heard"]
-        for g, (c, _) in enumerate(self._rooms()):
+        slots, heard = list(slots), state["heard"]
+        for g, c in enumerate(self.cuts):
             first = jnp.asarray(self.pipeline.depths.firsts[:, g])[cell["virtual"]]
 
-            def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = c, first: Array = first) -> Any:
-                x, pools, heard = carry
+            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = c, first: Array = first) -> Any:
+                x, slot, heard = carry
                 y, more, values = c.forward(w, x, consts)
                 if listener is not None:
                     heard = listener.add(heard, more, g, first + i)
-                return y, [_put(p, v, cell["saved"], i) for p, v in zip(pools, values, strict=True)], heard
+                return y, slot.save(values, i, self.offloaded[g], away), heard
 
-            x, pools, heard = self._units(g, unit, (x, state["saved"][g], heard), cell)
-            saved.append(pools)
+            x, slots[g], heard = self._units(g, unit, (x, slots[g], heard), cell)
 
         def end(x: Array, ends: Any, sums: Any) -> tuple[Array, Any, Any]:
             _, pull, more = jax.vjp(lambda w, x: self._loss(w, x, batch), self.ends, x, has_aux=True)
             d_ends, dx = pull(jnp.ones((), more.loss.dtype))
-            return dx, _added(ends, d_ends), jax.tree.map(jnp.add, sums, more)
+            return dx, added(ends, d_ends), jax.tree.map(jnp.add, sums, more)
 
         out, ends, sums = jax.lax.cond(
             cell["virtual"] == self.last, end, lambda x, *rest: (x, *rest), x, state["ends"], state["sums"]
         )
-        return {**state, "saved": saved, "ends": ends, "sums": sums, "heard": heard}, out
+        return {**state, "ends": ends, "sums": sums, "heard": heard}, slots, out
 
-    def _backward(self, cell: Any, state: Any, dy: Array) -> tuple[Any, Array]:
+    def _backward(self, cell: Any, state: Any, slots: list[Slot], dy: Array) -> tuple[Any, list[Slot], Array]:
         batch, consts = self._micro(cell["micro"]), self._consts(cell["micro"])
-        grads, pending = list(state["grads"]), list(state["pending"])
+        grads, slots = list(state["grads"]), list(slots)
         for g in reversed(range(len(self.cuts))):
 
-            def unit(carry: Any, i: Array, w: Any, g: int = g, c: Cut = self.cuts[g]) -> Any:
-                dy, grads, pools = carry
-                saved = [_at(p, cell["saved"], i) for p in state["saved"][g]]
+            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = self.cuts[g]) -> Any:
+                dy, grads, slot = carry
+                saved = slot.saved(i, self.offloaded[g], away)
                 dx, early, left = c.backward(w, saved, consts, dy)
                 grads = self._add(g, grads, early, cell, i)
-                return dx, grads, [_put(p, v, cell["pending"], i) for p, v in zip(pools, left, strict=True)]
+                pending = [put(p, v, i) for p, v in zip(slot.pending, left, strict=True)]
+                return dx, grads, slot._replace(pending=pending)
 
-            dy, grads[g], pending[g] = self._units(g, unit, (dy, grads[g], pending[g]), cell, reverse=True)
+            dy, grads[g], slots[g] = self._units(g, unit, (dy, grads[g], slots[g]), cell, reverse=True)
 
         def begin(dx: Array, ends: Any) -> Any:
             (d_ends,) = jax.vjp(lambda w: self._embed(w, batch), self.ends)[1](dx)
-            return _added(ends, d_ends)
+            return added(ends, d_ends)
 
         ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
-        return {**state, "grads": grads, "pending": pending, "ends": ends}, dy
+        return {**state, "grads": grads, "ends": ends}, slots, dy
 
-    def _weights(self, cell: Any, state: Any, message: Array) -> tuple[Any, Array]:
+    def _weights(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
         consts = self._consts(cell["micro"])
         grads = list(state["grads"])
         for g, c in enumerate(self.cuts):
 
-            def unit(grads: Any, i: Array, w: Any, g: int = g, c: Cut = c) -> Any:
-                saved = [_at(p, cell["saved"], i) for p in state["saved"][g]]
-                left = [_at(p, cell["pending"], i) for p in state["pending"][g]]
+            def unit(grads: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = c) -> Any:
+                saved = slots[g].saved(i, self.offloaded[g], away)
+                left = [at(p, i) for p in slots[g].pending]
                 return self._add(g, grads, c.weights(w, saved, consts, left), cell, i)
 
             grads[g] = self._units(g, unit, grads[g], cell)
-        return {**state, "grads": grads}, message
+        return {**state, "grads": grads}, slots, message
 
     def _units(self, g: int, unit: Callable[..., Any], carry: Any, cell: Any, *, reverse: bool = False) -> Any:
-        """``unit(carry, i, weights)`` for each unit of segment g that the cell's virtual stage has."""
+        """``unit(carry, i, weights, offloaded)`` for each unit of segment g that the cell's virtual stage has."""
         counts = self.pipeline.depths.counts[:, g]
-        room = int(counts.max())
+        room, part = int(counts.max()), self.offloaded[g]
         number = jnp.asarray(counts)[cell["virtual"]]
 
-        def step(carry: Any, i: Array) -> tuple[Any, None]:
-            w = jax.tree.map(lambda w: _at(w, cell["chunk"] * room + i), self.weights[g])
+        def step(carry: Any, i: Array, *, away: bool) -> tuple[Any, None]:
+            w = jax.tree.map(lambda w: at(w, cell["chunk"] * room + i), self.weights[g])
             if (counts == room).all():
-                return unit(carry, i, w), None
-            return jax.lax.cond(i < number, lambda carry: unit(carry, i, w), lambda carry: carry, carry), None
+                return unit(carry, i, w, away), None
+            return jax.lax.cond(i < number, lambda carry: unit(carry, i, w, away), lambda carry: carry, carry), None
 
-        return jax.lax.scan(step, carry, jnp.arange(room), reverse=reverse)[0]
+        spans = [(0, part, True), (part, room, False)]
+        for first, end, away in reversed(spans) if reverse else spans:
+            if first < end:
+                span = jnp.arange(first, end)
+                carry = jax.lax.scan(functools.partial(step, away=away), carry, span, reverse=reverse)[0]
+        return carry
 
     def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
         """Adds gradients of one unit, by number of the leaf, to those of segment g."""
@@ -363,8 +382,8 @@ class _Step:
         for number, value in found.items():
             if self.pipeline.zero == 2:
                 value = scattered(value, specs[number], stacked=True)
-            sum_ = _at(leaves[number], place) + value.astype(leaves[number].dtype)
-            leaves[number] = _put(leaves[number], sum_, place)
+            sum_ = at(leaves[number], place) + value.astype(leaves[number].dtype)
+            leaves[number] = put(leaves[number], sum_, place)
         return jax.tree.unflatten(tree, leaves)
 
     # Weights
@@ -403,15 +422,12 @@ class _Step:
 
     # The model
 
-    def _rooms(self) -> list[tuple[Cut, int]]:
-        return list(zip(self.cuts, self.pipeline.depths.rooms, strict=True))
-
     def _micro(self, number: Any) -> Any:
-        return jax.tree.map(lambda x: _at(x, number), self.parts)
+        return jax.tree.map(lambda x: at(x, number), self.parts)
 
     def _consts(self, number: Any) -> Any:
         batch = self._micro(number)
-        return batch.positions, batch.segment_ids, _at(self.shares, number)
+        return batch.positions, batch.segment_ids, at(self.shares, number)
 
     def _embed(self, ends: Any, batch: Any) -> Array:
         return self.model.embed(ends, batch.tokens, batch.positions)
@@ -441,41 +457,13 @@ class _Step:
     def _cut(self, g: int) -> Cut:
         return cut(
             functools.partial(self._layer, g),
-            jax.tree.map(lambda w: _at(w, 0), self.weights[g]),
-            _zeros(self.blank),
+            jax.tree.map(lambda w: at(w, 0), self.weights[g]),
+            zeros(self.blank),
             self._consts(0),
             remat=self.model.config.remat,
             names=MATMUL_RESULTS,
             split=self.pipeline.schedule.split,
         )
-
-
-# Arrays by place. Explicit axes stay where they are; the leading dimensions are never split over them.
-
-
-def _at(pool: Array, *places: Any) -> Array:
-    for place in places:
-        pool = jax.lax.dynamic_index_in_dim(pool, place, 0, keepdims=False)
-    return pool
-
-
-def _put(pool: Array, value: Array, *places: Any) -> Array:
-    value = value[(None,) * len(places)]
-    starts = [jnp.asarray(p, jnp.int32) for p in (*places, *(0,) * (pool.ndim - len(places)))]
-    return jax.lax.dynamic_update_slice(pool, value, starts)
-
-
-def _zeros(like: Any, *leading: int) -> Array:
-    spec = like.sharding.spec if like.sharding is not None else ()
-    there = jax.P(*(None,) * len(leading), *spec)
-    shape = (*leading, *like.shape)
-    if all(part is None for part in there):
-        return jnp.zeros(shape, like.dtype)
-    return jnp.zeros(shape, like.dtype, out_sharding=there)
-
-
-def _added(sums: Any, more: Any) -> Any:
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
 
 
 def _ends(tree: Any) -> Any:

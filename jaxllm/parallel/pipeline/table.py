@@ -33,11 +33,16 @@ class Table:
         message: slot that the operation takes its input from; those that need none have the last.
         saved: slot that F fills, B and W read.
         pending: slot that B fills and W reads.
+        out: slot on the host that takes, beside the operation, what the F of the tick before left; the last where it
+            was none. Of layers that are offloaded, see ``saved``.
+        back: slot on the host that comes to the device beside the operation, for the next one.
+        stays: what this tick's F leaves is for the next operation.
         from_left, from_right, from_self: slot that what arrives after the tick is written to; the last where
             nothing does.
         right, left: whether any stage sends there after the tick.
         pairs_right, pairs_left: who ever sends to whom.
-        messages, saves, pendings: sizes of the pools; the messages' has a slot more, for what nobody needs.
+        messages, saves, pendings, hosted: sizes of the pools; the messages' and the host's have a slot more, for what
+            nobody needs.
     """
 
     kind: Cells
@@ -47,6 +52,9 @@ class Table:
     message: Cells
     saved: Cells
     pending: Cells
+    out: Cells
+    back: Cells
+    stays: Bool[np.ndarray, "T P"]
     from_left: Cells
     from_right: Cells
     from_self: Cells
@@ -57,6 +65,7 @@ class Table:
     messages: int
     saves: int
     pendings: int
+    hosted: int
 
     @property
     def ticks(self) -> int:
@@ -98,6 +107,25 @@ def tabulate(schedule: Schedule) -> Table:
                     if (same := op._replace(kind=kind)) in s.orders[stage] and (kind != "F" or pool == "saved"):
                         cells[pool][tick[stage, same], stage] = slot
 
+    cells["back"], cells["stays"] = np.zeros((ticks, p), np.int32), np.zeros((ticks, p), bool)
+    away: dict[tuple[int, Op], tuple[int, list[int]]] = {}  # when F's values go out, and when others take them
+    for (stage, op), t in tick.items():
+        if op.kind == "F" and "B" in s.kinds:
+            takes = [tick[stage, op._replace(kind=kind)] for kind in s.kinds[1:]]
+            cells["stays"][t, stage] = takes[0] == t + 1
+            away[stage, op] = t + 1, [at - 1 for at in takes if at > t + 1]
+    host = {
+        (stage, op): slot
+        for stage in range(p)
+        for op, slot in allot((op, (o, max(b))) for (there, op), (o, b) in away.items() if there == stage and b).items()
+    }
+    hosted = 1 + max(host.values(), default=-1)
+    cells["out"] = np.full((ticks, p), hosted, np.int32)
+    for (stage, op), slot in host.items():
+        out, backs = away[stage, op]
+        cells["out"][out, stage] = slot
+        cells["back"][backs, stage] = slot
+
     routes = [_route(s, stage, op) for stage, order in enumerate(s.orders) for op in order]
     sent = [(stage, op, there, to) for stage, op, there, to in routes if to is not None]
     slots_of: dict[tuple[int, Op], int] = {}
@@ -124,6 +152,7 @@ def tabulate(schedule: Schedule) -> Table:
         messages=messages,
         saves=sizes["saved"],
         pendings=sizes["pending"] if s.split else 0,
+        hosted=hosted,
     )
 
 

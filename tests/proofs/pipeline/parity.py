@@ -57,6 +57,7 @@ def example_of(mesh: str, schedule: str, kind: str, micro_batches: int | None = 
         "plan": {
             "schedule": schedule,
             "depths": depths,
+            "offload": one(0.0, 0.5, 1.0),
             "zero": one(1, 2, 3),
             "sequence": one(False, True),
             "context": "all_gather",  # XLA:CPU has no rings inside stages
