@@ -51,7 +51,9 @@ def of_pipeline(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str
     split = [part for part in model.rules.spec(("batch", "residual_seq", "act_embed"), mesh) if part is not None]
     axes = [axis for part in split for axis in ((part,) if isinstance(part, str) else part)]
     message = math.prod(shape) * width // math.prod(mesh.shape[axis] for axis in axes)
-    slots = table.saves * sum(depths.rooms)
+    away = sum(depths.offloaded(config.parallel.offload))
+    slots = table.saves * (sum(depths.rooms) - away) + 2 * away
+    more = "" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" keeps of each'
     vocabulary = config.model.vocab_size * config.model.embed_dim // mesh.shape.get("tensor", 1)
     matrices = 1 if config.model.tied else 2
     sums = jnp.dtype(config.model.param_dtype).itemsize
@@ -60,11 +62,18 @@ def of_pipeline(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str
         [
             facts(schedule),
             f"layers (or groups) of the virtual stages: {', '.join(map(str, depths.counts.sum(1)))}",
-            f"inputs of layers kept on a device: {slots} x {size(message)} = {size(slots * message)}"
-            + ("" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" keeps of each'),
+            f"inputs of layers kept on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
+            *(_offloaded(away, table.hosted + 1, message, more) if away else []),
             f"sent to neighbours by a device in a step: {sent}",
             f"embedding and head, whole on every stage during a step: {size(matrices * vocabulary * width)}, and "
             f"{size(matrices * vocabulary * sums)} of gradients",
             "What other axes send in a pipeline: no formula yet.",
         ]
     )
+
+
+def _offloaded(layers: int, slots: int, message: int, more: str) -> list[str]:
+    return [
+        f"on its host: {slots * layers} x {size(message)} = {size(slots * layers * message)}{more}",
+        f"copied to and from it with every operation: {layers} x {size(message)} = {size(layers * message)}{more}",
+    ]

@@ -209,6 +209,12 @@ def test_the_sharding_table_says_what_a_pipeline_takes():
     assert f"3 x {size(message)}" not in found.remark
     assert f"6 x {size(message)} = {size(6 * message)}" in found.remark, "two slots of three layers"
     assert f"{size(64 * 16 * 4 // 2)}, and" in found.remark
+    assert "host" not in found.remark
+    some = replace(config, parallel=replace(config.parallel, offload=1 / 3))  # one layer of three
+    remark = sharding_table(some, 4).remark
+    assert f"kept on a device: 6 x {size(message)}" in remark, "two slots of two layers, and the third going and coming"
+    assert f"on its host: 3 x {size(message)}" in remark, "two slots, and one for what nobody needs"
+    assert f"copied to and from it with every operation: 1 x {size(message)}" in remark
 
 
 def test_rings_in_stages_are_refused_on_cpu():

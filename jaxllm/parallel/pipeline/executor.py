@@ -190,7 +190,7 @@ class _Step:
         self.shares = jax.lax.psum(targets, self.batch_axes) / total if self.batch_axes else targets / total
         schedule, segments = pipeline.schedule, self.model.config.segments
         self.last = schedule.stages * schedule.chunks - 1
-        self.offloaded = [round(pipeline.offload * room) for room in pipeline.depths.rooms]
+        self.offloaded = pipeline.depths.offloaded(pipeline.offload)
         self.where: list[Places] = [
             places(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
         ]

@@ -39,6 +39,10 @@ class Depths:
         """The most units of each segment that a virtual stage has."""
         return tuple(int(n) for n in self.counts.max(0))
 
+    def offloaded(self, share: float) -> tuple[int, ...]:
+        """Of each segment, how many of ``rooms`` leave their activations to the host: ``share`` of them, rounded."""
+        return tuple(round(share * room) for room in self.rooms)
+
     @property
     def even(self) -> bool:
         """Whether all virtual stages have as many units, of one segment."""
