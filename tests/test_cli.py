@@ -106,6 +106,10 @@ def test_the_version(capsys):
         (["train", "quickstart", "--model.vocab-size", "100"], ["2048", "100"]),
         (["train", "no/such.py:f"], ["there is no file no/such.py"]),
         (["generate", "no/such/run", "--prompt", "x"], ["no/such/run is not a run's directory", "no such directory"]),
+        (
+            ["generate", "x", "--prompt", "x", "--mesh", "stage=8"],
+            ["does not serve over stage=8", "over tensor instead"],
+        ),
         (["generate", "x"], ["--prompt"]),
         (["generate"], ["required"]),
         (["eval", "no/such/run"], ["no/such/run is not a run's directory"]),

@@ -138,11 +138,8 @@ class Device:
         with self._on_mesh():
             self.state = self.programs["seat"](self.state, put(every, self._each))
 
-    def swap(self, params: Any) -> None:
-        """Puts other weights in the place of those there are, for the same programs.
-
-        Args:
-            params: of the same tree, shapes and dtypes; on the same devices or others.
+    def check(self, params: Any) -> None:
+        """Whether ``swap`` takes them.
 
         Raises:
             ValueError: names what differs.
@@ -156,10 +153,18 @@ class Device:
                     f"weights{jax.tree_util.keystr(path)} are {g.dtype}{list(g.shape)}; this engine was built for "
                     f"{w.dtype}{list(w.shape)}. Give them in that form."
                 )
+
+    def swap(self, params: Any) -> None:
+        """Puts other weights in the place of those there are, for the same programs.
+
+        Args:
+            params: that ``check`` takes; on the same devices or others.
+        """
+        self.check(params)
         if self.mesh is None:
             params = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, params)
         # Copied where they already lie right: a training step gives its buffers away.
-        self.params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, self._abstract), may_alias=False)
+        self.params = jax.tree.map(lambda x, there: put(x, there.sharding, may_alias=False), params, self._abstract)
 
     # Pages on the host
 

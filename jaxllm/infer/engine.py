@@ -218,15 +218,18 @@ class Engine:
         """Whether ``step`` has something to do."""
         return bool(self._flights or self._cancelled) or not (self.paused or self.scheduler.idle)
 
-    def follow(self) -> None:
+    def follow(self, weights: Callable[[], Any] | None = None) -> None:
         """Where the mesh has devices of several processes, what all but process 0 do: its steps, until its ``close``.
+
+        Args:
+            weights: gives this process's hold of the weights that process 0 swaps in; None: they never change.
 
         Raises:
             RuntimeError: this is process 0, or the engine is of one process.
         """
         if not (isinstance(self.device, Device) and self.device.spans):
             raise RuntimeError("this engine follows nobody: it takes requests itself.")
-        follow(self.device)
+        follow(self.device, weights)
 
     def close(self) -> None:
         """Lets processes that follow this one go on; of one process, nothing."""
@@ -253,9 +256,7 @@ class Engine:
         Raises:
             ValueError: names what differs; nothing is changed then.
         """
-        if isinstance(self.device, Leading):
-            raise ValueError("the weights of an engine over several processes cannot be swapped yet; start it anew.")
-        if not isinstance(self.device, Device):
+        if not isinstance(self.device, (Device, Leading)):
             raise ValueError("only an engine of a real model has weights.")
         self.device.swap(params)
         while self._flights:

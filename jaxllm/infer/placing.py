@@ -98,9 +98,9 @@ def spans_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
-def put(value: Any, place: Any) -> Any:
+def put(value: Any, place: Any, *, may_alias: bool | None = None) -> Any:
     """An array on its devices; where these are of several processes, each has the whole of it or of all a part."""
     if place.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
-        return jax.device_put(value, place)
+        return jax.device_put(value, place, may_alias=may_alias)
     array = np.asarray(value)
     return jax.make_array_from_callback(array.shape, place, lambda index: array[index])

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jaxllm.infer.device import Device, Spec
 from jaxllm.infer.step import Shape
-from jaxllm.parallel.distributed import Group, group
+from jaxllm.parallel.distributed import group
 
 TOPIC = "engine"
 
@@ -70,6 +71,12 @@ class Leading:
         self._tell("write", [replica, group, pages], content)
         self.device.write(replica, group, pages, content)
 
+    def swap(self, params: Any) -> None:
+        """Puts other weights in the place of those there are, everywhere: the others bring theirs."""
+        self.device.check(params)
+        self._tell("swap", [])
+        self.device.swap(params)
+
     def close(self) -> None:
         """The others stop following."""
         self._tell("close", [])
@@ -96,15 +103,27 @@ class _Later:
         return made
 
 
-def follow(device: Device, among: Group | None = None) -> None:
-    """Repeats what process 0 does with its device, until it closes."""
-    among = among or group()
+def follow(device: Device, weights: Callable[[], Any] | None = None) -> None:
+    """Repeats what process 0 does with its device, until it closes.
+
+    Args:
+        device: of this process.
+        weights: gives this process's hold of the weights that process 0 swaps in; None: they never change.
+
+    Raises:
+        RuntimeError: process 0 swaps, and there is no ``weights``.
+    """
+    among = group()
     while True:
         name, numbers, held = json.loads(among.tell(TOPIC, timeout=PATIENCE))
         arrays = [np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for dtype, shape, text in held]
         if name == "close":
             return
-        if name == "run":
+        if name == "swap":
+            if weights is None:
+                raise RuntimeError("process 0 swaps weights, and follow() was not told where this process has them.")
+            device.swap(weights())
+        elif name == "run":
             device.run(device.shape(*numbers), *arrays)
         else:
             getattr(device, name)(*numbers, *arrays)

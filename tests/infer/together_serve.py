@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,18 +29,47 @@ def main(mesh: str, model: str, way: str, seed: int) -> None:
         if not group.leads:
             with pytest.raises(RuntimeError, match="follows process 0"):
                 engine.submit([1, 2])
-            with heard:
-                engine.follow()
-            assert heard.names == []
+            engine.follow(lambda: moved(model))
             return
         asked = engines.traffic(np.random.default_rng(seed), engine.config, 8 * engine.device.spec.replicas)
         with heard:
             made = engines.serve(engine, asked)
-        engine.close()
-        tokens = sum(len(s.logprobs) for request in made for s in request.sequences)
         with jax.default_device(jax.local_devices()[0]):
             error = engines.error(model, "float64", made)
-        print(json.dumps({"error": error, "tokens": tokens, "compiled": len(heard.names)}))
+        # Other weights, as training on another mesh of these processes has them.
+        compiled, weights = len(heard.names), moved(model)
+        engine.swap(weights)  # the first compiles how they get from mesh to mesh
+        with heard:
+            engine.swap(weights)
+            after = engines.serve(engine, asked)
+        compiled += len(heard.names)
+        engine.close()
+        tokens = sum(len(s.logprobs) for request in made for s in request.sequences)
+        with jax.default_device(jax.local_devices()[0]), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines, "params_of", lambda *_: others(model))
+            error = max(error, engines.error(model, "float64", after))
+        print(json.dumps({"error": error, "tokens": tokens, "compiled": compiled}))
+
+
+def others(model: str) -> Any:
+    """Weights."""
+    from tests import quick
+    from tests.infer import engines
+
+    return jax.tree.map(jax.numpy.asarray, quick.params(engines.model_of(model, "float64"), seed=9, scale=0.5))
+
+
+def moved(model: str) -> Any:
+    """The same on all processes, split as training splits them."""
+    import sharding
+    from jaxllm.infer.placing import put
+    from jaxllm.models import functional
+    from tests.infer import engines
+
+    over = sharding.MeshSpec.parse("fsdp=4,tensor=2").build()
+    made = functional(engines.model_of(model, "float64"))
+    places = sharding.abstract_params(made.abstract(), made.logical_axes(), over, made.rules)
+    return jax.tree.map(put, others(model), sharding.shardings_of(places))
 
 
 if __name__ == "__main__":

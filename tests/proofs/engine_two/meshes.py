@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import sharding
+from jaxllm.models import functional
+from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
+from jaxllm.train import abstract_state, init_state, train_step, value_and_grad
+from tests import quick, tiny
 from tests.infer import engines, meshes
 from tests.proofs.engine.programs import Compilations
 from tests.proofs.harness import proof
@@ -52,5 +61,69 @@ def sharded_is_unsharded(case: tuple[str, str, str]) -> float:
             made = engines.serve(engine, asked)
         assert heard.names == []
         worst = max(worst, engines.error(model, "float64", made))
+    assert engine.device.manifest.counts.late == 0  # type: ignore[attr-defined]
+    return worst
+
+
+SWAPS = [
+    ("fsdp=4,tensor=2", "data=2,tensor=4", "llama"),
+    ("fsdp=8", "tensor=2", "llama"),
+    ("data=2,fsdp=4", "expert=2,tensor=2", "mixtral"),
+    ("expert=4,tensor=2", "data=2,expert=4", "mixtral"),
+]
+"""(mesh that trains, mesh that serves, model)."""
+
+
+@proof("engine_two", cases=SWAPS, sample=1, float64=True, bound=1e-10, costly=True)
+def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
+    """After every step of training its state goes into a serving engine, then gives its buffers to the next step.
+
+    Every log-probability is that of the weights that made its token; nothing is compiled from the second step on.
+    """
+    over, served, model = case
+    config = engines.model_of(model, "float64")
+    made, mesh = functional(config), sharding.MeshSpec.parse(over).build()
+    rules = OptimConfig(ScheduleConfig("constant", peak=0.02, warmup=0.5))
+    transform = optimizer(rules, 8, made.logical_axes())
+    with jax.set_mesh(mesh):
+        abstract = abstract_state(made, transform, mesh)
+        start = jax.device_put(engines.params_of(model, "float64"), sharding.shardings_of(abstract.params))
+        start = jax.tree.map(jnp.copy, start)  # for the first step to take
+        state = init_state(made, transform, mesh, 0, abstract, start)
+        step = train_step(value_and_grad(made), transform, schedule(rules.schedule, 8), config)
+        run = quick.jit(step, donate_argnums=0, out_shardings=(sharding.shardings_of(abstract), None))
+        place = jax.NamedSharding(mesh, made.rules.spec(("batch", "seq"), mesh))
+        batches = [jax.device_put(tiny.batch(i, 8, 8, engines.VOCAB, packed=False), place) for i in range(5)]
+        state, _ = run(state, batches[0])
+    engine, heard = meshes.over(served, model, engines.ENGINES["tight, recompute"], "float64"), Compilations()
+    rng = np.random.default_rng([*over.encode(), *served.encode()])
+    requests, weights = [], [engines.params_of(model, "float64")]
+    for asked in engines.traffic(rng, engine.config, 10 * engine.device.spec.replicas):
+        params = dataclasses.replace(asked["params"], logprobs=0, prompt_logprobs=None)
+        requests.append(engine.submit(asked["prompt"], params, salt=asked["salt"]))
+    for batch in batches[1:]:
+        weights.append(jax.tree.map(np.array, state.params))
+        with heard:
+            for _ in range(6):
+                if engine.busy:
+                    engine.step()
+            engine.swap(state.params)
+            with jax.set_mesh(mesh):
+                state, _ = run(state, batch)
+        assert heard.names == []
+    while engine.busy:
+        engine.step()
+    worst, seen, forward = 0.0, set(), engines._forward(model, "float64")
+    for request in requests:
+        for s in request.sequences:
+            padded = np.zeros((1, engines.LONGEST), np.int32)
+            padded[0, : len(s.tokens)] = s.tokens
+            for version in set(s.versions):
+                want = np.asarray(forward(weights[version], padded))
+                places = [i for i, v in enumerate(s.versions, len(request.prompt)) if v == version]
+                gaps = [abs(want[i - 1, s.tokens[i]] - s.logprobs[i - len(request.prompt)]) for i in places]
+                worst = max(worst, *gaps)
+                seen.add(version)
+    assert len(seen) > 2
     assert engine.device.manifest.counts.late == 0  # type: ignore[attr-defined]
     return worst
