@@ -38,6 +38,7 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedul
         "interleaved": _interleaved,
         "zb_h1": lambda p, m, v: _zero_bubble("zb_h1", p, m, warm=p, room=p),
         "zb_h2": lambda p, m, v: _zero_bubble("zb_h2", p, m, warm=2 * p - 1, room=2 * p - 1),
+        "v_zb": _zero_bubble_vee,
     }
     make_it = makers.get(name) or functools.partial(_vee, name)
     made = make_it(stages, micro_batches, chunks)
@@ -127,8 +128,28 @@ def _zero_bubble(name: str, p: int, m: int, *, warm: int, room: int) -> Schedule
     return Schedule(name, p, m, 1, split=True, vee=False, orders=fill(p, m, 1, False, orders, [room] * p))
 
 
+def _zero_bubble_vee(p: int, m: int, v: int) -> Schedule:
+    """Zero bubble with 1F1B's memory, from 2p-1 micro-batches on (arXiv:2401.10241, section 6; 2405.15362).
+
+    A stage begins with as many first chunks as the first micro-batch takes to go down and up again, less those it has
+    time for meanwhile; then both chunks take turns, forward and backward.
+    """
+    orders = []
+    for s in range(p):
+        hops: tuple[tuple[Kind, int], ...] = (
+            *(("F", 0),) * (2 * (p - s) - 1),
+            *(("F", 1), ("F", 0)) * s,
+            *(("F", 1), ("B", 1)) * (p - s),
+            *(("F", 0), ("B", 0), ("F", 1), ("B", 1)) * m,
+        )
+        numbers = {hop: itertools.count() for hop in _HOPS}
+        numbered = ((hop, next(numbers[hop])) for hop in hops)
+        orders.append(tuple(Op(kind, i, chunk) for (kind, chunk), i in numbered if i < m))
+    return Schedule("v_zb", p, m, v, split=True, vee=True, orders=fill(p, m, v, True, tuple(orders), [2 * p] * p))
+
+
 # Stages of delay of a hop, in time units of one operation: forward down, forward up, backward down, backward up.
-DELAYS = {"v_min": (1, 1, 1, 1), "v_half": (2, 1, 2, 1), "v_zb": (4, 2, 4, 2)}
+DELAYS = {"v_min": (1, 1, 1, 1), "v_half": (2, 1, 2, 1)}
 PERIOD = 6
 """Operations of a micro-batch on a stage: three for each of two chunks."""
 
