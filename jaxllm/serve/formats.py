@@ -58,7 +58,7 @@ class Format:
     @property
     def mark(self) -> str:
         """What announces calls in a text."""
-        return ((self.begin + self.open).split() or ["{"])[0]
+        return ((self.begin or self.open).split() or ["{"])[0]
 
     def write(self, calls: Iterable[tuple[str, Any]]) -> str:
         """Calls, (name, arguments) each, as the model would write them."""
@@ -66,7 +66,13 @@ class Format:
         return self.begin + self.between.join(each) + self.end
 
     def rules(
-        self, functions: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, *, many: bool, thinks: str | None
+        self,
+        functions: Mapping[str, Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        many: bool,
+        thinks: str | None,
+        free: bool = False,
     ) -> str:
         """A grammar in Lark's notation: a call, or with ``many`` one or more.
 
@@ -74,22 +80,37 @@ class Format:
             functions: schemas of arguments by name.
             tokenizer: whose special tokens the marks may be.
             thinks: the mark that ends thoughts which come first; None: none do.
+            free: any text instead, in which nothing but calls follows a mark.
         """
 
         def spelt(text: str) -> str:
             return _spelt(text, tokenizer)
 
-        lines = [
-            f"call_{i}: {spelt(self.head + name + self.middle)} %json {json.dumps(_tight(schema))} {spelt(self.tail)}"
+        begin, head, within = self.begin, self.head, self.between if many else None
+        if free and not self.alone:  # the mark is read before
+            if begin:
+                begin = begin.removeprefix(self.mark)
+            else:
+                head, within = head.removeprefix(self.mark), None
+        calls = "call" if within is None else f"call ({spelt(within)} call)*"
+        start, lines = "calls", [f"calls: {spelt(begin)} {calls} {spelt(self.end)}"]
+        if free and self.alone:
+            start = "(calls | said)"
+            lines.append(r"said: /(\s*[^{\s](.|\n)*)?\s*/")
+        elif free:
+            start = f"(said calls){'*' if many else '?'} REST"
+            lines += _upto("said", self.mark, tokenizer)
+            mark = _pattern(self.mark)
+            lines.append(
+                "REST: /(.|\\n)*/" + ("" if marks(tokenizer, [self.mark]) else f" & ~/(.|\\n)*{mark}(.|\\n)*/")
+            )
+        if thinks is not None:
+            start, lines = f"thought {start}", [*lines, *thought_rules(thinks, tokenizer)]
+        lines += [
+            f"call_{i}: {spelt(head + name + self.middle)} %json {json.dumps(_tight(schema))} {spelt(self.tail)}"
             for i, (name, schema) in enumerate(functions.items())
         ]
-        lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
-        calls = f"call ({spelt(self.between)} call)*" if many else "call"
-        return "\n".join([
-            f"start: {'thought ' if thinks else ''}{spelt(self.begin)} {calls} {spelt(self.end)}",
-            *lines,
-            *([] if thinks is None else thought_rules(thinks, tokenizer)),
-        ])  # fmt: skip
+        return "\n".join([f"start: {start}", *lines, "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))])
 
 
 def _deepseek(words: str) -> str:
@@ -144,9 +165,19 @@ def marks(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[int, ...]:
 
 def thought_rules(end: str, tokenizer: Tokenizer) -> list[str]:
     """Rules of ``thought``: any text up to this mark, and space."""
-    if marks(tokenizer, [end]):
-        return [f"thought: /(.|\\n)*/ {_spelt(end, tokenizer)} /\\s*/"]
-    return ["thought: upto /\\s*/", f"upto[lazy]: /(.|\\n)*{re.escape(end).replace('/', chr(92) + '/')}/"]
+    return ["thought: upto /\\s*/", *_upto("upto", end, tokenizer)]
+
+
+def _upto(name: str, mark: str, tokenizer: Tokenizer) -> list[str]:
+    """A rule: any text up to the first of these marks, and the mark."""
+    if marks(tokenizer, [mark]):
+        return [f"{name}: /(.|\\n)*/ {_spelt(mark, tokenizer)}"]
+    return [f"{name}[lazy]: /(.|\\n)*{_pattern(mark)}/"]
+
+
+def _pattern(text: str) -> str:
+    """A text as a part of a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def _json(value: Any) -> str:

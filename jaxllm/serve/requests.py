@@ -170,7 +170,7 @@ class FunctionDefinition(Body):
     )
     strict: bool | None = Field(
         default=None,
-        description="Calls that are forced keep to the schema whatever this says; others cannot be strict.",
+        description="Arguments keep to the schema; of calls that are forced they do whatever this says.",
     )
 
 

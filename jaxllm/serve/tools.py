@@ -116,12 +116,14 @@ class Asked:
         schemas: of the arguments of functions that it may call, by name.
         forced: it is to call.
         many: several calls in an answer are legal.
+        strict: arguments of all calls follow their schemas.
     """
 
     tools: list[dict[str, Any]] | None = None
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     forced: bool = False
     many: bool = True
+    strict: bool = False
 
     def way(self, dialect: Dialect, prompt: str) -> Way:
         """How an answer is read."""
@@ -135,12 +137,13 @@ class Asked:
         return replace(plain, form=dialect.form, names=self.schemas, forced=True, thinks=thinks)
 
     def grammar(self, dialect: Dialect, way: Way) -> Grammar | None:
-        """That forces calls."""
-        if not self.forced:
+        """That forces calls, or their arguments."""
+        if not (self.forced or self.strict):
             return None
         end = THOUGHT if way.thinks == "does" else None
         assert way.form is not None
-        return Grammar.ebnf(way.form.rules(self.schemas, dialect.backend.tokenizer, many=self.many, thinks=end))
+        tokenizer, free = dialect.backend.tokenizer, not self.forced
+        return Grammar.ebnf(way.form.rules(self.schemas, tokenizer, many=self.many, thinks=end, free=free))
 
 
 def asked_of(body: ChatRequest, dialect: Dialect) -> Asked:
@@ -173,13 +176,10 @@ def asked_of(body: ChatRequest, dialect: Dialect) -> Asked:
     if isinstance(choice, AllowedTools):
         schemas = _chosen(schemas, [tool.function.name for tool in choice.allowed_tools.tools])
         forced = choice.allowed_tools.mode == "required"
-    if not forced and (strict := [i for i, tool in enumerate(given) if tool["function"].get("strict")]):
-        raise ApiError(
-            400, "strict is kept where a call is forced (tool_choice required, or a function by name); with auto, "
-            "arguments are as the model writes them: leave strict out.",
-            param=f"tools[{strict[0]}].function.strict",
-        )  # fmt: skip
-    return Asked(given, schemas, forced, many)
+    strict = {tool["function"]["name"] for tool in given if tool["function"].get("strict")} & set(schemas)
+    if strict and not forced:  # the grammar is of all calls; those of other functions may have any arguments
+        schemas = {name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()}
+    return Asked(given, schemas, forced, many, bool(strict))
 
 
 def _schema(parameters: dict[str, Any] | None, number: int) -> dict[str, Any]:

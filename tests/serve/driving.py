@@ -236,6 +236,9 @@ def tools_as_the_model_likes(client: openai.OpenAI) -> None:
     choice, calls = answered(client, **CALLING, tool_choice="auto")
     assert (choice.finish_reason == "tool_calls") <= bool(calls)
     assert all(name in SCHEMAS for name, _ in calls)
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for name, arguments in answered(client, **{**CALLING, "tools": strict})[1]:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
     free, _ = answered(client, **{**CALLING, "tools": []})
     none, called = answered(client, **CALLING, tool_choice="none")
     assert (none.message.content, called) == (free.message.content, [])

@@ -132,6 +132,18 @@ def test_the_grammar_allows_what_the_parser_reads(name):
     assert not follows(form.write([("weather", {})]))
     assert not follows(form.write([("other", {})]))
     assert not follows("")
+    # Free text, in which only a call follows a mark.
+    between = "" if form.alone else "I look < it up.\n"
+    for said in ("", "no call", between + text, between + one):
+        assert follows(said, free=True)
+        assert follows(f"Hm.</think>{said}", free=True, thinks="</think>")
+    assert not follows(between + form.write([("weather", {})]), free=True)
+    assert not follows(between + form.mark, free=True)
+    assert not follows(between + one.replace("stop-all", "other"), free=True)
+    if not form.alone:
+        assert follows(f"{between}{one} and\n{one} again", free=True)
+        assert follows(f"{between}{one} again", free=True, many=False)
+        assert not follows(f"{between}{one} and\n{one} again", free=True, many=False)
 
 
 def test_special_tokens_that_mark_calls_are_forced_as_tokens(monkeypatch):
@@ -276,7 +288,6 @@ def test_a_template_without_words_for_tools_is_told_of_them():
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
         ("tools[1].function.name", {"tools": [TOOLS[0], TOOLS[0]]}),
-        ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
         (
             "tools[0].function.parameters",
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
@@ -298,6 +309,11 @@ def test_forced_arguments_are_the_functions_own():
     grammar = asked(tools=[strict], tool_choice="required").jobs[0].params.grammar
     assert grammar is not None
     assert json.dumps(ARGUMENTS)[:-1] in grammar.text
+    loose = {"type": "function", "function": {"name": "g", "parameters": ARGUMENTS}}
+    free = asked(tools=[strict, loose]).jobs[0].params.grammar
+    assert free is not None
+    assert free.text.count(json.dumps(ARGUMENTS)[:-1]) == 1
+    assert asked(tools=[loose]).jobs[0].params.grammar is None
     nothing = asked(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required").jobs[0]
     assert nothing.params.grammar is not None
     with pytest.raises(jsonschema.ValidationError):
