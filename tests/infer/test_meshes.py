@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 
 import sharding
-from jaxllm.infer import EngineConfig, Request, SamplingParams
+from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
+from jaxllm.infer.paged import LayerGroup
 from jaxllm.infer.placing import placements, serving_model, serving_rules
 from jaxllm.infer.ranking import Ranking
 from jaxllm.infer.replicas import Replicas
 from jaxllm.infer.scheduler import Scheduler
 from jaxllm.infer.sequence import Sequence
 from jaxllm.models import functional
+from jaxllm.models.context import Cached
 from jaxllm.serve.embedding import Embedder
 from tests import quick
 from tests.infer import engines
 from tests.infer.engines import LONGEST
 from tests.infer.meshes import over
+from tests.infer.paper import PaperDevice
 
 SIZES = dataclasses.replace(engines.ENGINES["tight, swap"], sequences=2, budget=8, buckets=(8,))
 
@@ -84,7 +87,7 @@ def test_equal_bits_do_not_go_with_split_experts():
 
 def test_an_engine_of_one_process_follows_nobody():
     with pytest.raises(RuntimeError, match="follows nobody"):
-        engines.engine("tight, recompute").follow()
+        Engine(PaperDevice(SIZES, (LayerGroup(Cached(1, 1, 1), None, (0,)),), 20), SIZES, engines.VOCAB).follow()
 
 
 def queued(replicas: Replicas, prompts: list[list[int]]) -> list[Sequence]:

@@ -27,7 +27,7 @@ DENSE = [
     ("data=8", "smollm2", "tight, recompute"),
     ("data=2,tensor=4", "llama", "tight, swap"),
     ("data=2,tensor=4", "wide", "layers apart"),
-    ("data=4,tensor=2", "gemma3", "tight, recompute"),
+    ("data=4,tensor=2", "qwen2", "tight, recompute"),
     ("data=2,tensor=2", "mistral", "contiguous"),
     ("fsdp=2,tensor=2", "olmo2", "roomy"),
     ("data=2,fsdp=2,tensor=2", "phi3", "tight, swap"),
@@ -36,7 +36,7 @@ MIXED = [
     ("expert=4", "mixtral", "tight, recompute"),
     ("expert=2,tensor=2", "mixtral", "tight, swap"),
     ("data=2,expert=2,tensor=2", "mixtral", "roomy"),
-    ("expert=4,tensor=2", "gpt_oss", "tight, recompute"),
+    ("expert=4", "gpt_oss", "one after the other"),
     ("data=2,expert=2", "deepseek_v3", "tight, swap"),
     ("expert=2,tensor=4", "deepseek_v3", "roomy"),
     ("tensor=2", "deepseek_v3", "contiguous"),
@@ -54,9 +54,9 @@ def sharded_is_unsharded(case: tuple[str, str, str]) -> float:
         Compilations(),
     )
     worst = 0.0
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng([seed, *mesh.encode(), *model.encode()])
-        asked = engines.traffic(rng, engine.config, 8 * engine.device.spec.replicas)
+        asked = engines.traffic(rng, engine.config, 8 + 3 * engine.device.spec.replicas)
         with heard:
             made = engines.serve(engine, asked)
         assert heard.names == []
@@ -81,7 +81,9 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
     Every log-probability is that of the weights that made its token; nothing is compiled from the second step on.
     """
     over, served, model = case
-    config = engines.model_of(model, "float64")
+    config, forward = engines.model_of(model, "float64"), engines._forward(model, "float64")
+    # Traced before anything on a mesh: jax 0.12 then takes parts of that trace for this one.
+    forward(engines.params_of(model, "float64"), np.zeros((1, engines.LONGEST), np.int32))
     made, mesh = functional(config), sharding.MeshSpec.parse(over).build()
     rules = OptimConfig(ScheduleConfig("constant", peak=0.02, warmup=0.5))
     transform = optimizer(rules, 8, made.logical_axes())
@@ -113,7 +115,7 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
         assert heard.names == []
     while engine.busy:
         engine.step()
-    worst, seen, forward = 0.0, set(), engines._forward(model, "float64")
+    worst, seen = 0.0, set()
     for request in requests:
         for s in request.sequences:
             padded = np.zeros((1, engines.LONGEST), np.int32)
