@@ -84,7 +84,12 @@ class View:
 
 @runtime_checkable
 class Policy(Protocol):
-    """See the module."""
+    """See the module.
+
+    One that has ``holds(view) -> ids`` besides saves pages for others: these jobs hold what they share with those
+    before them while they wait, and a text comes in only where there are pages for all that it may become, beside those
+    of all who run: nobody gives way, and nothing is computed again.
+    """
 
     def order(self, view: View) -> list[int]:
         """Ids; a job that waits and is left out keeps waiting."""
@@ -205,32 +210,46 @@ class Grouped:
 
     Prompts are in the order of their tokens, which is that of a walk over the tree of their beginnings; groups that
     make many tokens for each of their prompts' come first, so that decodes are there to be mixed with the prompts of
-    the others (BatchLLM, arXiv:2412.03594). A job waits while one that runs computes what they share.
+    the others (BatchLLM, arXiv:2412.03594). A job waits while one that runs computes what they share. The next of a
+    group holds what it shares while it waits.
     """
 
     def order(self, view: View) -> list[int]:
         """By group, then by prompt."""
         size = view.page_size
-        groups: dict[tuple[int, ...], list[Job]] = {}
-        for job in view.jobs:
-            groups.setdefault(tuple(job.prompt[:size]), []).append(job)
+        groups = self._groups(view)
 
         def ratio(jobs: list[Job]) -> float:
             return sum(job.predicted for job in jobs) / sum(len(job.prompt) for job in jobs)
 
         running = [job for job in view.jobs if job.running]
+        held = {tuple(job.prompt[:size]) for job in view.jobs if job.computed and not job.running}
         begun = {tuple(job.prompt[:size]) for job in running}
-        ranked = sorted(groups, key=lambda key: (key not in begun, -ratio(groups[key]), groups[key][0].id))
+        ranked = sorted(
+            groups, key=lambda key: (key not in held, key not in begun, -ratio(groups[key]), groups[key][0].id)
+        )
         out = []
         for key in ranked:
             mine = [job for job in running if tuple(job.prompt[:size]) == key]
             last: list[Job] = []  # of those before, in the order of tokens, it shares most
-            for job in sorted(groups[key], key=lambda job: (not job.running, tuple(job.prompt), job.id)):
+            for job in sorted(groups[key], key=lambda job: (not job.running, _by_tokens(job))):
                 if not job.running and any(self._waits(job, other, size) for other in (*mine, *last)):
                     continue
                 out.append(job.id)
                 last = [job]
         return out
+
+    def holds(self, view: View) -> list[int]:
+        """The next of each group."""
+        waiting = [[job for job in jobs if not job.running] for jobs in self._groups(view).values()]
+        return [min(jobs, key=_by_tokens).id for jobs in waiting if jobs]
+
+    @staticmethod
+    def _groups(view: View) -> dict[tuple[int, ...], list[Job]]:
+        groups: dict[tuple[int, ...], list[Job]] = {}
+        for job in view.jobs:
+            groups.setdefault(tuple(job.prompt[: view.page_size]), []).append(job)
+        return groups
 
     @staticmethod
     def _waits(job: Job, other: Job, size: int) -> bool:
@@ -241,6 +260,10 @@ class Grouped:
                 break
             shared += 1
         return other.computed < shared // size * size and job.computed < shared // size * size
+
+
+def _by_tokens(job: Job) -> tuple[tuple[int, ...], int]:
+    return tuple(job.prompt), job.id
 
 
 @dataclass(frozen=True)

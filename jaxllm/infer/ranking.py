@@ -38,6 +38,11 @@ class Ranking:
         self.policy, self.tpot, self.clock, self._predict = policy, tpot, clock, predict
         self.times, self.lengths, self.served = StepTimes(), Lengths(), dict[str, float]()
 
+    @property
+    def saves(self) -> bool:
+        """Whether those who wait hold pages, see ``Policy``."""
+        return hasattr(self.policy, "holds")
+
     def come(self, new: sequence.Sequence, others: Sequences) -> None:
         """A sequence has come."""
         new.rank, new.arrived = new.order, self.clock()
@@ -70,10 +75,12 @@ class Ranking:
             )
             for s in (*running, *waiting)
         ]  # fmt: skip
-        order = self.policy.order(View(self.clock(), jobs, self.served, self.times.line[1], page_size))
+        view = View(self.clock(), jobs, self.served, self.times.line[1], page_size)
+        order, holds = self.policy.order(view), set(getattr(self.policy, "holds", lambda view: ())(view))
         ranks = {number: rank for rank, number in enumerate(order)}
         for one in (*running, *waiting):
             one.rank = ranks.get(one.order, len(jobs) + one.order)
+            one.holds = one.order in holds
         return sum(one.order in ranks for one in waiting)
 
     def budget(self, decodes: int, sizes: Sequence[int], piece: int | None) -> int:

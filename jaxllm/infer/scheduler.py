@@ -91,6 +91,11 @@ class Scheduler:
             self._trim(sequence)
         self._coming = self.ranking.rank(self.running, self.waiting, self.page_size)
         self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank)) if self.ranking.policy else self.waiting
+        for sequence in self.waiting if self.ranking.saves else ():
+            if sequence.saved is None and sequence.number == 0 and (sequence.holds or any(sequence.pages)):
+                self._drop(sequence)
+                if sequence.holds:
+                    self._find(sequence)  # more than before, where others have gone on
         decodes, prompts = self._parts(sorted(self.running, key=lambda s: s.rank))
         plan.steps = min(self.most, self._steps(decodes, prompts))
         budget = self.ranking.budget(len(decodes), self.config.prompt_buckets, self.config.piece)
@@ -199,6 +204,11 @@ class Scheduler:
             max(0, columns - len(own)) + self._copies(pages, own, sequence.computed)
             for pages, own in zip(self.pages, sequence.pages, strict=True)
         ]
+
+    def _fits_whole(self, sequence: Sequence) -> bool:
+        """Whether there are pages for the rest of its text, and for those of all who run: nobody will give way."""
+        needs = np.sum([self._need(s, s.length - s.computed + s.room) for s in (*self.running, sequence)], axis=0)
+        return all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True))
 
     def _copies(self, pages: Pages, own: list[int], position: int) -> int:
         """1 where the page to be written is somebody else's too."""
@@ -318,6 +328,8 @@ class Scheduler:
             return self._return(sequence, budget, plan)
         if found := not any(sequence.pages):
             self._find(sequence)
+        if self.ranking.saves and not self._fits_whole(sequence):
+            return 0
         spare = self._spare if self.running else 0
         count = self._piece(sequence, budget, spare)
         if not count or not self._reserve(sequence, count, plan):

@@ -77,6 +77,7 @@ class Sequence:
         arrived: seconds, by the scheduler's clock.
         predicted: tokens that the text is likely to have.
         rank: the lowest is served first, the highest gives way.
+        holds: while it waits it holds the pages of others that begin as it does.
         versions: of the weights that made each token, see ``Engine.swap``.
         guide: where its text is in a grammar; None where it has none.
         finish: why it ended; None while it goes on.
@@ -103,6 +104,7 @@ class Sequence:
     arrived: float = 0.0
     predicted: float = 0.0
     rank: int = 0
+    holds: bool = False
     finish: Finish | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
