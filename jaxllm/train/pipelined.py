@@ -12,10 +12,11 @@ from jaxtyping import Array
 
 import sharding
 from jaxllm.models import DecoderConfig, Functional, Segments
-from jaxllm.parallel.pipeline.executor import Pipeline
+from jaxllm.parallel.pipeline import executor
 from jaxllm.parallel.pipeline.generators import make
 from jaxllm.parallel.pipeline.layout import Depths, spread
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
+from jaxllm.parallel.pipeline.step import Pipeline
 from jaxllm.train.config import RunConfig
 from jaxllm.train.loss import LossSums, arrange, sharded_sums, split_batch
 from jaxllm.train.routing import RoutingConfig, RoutingSums, Tally
@@ -68,7 +69,7 @@ def pipelined(
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
         parts = _parts(model, batch, schedule, layout)
-        sums, heard, grads = pipeline.sums_and_grads(params, parts, total, _head(model, z_loss))
+        sums, heard, grads = executor.sums_and_grads(pipeline, params, parts, total, _head(model, z_loss))
         return sums if routers is None else routers.joined(sums, heard, total), grads
 
     return run
@@ -81,7 +82,7 @@ def pipelined_sums(
     pipeline = Pipeline(model, forward_only(schedule), depths, 3, layout)
 
     def run(params: Any, batch: Any) -> LossSums:
-        return pipeline.sums(params, _parts(model, batch, schedule, layout), _head(model, 0.0))
+        return executor.sums(pipeline, params, _parts(model, batch, schedule, layout), _head(model, 0.0))
 
     return run
 

@@ -134,14 +134,11 @@ def _zero_bubble_vee(p: int, m: int, v: int) -> Schedule:
     A stage begins with as many first chunks as the first micro-batch takes to go down and up again, less those it has
     time for meanwhile; then both chunks take turns, forward and backward.
     """
+    down, up, up_back, down_back = _HOPS
     orders = []
     for s in range(p):
-        hops: tuple[tuple[Kind, int], ...] = (
-            *(("F", 0),) * (2 * (p - s) - 1),
-            *(("F", 1), ("F", 0)) * s,
-            *(("F", 1), ("B", 1)) * (p - s),
-            *(("F", 0), ("B", 0), ("F", 1), ("B", 1)) * m,
-        )
+        hops = [down] * (2 * (p - s) - 1) + [up, down] * s + [up, up_back] * (p - s)
+        hops += [down, down_back, up, up_back] * m
         numbers = {hop: itertools.count() for hop in _HOPS}
         numbered = ((hop, next(numbers[hop])) for hop in hops)
         orders.append(tuple(Op(kind, i, chunk) for (kind, chunk), i in numbered if i < m))
