@@ -185,4 +185,7 @@ def share_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:
     b, s, k, h = x.shape
     if k >= shards or shards % k:
         return x  # divisible already, or refused by the rules with a message
+    if not {*sharding.axis_names("seq")} & {*sharding.axis_names("attn_kv_heads")}:
+        # What is gathered is gathered before it is more. XLA would also send it around to gather it after.
+        x = sharding.constrain(x, "batch", "attn_kv_seq", None, None)
     return jnp.broadcast_to(x[:, :, :, None], (b, s, k, shards // k, h)).reshape(b, s, shards, h)

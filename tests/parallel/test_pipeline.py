@@ -275,6 +275,28 @@ def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
     assert tiny.leaf_error(jax.device_get(grads), want_grads) < 1e-10
 
 
+def compiled(config: RunConfig, rows: Any) -> str:
+    """The program of loss and gradients, for eight devices."""
+    piped = functional(config.model, config.parallel.rules())
+    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:8])
+    params = abstract_params(piped.abstract(), piped.logical_axes(), mesh, piped.rules)
+    tokens: Any = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, rows))
+    with jax.set_mesh(mesh):
+        batch = Batch(tokens, tokens, tokens, tokens)
+        step = jax.jit(gradients(config, piped, mesh), out_shardings=(None, shardings_of(params)))
+        return step.lower(params, batch).compile().as_text() or ""
+
+
+def test_a_kv_head_for_all_is_gathered_without_sending_it_around():
+    """A permutation in a branch waits for ever on CPU: the stages are in different ones."""
+    config = run_of(mesh="stage=2,context=2,tensor=2", model=tiny.decoder(kv_heads=1, layers=2, dtype="float32"))
+    config = replace(config, parallel=replace(config.parallel, context="all_gather", layout="contiguous"))
+    program = compiled(config, jax.P(None, "context"))
+    sent = [line for line in program.splitlines() if re.search(r"collective-permute(-start)?\(", line)]
+    assert sent
+    assert not [line for line in sent if "/ppermute" not in line]
+
+
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 3)])
 def test_weights_and_gradients_stay_split_inside_stages(schedule, zero):
     """Nothing gathers a matrix over ``tensor``, on the way in, in a step or on the way out."""
@@ -282,14 +304,7 @@ def test_weights_and_gradients_stay_split_inside_stages(schedule, zero):
     model = tiny.decoder(layers=4, mlp=wide, vocab_size=vocab, dtype="float32", tied=False, remat="full")
     config = run_of(mesh="stage=2,fsdp=2,tensor=2", schedule=schedule, model=model)
     config = replace(config, parallel=replace(config.parallel, zero=zero))
-    piped = functional(config.model, config.parallel.rules())
-    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:8])
-    params = abstract_params(piped.abstract(), piped.logical_axes(), mesh, piped.rules)
-    tokens: Any = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
-    with jax.set_mesh(mesh):
-        batch = Batch(tokens, tokens, tokens, tokens)
-        step = jax.jit(gradients(config, piped, mesh), out_shardings=(None, shardings_of(params)))
-        program = step.lower(params, batch).compile().as_text() or ""
+    program = compiled(config, jax.P("fsdp"))
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", program)}
     assert any(wide // 2 in shape for shape in shapes)
     assert not [shape for shape in shapes if wide in shape or vocab in shape]
