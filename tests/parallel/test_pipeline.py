@@ -217,6 +217,12 @@ def test_the_sharding_table_says_what_a_pipeline_takes():
     assert f"copied to and from it with every operation: 1 x {size(message)}" in remark
 
 
+def test_a_share_of_few_layers_is_one_of_them():
+    assert spread([4], 4).offloaded(0.1) == (1,)
+    assert spread([4], 4).offloaded(0.0) == (0,)
+    assert spread([16], 2).offloaded(0.5) == (4,)
+
+
 def test_rings_in_stages_are_refused_on_cpu():
     config = run_of(mesh="stage=2,context=2")
     model = functional(config.model, config.parallel.rules())

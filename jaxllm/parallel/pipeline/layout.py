@@ -8,6 +8,7 @@ once a step an all-to-all brings each stage its units whole, and the gradients b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,11 @@ class Depths:
         return tuple(int(n) for n in self.counts.max(0))
 
     def offloaded(self, share: float) -> tuple[int, ...]:
-        """Of each segment, how many of ``rooms`` leave their activations to the host: ``share`` of them, rounded."""
-        return tuple(round(share * room) for room in self.rooms)
+        """Of each segment, how many of ``rooms`` leave their activations to the host: ``share`` of them, rounded up.
+
+        So a share above 0 is never none.
+        """
+        return tuple(math.ceil(share * room) for room in self.rooms)
 
     @property
     def even(self) -> bool:
