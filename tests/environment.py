@@ -2,7 +2,7 @@
 
 Import this before anything that touches a JAX backend; importing it is enough.
 
-    JAXLLM_SEED                 the seed; default: changes every day and with every commit
+    JAXLLM_SEED                 the seed; default: changes with every commit
     JAXLLM_CACHE                programs that engines keep; default: .cache/jaxllm in the repository
     JAX_COMPILATION_CACHE_DIR   the persistent compilation cache; default: .cache/jax in the repository
 """
@@ -10,7 +10,6 @@ Import this before anything that touches a JAX backend; importing it is enough.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import os
 import subprocess
@@ -44,15 +43,18 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 install_import_hook(CHECKED, "tests.typecheck.check")
 
 
-def today() -> int:
-    """The seed when none is given: another one every day and for every commit, the same for all workers."""
+def of_commit() -> int:
+    """The seed when none is given: another for every commit, so that a commit that passed passes again, and elsewhere.
+
+    The day has no part in it: what is found by chance is found when something changes, by whoever changes it.
+    """
     head = git("rev-parse", "HEAD") or "no git"
-    return int(hashlib.sha256(f"{datetime.date.today()} {head}".encode()).hexdigest()[:6], 16)
+    return int(hashlib.sha256(head.encode()).hexdigest()[:6], 16)
 
 
 def seed() -> int:
     """The seed of this process."""
-    return int(os.environ.get("JAXLLM_SEED") or today())
+    return int(os.environ.get("JAXLLM_SEED") or of_commit())
 
 
 def derive(*parts: object) -> int:
