@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-import pytest
 
 from jaxllm.evals import Scorer
 from jaxllm.infer import LLM
@@ -14,9 +13,8 @@ from tests.serve import servers
 
 
 def test_local_completions_score_as_in_process(tmp_path, rng):
-    api = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm-eval: pip install lm-eval[api]")
-    pytest.importorskip("tenacity", reason="needs lm-eval: pip install lm-eval[api]")
     from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     engine = servers.tiny_engine()
     engine.tokenizer.save(tmp_path)
@@ -30,7 +28,7 @@ def test_local_completions_score_as_in_process(tmp_path, rng):
     made = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     with servers.running(servers.tiny_backend) as (_, url), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        client = api.LocalCompletionsAPI(
+        client = LocalCompletionsAPI(
             base_url=f"{url}/v1/completions", model="tiny", tokenizer=str(tmp_path), max_length=128, num_concurrent=1
         )
         there = client.loglikelihood(made, disable_tqdm=True)

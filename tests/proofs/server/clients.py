@@ -19,13 +19,15 @@ SIZES = EngineConfig(sequences=4, budget=64, max_len=768, buckets=(64,), sampler
 
 
 @functools.cache
-def _llm() -> LLM:
+def smollm2() -> LLM:
+    """The engine that clients share."""
     return LLM("smollm2", SIZES)
 
 
 @contextlib.asynccontextmanager
-async def _smollm2() -> Any:
-    llm = _llm()
+async def smollm2_backend() -> Any:
+    """It, running."""
+    llm = smollm2()
     loaded = llm.loaded
     async with AsyncEngine(llm.engine) as engine:
         yield Served(engine, loaded.template, Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh))
@@ -35,7 +37,7 @@ async def _smollm2() -> Any:
 def openai_client_on_smollm2(feature: str) -> None:
     """Each feature, driven by the official client, streamed and whole."""
     with (
-        servers.running(_smollm2, ServeConfig(port=0, name="tiny", tool_parser="hermes")) as (_, url),
+        servers.running(smollm2_backend, ServeConfig(port=0, name="tiny", tool_parser="hermes")) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=600) as client,
     ):
         FEATURES[feature](client)
