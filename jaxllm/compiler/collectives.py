@@ -18,13 +18,13 @@ Not seen: remote copies inside Pallas kernels, and copies between host and devic
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.compiler import hlo
+from jaxllm.compiler.groups import group_size
 
 KINDS = (
     "all-gather",
@@ -52,7 +52,6 @@ _PASSES = (
 )  # a slice before is a slice after
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # 19 digits: "no idea", said of work for the SparseCore
 _CHAIN, _STARTS = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
-_MESH_GROUPS = re.compile(r"replica_groups=\{?mesh\[(.*?)\](?:, device_ids=\(.*?\)\)|, device_ids=\(.*?\))? ?\{(.*?)\}")
 
 
 @dataclass(frozen=True, order=True)
@@ -105,20 +104,27 @@ def read(text: str) -> Work:
         HloError: it is no such text.
     """
     module = hlo.parse(text)
-    sums = _Walker(module).run(hlo.Frame(module.entry))
+    sums = Reader(module).run(hlo.Frame(module.entry))
     collectives = [Collective(*key[:3], count, key[3]) for key, count in sums.collectives.items()]
     collectives.sort(key=lambda collective: (-collective.total_bytes, collective))
     return Work(tuple(collectives), sums.cycles if _CYCLES.search(text) else None, sums.unknown_loops)
 
 
-_Key = tuple[str, int, int, bool]
+Key = tuple[str, int, int, bool]
+"""Kind, group size, bytes, summed: see ``Collective``."""
+
+
+def cycles_of(instruction: hlo.Instruction) -> int | None:
+    """The TPU compiler's estimate."""
+    found = _CYCLES.search(instruction.attributes)
+    return int(found[1]) if found else None
 
 
 @dataclass
 class _Sums:
     """``Work`` in the making; ``collectives`` by (kind, group size, bytes, summed)."""
 
-    collectives: Counter[_Key] = field(default_factory=Counter)
+    collectives: Counter[Key] = field(default_factory=Counter)
     cycles: int = 0
     unknown_loops: int = 0
 
@@ -134,7 +140,9 @@ class _Sums:
         return self.cycles, sum(size * count for (_, _, size, _), count in self.collectives.items())
 
 
-class _Walker:
+class Reader:
+    """Finds the collectives of single instructions."""
+
     def __init__(self, module: hlo.Module) -> None:
         self.module = module
 
@@ -142,42 +150,47 @@ class _Walker:
         """One run of a computation."""
         sums = _Sums()
         for instruction in frame.computation.instructions.values():
-            if cycles := _CYCLES.search(instruction.attributes):
-                sums.cycles += int(cycles[1])
-            opcode = instruction.opcode.removesuffix("-start")
-            if opcode in KINDS:
-                kind, summed = opcode, False
-                if opcode == "all-reduce":
-                    kind, summed = self._stands_for(instruction.operands, instruction.name, frame.computation)
-                sums.collectives.update(self._collective(kind, instruction, frame.computation, summed))
-            elif opcode == "while":
+            sums.cycles += cycles_of(instruction) or 0
+            sent = self.sent(instruction, frame.computation)
+            sums.collectives.update(key for key, _ in sent)
+            if instruction.opcode == "while":
                 turns = hlo.trip_count(self.module, instruction, frame)
                 sums.unknown_loops += turns is None
                 for part in hlo.loop_frames(self.module, instruction, frame):
                     sums.add(self.run(part), 1 if turns is None else turns)
-            elif opcode == "conditional":
-                branches = [self.run(hlo.Frame(branch)) for branch in self._branches(instruction)]
+            elif instruction.opcode == "conditional":
+                branches = [self.run(hlo.Frame(branch)) for branch in self.module.branches(instruction)]
                 sums.add(max(branches, key=lambda branch: branch.weight))
-            elif opcode == "fusion":
-                sums.collectives.update(self._fused(instruction))
-            elif opcode in ("call", "async"):
-                inside = self._callee(instruction)
-                if inside.root.opcode == "all-reduce":  # all of a computation that the SparseCore runs (TPU7x)
-                    given = instruction.operands[: len(inside.root.operands)]  # what follows them are tokens
-                    kind, summed = self._stands_for(given, instruction.name, frame.computation)
-                    sums.collectives.update(self._collective(kind, inside.root, inside, summed))
-                else:
-                    sums.add(self.run(hlo.Frame(inside)))
+            elif instruction.opcode in hlo.CALLS and not sent:
+                sums.add(self.run(hlo.Frame(self.module.callee(instruction))))
         return sums
 
-    def _fused(self, fusion: hlo.Instruction) -> Counter[_Key]:
+    def sent(self, instruction: hlo.Instruction, computation: hlo.Computation) -> list[tuple[Key, str]]:
+        """The collectives that one instruction starts, a fusion's included, each with its attributes."""
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode in KINDS:
+            kind, summed = opcode, False
+            if opcode == "all-reduce":
+                kind, summed = self._stands_for(instruction.operands, instruction.name, computation)
+            return self._collective(kind, instruction, computation, summed)
+        if opcode == "fusion":
+            return self._fused(instruction)
+        if instruction.opcode in hlo.CALLS:
+            inside = self.module.callee(instruction)
+            if inside.root.opcode == "all-reduce":  # all of a computation that the SparseCore runs (TPU7x)
+                given = instruction.operands[: len(inside.root.operands)]  # what follows them are tokens
+                kind, summed = self._stands_for(given, instruction.name, computation)
+                return self._collective(kind, inside.root, inside, summed)
+        return []
+
+    def _fused(self, fusion: hlo.Instruction) -> list[tuple[Key, str]]:
         """The collectives inside a fusion (TPU); of one in pieces, which loops may hold, the piece that starts it."""
-        inside = self._callee(fusion)
+        inside = self.module.callee(fusion)
         starts = any(_STARTS in instruction.attributes for instruction in inside.instructions.values())
-        found: Counter[_Key] = Counter()
+        found = []
         for instruction in inside.instructions.values():
             if instruction.opcode == "fusion":
-                found.update(self._fused(instruction))
+                found += self._fused(instruction)
             if instruction.opcode not in KINDS:
                 continue
             if _CHAIN in instruction.attributes and not starts:
@@ -185,7 +198,7 @@ class _Walker:
             kind = instruction.opcode
             if kind == "all-reduce" and self._only_sliced(instruction.name, inside):
                 kind = "reduce-scatter"
-            found.update(self._collective(kind, instruction, inside))
+            found += self._collective(kind, instruction, inside)
         return found
 
     def _stands_for(self, given: Sequence[str], name: str, computation: hlo.Computation) -> tuple[str, bool]:
@@ -200,7 +213,7 @@ class _Walker:
         if array.opcode in _PASSES:
             return self._is_padded(array.operands[0], computation)
         if array.opcode == "fusion":
-            inside = self._callee(array)
+            inside = self.module.callee(array)
             root = inside.root
             if root.opcode != "dynamic-update-slice":
                 return False
@@ -233,7 +246,7 @@ class _Walker:
             return self._only_sliced(user.name, computation)
         if user.opcode != "fusion":
             return False
-        inside = self._callee(user)
+        inside = self.module.callee(user)
         places = [place for place, operand in enumerate(user.operands) if operand == name]
         parameters = [
             p.name for p in inside.instructions.values() if p.opcode == "parameter" and int(p.inside) in places
@@ -242,58 +255,13 @@ class _Walker:
 
     def _collective(
         self, kind: str, instruction: hlo.Instruction, computation: hlo.Computation, summed: bool = False
-    ) -> Counter[_Key]:
+    ) -> list[tuple[Key, str]]:
         operands = [computation.instructions[name].shape for name in instruction.operands]
         if kind == "ragged-all-to-all" or "slice_sizes=" in instruction.attributes:
             operands = operands[:1]  # the others are offsets, or the buffer to write into
         size = sum(hlo.shape_bytes(shape) for shape in operands)
         group = group_size(instruction.attributes, self.module.num_devices) if kind != "send" else 2
         if group == 1:
-            return Counter()
+            return []
         whole = size * group if kind == "all-gather" and not summed else size
-        return Counter({(kind, group, whole, summed): 1})
-
-    def _callee(self, instruction: hlo.Instruction) -> hlo.Computation:
-        name = instruction.callee("calls", "to_apply")
-        if name not in self.module.computations:
-            raise hlo.HloError(f"%{instruction.name} calls a computation that is not in the text: {name}")
-        return self.module.computations[name]
-
-    def _branches(self, instruction: hlo.Instruction) -> list[hlo.Computation]:
-        listed = re.search(r"branch_computations=\{(.*?)\}", instruction.attributes)
-        names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
-        names = names or re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", instruction.attributes)
-        return [self.module.computations[name] for name in names]
-
-
-def group_size(attributes: str, num_devices: int) -> int:
-    """How many devices a collective joins, from its attributes; the largest group where they differ.
-
-    For a collective-permute: those among which an array can travel, such as a ring.
-
-    Raises:
-        HloError: the attributes name no groups in a known way.
-    """
-    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", attributes):
-        return _largest_island([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])])
-    if mesh := _MESH_GROUPS.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])  # 'axis':(before)size is a part of an axis
-        return math.prod(int(part) if part else sizes[name] for name, part in used)
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=", attributes):
-        return int(iota[1].split(",")[-1])
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes):
-        return max(group.count(",") + 1 for group in re.findall(r"\{([\d,]+)\}", listed[1]))
-    if "replica_groups={}" in attributes:
-        return num_devices
-    raise hlo.HloError(f"cannot read the groups of a collective: {attributes[:200]}")
-
-
-def _largest_island(pairs: list[tuple[int, int]]) -> int:
-    """Size of the largest set of devices joined by pairs of source and target."""
-    island: dict[int, set[int]] = {}
-    for source, target in pairs:
-        joined = island.get(source, {source}) | island.get(target, {target})
-        for device in joined:
-            island[device] = joined
-    return max(map(len, island.values()), default=1)
+        return [((kind, group, whole, summed), instruction.attributes)]

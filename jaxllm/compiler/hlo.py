@@ -18,6 +18,15 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\](?:\{[^{}]*?E\((\d+)\
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _MOVES = ("copy", "bitcast", "convert", "reshape")  # their value is their operand's
 
+CALLS = ("call", "call-start", "async-start")
+"""Instructions that run another computation."""
+
+NO_WORK = {
+    *("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"),
+    *("AsyncCollectiveStart", "AsyncCollectiveDone", "PrepareAsyncCallStart"),
+}
+"""Custom calls that only tell the TPU compiler something."""
+
 
 class HloError(ValueError):
     """The text is not a compiled program as this module knows them."""
@@ -54,6 +63,12 @@ class Instruction:
         return None
 
     @property
+    def target(self) -> str:
+        """What a custom call calls; "" of others."""
+        found = re.search(r'\bcustom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
     def index(self) -> int:
         """Which element a ``get-tuple-element`` takes."""
         found = re.search(r"\bindex=(\d+)", self.attributes)
@@ -84,6 +99,24 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
     num_devices: int
+
+    def callee(self, instruction: Instruction) -> Computation:
+        """The computation that a fusion or a call runs.
+
+        Raises:
+            HloError: it is not in the text.
+        """
+        name = instruction.callee("calls", "to_apply")
+        if name not in self.computations:
+            raise HloError(f"%{instruction.name} calls a computation that is not in the text: {name}")
+        return self.computations[name]
+
+    def branches(self, conditional: Instruction) -> list[Computation]:
+        """The computations of a ``conditional``."""
+        listed = re.search(r"branch_computations=\{(.*?)\}", conditional.attributes)
+        names = re.findall(r"[\w.\-]+", listed[1]) if listed else []
+        names = names or re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", conditional.attributes)
+        return [self.computations[name] for name in names]
 
 
 def parse(text: str) -> Module:

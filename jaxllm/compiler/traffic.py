@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxllm.compiler import hlo
 
 _ONE = re.compile(r"[a-z]+\d*\w*\[[\d,<=]*\](?:\{[^{}]*\})?")
-_FREE = {
+FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "iota", "copy-done", "slice-done", "async-done", "async-update", "dynamic-slice-done"),
 }
@@ -47,10 +47,12 @@ def read(text: str, turns: int = 1) -> Traffic:
         HloError: it is not the text of one.
     """
     module = hlo.parse(text)
-    return _Reader(module, turns).run(hlo.Frame(module.entry), outermost=True)
+    return Reader(module, turns).run(hlo.Frame(module.entry), outermost=True)
 
 
-class _Reader:
+class Reader:
+    """Reads what single instructions move."""
+
     def __init__(self, module: hlo.Module, turns: int):
         self.module, self.turns = module, turns
 
@@ -58,8 +60,6 @@ class _Reader:
         total, computation = Traffic(), frame.computation
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
-            if opcode in _FREE:
-                continue
             if opcode == "while":
                 turns = hlo.trip_count(self.module, instruction, frame)
                 if turns is None and not outermost:
@@ -71,27 +71,28 @@ class _Reader:
                 total.data_loops += times * body.data_loops
                 total.kernels += times * body.kernels
             elif opcode == "conditional":
-                names = re.findall(r"%([\w.\-]+)", instruction.attributes)
-                branches = [self.run(hlo.Frame(c), False) for n in names if (c := self.module.computations.get(n))]
+                branches = [self.run(hlo.Frame(branch), False) for branch in self.module.branches(instruction)]
                 total.bytes += max((branch.bytes for branch in branches), default=0)
-            elif opcode == "call":
-                inside = self.run(hlo.Frame(self._callee(instruction)), outermost)
+            elif opcode in hlo.CALLS:
+                inside = self.run(hlo.Frame(self.module.callee(instruction)), outermost)
                 total.bytes += inside.bytes
                 total.data_loops += inside.data_loops
                 total.kernels += inside.kernels
-            elif opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
-                total.kernels += 1
-            elif opcode == "fusion":
-                total.bytes += self._fusion(instruction, computation)
             else:
-                total.bytes += self._plain(instruction, computation)
+                moved = self.moved(instruction, computation)
+                total.bytes += moved or 0
+                total.kernels += moved is None
         return total
 
-    def _callee(self, instruction: hlo.Instruction) -> hlo.Computation:
-        name = instruction.callee("calls", "to_apply")
-        if name not in self.module.computations:
-            raise hlo.HloError(f"%{instruction.name}: what it calls is not in the text")
-        return self.module.computations[name]
+    def moved(self, instruction: hlo.Instruction, computation: hlo.Computation) -> int | None:
+        """Bytes that one instruction reads and writes, a fusion included; None for a kernel that works in place."""
+        if instruction.opcode in FREE or instruction.target in hlo.NO_WORK:
+            return 0
+        if instruction.opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
+            return None
+        if instruction.opcode == "fusion":
+            return self._fusion(instruction, computation)
+        return self._plain(instruction, computation)
 
     def _plain(self, instruction: hlo.Instruction, computation: hlo.Computation) -> int:
         opcode = instruction.opcode.removesuffix("-start")
@@ -110,7 +111,7 @@ class _Reader:
         return far(shapes_of(instruction.shape)) + sum(far(shapes_of(shape)) for shape in shapes)
 
     def _fusion(self, fusion: hlo.Instruction, computation: hlo.Computation) -> int:
-        inside = self._callee(fusion)
+        inside = self.module.callee(fusion)
         total = 0
         for parameter in inside.instructions.values():
             if parameter.opcode == "parameter":
@@ -132,7 +133,7 @@ class _Reader:
                 # What a fusion inside a fusion hands on as it is, the outer one uses in some way of its own.
                 total += whole if user.name == inside.root.name else self._used(user.name, inside, whole)
             elif user.opcode == "fusion":
-                deeper = self._callee(user)
+                deeper = self.module.callee(user)
                 places = [i for i, operand in enumerate(user.operands) if operand == name]
                 found = [p for p in deeper.instructions.values() if p.opcode == "parameter" and int(p.inside) in places]
                 total += sum(self._used(p.name, deeper, whole) for p in found)
@@ -147,7 +148,7 @@ class _Reader:
             update = inside.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else -1]]
             return min(far(shapes_of(shape)), hlo.shape_bytes(update.shape))
         if root.opcode == "fusion":
-            deeper = self._callee(root)
+            deeper = self.module.callee(root)
             return self._written(deeper.root, deeper, shape)
         if root.opcode == "tuple":
             parts = zip(root.operands, shapes_of(shape), strict=True)
