@@ -283,6 +283,20 @@ def compile(argv: list[str]) -> int:
     return run(argv)
 
 
+def report(argv: list[str]) -> int:
+    """Show a run as one HTML page, or as text: `jaxllm report RUN [--text]`."""
+    from jaxllm.report_cli import report as run
+
+    return run(argv)
+
+
+def compare(argv: list[str]) -> int:
+    """Overlay runs on one HTML page: `jaxllm compare RUN RUN ...`."""
+    from jaxllm.report_cli import compare as run
+
+    return run(argv)
+
+
 def serve(argv: list[str]) -> int:
     """Serve a model to OpenAI's clients: `jaxllm serve MODEL --port 8000`."""
     from jaxllm.serve_cli import serve as run
@@ -312,6 +326,8 @@ COMMANDS: dict[str, Any] = {
     "eval": model_cli.evaluate,
     "bench": bench,
     "reproduce": reproduce,
+    "report": report,
+    "compare": compare,
     "data": data,
     "checkpoint": checkpoint,
 }

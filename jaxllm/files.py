@@ -102,3 +102,15 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{at(path)}: no such file") from None
     except ValueError as error:
         raise DataError(f"{at(path)}: not valid JSON ({error})") from None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines, none where there is no file; a last line cut short by a kill is left out."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows

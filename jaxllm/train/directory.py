@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jaxllm.files import read_rows
 
 
 class RunDirectory:
@@ -32,7 +34,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl; a last line cut short by a kill is left out."""
-        return list(self._rows())
+        return read_rows(self.metrics)
 
     def keep_metrics(self, step: int) -> None:
         """Drops rows after ``step``: a resumed run writes them again."""
@@ -44,15 +46,7 @@ class RunDirectory:
 
     def _filter(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         if self.writes and self.metrics.exists():
-            self._replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self._rows() if keep(row)))
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        if self.metrics.exists():
-            for line in self.metrics.read_text().splitlines():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
-                    return
+            self._replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.read_metrics() if keep(row)))
 
     def _replace(self, file: Path, text: str) -> None:
         if not self.writes:

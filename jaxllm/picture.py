@@ -1,0 +1,279 @@
+"""Charts as SVG and the page around them: text that needs no network, no script and no library to be seen.
+
+    page("a run", chart([Line("loss", steps, values)], title="loss"))
+
+Colours are classes that the page's style sets, light or dark as the reader's system is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Literal
+
+WIDTH, HEIGHT = 420, 240
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 24
+COLORS = 6
+MOST_POINTS = 400
+"""Of a line: more than a screen tells apart."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over x.
+
+    Attributes:
+        name: for the legend; empty for none.
+        x: ascending.
+        y: one for each x; None and values that are not finite leave a gap.
+        color: number of a colour.
+        style: "line", "faint" for a line behind others, or "points" for few values, joined.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    color: int = 0
+    style: Literal["line", "faint", "points"] = "line"
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"line {self.name!r} has {len(self.x)} values of x and {len(self.y)} of y.")
+
+
+def chart(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    unit: str = "",
+    log: bool = False,
+    zero: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Lines over a common x, as an SVG element of its own.
+
+    Args:
+        unit: behind the title.
+        log: y is logarithmic; values of zero and less leave a gap.
+        zero: y begins at zero.
+        marks: (x, what) of vertical lines; what is shown where the pointer rests.
+    """
+    lines = [replace(one, y=[_legal(y, log) for y in one.y]) for one in lines]
+    seen = [y for one in lines for y in one.y if y is not None]
+    across = [x for one in lines for x in one.x] + [x for x, _ in marks]
+    head = f'<text class="title" x="4" y="15">{escape(title)}<tspan class="unit"> {escape(unit)}</tspan></text>'
+    if not seen:
+        return _svg(title, head + f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no values</text>')
+    low_x, high_x = _room(min(across), max(across))
+    low, high = _room(*_range(seen, log, [y for one in lines if one.style == "points" for y in one.y]))
+    if zero:
+        low = min(low, 0.0)
+    else:
+        margin = 0.04 * (high - low)
+        low, high = low - margin, high + margin
+
+    def px(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (x - low_x) / (high_x - low_x)
+
+    def py(y: float) -> float:
+        at = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - low) / (high - low)
+        return min(max(at, TOP - 2), HEIGHT - BOTTOM + 2)
+
+    parts = [head]
+    for value in log_ticks(low, high) if log else ticks(low, high, 5):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(value):.1f}" y2="{py(value):.1f}"/>')
+        label = number(10**value if log else value)
+        parts.append(f'<text x="{LEFT - 5}" y="{py(value) + 4:.1f}" text-anchor="end">{label}</text>')
+    for value in ticks(low_x, high_x, 5):
+        parts.append(f'<text x="{px(value):.1f}" y="{HEIGHT - 7}" text-anchor="middle">{number(value)}</text>')
+    for x, what in marks:
+        parts.append(
+            f'<line class="mark" x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+            f"<title>{escape(what)}</title></line>"
+        )
+    for one in lines:
+        parts += _drawn(one, px, py)
+    return _svg(title, "".join(parts)) + _legend(lines)
+
+
+def shares(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
+    """One bar split into (name, size, colour), with the sizes' shares below."""
+    total = sum(size for _, size, _ in parts) or 1.0
+    x, pieces, words = 0.0, [], []
+    for name, size, color in parts:
+        width = 100 * size / total
+        pieces.append(
+            f'<rect class="c{color % COLORS}" x="{x:.2f}" width="{width:.2f}" height="10">'
+            f"<title>{escape(name)} {width:.1f}%</title></rect>"
+        )
+        words.append(f'<span><i class="c{color % COLORS}"></i>{escape(name)} {width:.1f}%</span>')
+        x += width
+    return (
+        f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f'{"".join(pieces)}</svg><p class="legend">{"".join(words)}</p>'
+    )
+
+
+def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
+    """Rows of text; numbers stand to the right."""
+
+    def cell(value: object, tag: str = "td") -> str:
+        right = ' class="n"' if isinstance(value, (int, float)) else ""
+        text = number(value) if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        return f"<{tag}{right}>{escape(text)}</{tag}>"
+
+    top = f"<tr>{''.join(cell(name, 'th') for name in head)}</tr>" if head else ""
+    lines = ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]
+    return f"<table>{top}{''.join(lines)}</table>"
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document, complete in itself."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def number(value: float) -> str:
+    """Short: ``1.2M``, ``0.035``, ``3e-04``."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for suffix, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if size >= unit:
+            return f"{value / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
+    return f"{value:.1e}" if 0 < size < 1e-3 else f"{value:.4g}"
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers from ``low`` to ``high``, some ``about`` of them."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [count * step for count in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Logarithms of round numbers between two logarithms: powers of ten, or 1, 2 and 5 times them."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    some = [p for p in powers if low <= p <= high]
+    if len(some) > 2:
+        return [float(p) for p in some[:: max(1, len(some) // 5)]]
+    fine = [p + math.log10(factor) for p in powers for factor in (1, 2, 5)]
+    fine = [value for value in fine if low <= value <= high]
+    return fine if len(fine) > 1 else ticks(low, high, 4)
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> list[tuple[float, float | None]]:
+    """At most ``MOST_POINTS`` of the points: of each stretch its lowest and highest, so that no spike is lost."""
+    points = list(zip(xs, ys, strict=True))
+    if len(points) <= MOST_POINTS:
+        return points
+    stretches = MOST_POINTS // 4
+    kept: list[tuple[float, float | None]] = []
+    for n in range(stretches):
+        part = points[n * len(points) // stretches : (n + 1) * len(points) // stretches]
+        there = [index for index, (_, y) in enumerate(part) if y is not None]
+        chosen = {0, len(part) - 1}
+        if there:
+            chosen |= {min(there, key=lambda i: part[i][1] or 0.0), max(there, key=lambda i: part[i][1] or 0.0)}
+        kept += [part[index] for index in sorted(chosen)]
+    return kept
+
+
+def _legal(y: float | None, log: bool) -> float | None:
+    if y is None or not math.isfinite(y) or (log and y <= 0):
+        return None
+    return math.log10(y) if log else y
+
+
+def _range(values: list[float], log: bool, always: list[float | None]) -> tuple[float, float]:
+    """Of what is drawn: the first steps of a run, far above the rest, would flatten it."""
+    low, high = min(values), max(values)
+    if not log and len(values) >= 20:
+        usual = sorted(values)[int(0.98 * (len(values) - 1))]
+        if high - low > 1.5 * (usual - low) > 0:
+            high = max([usual + 0.1 * (usual - low), *(y for y in always if y is not None)])
+    return low, high
+
+
+def _room(low: float, high: float) -> tuple[float, float]:
+    """A range of some width around a single value."""
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    half = 0.5 * abs(low) or 0.5
+    return low - half, high + half
+
+
+def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float]) -> list[str]:
+    points = thinned(line.x, line.y)
+    path, pen = [], "M"
+    for x, y in points:
+        if y is None:
+            pen = "M"
+        else:
+            path.append(f"{pen}{px(x):.1f} {py(y):.1f}")
+            pen = "L"
+    out = [f'<path class="{line.style} c{line.color % COLORS}" d="{"".join(path)}"/>']
+    if line.style == "points" or len(path) == 1:
+        out += [
+            f'<circle class="c{line.color % COLORS}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.5"/>'
+            for x, y in points
+            if y is not None
+        ]
+    return out
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    named = [one for one in lines if one.name]
+    if not named:
+        return ""
+    words = [
+        f'<span><i class="{one.style} c{one.color % COLORS}"></i>{escape(one.name)}</span>' for one in named
+    ]  # fmt: skip
+    return f'<p class="legend">{"".join(words)}</p>'
+
+
+def _svg(title: str, inside: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{inside}</svg>'
+
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1c2733;--soft:#66727f;--ground:#fff;--panel:#f6f8fa;--rule:#dde3e9;
+--c0:#1f5fae;--c1:#c4501b;--c2:#3f7d33;--c3:#7a4fa3;--c4:#a8811a;--c5:#2b8a8a}
+@media (prefers-color-scheme:dark){:root{--ink:#dfe6ee;--soft:#93a1b0;--ground:#11161c;--panel:#19212a;--rule:#2b3642;
+--c0:#6aa9f0;--c1:#f0895a;--c2:#86c878;--c3:#bd97e6;--c4:#dfba55;--c5:#64c8c8}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.45 system-ui,sans-serif}
+main{max-width:1320px;margin:0 auto;padding:16px}
+h1{font-size:1.5rem;margin:.2em 0}h2{font-size:1.1rem;margin:1.6em 0 .5em}
+p{margin:.4em 0}.soft{color:var(--soft)}
+.grid-of{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:12px}
+.panel,figure{background:var(--panel);border:1px solid var(--rule);border-radius:8px;padding:8px;margin:0;min-width:0}
+.wide{overflow-x:auto}.gap{margin-top:12px}details{margin:8px 0}
+.tiles{display:flex;flex-wrap:wrap;gap:8px;margin:12px 0}
+.tile{background:var(--panel);border:1px solid var(--rule);border-radius:8px;padding:8px 14px}
+.tile b{display:block;font-size:1.15rem}.tile span{font-size:12px}
+svg{display:block;width:100%;height:auto}
+svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
+svg .title{font-size:13px;font-weight:600;fill:var(--ink)}svg .unit{font-weight:400;fill:var(--soft)}
+svg .grid{stroke:var(--rule);stroke-width:1}svg .mark{stroke:var(--soft);stroke-width:1.5;stroke-dasharray:3 3}
+svg path{fill:none;stroke-width:1.6;stroke-linejoin:round}svg path.faint{stroke-width:.9;opacity:.45}
+svg.bar{height:18px;border-radius:4px}
+.c0{stroke:var(--c0);--own:var(--c0)}.c1{stroke:var(--c1);--own:var(--c1)}.c2{stroke:var(--c2);--own:var(--c2)}
+.c3{stroke:var(--c3);--own:var(--c3)}.c4{stroke:var(--c4);--own:var(--c4)}.c5{stroke:var(--c5);--own:var(--c5)}
+circle,rect{fill:var(--own)}rect{stroke:none}
+.legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px;color:var(--soft);margin:2px 4px}
+.legend i{display:inline-block;width:14px;height:4px;border-radius:2px;background:var(--own);margin:0 5px 3px 0}
+.legend i.faint{opacity:.45}
+table{border-collapse:collapse;font-size:13px;width:100%}
+td,th{text-align:left;padding:3px 8px 3px 0;border-bottom:1px solid var(--rule);vertical-align:top;
+overflow-wrap:anywhere}.n{text-align:right;font-variant-numeric:tabular-nums}
+details summary{cursor:pointer;color:var(--soft)}
+pre{overflow-x:auto;font-size:12px}
+""".strip()
