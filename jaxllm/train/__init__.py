@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxllm.train.config import RunConfig
     from jaxllm.train.evaluate import Evaluation, Evaluator
-    from jaxllm.train.loop import Finished, NonFiniteLossError, ResumeError, Run, train
+    from jaxllm.train.loop import Finished, NonFiniteLossError, ResumeError, train
     from jaxllm.train.loss import loss_sums, value_and_grad
     from jaxllm.train.routing import RoutingConfig
+    from jaxllm.train.run import Run
     from jaxllm.train.state import TrainState, abstract_state, init_state
     from jaxllm.train.step import jit_step, train_step
 
 _HOMES = {
     "config": ("RunConfig",),
     "evaluate": ("Evaluation", "Evaluator"),
-    "loop": ("Finished", "NonFiniteLossError", "ResumeError", "Run", "train"),
+    "loop": ("Finished", "NonFiniteLossError", "ResumeError", "train"),
     "loss": ("loss_sums", "value_and_grad"),
     "routing": ("RoutingConfig",),
+    "run": ("Run",),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("jit_step", "train_step"),
 }

@@ -15,7 +15,7 @@ from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
 from jaxllm.parallel.flags import options
 from jaxllm.train.config import RunConfig
-from jaxllm.train.loop import fitting_mesh, gradients
+from jaxllm.train.run import fitting_mesh, gradients
 from jaxllm.train.state import abstract_state
 from jaxllm.train.step import jit_step, train_step
 from sharding.isolate import Progress, run_isolated

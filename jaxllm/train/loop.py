@@ -12,33 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.checkpoint import CheckpointCorruptError, StateProvider, providers
 from jaxllm.compiler.peaks import peak_of
-from jaxllm.config import ConfigError, differences, from_dict, to_dict
-from jaxllm.data import Batch, Dataset, Prefetcher, load_dataset
-from jaxllm.models import Functional, functional, param_count
-from jaxllm.optim import optimizer, schedule
+from jaxllm.config import differences, from_dict, to_dict
+from jaxllm.data import Prefetcher
+from jaxllm.models import param_count
 from jaxllm.parallel.distributed import StopTogether, group
-from jaxllm.parallel.flags import described, options
-from jaxllm.parallel.legal import check_parameters, resolve
-from jaxllm.train.begin import beginning
+from jaxllm.parallel.flags import described
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
 from jaxllm.train.flops import train_flops_per_token
-from jaxllm.train.loss import value_and_grad
-from jaxllm.train.pipelined import pipelined, pipelined_sums, planned
+from jaxllm.train.pipelined import pipelined_sums, planned
 from jaxllm.train.plot import draw_loss
-from jaxllm.train.processes import fingerprint, own_part, put, surroundings
-from jaxllm.train.receipt import make_receipt, versions
-from jaxllm.train.saving import Place, Saver
-from jaxllm.train.state import TrainState, abstract_state, init_state
-from jaxllm.train.step import ValueAndGrad, jit_step, train_step
+from jaxllm.train.processes import fingerprint, surroundings
+from jaxllm.train.receipt import make_receipt
+from jaxllm.train.run import Run
+from jaxllm.train.saving import Saver
+from jaxllm.train.state import TrainState, init_state
 from jaxllm.train.view import View
-from pallas_kernels.ring_attention import order
-from sharding import MeshSpec
 
 
 class ResumeError(ValueError):
@@ -66,73 +59,6 @@ class Finished:
     complete: bool
     signal: int | None
     evaluation: Evaluation | None
-
-
-class Run:
-    """A run made ready: data opened, mesh built, shardings checked; nothing large allocated yet.
-
-    Raises:
-        ConfigError, ShardingError, DataError: something does not fit; the message says what would.
-    """
-
-    def __init__(self, config: RunConfig, also: Sequence[StateProvider] = ()):
-        self.config = config
-        self.also = also
-        self.group = group()
-        self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
-        check_precision(config)
-        self.model = functional(config.model, config.parallel.rules())
-        self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
-        self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
-        self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
-        self.begin = beginning(config.init_from, config.model) if config.init_from else None
-        begin = self.begin
-        self.data: Dataset = load_dataset(config.data, begin and begin.tokenizer, begin and begin.template)
-        self.data.train.check_steps(config.steps)
-        check_vocabulary(config, self.data.tokenizer)
-        shape = (config.data.batch_size, config.data.seq_len)
-        spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
-        self.batch_sharding = NamedSharding(self.mesh, spec)
-        self.part, self.parts = own_part(self.batch_sharding, shape)
-        device = self.mesh.devices.flat[0]
-        self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
-
-    def put(self, batch: Batch) -> Batch:
-        """This process's part of a batch, on the devices."""
-        rows = self.config.data.batch_size
-        return put(batch, self.batch_sharding, rows, self.part * rows // self.parts)
-
-    def saver(self) -> Saver:
-        """Of this process, or of all together."""
-        return Saver(self.directory.path, self.config.checkpoint, self.group)
-
-    def compile_step(self) -> tuple[Any, float]:
-        """The compiled step and the seconds it took; being compiled, it can never recompile."""
-        start = time.monotonic()
-        rate = schedule(self.config.optim.schedule, self.config.steps)
-        grads = gradients(self.config, self.model, self.mesh)
-        own = train_step(grads, self.optimizer, rate, self.config.model, self.config.routing.bias_rate)
-        step = jit_step(own, self.abstract)
-        sample = self.data.train.batch_at(0)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
-        with jax.set_mesh(self.mesh):
-            compiled = step.lower(self.abstract, batch).compile(compiler_options=self.compiler_options or None)
-        return compiled, time.monotonic() - start
-
-    def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, float]) -> None:
-        """The state, the providers', and the facts beside them."""
-        meta = {**self.meta(step), "metrics": metrics, **providers.facts(self.also)}
-        saver.save(place, step, providers.with_arrays(state, self.also), meta)
-
-    def meta(self, step: int) -> dict[str, Any]:
-        """What a checkpoint carries beside the state."""
-        return {
-            "config": to_dict(self.config),
-            "source": None if self.begin is None or self.begin.source is None else dict(self.begin.source),
-            "cursor": self.data.train.cursor(step),
-            "tokenizer": self.data.tokenizer.fingerprint,
-            "versions": versions(),
-        }
 
 
 def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
@@ -281,67 +207,6 @@ def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) ->
             + "\n  ".join(maths)
             + "\nThese change the mathematics, so going on would be neither run. "
             "Set them back to go on, or choose another --name to start a new run."
-        )
-
-
-def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> MeshSpec:
-    """The run's mesh over so many devices.
-
-    Raises:
-        ShardingError: the parameters or the batch do not fit it; lists the nearest that they do.
-        ConfigError: a pipeline's sizes are given, and there is no pipeline.
-    """
-    shapes, axes = model.abstract(), model.logical_axes()
-
-    def fits(mesh: AbstractMesh) -> None:
-        if (stages := mesh.shape.get("stage", 1)) > 1:
-            planned(config, stages)
-        check_batch(config, mesh, model.rules)
-        check_parameters(shapes, axes, mesh, model.rules)
-
-    mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    if dict(mesh.axes).get("stage", 1) == 1:
-        for name in ("chunks", "depths", "offload"):
-            if getattr(config.parallel, name):
-                raise ConfigError(
-                    f"parallel.{name} is of a pipeline, and the mesh {config.mesh!r} has no stages: leave it out, or "
-                    "give the mesh some, such as stage=2."
-                )
-    return mesh
-
-
-def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
-    """A micro-batch must divide over the mesh."""
-    shape = (config.data.batch_size // config.accumulate, config.data.seq_len)
-    rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
-    rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
-    shards = mesh.shape.get("context", 1)
-    if shards > 1:
-        order(config.parallel.layout, shards, config.data.seq_len)  # refuses lengths that do not divide
-
-
-def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> ValueAndGrad:
-    """The function of loss and gradients that the run's step takes."""
-    same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
-    if (stages := mesh.shape.get("stage", 1)) > 1:
-        return pipelined(
-            model, *planned(config, stages), routing=config.routing, offload=config.parallel.offload, **same
-        )
-    return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **same)
-
-
-def check_precision(config: RunConfig) -> None:
-    """float64 is real only where jax allows it; elsewhere it would silently be float32."""
-    if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:  # pyright: ignore
-        raise ConfigError("model.dtype or model.param_dtype is float64, which needs the environment JAX_ENABLE_X64=1.")
-
-
-def check_vocabulary(config: RunConfig, tokenizer: Any) -> None:
-    """Every token needs a row of the embedding."""
-    if config.model.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer {config.data.tokenizer!r} has "
-            f"{tokenizer.vocab_size} tokens; set model.vocab_size to {tokenizer.vocab_size} or more."
         )
 
 

@@ -16,8 +16,8 @@ from jaxllm.parallel.table import Table, table
 from jaxllm.parallel.table_view import size
 from jaxllm.parallel.traffic import expected
 from jaxllm.train.config import RunConfig
-from jaxllm.train.loop import fitting_mesh
 from jaxllm.train.pipelined import planned
+from jaxllm.train.run import fitting_mesh
 from jaxllm.train.state import abstract_state
 
 

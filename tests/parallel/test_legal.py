@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxllm.models import functional
 from jaxllm.parallel.legal import check_parameters, factorings, nearest, resolve
 from jaxllm.train import RunConfig
-from jaxllm.train.loop import fitting_mesh
+from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec, ShardingError
 from tests import tiny

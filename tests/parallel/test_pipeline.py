@@ -25,10 +25,10 @@ from jaxllm.parallel.pipeline.table import KINDS, allot, tabulate
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table_view import size
 from jaxllm.train import RunConfig, loss_sums
-from jaxllm.train.loop import fitting_mesh, gradients
 from jaxllm.train.loss import value_and_grad
 from jaxllm.train.pipelined import pipelined, pipelined_sums, planned
 from jaxllm.train.routing import RoutingConfig
+from jaxllm.train.run import fitting_mesh, gradients
 from jaxllm.train.shard import sharding_table
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.state import abstract_params

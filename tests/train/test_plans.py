@@ -12,7 +12,7 @@ import pytest
 from jaxllm.models import DecoderConfig, MoeConfig, functional
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import value_and_grad
-from jaxllm.train.loop import Run
+from jaxllm.train.run import Run
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.state import abstract_params
 from tests import quick, tiny

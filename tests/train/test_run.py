@@ -21,7 +21,7 @@ from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer
 from jaxllm.config import ConfigError, from_dict
 from jaxllm.data import CursorMismatch, DataConfig, load_dataset
 from jaxllm.models import functional
-from jaxllm.train import NonFiniteLossError, ResumeError, RunConfig, TrainState, loop, train
+from jaxllm.train import NonFiniteLossError, ResumeError, RunConfig, TrainState, loop, run, train
 from jaxllm.train.directory import RunDirectory
 from sharding import ShardingError
 from tests import environment, tiny
@@ -108,9 +108,9 @@ def test_a_signal_saves_and_the_next_start_goes_on_bit_for_bit(stopped, finished
 
 def test_a_signal_during_compilation_makes_one_step_and_saves_it(finished, tmp_path):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        compile_step = loop.Run.compile_step
+        compile_step = run.Run.compile_step
         monkeypatch.setattr(
-            loop.Run, "compile_step", lambda self: (os.kill(os.getpid(), signal.SIGINT), compile_step(self))[1]
+            run.Run, "compile_step", lambda self: (os.kill(os.getpid(), signal.SIGINT), compile_step(self))[1]
         )
         result = train(run_config(finished, out=tmp_path))
     assert (result.complete, result.signal, result.steps) == (False, signal.SIGINT, 1)
@@ -246,9 +246,9 @@ def test_another_mesh_goes_on_with_the_same_numbers(stopped, finished, tmp_path)
 
 def test_checkpoints_are_sharded_as_the_mesh_says(finished, tmp_path):
     """The state that goes on under fsdp is really split: each device holds its part."""
-    run = loop.Run(run_config(finished, mesh="fsdp", out=tmp_path))
+    ready = run.Run(run_config(finished, mesh="fsdp", out=tmp_path))
     with Checkpointer(finished / "runs" / "tiny" / "checkpoints", read_only=True) as checkpointer:
-        state, _ = checkpointer.restore(run.abstract)
+        state, _ = checkpointer.restore(ready.abstract)
     assert isinstance(state, TrainState)
     for tree in (state.params, state.opt_state[1].mu, state.opt_state[1].nu):
         up = tree["segments"]["0"]["0"]["mlp"]["up"]
@@ -299,7 +299,7 @@ def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
 def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(stopped, finished, tmp_path):
     """The learning rate is sane for seven steps and then is not."""
     with pytest.MonkeyPatch.context() as explode:
-        explode.setattr(loop, "optimizer", lambda config, *rest: loop_optimizer(huge(config), *rest))
+        explode.setattr(run, "optimizer", lambda config, *rest: run_optimizer(huge(config), *rest))
         with pytest.raises(NonFiniteLossError) as raised:
             train(run_config(finished, every=1, out=tmp_path))
     rows = losses(stopped)
@@ -315,7 +315,7 @@ def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(st
     assert f"That of step {step - 1} leads here and is now {aside}" in message
 
 
-loop_optimizer = loop.optimizer
+run_optimizer = run.optimizer
 
 
 def huge(config):
@@ -374,7 +374,7 @@ def test_other_text_under_the_same_name_is_refused(finished, tmp_path):
 )
 def test_what_cannot_be_trained_is_refused_before_it_starts(fields, error, words, tmp_path):
     with pytest.raises(error, match=words):
-        loop.Run(run_config(tmp_path, **fields))
+        run.Run(run_config(tmp_path, **fields))
     assert not (tmp_path / "runs").exists()
 
 

@@ -22,7 +22,7 @@ from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
-from jaxllm.train.loop import gradients
+from jaxllm.train.run import gradients
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof

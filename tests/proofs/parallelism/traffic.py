@@ -14,7 +14,7 @@ from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.traffic import expected
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
-from jaxllm.train.loop import fitting_mesh
+from jaxllm.train.run import fitting_mesh
 from sharding.isolate import run_isolated
 from sharding.topology import Topology
 from tests import tiny

@@ -18,7 +18,7 @@ from jaxllm.parallel.pipeline.table import tabulate
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
-from jaxllm.train.loop import gradients
+from jaxllm.train.run import gradients
 from recipes.llama3 import llama3_70b, llama3_405b
 from sharding import MeshSpec
 from sharding.state import abstract_params
