@@ -9,9 +9,10 @@ from collections import Counter
 from typing import Any
 
 import hypothesis
+import jsonschema
 import schemathesis
 from schemathesis import GenerationMode
-from schemathesis.checks import positive_data_acceptance
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from jaxllm.serve import ServeConfig
 from tests import environment
@@ -44,7 +45,8 @@ def schemathesis_cases(seed: int) -> dict[str, float]:
     def send(case: Any) -> None:
         answer = case.call(base_url=url, timeout=120)
         counts[answer.status_code] += 1
-        case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+        lenient = [positive_data_acceptance, *([negative_data_rejection] if _legal_after_all(schema, case) else [])]
+        case.validate_response(answer, excluded_checks=lenient)
 
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) == 12
@@ -56,6 +58,19 @@ def schemathesis_cases(seed: int) -> dict[str, float]:
     total = sum(counts.values())
     good = sum(many for status, many in counts.items() if status < 300)
     return {"refused": 1 - good / total, "too few": max(0, 10_000 / 110 - total)}
+
+
+def _legal_after_all(schema: Any, case: Any) -> bool:
+    """Whether nothing but the body is broken, and that is legal: it breaks one branch of a choice and is another.
+
+    Of a message, say, whose role is made another role.
+    """
+    broken = [place for place, part in case.meta.components.items() if part.mode is GenerationMode.NEGATIVE]
+    if [place.name for place in broken] != ["BODY"] or case.media_type != "application/json":
+        return False
+    content = schema.raw_schema["paths"][case.operation.path]["post"]["requestBody"]["content"]
+    whole = {**content["application/json"]["schema"], "components": schema.raw_schema["components"]}
+    return jsonschema.Draft202012Validator(whole).is_valid(case.body)
 
 
 def draw(strategy: Any, send: Any, many: int, seed: int, label: str) -> None:
