@@ -172,7 +172,8 @@ class _Player:
         for span in sorted(running.pop(step.name, []), key=lambda span: span.end):
             wait = max(0.0, span.end - now)
             lane = "other" if span.lane in ("memory", "host") else f"exposed {span.lane}"
-            self.sums[lane] += wait * times
+            if wait > 0:
+                self.sums[lane] += wait * times
             self.spans.append(Span(span.lane, span.start, span.end, span.name, span.label, wait))
             now += wait
         return now

@@ -65,11 +65,12 @@ class Reader:
                 if turns is None and not outermost:
                     total.data_loops += 1
                     continue
-                body = self.run(hlo.loop_frames(self.module, instruction, frame)[1], False)
                 times = self.turns if turns is None else turns
-                total.bytes += times * body.bytes
-                total.data_loops += times * body.data_loops
-                total.kernels += times * body.kernels
+                for part in hlo.loop_frames(self.module, instruction, frame):
+                    inside = self.run(part, False)
+                    total.bytes += times * inside.bytes
+                    total.data_loops += times * inside.data_loops
+                    total.kernels += times * inside.kernels
             elif opcode == "conditional":
                 branches = [self.run(hlo.Frame(branch), False) for branch in self.module.branches(instruction)]
                 total.bytes += max((branch.bytes for branch in branches), default=0)
