@@ -82,14 +82,13 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
     """
     over, served, model = case
     config, forward = engines.model_of(model, "float64"), engines._forward(model, "float64")
-    # Traced before anything on a mesh: jax 0.12 then takes parts of that trace for this one.
-    forward(engines.params_of(model, "float64"), np.zeros((1, engines.LONGEST), np.int32))
+    whole = engines.params_of(model, "float64")  # outside the mesh: what jnp.asarray makes inside lies on it (jax 0.12)
     made, mesh = functional(config), sharding.MeshSpec.parse(over).build()
     rules = OptimConfig(ScheduleConfig("constant", peak=0.02, warmup=0.5))
     transform = optimizer(rules, 8, made.logical_axes())
     with jax.set_mesh(mesh):
         abstract = abstract_state(made, transform, mesh)
-        start = jax.device_put(engines.params_of(model, "float64"), sharding.shardings_of(abstract.params))
+        start = jax.device_put(whole, sharding.shardings_of(abstract.params))
         start = jax.tree.map(jnp.copy, start)  # for the first step to take
         state = init_state(made, transform, mesh, 0, abstract, start)
         step = train_step(value_and_grad(made), transform, schedule(rules.schedule, 8), config)
@@ -99,7 +98,7 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
         state, _ = run(state, batches[0])
     engine, heard = meshes.over(served, model, engines.ENGINES["tight, recompute"], "float64"), Compilations()
     rng = np.random.default_rng([*over.encode(), *served.encode()])
-    requests, weights = [], [engines.params_of(model, "float64")]
+    requests, weights = [], [whole]
     for asked in engines.traffic(rng, engine.config, 10 * engine.device.spec.replicas):
         params = dataclasses.replace(asked["params"], logprobs=0, prompt_logprobs=None)
         requests.append(engine.submit(asked["prompt"], params, salt=asked["salt"]))
