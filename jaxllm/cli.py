@@ -297,6 +297,13 @@ def compare(argv: list[str]) -> int:
     return run(argv)
 
 
+def plan(argv: list[str]) -> int:
+    """Rank layouts of a run by predicted time: `jaxllm plan RECIPE --on v6e:8x8`."""
+    from jaxllm.plan_cli import plan as run
+
+    return run(argv)
+
+
 def serve(argv: list[str]) -> int:
     """Serve a model to OpenAI's clients: `jaxllm serve MODEL --port 8000`."""
     from jaxllm.serve_cli import serve as run
@@ -316,6 +323,7 @@ def bench(argv: list[str]) -> int:
 COMMANDS: dict[str, Any] = {
     "train": train,
     "shard": shard,
+    "plan": plan,
     "compile": compile,
     "pipeline": pipeline,
     "generate": model_cli.generate,

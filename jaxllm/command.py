@@ -44,6 +44,7 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.parallel.cluster import ClusterError
     from jaxllm.parallel.distributed import DistributedError
     from jaxllm.parallel.pipeline.schedule import ScheduleError
+    from jaxllm.plan.hardware import HardwareError
     from jaxllm.train import NonFiniteLossError, ResumeError
     from jaxllm.train.receipt import ReceiptError
     from sharding import ShardingError
@@ -55,6 +56,7 @@ def is_user_error(error: Exception) -> bool:
         CursorMismatch,
         DataError,
         DistributedError,
+        HardwareError,
         HubError,
         ModelNotFoundError,
         NonFiniteLossError,

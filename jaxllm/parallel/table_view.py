@@ -13,16 +13,16 @@ def text(table: Table) -> str:
     mesh = ", ".join(f"{name}={n}" for name, n in table.mesh.items())
     parts = [f"{table.parameter_count:,} parameters on {math.prod(table.mesh.values())} devices ({mesh})"]
     rows = [(r.name, " x ".join(map(str, r.shape)), r.dtype, r.place, size(r.device_bytes)) for r in table.parameters]
-    parts.append(_columns(("parameter", "shape", "dtype", "place", "on a device"), rows, "<><<>"))
+    parts.append(columns(("parameter", "shape", "dtype", "place", "on a device"), rows, "<><<>"))
     groups = (("parameters", table.parameters), ("optimizer state", table.optimizer))
     totals = [
         (name, size(sum(row.bytes for row in group)), size(device_bytes(group)), size(_whole(group)))
         for name, group in groups
     ]
-    parts.append(_columns(("", "in all", "on a device", "of it whole on each"), totals, "<>>>"))
+    parts.append(columns(("", "in all", "on a device", "of it whole on each"), totals, "<>>>"))
     if table.collectives:
         sent = [(c.kind, ",".join(c.axes), str(c.count), size(c.bytes), c.why) for c in table.collectives]
-        parts.append(_columns(("collectives of a step", "over", "times", "one moves", "for"), sent, "<<>><"))
+        parts.append(columns(("collectives of a step", "over", "times", "one moves", "for"), sent, "<<>><"))
     if table.remark:
         parts.append(table.remark)
     return "\n\n".join(parts)
@@ -40,7 +40,7 @@ def _whole(rows: Sequence[Row]) -> int:
     return sum(row.bytes for row in rows if row.bytes == row.device_bytes)
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> str:
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> str:
     """Left- and right-aligned columns, as wide as they must be."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [

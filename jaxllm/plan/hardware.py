@@ -1,0 +1,201 @@
+"""Devices and the links between them, by data sheet: what times and costs are computed from.
+
+Arithmetic and memory are those of ``jaxllm.compiler.peaks`` and ``sharding.topology``; here are the links, and what a
+device draws and costs. A file changes entries or adds some (``read``):
+
+    [v6e]
+    link = 88e9                # measured, bytes/s each way (Pipette, DATE 2024, plans with attained bandwidths)
+    dollars_per_hour = 1.22    # what you pay
+
+    [h800]
+    like = "h100"              # compiled for, and all that is not said here
+    link = 200e9
+
+Sources. ICI: cloud.google.com/tpu/docs, "interconnect bandwidth per chip, bidirectional" of each generation, over its
+links and two directions. Data-centre network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data
+sheets of A100, H100, H200, B200 (NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400
+Gb/s adapter a GPU (DGX systems). Watts of TPU v4: arXiv:2304.01433, table 4; of other TPUs none are published. Dollars:
+list prices on demand of cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm.compiler.peaks import Peak, peak_of
+from jaxllm.config import closest
+from sharding.topology import GENERATIONS, Topology
+
+
+class HardwareError(ValueError):
+    """A file of hardware cannot be understood; the message says what is legal."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Of one jax device, which on a TPU7x is half a chip.
+
+    Attributes:
+        name: the first part of a topology's name.
+        flops: dense bfloat16, FLOP/s.
+        flops_float32: of float32 products as jax does them by default there, FLOP/s.
+        bandwidth: of its memory, bytes/s.
+        hbm_bytes: memory there is.
+        link: bytes/s each way, of one of a TPU's links to neighbours, or of a GPU to all others of its node.
+        network: bytes/s each way, of a device to other slices or nodes.
+        hop: seconds that a message takes to a neighbour; to any device of a node, or of another one.
+        tile: products' dimensions are rounded up to multiples of it.
+        like: generation that programs are compiled for; "" if they cannot be.
+        watts: of a device at work; None where its maker does not say.
+        dollars_per_hour: of a device; None where there is no list price.
+    """
+
+    name: str
+    flops: float
+    flops_float32: float
+    bandwidth: float
+    hbm_bytes: int
+    link: float
+    network: float
+    hop: float
+    tile: int
+    like: str
+    watts: float | None = None
+    dollars_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "flops_float32", "bandwidth", "hbm_bytes", "link", "network", "tile"):
+            if not getattr(self, name) > 0:
+                raise HardwareError(f"hardware {self.name}: {name} = {getattr(self, name)}; give a positive number.")
+
+
+def _known(name: str, link: float, network: float, **more: Any) -> Hardware:
+    kind = GENERATIONS[name]
+    peak, hbm = peak_of(kind.device_kind), kind.hbm_bytes
+    assert peak is not None
+    assert hbm is not None
+    return _made(name, peak, hbm, link, network, like=name, gpu=kind.platform == "gpu", **more)
+
+
+def _made(
+    name: str, peak: Peak, hbm: int, link: float, network: float, *, like: str, gpu: bool, tile: int, **more: Any
+) -> Hardware:
+    # TPUs make a float32 product of one bfloat16 pass by default, GPUs take TF32's half rate.
+    slower = 2 if gpu else 1
+    hop = 5e-6 if gpu else 1e-6
+    return Hardware(name, peak.flops, peak.flops / slower, peak.bandwidth, hbm, link, network, hop, tile, like, **more)
+
+
+TABLE = {
+    hardware.name: hardware
+    for hardware in (
+        _known("v4", 50e9, 6.25e9, tile=128, watts=192.0, dollars_per_hour=3.22),
+        _known("v5e", 50e9, 3.125e9, tile=128, dollars_per_hour=1.20),
+        _known("v5p", 100e9, 6.25e9, tile=128, dollars_per_hour=4.20),
+        _known("v6e", 100e9, 12.5e9, tile=256, dollars_per_hour=2.70),
+        _known("tpu7x", 50e9, 6.25e9, tile=256),
+        _made("a100", Peak(312e12, 2.039e12), 85_097_971_712, 300e9, 25e9, like="", gpu=True, tile=128, watts=400.0),
+        _known("h100", 450e9, 50e9, tile=128, watts=700.0),
+        _known("h200", 450e9, 50e9, tile=128, watts=700.0),
+        _known("b200", 900e9, 50e9, tile=128, watts=1000.0),
+    )
+}
+"""By name. Links of a TPU7x are a chip's, shared by its two devices. An A100 can be planned for, not compiled for."""
+
+
+def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, Hardware]:
+    """The table with the changes and additions of a TOML or JSON file.
+
+    Raises:
+        HardwareError: it is not understood; says where and what is legal.
+    """
+    known = dict(TABLE if table is None else table)
+    try:
+        text = path.read_text()
+        entries = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise HardwareError(f"hardware: cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise HardwareError(
+            f"hardware: {path} is no {'JSON' if path.suffix == '.json' else 'TOML'}: {error}"
+        ) from error
+    fields = [field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "like")]
+    for name, changes in entries.items():
+        if not isinstance(changes, Mapping):
+            raise HardwareError(f"hardware: {path}: {name} is no table; write [{name}] and under it what changes.")
+        like = changes.get("like", name)
+        if like not in known:
+            raise HardwareError(
+                f"hardware: {path}: [{name}] is new: say like which it is (like = ...): {', '.join(known)}."
+            )
+        for field, value in changes.items():
+            if field not in (*fields, "like"):
+                raise HardwareError(
+                    f"hardware: {path}: [{name}] has no {field!r}.{closest(field, fields)} Legal: {', '.join(fields)}."
+                )
+            if field != "like" and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise HardwareError(f"hardware: {path}: [{name}] {field} = {value!r}; give a number.")
+        changed = {field: value for field, value in changes.items() if field != "like"}
+        known[name] = dataclasses.replace(known[like], name=name, **changed)
+    return known
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices that a run is planned for.
+
+    Attributes:
+        name: as given.
+        hardware: of each device.
+        topology: how they are joined; of a kind that is not compiled for, one of the same form.
+    """
+
+    name: str
+    hardware: Hardware
+    topology: Topology
+
+    @classmethod
+    def parse(cls, name: str, table: Mapping[str, Hardware] | None = None) -> Cluster:
+        """Reads a topology's name, of one of the table's kinds of hardware.
+
+        Raises:
+            ShardingError: there is no such topology; lists the known.
+        """
+        table = TABLE if table is None else table
+        count, star, one = name.strip().lower().rpartition("*")
+        kind, colon, shape = one.partition(":")
+        if kind not in table or kind == "cpu":
+            topology = Topology.parse(name)  # lists the known ones, or it is a CPU
+            raise HardwareError(f"{topology} is not planned for; there are {', '.join(table)}.")
+        form = table[kind].like or "h100"
+        topology = Topology.parse(f"{count}{star}{form}{colon}{shape}")
+        return cls(name.strip().lower(), table[kind], topology)
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return self.topology.num_devices
+
+    def resized(self, factor: int) -> Cluster | None:
+        """The next larger cluster of the same kind, ``factor`` times as large; None if there is none."""
+        shape, wanted = self.topology.shape, math.prod(self.topology.shape) * factor
+        options = [
+            tuple(side * (factor if place == i else 1) for i, side in enumerate(shape)) for place in range(len(shape))
+        ]
+        kind = self.topology.generation
+        for option in options if self.topology.platform == "tpu" else options[:1]:
+            sides = tuple(sorted(option)) if self.topology.platform == "tpu" else option
+            assert math.prod(sides) == wanted
+            try:
+                topology = Topology.parse(f"{kind}:{'x'.join(map(str, sides))}")
+            except ValueError:
+                continue
+            return Cluster(f"{self.hardware.name}:{'x'.join(map(str, sides))}", self.hardware, topology)
+        return None
