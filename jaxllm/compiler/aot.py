@@ -12,14 +12,15 @@ chosen by rule instead of by trial, and its report is a plan.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
+import json
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from jax.sharding import Mesh
 
 from jaxllm.compiler import collectives
 from jaxllm.compiler.collectives import Collective
+from jaxllm.compiler.groups import Placement
+from jaxllm.files import write_json
 from sharding import isolate
 from sharding.isolate import OutOfDeviceMemory, Progress
 from sharding.topology import GIB, Topology
@@ -99,7 +102,7 @@ class CompileReport:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able data."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompileReport:
@@ -166,6 +169,7 @@ def compile(
     name: str = "",
     options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
+    keep: Path | None = None,
 ) -> CompileReport:
     """Compiles ``function(*arguments)`` for ``topology`` and reports.
 
@@ -177,6 +181,7 @@ def compile(
         name: for the report; the function's own if empty.
         options: compiler options, such as ``{"xla_tpu_scoped_vmem_limit_kib": "65536"}``.
         progress: called about once a second while it works, see ``to_stderr``.
+        keep: a file to write the program to, for ``kept``.
 
     Raises:
         OutOfDeviceMemory: the TPU compiler found that it does not fit.
@@ -205,6 +210,8 @@ def compile(
             raise memory from error
         compile_seconds = time.monotonic() - started
         stage("reading the program")
+        if keep is not None:
+            write_json(keep, {"text": compiled.as_text() or "", "placement": asdict(Placement.of(mesh))})
         return report(
             compiled,
             topology,
@@ -244,6 +251,13 @@ def report(
         cycles=work.cycles,
         unknown_loops=work.unknown_loops,
     )
+
+
+def kept(file: Path) -> tuple[str, Placement]:
+    """The text of a program that ``compile`` wrote to a file, and where its devices are."""
+    data = json.loads(file.read_text())
+    axes = tuple((name, size) for name, size in data["placement"]["axes"])
+    return data["text"], Placement(axes, tuple(data["placement"]["islands"]))
 
 
 def to_stderr(seconds: float, stage: str) -> None:

@@ -37,3 +37,14 @@ def peak_of(device_kind: str) -> Peak | None:
     """Of a kind of device; None where unknown (a CPU's is on no data sheet)."""
     names = [name for name in PEAKS if device_kind.startswith(name)]
     return PEAKS[max(names, key=len)] if names else None
+
+
+CLOCKS = {"TPU v4": 1.05e9, "TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9, "TPU7x": 2.2e9}
+"""Cycles/s of TPUs, with which the compiler's estimates become seconds: the peak over the FLOPs of a cycle. That is 2 x
+128 x 128 for each matrix unit of the generations to v5 (8, 4 and 8 of them), four times 2 x 256 x 256 since v6e."""
+
+
+def clock_of(device_kind: str) -> float | None:
+    """Of a kind of TPU; None for what has no estimates."""
+    names = [name for name in CLOCKS if device_kind.startswith(name)]
+    return CLOCKS[max(names, key=len)] if names else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,24 +23,30 @@ from sharding.isolate import Progress, run_isolated
 from sharding.topology import Topology
 
 
-def compile_for(config: RunConfig, on: str, *, progress: Progress | None = None) -> aot.CompileReport:
+def compile_for(
+    config: RunConfig, on: str, *, progress: Progress | None = None, keep: Path | None = None, anyway: bool = False
+) -> aot.CompileReport:
     """Compiles the run's step for a topology ("v6e:8x8", "h100:8x8") in a process of its own; no data is opened.
 
     Args:
         config: the run; its mesh is laid over the topology's devices.
         on: the topology's name.
         progress: called about once a second.
+        keep: a file to write the program to, for ``aot.kept``.
+        anyway: let the TPU compiler compile what does not fit, to see what takes the memory.
 
     Raises:
         ShardingError: the topology is unknown, or the run does not fit a mesh of its devices.
         OutOfDeviceMemory: the compiler says it does not fit.
         CompilerMissing: names the extra to install.
     """
-    report = run_isolated("jaxllm.train.compile:compile_here", on, {"config": to_dict(config)}, progress=progress)
+    arguments = {"config": to_dict(config), "keep": None if keep is None else str(keep.absolute())}
+    env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
+    report = run_isolated("jaxllm.train.compile:compile_here", on, arguments, progress=progress, env=env)
     return aot.CompileReport.from_json(report)
 
 
-def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
+def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = None) -> dict[str, Any]:
     """``compile_for`` in this process, which must be set up for the topology's compiler."""
     run = from_dict(RunConfig, config)
     step, arguments, mesh = step_on(topology, run)
@@ -51,6 +58,7 @@ def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
         name=run.name,
         options=compiler_options(topology, run),
         progress=aot.to_stderr,
+        keep=None if keep is None else Path(keep),
     )
     return report.to_json()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.compiler.peaks import peak_of
+from jaxllm.compiler.peaks import clock_of, peak_of
 from sharding.topology import GENERATIONS
 
 CHIPS = {"v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12}
@@ -36,3 +36,16 @@ def test_every_accelerator_of_the_topologies_has_one_and_others_none():
     assert all(peak_of(g.device_kind) for g in GENERATIONS.values() if g.platform != "cpu")
     assert peak_of("cpu") is None
     assert peak_of("NVIDIA GeForce RTX 4090") is None
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_clocks_are_those_of_the_peaks(name):
+    """A cycle's FLOPs are a whole number of matrix units'."""
+    kind = GENERATIONS[name].device_kind
+    peak, clock = peak_of(kind), clock_of(kind)
+    assert peak is not None
+    assert clock is not None
+    units = peak.flops / clock / (2 * 128 * 128)
+    assert round(units) in (4, 8, 16)
+    assert units == pytest.approx(round(units), rel=3e-3)
+    assert clock_of("NVIDIA H100 80GB HBM3") is None
