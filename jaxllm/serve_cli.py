@@ -52,8 +52,8 @@ def serve(argv: list[str]) -> int:
             budget: tokens of a step.
             policy: whose turn it is: who came first, who has the highest `priority`, the key that has had least, who is
                 likely to end first.
-            tool_parser: how the model writes calls: hermes, llama3_json, mistral, deepseek_v3 or deepseek_v31; by
-                default as its chat template says.
+            tool_parser: how the model writes calls: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or
+                deepseek_v31; by default as its chat template says.
             queue: continuations that may wait; more are refused with 429.
             max_body: bytes of a request at most.
             request_seconds: that a request may take.

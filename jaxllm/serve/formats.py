@@ -132,6 +132,7 @@ FORMATS = {
     "mistral": Format(
         begin="[TOOL_CALLS] [", between=", ", end="]", signs=("[TOOL_CALLS]",), never=("[ARGS]", "[CALL_ID]")
     ),
+    "mistral_args": Format(open="[TOOL_CALLS]", bare="[ARGS]", signs=("[TOOL_CALLS]", "[ARGS]"), never=("[CALL_ID]",)),
     "deepseek_v3": Format(
         begin=_CALLS[0], open=f"{_CALL[0]}function{_SEP}", bare="\n```json\n", close=f"\n```{_CALL[1]}",
         between="\n", end=_CALLS[1], signs=(_CALLS[0], "```json"),
@@ -140,7 +141,7 @@ FORMATS = {
         begin=_CALLS[0], open=_CALL[0], bare=_SEP, close=_CALL[1], end=_CALLS[1], signs=(_CALLS[0],), never=("```json",)
     ),
 }  # fmt: skip
-"""By the names that vLLM gives them."""
+"""By the names that vLLM gives them; its ``mistral`` is both of that maker's, by the tokenizer's age."""
 
 
 def format_of(template: ChatTemplate) -> Format | None:
