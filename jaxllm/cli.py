@@ -283,6 +283,13 @@ def compile(argv: list[str]) -> int:
     return run(argv)
 
 
+def launch(argv: list[str]) -> int:
+    """Start processes under a supervisor that restarts them: `jaxllm launch local -n 4 -- train RECIPE`."""
+    from jaxllm.launch_cli import launch as run
+
+    return run(argv)
+
+
 def report(argv: list[str]) -> int:
     """Show a run as one HTML page, or as text: `jaxllm report RUN [--text]`."""
     from jaxllm.report_cli import report as run
@@ -322,6 +329,7 @@ def bench(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Any] = {
     "train": train,
+    "launch": launch,
     "shard": shard,
     "plan": plan,
     "compile": compile,

@@ -41,6 +41,7 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.data import CursorMismatch, DataError
     from jaxllm.hub import HubError
     from jaxllm.infer import ModelNotFoundError
+    from jaxllm.observe.sinks import SinkError
     from jaxllm.parallel.cluster import ClusterError
     from jaxllm.parallel.distributed import DistributedError
     from jaxllm.parallel.pipeline.schedule import ScheduleError
@@ -64,6 +65,7 @@ def is_user_error(error: Exception) -> bool:
         ResumeError,
         ScheduleError,
         ShardingError,
+        SinkError,
         UsageError,
     )
     # Configurations check themselves with plain ValueErrors; those come from our packages' own __post_init__.

@@ -27,7 +27,7 @@ from jaxllm.files import read_rows
 
 SECONDS_OF = {
     "started": "starting",
-    "initialised": "restoring",
+    "initialised": "initialising",
     "restored": "restoring",
     "compiled": "compiling",
     "steps": "steps",
@@ -56,10 +56,12 @@ class EventLog:
         self._steps: tuple[int, int, float] | None = None
         self._last = began
         self._began = began
+        self._held: list[dict[str, Any]] = []
 
     def started(self, **facts: Any) -> None:
-        """The first event of a start."""
-        self._write("started", {"began": self._began, **facts})
+        """The first event of a start; written with the second, so that a start that is refused leaves no trace."""
+        self._last = time.time()
+        self._held = [{"time": round(self._last, 4), "event": "started", "began": round(self._began, 4), **facts}]
 
     def write(self, event: str, **facts: Any) -> None:
         """An event; steps that are not written yet come first."""
@@ -82,10 +84,12 @@ class EventLog:
 
     def _write(self, event: str, facts: dict[str, Any]) -> None:
         self._last = time.time()
+        rows = [*self._held, {"time": round(self._last, 4), "event": event, **facts}]
+        self._held = []
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({"time": round(self._last, 4), "event": event, **facts}) + "\n")
+                out.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class Goodput:
         lost: seconds of steps that were done again after a restart.
         waiting: seconds of counted steps that waited for data.
         down: seconds between the last event of a start and the beginning of the next.
-        other: seconds by what they were spent on: starting, restoring, compiling, saving, evaluating, ending.
+        other: seconds by what they were spent on: starting, initialising, restoring, compiling, saving, evaluating,
+            ending.
         starts: how often the run was started.
         restarts: (last step seen before, step it went on after) of every start but the first.
     """
@@ -134,7 +139,7 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
     if not events or events[0]["event"] != "started":
         return None
     other: dict[str, float] = dict.fromkeys(
-        ("starting", "restoring", "compiling", "saving", "evaluating", "ending"), 0.0
+        ("starting", "initialising", "restoring", "compiling", "saving", "evaluating", "ending"), 0.0
     )
     down, starts, last_step = 0.0, 0, 0
     restarts: list[tuple[int, int]] = []
@@ -160,6 +165,8 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
         elif kind in SECONDS_OF:
             other[SECONDS_OF[kind]] += spent
         before = now
+        if kind == "finished":
+            break  # what is looked at or evaluated later is no part of the run
     waiting = sum(waited for *_, waited in counted)
     steps = sum(spent for _, _, spent, _ in counted) - waiting
     total = steps + waiting + lost + down + sum(other.values())

@@ -34,20 +34,20 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A line of JSON for each call, written at once, with the seconds since it was opened."""
+    """A line of JSON for each call, written at once, with the seconds since the log was opened."""
 
     def __init__(self, file: Path):
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._start = time.monotonic()
-        self._out = file.open("a", encoding="utf-8")
+        self._file, self._start = file, time.monotonic()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         seconds = round(time.monotonic() - self._start, 3)
-        self._out.write(json.dumps({"step": step, **values, "seconds": seconds}) + "\n")
-        self._out.flush()
+        # Opened anew for each line: rows of a step that is done again are dropped by putting another file in its place.
+        with self._file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"step": step, **values, "seconds": seconds}) + "\n")
 
     def close(self) -> None:
-        self._out.close()
+        """Nothing is held."""
 
 
 class TensorBoard:

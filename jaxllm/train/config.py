@@ -8,6 +8,7 @@ from jaxllm.checkpoint import CheckpointConfig
 from jaxllm.config import runtime_only
 from jaxllm.data import DataConfig
 from jaxllm.models.decoder import DecoderConfig
+from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.plan import ParallelConfig
@@ -39,6 +40,7 @@ class RunConfig:
         checkpoint: when to save and what to keep.
         log_every: steps between two lines of the log where there is no live view.
         eval_every: steps between two evaluations on held-out text; 0 evaluates at the end only.
+        observe: trackers, norms by layer, profiles.
         out: directory that holds the runs.
     """
 
@@ -59,6 +61,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})
     log_every: int = runtime_only(10)
     eval_every: int = runtime_only(0)
+    observe: ObserveConfig = field(default_factory=ObserveConfig, metadata={"runtime_only": True})
     out: str = runtime_only("runs")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A run's directory: config.json, metrics.jsonl, loss.png, tokenizer/, checkpoints/, receipt.json."""
+"""A run's directory: config.json, metrics.jsonl, events.jsonl, loss.png, tokenizer/, checkpoints/, receipt.json."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class RunDirectory:
         self.writes = writes
         self.config = self.path / "config.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.layers = self.path / "layers.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.profiles = self.path / "profiles"
         self.plot = self.path / "loss.png"
         self.tokenizer = self.path / "tokenizer"
         self.checkpoints = self.path / "checkpoints"
@@ -38,15 +41,16 @@ class RunDirectory:
 
     def keep_metrics(self, step: int) -> None:
         """Drops rows after ``step``: a resumed run writes them again."""
-        self._filter(lambda row: row["step"] <= step)
+        for file in (self.metrics, self.layers):
+            self._filter(file, lambda row: row["step"] <= step)
 
     def drop_evaluation(self, step: int) -> None:
         """Drops the held-out loss of ``step``, to be written again."""
-        self._filter(lambda row: row["step"] != step or "heldout_nll" not in row)
+        self._filter(self.metrics, lambda row: row["step"] != step or "heldout_nll" not in row)
 
-    def _filter(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        if self.writes and self.metrics.exists():
-            self._replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.read_metrics() if keep(row)))
+    def _filter(self, file: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+        if self.writes and file.exists():
+            self._replace(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if keep(row)))
 
     def _replace(self, file: Path, text: str) -> None:
         if not self.writes:

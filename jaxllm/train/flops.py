@@ -1,7 +1,10 @@
-"""Model FLOPs and their utilisation.
+"""FLOPs of a token and their utilisation (arXiv:2204.02311, appendix B).
 
-``MFU = model FLOPs per token x tokens per second / peak FLOP/s`` (arXiv:2204.02311, appendix B). A multiply-add is
-two FLOPs; the backward pass costs twice the forward; recomputation does not count.
+    MFU = model FLOPs per token x tokens per second / peak FLOP/s of all devices
+    HFU = the same with the FLOPs that the devices really do: those of recomputation count too
+
+A multiply-add is two FLOPs; the backward pass costs twice the forward. What a kernel recomputes inside itself counts in
+neither.
 """
 
 from __future__ import annotations
@@ -43,3 +46,18 @@ def causal_mean(seq_len: int, window: int | None) -> float:
 def train_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """FLOPs of one token in training on causal rows of ``seq_len`` tokens."""
     return 3.0 * forward_flops_per_token(config, lambda window: causal_mean(seq_len, window))
+
+
+def hardware_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+    """``train_flops_per_token`` and the matrix products that ``config.remat`` does again.
+
+    "none" and "elementwise" keep the results of all. "full" does a block's again, but for the last of a dense one: the
+    gradients need what goes into it, not what comes out.
+    """
+    total = train_flops_per_token(config, seq_len)
+    if config.remat != "full":
+        return total
+    d = config.embed_dim
+    again = forward_flops_per_token(config, lambda window: causal_mean(seq_len, window)) - 2.0 * d * config.vocab_size
+    last = sum(2.0 * d * block.mlp.hidden for block in config.blocks if not isinstance(block.mlp, MoeConfig))
+    return total + again - last

@@ -14,20 +14,19 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint import CheckpointCorruptError, StateProvider, providers
-from jaxllm.compiler.peaks import peak_of
 from jaxllm.config import differences, from_dict, to_dict
 from jaxllm.data import Prefetcher
 from jaxllm.models import param_count
+from jaxllm.observe.events import EventLog
 from jaxllm.parallel.distributed import StopTogether, group
 from jaxllm.parallel.flags import described
 from jaxllm.train.config import RunConfig
-from jaxllm.train.directory import RunDirectory
 from jaxllm.train.evaluate import Evaluation, Evaluator
-from jaxllm.train.flops import train_flops_per_token
 from jaxllm.train.pipelined import pipelined_sums, planned
 from jaxllm.train.plot import draw_loss
 from jaxllm.train.processes import fingerprint, surroundings
 from jaxllm.train.receipt import make_receipt
+from jaxllm.train.recorder import WIDE, Recorder, facts
 from jaxllm.train.run import Run
 from jaxllm.train.saving import Saver
 from jaxllm.train.state import TrainState, init_state
@@ -76,48 +75,59 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
         ConfigError, ShardingError, DataError, CheckpointError: what is wrong, where, and what would be legal.
         DistributedError: the processes that are to train together differ; says in what.
     """
+    began = time.time()
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also)
     run.group.agree("the devices and data", surroundings(run.mesh, run.data.train.fingerprint))
     files = run.directory
+    events = EventLog(files.events if files.writes else None, began)
     with run.saver() as saver:
+        events.started(**(facts(run) if files.writes else {}))
         state, first = start_state(run, saver)
+        jax.block_until_ready(state.params)
+        events.write("restored" if first else "initialised", step=first)
         files.write_json(files.config, to_dict(config))
         if files.writes:
             run.data.tokenizer.save(files.tokenizer)
             if run.begin is not None and run.begin.template is not None:
                 run.begin.template.save(files.tokenizer)
         files.keep_metrics(first)
-        with make_view(run, first) as view, stop_signals() as stopping:
+        with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:
+            view = recorder.view
             describe(run, view, first)
-            state, done = steps(run, state, first, saver, view, stopping)
+            state, done = steps(run, state, first, saver, recorder, stopping)
             saver.finish()
+            events.write("saved", step=done)
             if done < config.steps:
                 view.say(f"Stopped after step {done}; saved. Start again with the same command to go on.")
                 if files.writes:
                     draw_loss(files.read_metrics(), files.plot, config.name)
+                events.write("stopped", step=done)
                 return Finished(files.path, done, False, stopping[0] if stopping else None, None)
-            evaluation = finish(run, state, view, trained=done > first)
+            evaluation = finish(run, state, recorder, trained=done > first)
+            events.write("finished", step=done)
     return Finished(files.path, done, True, None, evaluation)
 
 
 def steps(
-    run: Run, state: TrainState, first: int, saver: Saver, view: View, stopping: list[int]
+    run: Run, state: TrainState, first: int, saver: Saver, recorder: Recorder, stopping: list[int]
 ) -> tuple[TrainState, int]:
     """Steps ``first`` to the end, or to a signal; returns the state and the steps done."""
-    config, files = run.config, run.directory
+    config, view, events = run.config, recorder.view, recorder.events
     if first == config.steps:
         return state, first
     step, seconds = run.compile_step()
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
+    events.write("compiled", seconds=round(seconds, 3))
     run.group.meet("compiled")  # collectives of the first step wait for no more than half a minute
     evaluate = evaluator(run) if config.eval_every else None
     view.start_clock()
+    recorder.start_clock()
     pending: list[tuple[int, dict[str, Any]]] = []
     done = first
     stop_together = StopTogether(run.mesh)
     batches = Prefetcher(run.data.train, first, run.put, shard=run.part, num_shards=run.parts)
-    with batches, open_log(files) as log, jax.set_mesh(run.mesh):
+    with batches, jax.set_mesh(run.mesh):
         values: dict[str, float] = {}
 
         def settle() -> None:
@@ -126,28 +136,34 @@ def steps(
             if not pending:
                 return
             number, metrics = pending.pop()
-            loads = metrics.pop("expert_load", None)
-            values = {key: float(value) for key, value in metrics.items()}
+            values = {key: float(value) for key, value in metrics.items() if key not in WIDE}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
                 raise non_finite(values, number, saver)
-            view.step(number, values)
-            wide = {"expert_load": loads.tolist()} if run.config.routing.log_loads else {}
-            log(number, {**values, **wide, "tokens_per_second": view.tokens_per_second})
+            recorder.step(number, values, metrics)
 
-        for number, batch in batches:
-            state, metrics = step(state, batch)
+        for number, batch in recorder.waited(batches, pending):
+            with recorder.profiler.before(number + 1):
+                state, metrics = step(state, batch)
             settle()
             done = number + 1
             pending.append((done, metrics))
+            if said := recorder.profiler.after(done, settle):
+                view.say(said)
             last = bool(stop_together(stopping)) or done == config.steps
             place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:
                 settle()  # nothing is saved before its loss was seen to be finite
             if place:
+                events.flush()
                 run.save(saver, place, done, state, values)
+                events.write("saved", step=done, place=place)
             if evaluating and evaluate is not None:
-                record_evaluation(evaluate(state.params), done, log, view)
+                events.flush()
+                record_evaluation(evaluate(state.params), done, recorder.sinks.log, view)
+                events.write("evaluated", step=done)
+            if place or evaluating:
+                recorder.start_clock()
             if last:
                 break
     return state, done
@@ -210,22 +226,6 @@ def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) ->
         )
 
 
-def make_view(run: Run, first: int) -> View:
-    """A view with this run's figures."""
-    config = run.config
-    devices = run.mesh.devices.flatten()
-    peak = peak_of(devices[0].device_kind)
-    return View(
-        total=config.steps,
-        first=first,
-        tokens_per_step=run.data.train.tokens_per_step,
-        flops_per_token=train_flops_per_token(config.model, config.data.seq_len),
-        peak=peak and peak.flops * devices.size,
-        log_every=config.log_every,
-        quiet=not run.group.leads,
-    )
-
-
 def describe(run: Run, view: View, first: int) -> None:
     """Says what is about to run."""
     config = run.config
@@ -254,17 +254,17 @@ def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: View) -
     view.say(f"step {step}: held out {evaluation.nll:.4f} nats per token, {evaluation.bits_per_byte:.4f} bits per byte")
 
 
-def finish(run: Run, state: TrainState, view: View, *, trained: bool) -> Evaluation | None:
+def finish(run: Run, state: TrainState, recorder: Recorder, *, trained: bool) -> Evaluation | None:
     """Evaluates, draws and writes the receipt of a complete run; one that was complete before keeps its receipt."""
-    files, config = run.directory, run.config
+    files, config, view = run.directory, run.config, recorder.view
     evaluate = evaluator(run)
     evaluation = None
     if evaluate is not None:
         view.say("evaluating on held-out text")
         evaluation = evaluate(state.params)
         files.drop_evaluation(config.steps)  # of an earlier start of this finished run
-        with open_log(files) as log:
-            record_evaluation(evaluation, config.steps, log, view)
+        record_evaluation(evaluation, config.steps, recorder.sinks.log, view)
+        recorder.events.write("evaluated", step=config.steps)
     if not files.writes:
         return evaluation
     rows = files.read_metrics()
@@ -275,27 +275,8 @@ def finish(run: Run, state: TrainState, view: View, *, trained: bool) -> Evaluat
         result |= {"heldout_nll": evaluation.nll, "heldout_bits_per_byte": evaluation.bits_per_byte}
     if trained or not files.receipt.exists():
         files.write_json(files.receipt, make_receipt(config, data_hash=run.data.train.fingerprint, result=result))
-    view.say(f"Done: {files.path} (loss.png, metrics.jsonl, checkpoints, receipt.json)")
+    view.say(f"Done: {files.path} (loss.png, metrics.jsonl, checkpoints, receipt.json; `jaxllm report` draws it)")
     return evaluation
-
-
-@contextlib.contextmanager
-def open_log(files: RunDirectory) -> Iterator[Any]:
-    """``log(step, values)`` appends a line of JSON to the metrics, flushed at once."""
-    import json
-
-    if not files.writes:
-        yield lambda step, values: None
-        return
-    start = time.monotonic()
-    files.metrics.parent.mkdir(parents=True, exist_ok=True)
-    with files.metrics.open("a") as out:
-
-        def log(step: int, values: dict[str, Any]) -> None:
-            out.write(json.dumps({"step": step, **values, "seconds": round(time.monotonic() - start, 3)}) + "\n")
-            out.flush()
-
-        yield log
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from jaxllm.checkpoint import StateProvider, providers
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.models import Functional, functional
+from jaxllm.observe.sinks import check as check_trackers
 from jaxllm.optim import optimizer, schedule
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.flags import options
@@ -42,6 +43,7 @@ class Run:
     def __init__(self, config: RunConfig, also: Sequence[StateProvider] = ()):
         self.config = config
         self.also = also
+        check_trackers(config.observe.sinks)
         self.group = group()
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
         check_precision(config)
@@ -75,7 +77,8 @@ class Run:
         start = time.monotonic()
         rate = schedule(self.config.optim.schedule, self.config.steps)
         grads = gradients(self.config, self.model, self.mesh)
-        own = train_step(grads, self.optimizer, rate, self.config.model, self.config.routing.bias_rate)
+        layers = self.config.observe.layers_every > 0
+        own = train_step(grads, self.optimizer, rate, self.config.model, self.config.routing.bias_rate, layers)
         step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import DecoderConfig
@@ -18,7 +19,7 @@ from jaxllm.train.routing import move_biases, routing_metrics
 from jaxllm.train.state import TrainState
 
 ValueAndGrad = Callable[[Any, Any], tuple[LossSums, Any]]
-Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
 def train_step(
@@ -27,20 +28,23 @@ def train_step(
     rate: optax.Schedule,
     model: DecoderConfig | None = None,
     bias_rate: float = 0.0,
+    layers: bool = False,
 ) -> Step:
     """Composes loss, gradients and update; jit the result once, donating the state.
 
     ``value_and_grad`` is given from outside, so that a pipeline schedule can own the backward pass.
 
-    The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), learning_rate, tokens;
-    of a model with experts what ``routing_metrics`` makes of them.
+    The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), update_norm (of what is
+    added to the parameters), param_norm (after it), learning_rate, tokens; of a model with experts what
+    ``routing_metrics`` makes of them.
 
     Args:
         model: the architecture, where it has experts whose load is to be seen.
         bias_rate: of ``RoutingConfig``.
+        layers: the norms also of every parameter's every layer, as ``layers`` of the metrics.
     """
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         sums, grads = value_and_grad(state.params, batch)
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -49,18 +53,31 @@ def train_step(
             params = move_biases(model, bias_rate)(params, sums.routing)
 
         count = jnp.maximum(sums.count, 1)
-        metrics = {
+        metrics: dict[str, Any] = {
             "loss": sums.loss / count,
             "nll": sums.nll / count,
             "grad_norm": grad_norm,
+            "param_norm": optax.tree.norm(params),
+            "update_norm": optax.tree.norm(updates),
             "learning_rate": rate(state.step),
             "tokens": sums.count,
         }
         if model is not None and sums.routing is not None:
             metrics |= routing_metrics(model, sums.routing, count)
+        if layers:
+            trees = {"grad": grads, "param": params, "update": updates}
+            metrics["layers"] = {name: jax.tree.map_with_path(norms, tree) for name, tree in trees.items()}
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return step
+
+
+def norms(path: Any, x: Array) -> Float[Array, " L"]:
+    """Of each layer's part of a parameter, which is stacked over them if it is a segment's; else of the whole."""
+    stacked = bool(path) and getattr(path[0], "key", None) == "segments"
+    wide = jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    found = jnp.sqrt(jnp.sum(wide, axis=tuple(range(1, x.ndim)))) if stacked else jnp.sqrt(jnp.sum(wide))[None]
+    return jax.sharding.reshard(found, PartitionSpec(None))
 
 
 def jit_step(step: Step, abstract: TrainState) -> Step:

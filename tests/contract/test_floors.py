@@ -45,6 +45,8 @@ FLOORS = [
         "jaxllm.pipeline_cli",
         "jaxllm.plan_cli",
         "jaxllm.report_cli",
+        "jaxllm.launch",
+        "jaxllm.launch_cli",
         "jaxllm.serve_cli",
         "jaxllm.__main__",
         "recipes",

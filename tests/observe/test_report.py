@@ -27,7 +27,7 @@ def test_goodput_is_the_whole_time_and_counts_each_step_once():
     assert account.steps == 60 - 2 + 30 - 2 + 90
     assert account.down == 24
     assert account.other == {
-        "starting": 20, "restoring": 10, "compiling": 25, "saving": 6, "evaluating": 4, "ending": 1
+        "starting": 20, "initialising": 4, "restoring": 6, "compiling": 25, "saving": 6, "evaluating": 4, "ending": 1
     }  # fmt: skip
     assert sum(size for _, size in account.parts()) == account.total
     assert account.restarts == ((40, 30),)

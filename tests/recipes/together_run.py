@@ -1,6 +1,7 @@
 """A run of a second for several processes: it divides over eight devices in every way.
 
 TOGETHER='{"rank": 2, "step": 6, "signal": "SIGKILL"}'    process 2 sends itself a signal when it has seen step 6
+TOGETHER='{..., "once": "FILE"}'                          only if FILE is not there; makes it
 TOGETHER='{"rank": 2, "peak": 0.02}'                      process 2 has another learning rate
 TOGETHER='{"rank": 2, "jax": "0.1"}'                      process 2 has another version of jax
 TOGETHER='{"memory": true}'                               snapshots in memory at every step; disk at the end
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 from jaxllm.checkpoint import CheckpointConfig, MemoryConfig
 from jaxllm.data import DataConfig
@@ -26,7 +28,7 @@ def together_run() -> RunConfig:
     special = json.loads(os.environ.get("TOGETHER", "{}"))
     mine = special if str(special.get("rank")) == os.environ.get("JAXLLM_PROCESS_ID") else {}
     if "step" in mine:
-        signal_at(mine["step"], signal.Signals[mine["signal"]])
+        signal_at(mine["step"], signal.Signals[mine["signal"]], mine.get("once"))
     if "jax" in mine:
         versions = processes.versions
         processes.versions = lambda: {**versions(), "jax": mine["jax"]}
@@ -49,13 +51,15 @@ def together_run() -> RunConfig:
     )
 
 
-def signal_at(step: int, number: signal.Signals) -> None:
-    """This process gets a signal when it has seen the metrics of ``step``."""
+def signal_at(step: int, number: signal.Signals, once: str | None = None) -> None:
+    """This process gets a signal when it has seen the metrics of ``step``; if ``once``, no process after it does."""
     show = View.step
 
     def shown(self: View, at: int, metrics: dict[str, float]) -> None:
         show(self, at, metrics)
-        if at == step:
+        if at == step and (once is None or not Path(once).exists()):
+            if once is not None:
+                Path(once).touch()
             os.kill(os.getpid(), number)
 
     View.step = shown

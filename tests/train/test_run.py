@@ -55,7 +55,8 @@ def test_one_row_of_metrics_for_every_step(finished):
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     for row in steps:
         assert row.keys() == {
-            "step", "loss", "nll", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "seconds"
+            "step", "loss", "nll", "grad_norm", "param_norm", "update_norm", "learning_rate", "tokens",
+            "tokens_per_second", "step_seconds", "data_wait", "memory_bytes", "seconds",
         }  # fmt: skip
         assert all(math.isfinite(value) for value in row.values())
         assert row["loss"] == row["nll"], "no z-loss here"
@@ -73,7 +74,9 @@ def test_the_directory_explains_the_run(finished):
     assert len(directory.plot.read_bytes()) > 5000
     assert checkpoint_steps(directory.path) == [4, 8, 12]
     left = {path.name for path in directory.path.iterdir()}
-    assert left == {"config.json", "metrics.jsonl", "loss.png", "tokenizer", "checkpoints", "receipt.json"}
+    assert left == {
+        "config.json", "metrics.jsonl", "events.jsonl", "loss.png", "tokenizer", "checkpoints", "receipt.json"
+    }  # fmt: skip
     receipt = json.loads(directory.receipt.read_text())
     last = [row for row in directory.read_metrics() if "nll" in row][-1]
     assert receipt["result"]["nll"] == last["nll"]

@@ -1,0 +1,179 @@
+"""What a profile says in words: which operations took the time, and what communication nothing hid.
+
+Reads the ``*.xplane.pb`` that ``jax.profiler`` writes. An operation is an event that has the name of an HLO operation:
+on TPUs those of the lines "XLA Ops" and "Async XLA Ops", on GPUs the kernels of the streams, on CPUs the thunks.
+
+    communication   time in which some collective runs on a device
+    exposed         that part of it in which nothing else does: what hiding all of it would save
+    idle            time between the first operation and the last in which none runs
+
+A loop is not an operation; what runs in it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm.files import DataError
+
+Span = tuple[float, float]
+"""Begin and end, in nanoseconds."""
+
+COLLECTIVE = re.compile(
+    r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|(^|[^a-z])(send|recv)\b|nccl",
+    re.IGNORECASE,
+)
+CONTAINER = re.compile(r"(while|conditional|call)(\.\d+)*$")
+TPU_LINES = ("XLA Ops", "Async XLA Ops")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One execution of an operation on a device."""
+
+    device: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of a profile; times in seconds, means over the devices in it.
+
+    Attributes:
+        devices: that have run operations.
+        span: from the first operation to the last.
+        computing: with an operation that is no collective.
+        communicating: with a collective.
+        exposed: with a collective and nothing else.
+        top: (operation, seconds, how often) over all devices, the longest first.
+    """
+
+    devices: tuple[str, ...]
+    span: float
+    computing: float
+    communicating: float
+    exposed: float
+    top: tuple[tuple[str, float, int], ...]
+
+    @property
+    def idle(self) -> float:
+        """With no operation at all."""
+        return self.span - self.computing - self.exposed
+
+    def text(self, most: int = 12) -> str:
+        """In lines."""
+
+        def line(name: str, seconds: float) -> str:
+            return f"{name:22} {1e3 * seconds:10.3f} ms {100 * seconds / self.span if self.span else 0:6.1f}%"
+
+        count = len(self.devices)
+        head = f"{count} device{'s' if count != 1 else ''} ({self.devices[0]}{', ...' if count > 1 else ''})"
+        total = sum(seconds for _, seconds, _ in self.top) or 1.0
+        return "\n".join(
+            [
+                f"{head}; of each, on average:",
+                line("first to last", self.span),
+                line("computing", self.computing),
+                line("communicating", self.communicating),
+                line("  of it exposed", self.exposed),
+                line("idle", self.idle),
+                "operations that took the most, of all operations' time:",
+                *(
+                    f"{100 * seconds / total:6.1f}% {1e3 * seconds:10.3f} ms {times:7,} x  {name}"
+                    for name, seconds, times in self.top[:most]
+                ),
+            ]
+        )
+
+
+def read_trace(path: Path) -> Summary:
+    """The profile in a file, or the newest under a directory.
+
+    Raises:
+        DataError: there is none, or no operation is in it.
+    """
+    files = [path] if path.is_file() else list(path.rglob("*.xplane.pb"))
+    if not files:
+        raise DataError(f"{path}: no profile; jax.profiler writes *.xplane.pb.")
+    newest = max(files, key=lambda file: (file.parent.name, file.stat().st_mtime))
+    together = [file for file in files if file.parent == newest.parent]
+    operations = [op for file in together for op in operations_in(file)]
+    if not operations:
+        raise DataError(f"{path}: the profile has no operation of a device; take it of steps that run.")
+    return summarise(operations)
+
+
+def operations_in(file: Path) -> Iterable[Op]:
+    """Of one host's file."""
+    from jax.profiler import ProfileData
+
+    for plane in ProfileData.from_file(str(file)).planes:
+        on_device = plane.name.startswith("/device:")
+        if not on_device and plane.name != "/host:CPU":
+            continue
+        for row in plane.lines:
+            if on_device and not (row.name in TPU_LINES or row.name.startswith("Stream")):
+                continue
+            for event in row.events:
+                stats: dict[str, Any] = {str(key): value for key, value in event.stats}
+                if not on_device and "hlo_op" not in stats:
+                    continue
+                name = str(stats.get("hlo_op") or event.name).split(" = ")[0].lstrip("%")
+                if "nccl" in event.name:
+                    name = f"{name} ({event.name.split('(')[0]})" if name != event.name else name
+                device = plane.name.removeprefix("/device:") if on_device else f"CPU:{stats.get('device_ordinal', 0)}"
+                yield Op(f"{file.name.split('.')[0]} {device}", name, event.start_ns, event.end_ns)
+
+
+def summarise(operations: Iterable[Op]) -> Summary:
+    """Times of a profile's operations."""
+    spans: dict[str, tuple[list[Span], list[Span]]] = defaultdict(lambda: ([], []))
+    seconds: dict[str, float] = defaultdict(float)
+    times: Counter[str] = Counter()
+    for op in operations:
+        if CONTAINER.fullmatch(op.name):
+            continue
+        spans[op.device][bool(COLLECTIVE.search(op.name))].append((op.begin, op.end))
+        seconds[op.name] += (op.end - op.begin) * 1e-9
+        times[op.name] += 1
+    devices = tuple(sorted(spans))
+    span = computing = communicating = exposed = 0.0
+    for compute, collectives in spans.values():
+        working, sending = union(compute), union(collectives)
+        every = working + sending
+        span += max(end for _, end in every) - min(begin for begin, _ in every)
+        computing += length(working)
+        communicating += length(sending)
+        exposed += length(union(every)) - length(working)
+    each = 1e-9 / len(devices) if devices else 0.0
+    return Summary(
+        devices,
+        span * each,
+        computing * each,
+        communicating * each,
+        exposed * each,
+        tuple((name, seconds[name], times[name]) for name in sorted(seconds, key=seconds.__getitem__, reverse=True)),
+    )
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same times without overlaps."""
+    out: list[Span] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(end, out[-1][1])
+        else:
+            out.append((begin, end))
+    return out
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Of spans that do not overlap."""
+    return sum(end - begin for begin, end in spans)

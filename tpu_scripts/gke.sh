@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# TPU slices of Google Kubernetes Engine, one or several (xpk).
+#
+#   NAME=mine CLUSTER=my-cluster PROJECT=my-project ZONE=us-east5-b TYPE=v6e-16 tpu_scripts/gke.sh VERB [--dry-run] [-- COMMAND]
+#
+#   create     the cluster, with its slices
+#   setup      kubectl learns about it
+#   run        `-- train RECIPE ...` on every host; the files of this directory are laid over IMAGE and sent along
+#   status     of the workloads
+#   logs       of the first host, as it is written
+#   profile    of the next three steps, on every host (SIGUSR2)
+#   stop       deletes the workload: its hosts get SIGTERM, save and end
+#   teardown   deletes the cluster
+#
+# SLICES (1): how many.  SPOT=yes: may be taken away.  IMAGE: what has Python 3.11, jax[tpu] and jaxllm's dependencies.
+# RESTARTS (50): how often Kubernetes starts all hosts again.
+
+# shellcheck source=tpu_scripts/common.sh
+source "$(dirname "$0")/common.sh"
+if [[ "$verb" == help ]]; then help && exit; fi
+
+: "${CLUSTER:?the name of the cluster}" "${PROJECT:?the project of Google Cloud}" "${ZONE:?the zone}"
+where=(--cluster "$CLUSTER" --project "$PROJECT" --zone "$ZONE")
+
+need_name() {
+  : "${NAME:?the name of the workload}"
+}
+
+case "$verb" in
+  create)
+    tier=(--on-demand)
+    if [[ "${SPOT:-no}" == yes ]]; then tier=(--spot); fi
+    run xpk cluster create "${where[@]}" --tpu-type "${TYPE:?the kind of slice, such as v6e-16}" \
+      --num-slices "${SLICES:-1}" "${tier[@]}"
+    ;;
+  setup)
+    run gcloud container clusters get-credentials "$CLUSTER" --project "$PROJECT" --location "${ZONE%-*}"
+    ;;
+  run)
+    need_name
+    need_command
+    run xpk workload create "${where[@]}" --workload "$NAME" --tpu-type "${TYPE:?the kind of slice, such as v6e-16}" \
+      --num-slices "${SLICES:-1}" --max-restarts "${RESTARTS:-50}" \
+      --base-docker-image "${IMAGE:?what has jax[tpu] and the dependencies of jaxllm}" --script-dir . \
+      --command "$(quoted python -m jaxllm.cli "${command[@]}")"
+    ;;
+  status)
+    run xpk workload list "${where[@]}"
+    ;;
+  logs)
+    need_name
+    run kubectl logs --follow --selector "jobset.sigs.k8s.io/jobset-name=$NAME,batch.kubernetes.io/job-completion-index=0"
+    ;;
+  profile)
+    need_name
+    run bash -c "kubectl get pods --selector 'jobset.sigs.k8s.io/jobset-name=$NAME' --output name |
+      xargs -I{} kubectl exec {} -- pkill -USR2 -f jaxllm.cli"
+    ;;
+  stop)
+    need_name
+    run xpk workload delete "${where[@]}" --workload "$NAME"
+    ;;
+  teardown)
+    run xpk cluster delete "${where[@]}"
+    ;;
+  *)
+    help >&2
+    exit 2
+    ;;
+esac

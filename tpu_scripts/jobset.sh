@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# GPU hosts of any Kubernetes cluster that has JobSet (kubectl).
+#
+#   NAME=mine IMAGE=registry/jaxllm:1 HOSTS=4 VOLUME=shared tpu_scripts/jobset.sh VERB [--dry-run] [-- COMMAND]
+#
+#   setup      the controller of JobSets, VERSION of it
+#   run        `-- train RECIPE ...`, a process a host
+#   status     of the pods
+#   logs       of the first host, as it is written
+#   profile    of the next three steps, on every host (SIGUSR2)
+#   stop       deletes the JobSet: its hosts get SIGTERM, save and end
+#
+# GPUS (8): of a host.  VOLUME: a persistent volume claim that all hosts can write; it is /runs there, so say --out /runs.
+# RESTARTS (50): how often all hosts are started again.  GRACE (120): seconds that they get to save.
+
+# shellcheck source=tpu_scripts/common.sh
+source "$(dirname "$0")/common.sh"
+if [[ "$verb" == help ]]; then help && exit; fi
+
+need_name() {
+  : "${NAME:?the name of the JobSet}"
+}
+
+# A JSON string is one of YAML as well.
+listed() {
+  python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"
+}
+
+jobset() {
+  cat <<END
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: $NAME
+spec:
+  failurePolicy:
+    maxRestarts: ${RESTARTS:-50}
+  replicatedJobs:
+  - name: host
+    replicas: 1
+    template:
+      spec:
+        parallelism: $HOSTS
+        completions: $HOSTS
+        completionMode: Indexed
+        backoffLimit: 0
+        template:
+          spec:
+            restartPolicy: Never
+            terminationGracePeriodSeconds: ${GRACE:-120}
+            containers:
+            - name: jaxllm
+              image: $IMAGE
+              command: $(listed python -m jaxllm.cli "${command[@]}")
+              env:
+              - {name: NNODES, value: "$HOSTS"}
+              - name: JOBSET_NAME
+                valueFrom: {fieldRef: {fieldPath: "metadata.labels['jobset.sigs.k8s.io/jobset-name']"}}
+              - name: REPLICATED_JOB_NAME
+                valueFrom: {fieldRef: {fieldPath: "metadata.labels['jobset.sigs.k8s.io/replicatedjob-name']"}}
+              resources:
+                limits: {nvidia.com/gpu: "${GPUS:-8}"}
+              volumeMounts:
+              - {name: runs, mountPath: /runs}
+              - {name: shm, mountPath: /dev/shm}
+            volumes:
+            - {name: runs, persistentVolumeClaim: {claimName: "$VOLUME"}}
+            - {name: shm, emptyDir: {medium: Memory}}
+END
+}
+
+case "$verb" in
+  setup)
+    : "${VERSION:?of JobSet, such as v0.8.0}"
+    run kubectl apply --server-side -f "https://github.com/kubernetes-sigs/jobset/releases/download/$VERSION/manifests.yaml"
+    ;;
+  run)
+    need_name
+    need_command
+    : "${IMAGE:?what has jax[cuda13] and jaxllm}" "${HOSTS:?how many hosts}" "${VOLUME:?a claim that all hosts can write}"
+    run_with "$(jobset)" kubectl apply -f -
+    ;;
+  status)
+    need_name
+    run kubectl get pods --selector "jobset.sigs.k8s.io/jobset-name=$NAME"
+    ;;
+  logs)
+    need_name
+    run kubectl logs --follow --selector "jobset.sigs.k8s.io/jobset-name=$NAME,batch.kubernetes.io/job-completion-index=0"
+    ;;
+  profile)
+    need_name
+    run bash -c "kubectl get pods --selector 'jobset.sigs.k8s.io/jobset-name=$NAME' --output name |
+      xargs -I{} kubectl exec {} -- pkill -USR2 -f jaxllm.cli"
+    ;;
+  stop)
+    need_name
+    run kubectl delete jobset "$NAME"
+    ;;
+  *)
+    help >&2
+    exit 2
+    ;;
+esac

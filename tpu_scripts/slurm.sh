@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# GPU nodes under Slurm (sbatch).
+#
+#   NAME=mine NODES=4 tpu_scripts/slurm.sh VERB [--dry-run] [-- COMMAND]
+#
+#   setup      Python's packages into .venv of this directory, which all nodes share
+#   run        `-- train RECIPE ...`, a process a node, each under a supervisor
+#   status     of the job
+#   logs       as it is written
+#   profile    of the next three steps (SIGUSR2)
+#   stop       saves and ends (SIGTERM)
+#
+# GPUS (8): of a node.  TIME (24:00:00): then the job saves, ends and is queued again.  PARTITION, ACCOUNT: where given.
+
+# shellcheck source=tpu_scripts/common.sh
+source "$(dirname "$0")/common.sh"
+if [[ "$verb" == help ]]; then help && exit; fi
+
+need_name() {
+  : "${NAME:?the name of the job}"
+}
+
+job() {
+  cat <<END
+#!/usr/bin/env bash
+#SBATCH --job-name=$NAME
+#SBATCH --nodes=$NODES
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=${GPUS:-8}
+#SBATCH --exclusive
+#SBATCH --time=${TIME:-24:00:00}
+#SBATCH --signal=TERM@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=$NAME.log
+${PARTITION:+#SBATCH --partition=$PARTITION}
+${ACCOUNT:+#SBATCH --account=$ACCOUNT}
+srun --kill-on-bad-exit=0 $(quoted .venv/bin/jaxllm launch supervise -- "${command[@]}")
+status=\$?
+# 143: stopped by a signal, saved. Before the end of its time the job is queued again; scancel takes it out of the queue.
+if [[ \$status -eq 143 ]]; then scontrol requeue "\$SLURM_JOB_ID"; fi
+exit "\$status"
+END
+}
+
+case "$verb" in
+  setup)
+    run python3 -m venv .venv
+    run .venv/bin/pip install -e '.[cuda]'
+    ;;
+  run)
+    need_name
+    need_command
+    : "${NODES:?how many nodes}"
+    run_with "$(job)" sbatch
+    ;;
+  status)
+    need_name
+    run squeue --name "$NAME"
+    ;;
+  logs)
+    need_name
+    run tail -n 100 -f "$NAME.log"
+    ;;
+  profile)
+    need_name
+    run scancel --name "$NAME" --signal USR2
+    ;;
+  stop)
+    need_name
+    run scancel --name "$NAME"
+    ;;
+  *)
+    help >&2
+    exit 2
+    ;;
+esac
