@@ -148,6 +148,7 @@ def test_value_and_grad_comes_from_outside():
     after, metrics = quick.jit(train_step(mine, transform, lambda step: jnp.float32(1)))(state, None)
     assert model.config.layers == 1
     assert {name: float(value) for name, value in metrics.items()} == {
-        "loss": 3.0, "nll": 2.5, "grad_norm": 5.0, "learning_rate": 1.0, "tokens": 4.0
+        "loss": 3.0, "nll": 2.5, "grad_norm": 5.0, "learning_rate": 1.0, "tokens": 4.0,
+        "param_norm": pytest.approx(2**0.5), "update_norm": pytest.approx(2**0.5),
     }  # fmt: skip
     np.testing.assert_allclose(after.params["w"], [-1, 1], rtol=1e-6)
