@@ -162,7 +162,7 @@ def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool) -> list
     """The first layouts, printed; none, and why, where none fits."""
     from jaxllm.models import functional
     from jaxllm.plan import search, view
-    from jaxllm.train.loop import fitting_mesh
+    from jaxllm.train.run import fitting_mesh
 
     tokens = config.data.batch_size * config.data.seq_len
     print(

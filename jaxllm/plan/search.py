@@ -97,7 +97,7 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
         for runs in _families(run, mesh):
             for laid in runs:
                 tried += 1
-                over = memory.predict(laid, mesh).total - limit
+                over = memory.predict(laid, mesh, cluster.topology.platform).total - limit
                 if over <= 0:
                     fitting.append(predicted(laid, mesh, cluster, calibration, limit))
                     break  # the rest of the family computes or sends more
@@ -115,7 +115,7 @@ def predicted(
     return Layout(
         run,
         mesh,
-        memory.predict(run, mesh),
+        memory.predict(run, mesh, cluster.topology.platform),
         time.predict(run, cluster, mesh, calibration),
         room(cluster) if limit is None else limit,
     )
