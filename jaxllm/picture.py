@@ -28,7 +28,7 @@ class Line:
         name: for the legend; empty for none.
         x: ascending.
         y: one for each x; None and values that are not finite leave a gap.
-        color: number of a colour.
+        color: number of a colour; those after the sixth come again, dashed.
         style: "line", "faint" for a line behind others, or "points" for few values, joined.
     """
 
@@ -219,7 +219,7 @@ def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float
         else:
             path.append(f"{pen}{px(x):.1f} {py(y):.1f}")
             pen = "L"
-    out = [f'<path class="{line.style} c{line.color % COLORS}" d="{"".join(path)}"/>']
+    out = [f'<path class="{_classes(line)}" d="{"".join(path)}"/>']
     if line.style == "points" or len(path) == 1:
         out += [
             f'<circle class="c{line.color % COLORS}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.5"/>'
@@ -229,12 +229,17 @@ def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float
     return out
 
 
+def _classes(line: Line) -> str:
+    dashed = " dashed" if line.color >= COLORS else ""
+    return f"{line.style} c{line.color % COLORS}{dashed}"
+
+
 def _legend(lines: Sequence[Line]) -> str:
     named = [one for one in lines if one.name]
     if not named:
         return ""
     words = [
-        f'<span><i class="{one.style} c{one.color % COLORS}"></i>{escape(one.name)}</span>' for one in named
+        f'<span><i class="{_classes(one)}"></i>{escape(one.name)}</span>' for one in named
     ]  # fmt: skip
     return f'<p class="legend">{"".join(words)}</p>'
 
@@ -264,6 +269,7 @@ svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
 svg .title{font-size:13px;font-weight:600;fill:var(--ink)}svg .unit{font-weight:400;fill:var(--soft)}
 svg .grid{stroke:var(--rule);stroke-width:1}svg .mark{stroke:var(--soft);stroke-width:1.5;stroke-dasharray:3 3}
 svg path{fill:none;stroke-width:1.6;stroke-linejoin:round}svg path.faint{stroke-width:.9;opacity:.45}
+svg path.dashed{stroke-dasharray:5 3}
 svg.bar{height:18px;border-radius:4px}
 .c0{stroke:var(--c0);--own:var(--c0)}.c1{stroke:var(--c1);--own:var(--c1)}.c2{stroke:var(--c2);--own:var(--c2)}
 .c3{stroke:var(--c3);--own:var(--c3)}.c4{stroke:var(--c4);--own:var(--c4)}.c5{stroke:var(--c5);--own:var(--c5)}
@@ -271,6 +277,7 @@ circle,rect{fill:var(--own)}rect{stroke:none}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px;color:var(--soft);margin:2px 4px}
 .legend i{display:inline-block;width:14px;height:4px;border-radius:2px;background:var(--own);margin:0 5px 3px 0}
 .legend i.faint{opacity:.45}
+.legend i.dashed{background:none;height:0;border-top:3px dashed var(--own);border-radius:0}
 table{border-collapse:collapse;font-size:13px;width:100%}
 td,th{text-align:left;padding:3px 8px 3px 0;border-bottom:1px solid var(--rule);vertical-align:top;
 overflow-wrap:anywhere}.n{text-align:right;font-variant-numeric:tabular-nums}

@@ -53,8 +53,8 @@ case "$verb" in
     ;;
   profile)
     need_name
-    run bash -c "kubectl get pods --selector 'jobset.sigs.k8s.io/jobset-name=$NAME' --output name |
-      xargs -I{} kubectl exec {} -- pkill -USR2 -f jaxllm.cli"
+    pods="kubectl get pods --selector jobset.sigs.k8s.io/jobset-name=$NAME --output name"
+    run bash -c "$pods | xargs -I{} kubectl exec {} -- pkill -USR2 -f jaxllm.cli"
     ;;
   stop)
     need_name

@@ -63,8 +63,8 @@ case "$verb" in
     ;;
   setup)
     # The images have an older Python; uv brings one of its own.
-    on_all "python3 -m pip install --user uv && .local/bin/uv venv --python 3.12 .venv &&
-      .local/bin/uv pip install --python .venv/bin/python -e 'jaxllm[tpu]'"
+    on_all 'python3 -m pip install --user uv && .local/bin/uv venv --python 3.12 .venv'
+    on_all '.local/bin/uv pip install --python .venv/bin/python -e jaxllm[tpu]'
     ;;
   run)
     need_command

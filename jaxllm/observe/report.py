@@ -189,20 +189,20 @@ def charts(runs: Sequence[Record]) -> list[str]:
 
 
 def layer_charts(run: Record) -> str:
-    """Norms by layer, of the newest row: a line for each kind of parameter."""
-    out = []
-    row = run.layers[-1]
-    for what, unit in (("grad", "gradient"), ("param", "parameters"), ("update", "update")):
-        deep = {path: values for path, values in row[what].items() if len(values) > 1}
+    """Norms by layer, of the newest row: a line for each kind of parameter, and a table of those without layers."""
+    out, row = [], run.layers[-1]
+    names = {"grad": "gradient", "param": "parameters", "update": "update"}
+    for what, name in names.items():
+        deep = [(path, values) for path, values in row[what].items() if len(values) > 1]
         lines = [
-            Line(path.split("/", 3)[-1], list(range(len(values))), values, n)
-            for n, (path, values) in enumerate(deep.items())
+            Line(path.split("/", 3)[-1], list(range(len(values))), values, n) for n, (path, values) in enumerate(deep)
         ]
         if lines:
-            out.append(f"<figure>{chart(lines, title=f'norm of {unit}', unit='by layer', log=True)}</figure>")
-        flat_rows = [(path, float(values[0])) for path, values in row[what].items() if len(values) == 1]
-        if flat_rows:
-            out.append(f'<div class="panel">{table(flat_rows, (f"norm of {unit}", ""))}</div>')
+            out.append(f"<figure>{chart(lines, title=f'norm of {name}', unit='by layer', log=True)}</figure>")
+    single = [path for path, values in row["grad"].items() if len(values) == 1]
+    if single:
+        rows = [(path, *(float(row[what][path][0]) for what in names)) for path in single]
+        out.append(f'<div class="panel wide">{table(rows, ("norm of", *names.values()))}</div>')
     return "".join(out)
 
 
@@ -232,8 +232,8 @@ def account(run: Record) -> str:
     if found is None:
         return ""
     rows = [(name, duration(size), f"{100 * size / found.total:.1f}%") for name, size in found.parts() if size > 0]
-    saved = [event for event in run.events if event["event"] == "saved"]
-    listed = [(f"step {event['step']}", event.get("place", "disk"), clock(event["time"])) for event in saved]
+    saved = [event for event in run.events if event["event"] == "saved" and "place" in event]
+    listed = [(f"step {event['step']}", event["place"], clock(event["time"])) for event in saved]
     again = [
         (f"start {n + 2}", f"after step {at}", f"{before - at} steps done again")
         for n, (before, at) in enumerate(found.restarts)
