@@ -311,6 +311,13 @@ def plan(argv: list[str]) -> int:
     return run(argv)
 
 
+def size(argv: list[str]) -> int:
+    """Size a model and its training for a budget: `jaxllm size --flops 1e21`."""
+    from jaxllm.size_cli import size as run
+
+    return run(argv)
+
+
 def serve(argv: list[str]) -> int:
     """Serve a model to OpenAI's clients: `jaxllm serve MODEL --port 8000`."""
     from jaxllm.serve_cli import serve as run
@@ -331,6 +338,7 @@ COMMANDS: dict[str, Any] = {
     "train": train,
     "launch": launch,
     "shard": shard,
+    "size": size,
     "plan": plan,
     "compile": compile,
     "pipeline": pipeline,

@@ -46,6 +46,7 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.parallel.distributed import DistributedError
     from jaxllm.parallel.pipeline.schedule import ScheduleError
     from jaxllm.plan.hardware import HardwareError
+    from jaxllm.plan.scaling import ScalingError
     from jaxllm.train import NonFiniteLossError, ResumeError
     from jaxllm.train.receipt import ReceiptError
     from sharding import ShardingError
@@ -63,6 +64,7 @@ def is_user_error(error: Exception) -> bool:
         NonFiniteLossError,
         ReceiptError,
         ResumeError,
+        ScalingError,
         ScheduleError,
         ShardingError,
         SinkError,

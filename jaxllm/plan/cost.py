@@ -29,11 +29,20 @@ class Cost:
     megawatt_hours: float | None
     dollars: float | None
 
+    def __str__(self) -> str:
+        energy = "" if self.megawatt_hours is None else f", {self.megawatt_hours:,.1f} MWh"
+        money = "" if self.dollars is None else f", ${self.dollars:,.0f} at list price"
+        return f"{self.days:,.1f} days, {self.device_hours:,.0f} device hours{energy}{money}"
+
 
 def cost(layout: Layout, cluster: Cluster, tokens: float) -> Cost:
-    """Of ``tokens`` tokens."""
+    """Of ``tokens`` tokens with a layout."""
     steps = math.ceil(tokens / (layout.run.data.batch_size * layout.run.data.seq_len))
-    seconds = steps * layout.time.seconds
+    return spent(cluster, tokens, steps, steps * layout.time.seconds)
+
+
+def spent(cluster: Cluster, tokens: float, steps: int, seconds: float) -> Cost:
+    """Of a cluster for so many seconds."""
     hours = seconds / 3600 * cluster.devices
     hardware = cluster.hardware
     return Cost(

@@ -12,6 +12,7 @@ from jaxllm.config import to_dict
 from jaxllm.files import atomic
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.search import Layout
+from jaxllm.train import RunConfig
 
 
 def function_name(layout: Layout, cluster: Cluster) -> str:
@@ -22,15 +23,23 @@ def function_name(layout: Layout, cluster: Cluster) -> str:
 
 def write_recipe(path: Path, layout: Layout, cluster: Cluster) -> str:
     """Writes FILE.py with a function that returns the run; returns ``FILE.py:FUNCTION``."""
-    name = function_name(layout, cluster)
-    config = pprint.pformat(to_dict(layout.run), indent=1, width=110, sort_dicts=False)
     seconds, gib = layout.time.seconds, layout.memory.total / 2**30
-    lines = [
-        f'"""{layout.run.name} on {cluster.name}, laid out by `jaxllm plan`.',
-        "",
-        f"    jaxllm train {path}:{name}",
+    says = [
+        f"{layout.run.name} on {cluster.name}, laid out by `jaxllm plan`.",
         "",
         f"Predicted: {seconds:.3f} s a step, {gib:.1f} GiB of a device.",
+    ]
+    return write_run(path, layout.run, function_name(layout, cluster), says, f"{layout.mesh}.")
+
+
+def write_run(path: Path, run: RunConfig, name: str, says: list[str], returns: str) -> str:
+    """Writes a recipe: a module that ``says`` so, with a function ``name`` that returns the run."""
+    config = pprint.pformat(to_dict(run), indent=1, width=110, sort_dicts=False)
+    lines = [
+        f'"""{says[0]}',
+        "",
+        f"    jaxllm train {path}:{name}",
+        *says[1:],
         '"""',
         "",
         "from jaxllm.config import from_dict",
@@ -38,7 +47,7 @@ def write_recipe(path: Path, layout: Layout, cluster: Cluster) -> str:
         "",
         "",
         f"def {name}() -> RunConfig:",
-        f'    """{layout.mesh}."""',
+        f'    """{returns}"""',
         "    return from_dict(RunConfig, CONFIG)",
         "",
         "",

@@ -26,8 +26,8 @@ from jaxllm.plan.memory import Memory
 from jaxllm.plan.time import StepTime, is_mixture
 from jaxllm.plan.work import architecture, leaves_of, rules_of
 from jaxllm.train import RunConfig
-from jaxllm.train.run import check_batch
 from jaxllm.train.pipelined import planned
+from jaxllm.train.run import check_batch
 from sharding import AXES, MeshSpec, Rules, ShardingError
 
 REMATS = ("none", "elementwise", "full")

@@ -1,0 +1,100 @@
+"""Budgets are split as the papers split theirs, and models have the sizes that are said."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm import cli
+from jaxllm.models import functional
+from jaxllm.plan.scaling import LAWS, Parametric, ScalingError, count, shape, step_law, worth
+from jaxllm.size_cli import round_rows
+
+BUDGETS = st.floats(17, 26).map(lambda power: 10.0**power)
+
+
+def test_chinchilla_is_the_best_of_its_own_budget():
+    """70 B parameters and 1.4 T tokens, arXiv:2203.15556; the refit says within a tenth of it."""
+    made = LAWS["chinchilla"].best(5.76e23)
+    assert made.parameters == pytest.approx(70e9, rel=0.1)
+    assert made.tokens == pytest.approx(1.4e12, rel=0.1)
+
+
+def test_kaplan_grows_the_model():
+    """arXiv:2001.08361: 5.3 times the parameters for ten times the arithmetic."""
+    first, second = (LAWS["kaplan"].best(flops).parameters for flops in (1e21, 1e22))
+    assert second / first == pytest.approx(10**0.73)
+    assert LAWS["kaplan"].best(1e15 * 86_400).parameters == pytest.approx(1.3e9)
+
+
+@given(BUDGETS, st.sampled_from(["chinchilla", "hoffmann"]), st.floats(0.2, 5))
+def test_no_other_split_is_better(flops, name, factor):
+    law = LAWS[name]
+    assert isinstance(law, Parametric)
+    best = law.best(flops)
+    assert best.flops == pytest.approx(flops)
+    assert best.loss is not None
+    other = law.loss(best.parameters * factor, best.tokens / factor)
+    assert other >= best.loss or math.isclose(other, best.loss, rel_tol=1e-12)
+
+
+@given(st.floats(7, 12.5).map(lambda power: 10.0**power))
+def test_a_shape_has_the_size(parameters):
+    vocab = 32_000 if parameters < 3e8 else 128_256
+    try:
+        made = shape(parameters, vocab)
+    except ScalingError:
+        assert parameters < vocab * 128 * 1.5
+        return
+    whole, body = count(made)
+    leaves = jax.tree.leaves(functional(made).abstract())
+    assert whole == sum(math.prod(leaf.shape) for leaf in leaves)
+    assert whole - body == vocab * made.embed_dim * (1 if made.tied else 2)
+    if parameters > 3e7:
+        assert whole == pytest.approx(parameters, rel=0.15)
+        assert 30 < made.embed_dim / made.layers < 350
+
+
+def test_step_law_at_what_its_paper_trained():
+    """Figure 1 of arXiv:2503.04715: 1 B parameters on 100 B tokens."""
+    rate, batch = step_law(1e9, 1e11)
+    assert rate == pytest.approx(1.79 * 1e9**-0.713 * 1e11**0.307)
+    assert 1.0e-3 < rate < 2.0e-3
+    assert 1.0e6 < batch < 1.2e6
+
+
+def test_repeats_are_worth_less_and_less():
+    """arXiv:2305.16264: up to four epochs hardly less than fresh tokens; never more than 16.4 epochs."""
+    assert worth(5e9, 1e10) == 5e9
+    assert worth(4e10, 1e10) == pytest.approx(4e10, rel=0.1)
+    assert worth(4e10, 1e10) < 4e10
+    values = [worth(epochs * 1e10, 1e10) for epochs in (1, 2, 4, 16, 64, 1e6)]
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(16.39e10)
+
+
+@given(st.floats(0.3, 1e5))
+def test_rows_are_what_devices_divide(rows):
+    made = round_rows(rows)
+    assert made / (made & -made) in (1, 3)
+    assert 0.79 < made / rows < 1.34 or rows < 1
+
+
+def test_the_command(tmp_path, capsys):
+    path = tmp_path / "sized.py"
+    assert cli.main(["size", "--flops", "1e21", "--on", "v6e:8x8", "--unique", "2e10", "--save", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "2.78 B parameters, 60 B tokens" in said
+    assert "3.0 epochs" in said
+    assert "v6e:8x8 at 40% MFU" in said
+    made = cli.find_recipe(f"{path}:sized")
+    made = made() if callable(made) else made
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(functional(made.model).abstract())) == 2_797_872_640
+    assert made.data.batch_size == 96
+    for wrong in (["--flops", "-1"], ["--flops", "1e12"], ["--flops", "1e21", "--on", "v9:8x8"]):
+        assert cli.main(["size", *wrong]) == 2
+    assert "smaller vocabulary" in capsys.readouterr().err
