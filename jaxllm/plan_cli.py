@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from jaxllm.command import UsageError
 
 if TYPE_CHECKING:
     from jaxllm.compiler.aot import CompileReport
+    from jaxllm.compiler.reading import Reading
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.search import Layout
     from jaxllm.train import RunConfig
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
 def compile(argv: list[str]) -> int:
     """Compile a step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
 
-    def run(recipe: Annotated[str, tyro.conf.Positional], /, on: str, save: Path | None = None) -> int:
+    def run(
+        recipe: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str,
+        save: Path | None = None,
+        html: Path | None = None,
+        anyway: bool = False,
+    ) -> int:
         """Memory of a device, what it sends, and the compiler's estimate of its work; no device is needed.
 
         Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ... The exit status is 1
@@ -33,6 +42,8 @@ def compile(argv: list[str]) -> int:
             recipe: its name, or FILE.py:FUNCTION.
             on: a topology, such as v6e:8x8, 4*v6e:16x16 or h100:4x8.
             save: also write the report there, as JSON.
+            html: write a page there: memory over the schedule, timeline, roofline, collectives.
+            anyway: have the TPU compiler compile what does not fit, to see what takes the memory.
         """
         from jaxllm.files import write_json
         from jaxllm.train.compile import compile_for
@@ -40,20 +51,49 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
-        try:
-            report = compile_for(config, on, progress=_progress())
-        except OutOfDeviceMemory as error:
-            print(_over(config, topology, error))
-            return 1
-        print(report)
+        with tempfile.TemporaryDirectory() as folder:
+            keep = Path(folder) / "program.json" if html is not None or anyway else None
+            try:
+                report = compile_for(config, on, progress=_progress(), keep=keep, anyway=anyway)
+            except OutOfDeviceMemory as error:
+                print(_over(config, topology, error))
+                print("What takes it, array by array: --anyway.")
+                return 1
+            print(report)
+            over = topology.hbm_bytes is not None and report.total_bytes > topology.hbm_bytes
+            if keep is not None:
+                reading = _reading(config, topology, report, keep)
+                if over:
+                    print(f"\n{reading.memory}")
+                if html is not None:
+                    html.write_text(reading.html())
+                    print(f"written: {html}")
         if save is not None:
             write_json(save, report.to_json())
             print(f"saved: {save}")
-        return 0 if report.fits else 1
+        return 1 if over and (anyway or not report.fits) else 0
 
     # What is not this command's is the run's.
-    known, settings = split_settings(argv, ("--on", "--save"), ("--help", "-h"))
+    known, settings = split_settings(argv, ("--on", "--save", "--html"), ("--anyway", "--no-anyway", "--help", "-h"))
     return tyro.cli(run, args=known, prog="jaxllm compile")
+
+
+def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> Reading:
+    """What there is to see of a program that was kept in a file."""
+    from jaxllm.compiler import aot, live, walker
+    from jaxllm.compiler.reading import Reading
+    from jaxllm.models import functional
+    from jaxllm.plan.hardware import Cluster, HardwareError
+    from jaxllm.plan.rates import rates_of
+    from jaxllm.train.run import fitting_mesh
+
+    text, placement = aot.kept(keep)
+    try:
+        mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), topology.num_devices)
+        rates = rates_of(Cluster.parse(topology.name), mesh)
+    except HardwareError:  # a CPU's rates are on no data sheet: the page shows sizes
+        rates = None
+    return Reading(report, walker.read(text, placement), live.read(text), rates)
 
 
 def _progress(before: str = "") -> Progress | None:

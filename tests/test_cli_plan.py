@@ -15,18 +15,20 @@ SMALL = ("--model.layers", "2", "--model.embed-dim", "64", "--data.seq-len", "32
 
 
 def test_a_report_is_printed_and_saved(tmp_path, capsys):
-    saved = tmp_path / "report.json"
-    assert cli.main(["compile", "quickstart", "--on", "cpu:4", "--mesh", "fsdp=4", "--save", str(saved), *SMALL]) == 0
+    saved, shown = tmp_path / "report.json", tmp_path / "report.html"
+    argv = ["compile", "quickstart", "--on", "cpu:4", "--mesh", "fsdp=4", "--save", str(saved), "--html", str(shown)]
+    assert cli.main([*argv, *SMALL]) == 0
     said = capsys.readouterr().out
     report = CompileReport.from_json(json.loads(saved.read_text()))
     assert report.num_devices == 4
     assert "all-gather" in {row.kind for row in report.collectives}
     assert str(report) in said
     assert report.argument_bytes > 0
+    assert {"saved for the backward pass", "fsdp"} <= set(re.findall(r"<td>([^<]*)</td>", shown.read_text()))
 
 
 def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
-    def compile_for(config, on, progress):
+    def compile_for(config, on, progress, keep, anyway):
         raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)
 
     monkeypatch.setattr("jaxllm.train.compile.compile_for", compile_for)
@@ -39,6 +41,7 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     assert sum(parts) == pytest.approx(needed, abs=0.01)
     assert (needed, there, over) == (40, 31, 9)
     assert "--accumulate" in said
+    assert "--anyway" in said
 
 
 @pytest.mark.parametrize(

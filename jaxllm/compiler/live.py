@@ -131,6 +131,16 @@ class Memory:
         there = [b for b in self.buffers if b.first <= self.peak <= b.last and b.bytes]
         return sorted(there, key=lambda b: -b.bytes)[:count]
 
+    def __str__(self) -> str:
+        where = self.steps[self.peak] if self.steps else "nothing"
+        lines = [f"beside the arguments, GiB of one device at the fullest step ({where})"]
+        lines += [f"  {kind:<33}{size / 2**30:10.3f}" for kind, size in self.at_peak().items()]
+        lines += ["", "the largest arrays there"]
+        for buffer in self.largest(10):
+            shape, label = buffer.shape.split("{")[0], buffer.label.removeprefix("jit(step)/")[-60:]
+            lines.append(f"  {buffer.bytes / 2**30:8.3f}  {buffer.kind:<28}{shape:<28}{label}")
+        return "\n".join(lines)
+
 
 def read(text: str) -> Memory:
     """Reads a compiled program's text, which must be scheduled.

@@ -220,9 +220,11 @@ def read(
         turns: of a loop whose number of turns depends on data.
 
     Raises:
-        HloError: it is no such text.
+        HloError: it is no such text, or ``placement`` is of another number of devices.
     """
     module = hlo.parse(text)
+    if placement is not None and len(placement.islands) != module.num_devices:
+        raise hlo.HloError(f"a program of {module.num_devices} devices, placed on {len(placement.islands)}")
     reader = _Reader(module, placement, dict(costs or {}), turns)
     return Program(reader.run(hlo.Frame(module.entry)), module.num_devices, reader.unknown_loops)
 
