@@ -284,7 +284,7 @@ def compile(argv: list[str]) -> int:
 
 
 def launch(argv: list[str]) -> int:
-    """Start processes under a supervisor that restarts them: `jaxllm launch local -n 4 -- train RECIPE`."""
+    """Start processes and restart them: `jaxllm launch local -n 4 -- train RECIPE`."""
     from jaxllm.launch_cli import launch as run
 
     return run(argv)

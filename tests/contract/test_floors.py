@@ -45,6 +45,7 @@ FLOORS = [
         "jaxllm.pipeline_cli",
         "jaxllm.plan_cli",
         "jaxllm.report_cli",
+        "jaxllm.size_cli",
         "jaxllm.launch",
         "jaxllm.launch_cli",
         "jaxllm.serve_cli",
