@@ -32,6 +32,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     from jaxllm.infer.placing import serving_model
     from jaxllm.infer.step import Shape, Step
     from jaxllm.models import functional, layers_apart
+    from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
@@ -56,7 +57,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
         step = jax.jit(Step(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))
-        program = step.lower(params, (pool,), last, packed).compile()
+        program = step.lower(params, (Slots(pool),), last, packed).compile()
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
     found = traffic.read(text)

@@ -35,6 +35,7 @@ def serve(argv: list[str]) -> int:
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
         layers: Literal["stacked", "apart"] = "stacked",
         mesh: str | None = None,
     ) -> int:
@@ -60,6 +61,8 @@ def serve(argv: list[str]) -> int:
             grace_seconds: that requests have to end in after SIGTERM.
             log_prompts: what is said is logged too.
             dtype: what another library's model is computed in, float32 by default.
+            kv_dtype: of cached keys and values: what the model computes in, bfloat16, or eight bits with scales
+                (docs/serving.md has what that costs).
             layers: apart: each in arrays of its own, which is faster after compiling for longer.
             mesh: to serve on all devices, such as data=2,tensor=4 (docs/serving.md); one device by default. Then
                 sequences and budget are those of each replica.
@@ -79,7 +82,7 @@ def serve(argv: list[str]) -> int:
             queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
             log_prompts=log_prompts, tool_parser=tool_parser,
         )  # fmt: skip
-        sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20)
+        sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20, kv_dtype=kv_dtype)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         turn = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
         run_server(config, engine_of(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=turn)))

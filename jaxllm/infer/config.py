@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Sampler = Literal["plain", "full"]
+KvDtype = Literal["auto", "bfloat16", "int8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class EngineConfig:
             fixed places.
         samplers: which are compiled: "plain" (temperature, seed), "full" (filters and log-probabilities too).
         top_logprobs: the largest ``SamplingParams.logprobs``.
+        kv_dtype: of keys and values in pages: "auto": what the model computes in; "bfloat16"; "int8" or "fp8"
+            (float8_e4m3fn) with a float32 scale for each token's key and one for its value, of each kv head.
     """
 
     sequences: int = 16
@@ -42,6 +45,7 @@ class EngineConfig:
     batch_invariant: bool = False
     samplers: tuple[Sampler, ...] = ("plain", "full")
     top_logprobs: int = 5
+    kv_dtype: KvDtype = "auto"
 
     def __post_init__(self) -> None:
         for name in ("sequences", "budget", "max_len", "page_size", "pages", "loop"):
@@ -59,6 +63,8 @@ class EngineConfig:
             raise ValueError(f"engine: samplers = {self.samplers}; choose of ('plain', 'full').")
         if self.preemption not in ("recompute", "swap"):
             raise ValueError(f"engine: preemption = {self.preemption!r}; choose 'recompute' or 'swap'.")
+        if self.kv_dtype not in get_args(KvDtype):
+            raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; choose of {get_args(KvDtype)}.")
         if self.buckets is not None and (
             list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[-1] != self.budget
             or self.buckets[0] < 1

@@ -25,9 +25,10 @@ from jaxllm.infer.paged import HELD_AXES, POOL_AXES, LayerGroup, layer_groups
 from jaxllm.infer.placing import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner import Runner as Runner
 from jaxllm.infer.runner import Spec as Spec
-from jaxllm.infer.step import Shape, Step, empty_pools, read_pages, seat, write_pages
+from jaxllm.infer.step import Pools, Shape, Step, empty_pools, read_pages, seat, write_pages
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
+from pallas_kernels.paged_attention import Slots
 
 MOVED = 16
 """Pages that one program takes to the host or back."""
@@ -72,7 +73,7 @@ class Device:
                 replicas = sharding.axis_size("batch")
         self.params = params
         self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        groups = layer_groups(model.config)
+        groups = layer_groups(model.config, config.kv_dtype)
         max_len = settle_length(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
@@ -168,25 +169,25 @@ class Device:
 
     # Pages on the host
 
-    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
+    def read(self, replica: int, group: int, pages: list[int]) -> Slots:
         """Pages of a replica's pool, on the host."""
         parts = []
         for at in range(0, len(pages), MOVED):
             some = pages[at : at + MOVED]
             with self._on_mesh():
                 found = self.programs[f"read-{group}"](self.pools[group], self._padded(replica, some, group))
-            parts.append(np.asarray(found)[:, : len(some)])
-        return np.concatenate(parts, axis=1) if parts else np.empty(0)
+            parts.append(jax.tree.map(lambda x, some=some: np.asarray(x)[:, : len(some)], found))
+        return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts) if parts else Slots(np.empty(0))
 
-    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
+    def write(self, replica: int, group: int, pages: list[int], content: Slots) -> None:
         """Puts pages from the host into a replica's pool."""
         for at in range(0, len(pages), MOVED):
             some = pages[at : at + MOVED]
-            held = np.zeros((content.shape[0], MOVED, *content.shape[2:]), content.dtype)
-            held[:, : len(some)] = content[:, at : at + MOVED]
+            rest = ((0, 0), (0, MOVED - len(some)), *((0, 0),) * 3)
+            held = jax.tree.map(lambda x, at=at, rest=rest: np.pad(x[:, at : at + MOVED], rest), content)
             with self._on_mesh():
-                there = self._padded(replica, some, group), put(held, self._place(*HELD_AXES))
-                pool = self.programs[f"write-{group}"](self.pools[group], *there)
+                placed = jax.tree.map(lambda x: put(x, self._place(*HELD_AXES)), held)
+                pool = self.programs[f"write-{group}"](self.pools[group], self._padded(replica, some, group), placed)
             self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
 
     def _padded(self, replica: int, pages: list[int], group: int) -> Any:
@@ -195,6 +196,17 @@ class Device:
         return put(padded, self._each)
 
     # Sizes
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token in all layers and on all shards, scales included."""
+        return sum(group.token_bytes(self._shards) for group in self.spec.groups)
+
+    @property
+    def _shards(self) -> int:
+        """Of kv heads."""
+        with self._on_mesh(), sharding.use_rules(self.model.rules):
+            return sharding.axis_size("attn_kv_heads")
 
     def _room(self) -> int:
         """Pages that the memory has room for, beside the parameters and the largest program's temporaries."""
@@ -250,11 +262,8 @@ class Device:
         )
 
     def _page_bytes(self, group: LayerGroup) -> int:
-        with self._on_mesh(), sharding.use_rules(self.model.rules):
-            shards = sharding.axis_size("attn_kv_heads")
-        form = group.format(shards)
-        item = jnp.dtype(self.model.config.dtype).itemsize
-        return len(group.layers) * form.kv_heads // shards * self.spec.page_size * form.width * item
+        shards = self._shards
+        return group.token_bytes(shards) // shards * self.spec.page_size
 
     # Programs
 
@@ -282,8 +291,11 @@ class Device:
             programs.append(Program("seat", self._by_rules(seat), arguments, donated=("state",)))
         for group in range(len(self.spec.groups)) if self._moves else ():
             pool, pages = self._abstract_pools()[group], self._abstract_ints(MOVED)
-            some = (pool.shape[0], MOVED, *pool.shape[2:])
-            held = jax.ShapeDtypeStruct(some, pool.dtype, sharding=self._place(*HELD_AXES))
+            place = self._place(*HELD_AXES)
+            held = jax.tree.map(
+                lambda x, place=place: jax.ShapeDtypeStruct((x.shape[0], MOVED, *x.shape[2:]), x.dtype, sharding=place),
+                pool,
+            )
             programs.append(Program(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
             programs.append(Program(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
@@ -321,10 +333,11 @@ class Device:
             jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._each) for shape, x in zip(shapes, state, strict=True)
         )
 
-    def _abstract_pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _abstract_pools(self) -> Pools:
         with self._on_mesh():
             shapes = jax.eval_shape(self._empty_pools)
-        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place(*POOL_AXES)) for x in shapes)
+        place = self._place(*POOL_AXES)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
         """Numbers of each replica."""
@@ -332,9 +345,8 @@ class Device:
 
     # Places
 
-    def _empty_pools(self) -> tuple[jax.Array, ...]:
-        spec, config = self.spec, self.model.config
-        return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, config.dtype)
+    def _empty_pools(self) -> Pools:
+        return empty_pools(self.model.rules, self.spec.groups, self.spec.pages, self.spec.page_size)
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

@@ -14,6 +14,7 @@ from jaxllm.compiler.peaks import peak_of
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.engine import Engine
 from jaxllm.infer.load import LoadedModel
+from jaxllm.infer.paged import layer_groups
 from jaxllm.infer.sampling import SamplingParams
 from jaxllm.models import DecoderConfig, MoeConfig
 
@@ -113,9 +114,9 @@ class Bench:
         )  # fmt: skip
 
 
-def token_bytes(config: DecoderConfig) -> int:
-    """Keys and values of one token in all layers."""
-    return sum(block.attention.cached.numbers for block in config.blocks) * jnp.dtype(config.dtype).itemsize
+def token_bytes(config: DecoderConfig, kv_dtype: str = "auto") -> int:
+    """Keys and values of one token in all layers, scales included; ``kv_dtype`` as of ``EngineConfig``."""
+    return sum(group.token_bytes() for group in layer_groups(config, kv_dtype))
 
 
 def memory_bandwidth() -> float:

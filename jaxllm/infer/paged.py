@@ -6,8 +6,8 @@ their own, so that a window's pages can be given back while other layers keep th
 A mesh may have replicas: each has a row of the batch, requests, tables and pages of its own, and only the experts of a
 mixture are shared by them.
 
-Legend: B replicas, L layers of a group, P pages of all replicas, K kv heads, C slots of a page, W numbers of a slot, R
-requests, J columns of a page table, T tokens, N query heads, H head dim of keys, V of values.
+Legend: B replicas, L layers of a group, P pages of all replicas, K kv heads, C slots of a page, W numbers of a slot, Z
+scales of a slot, R requests, J columns of a page table, T tokens, N query heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import sharding
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.context import SINK_AXES, Cached, LayerIndex, Scoring, share_kv_heads
 from pallas_kernels._compat import target_device
-from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
+from pallas_kernels.paged_attention.encoding import SCALED
 from pallas_kernels.paged_attention.ragged import Ragged
 from pallas_kernels.paged_attention.reference import write
 
@@ -43,26 +44,46 @@ class LayerGroup:
     Attributes:
         cached, window: what they have in common.
         layers: their numbers in the model.
+        dtype: of what is kept: a floating-point type, or an encoding of ``PageFormat``.
+        rounded: what is read again is not what was computed.
     """
 
     cached: Cached
     window: int | None
     layers: tuple[int, ...]
+    dtype: str = "float32"
+    rounded: bool = False
 
     def format(self, shards: int = 1) -> PageFormat:
         """What a slot holds; few kv heads are repeated up to the number of shards, as ``share_kv_heads`` does."""
         one = self.cached
         kv = shards if one.kv_heads < shards and shards % one.kv_heads == 0 else one.kv_heads
-        multiple = 128 if target_device().platform == "tpu" else 1
-        return PageFormat(kv, one.key_dim, one.value_dim, one.latent, multiple=multiple)
+        platform = target_device().platform
+        multiple = 128 if platform == "tpu" else 1
+        encoding = self.dtype if self.dtype in SCALED else "plain"
+        if self.dtype == "bfloat16" and platform == "cpu":
+            encoding = "bits of bfloat16"
+        return PageFormat(kv, one.key_dim, one.value_dim, one.latent, encoding, multiple)
+
+    def token_bytes(self, shards: int = 1) -> int:
+        """Of a token in all its layers, on all shards."""
+        form = self.format(shards)
+        return len(self.layers) * form.kv_heads * form.slot_bytes(self.plain)
+
+    @property
+    def plain(self) -> str:
+        """What a pool is asked to hold, whatever the encoding makes of it."""
+        return "float32" if self.dtype in SCALED else self.dtype
 
 
-def layer_groups(config: DecoderConfig) -> tuple[LayerGroup, ...]:
-    """The groups of a model's layers; those without a window first."""
+def layer_groups(config: DecoderConfig, kv_dtype: str = "auto") -> tuple[LayerGroup, ...]:
+    """The groups of a model's layers; those without a window first. ``kv_dtype`` as of ``EngineConfig``."""
+    dtype = config.dtype if kv_dtype == "auto" else kv_dtype
+    rounded = dtype in SCALED or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
     found: dict[tuple[Cached, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
         found.setdefault((block.attention.cached, block.attention.window), []).append(number)
-    groups = [LayerGroup(*key, tuple(layers)) for key, layers in found.items()]
+    groups = [LayerGroup(*key, tuple(layers), dtype, rounded) for key, layers in found.items()]
     return tuple(sorted(groups, key=lambda g: g.window or 0))
 
 
@@ -74,7 +95,8 @@ class PagedCache:
     The forward pass is given each replica's flat batch as a row of T tokens.
 
     Attributes:
-        pools: of each group, Float[Array, "L P K C W"]; a replica has as many pages as the others, next to each other.
+        pools: of each group, ``Slots``: numbers [L, P, K, C, W] and scales [L, P, K, Z, C], if any; a replica has as
+            many pages as the others, next to each other.
         tables: of each group, Int[Array, "B R J"], of pages by their numbers in the replica.
         starts: Int[Array, "B R1"], where each request's tokens begin in the row, and their count.
         kv_lens: Int[Array, "B R"], tokens of each request, those of this step included.
@@ -113,31 +135,33 @@ class PagedCache:
             k: Array,
             v: Array | None,
             rows: Array,
+            scales: Array | None,
             place: Array,
             table: Array,
             starts: Array,
             kv_lens: Array,
             sinks: Array | None,
-        ) -> tuple[Array, Array]:
-            pool = PagePool(rows, dataclasses.replace(whole, kv_heads=rows.shape[2]))
+        ) -> tuple[Array, ...]:
+            pool = PagePool(rows, dataclasses.replace(whole, kv_heads=rows.shape[2]), scales)
             out, pool = paged_attention(
                 q[0], k[0], None if v is None else v[0], pool, place, table[0], starts[0], kv_lens[0], sinks=sinks,
                 scale=scoring.scale, window=scoring.window, softcap=scoring.softcap, decode_only=self.decode_only,
             )  # fmt: skip
-            return out[None], pool.rows
+            return out[None], *_there(pool.slots)
 
+        slots = self.pools[index]
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, (), TABLES, NUMBERS, NUMBERS, SINK_AXES),
-            (HEADS, POOL_AXES),
+            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, NUMBERS, NUMBERS, SINK_AXES),
+            (HEADS, *(POOL_AXES for _ in _there(slots))),
         )
         held = (None if x is None else share_kv_heads(x) for x in (k, v))
-        out, rows = run(q, *held, self.pools[index], place, self.tables[index], self.starts, self.kv_lens, sinks)
-        return out, self._with(index, rows)
+        out, *slots = run(q, *held, *slots, place, self.tables[index], self.starts, self.kv_lens, sinks)
+        return out, self._with(index, Slots(*slots))
 
     def begins(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:
-        """Whether every request's tokens so far are those of this step."""
-        if self.decode_only or self.invariant:
+        """Whether every request's tokens so far are those of this step; None where that must make no difference."""
+        if self.decode_only or self.invariant or any(group.rounded for group in self.groups):
             return None
         lengths = self.starts[:, 1:] - self.starts[:, :-1]
         return jnp.all((lengths == 0) | (self.kv_lens == lengths))
@@ -156,14 +180,22 @@ class PagedCache:
         index = next(i for i, g in enumerate(self.groups) if g.cached.latent and g.cached.key_dim == k.shape[3])
         place, whole = self._place(index, layer)
 
-        def local(k: Array, rows: Array, place: Array, table: Array, starts: Array, kv_lens: Array) -> Array:
-            ragged = Ragged(table[0], starts[0], kv_lens[0])
+        def local(
+            k: Array, rows: Array, scales: Array | None, place: Array, table: Array, starts: Array, kv_lens: Array
+        ) -> tuple[Array, ...]:
+            ragged, held = Ragged(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
             form = dataclasses.replace(whole, kv_heads=rows.shape[2])
-            return write(rows, form.pack(k[0], None, rows.dtype), place, ragged, ragged.tokens(k.shape[1]))
+            new = form.pack(k[0], None, rows.dtype)
+            return _there(write(held, new, place, ragged, ragged.tokens(k.shape[1])))
 
-        run = sharding.shard_map(local, (KV_HEADS, POOL_AXES, (), TABLES, NUMBERS, NUMBERS), POOL_AXES)
-        held = share_kv_heads(k), self.pools[index]
-        return self._with(index, run(*held, place, self.tables[index], self.starts, self.kv_lens))
+        slots = self.pools[index]
+        run = sharding.shard_map(
+            local,
+            (KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, NUMBERS, NUMBERS),
+            tuple(POOL_AXES for _ in _there(slots)),
+        )
+        slots = run(share_kv_heads(k), *slots, place, self.tables[index], self.starts, self.kv_lens)
+        return self._with(index, Slots(*slots))
 
     def _place(self, index: int, layer: LayerIndex) -> tuple[Int[Array, ""], PageFormat]:
         """Where in a group's pool a layer is, and what its slots hold."""
@@ -172,5 +204,10 @@ class PagedCache:
         places[list(group.layers)] = np.arange(len(group.layers))
         return jnp.asarray(places)[layer], group.format(sharding.axis_size("attn_kv_heads"))
 
-    def _with(self, index: int, rows: Array) -> PagedCache:
-        return dataclasses.replace(self, pools=(*self.pools[:index], rows, *self.pools[index + 1 :]))
+    def _with(self, index: int, slots: Slots) -> PagedCache:
+        return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
+
+
+def _there(slots: Slots) -> tuple[Array, ...]:
+    """The arrays that there are."""
+    return tuple(x for x in slots if x is not None)

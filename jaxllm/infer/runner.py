@@ -60,10 +60,10 @@ class Runner(Protocol):
         """Puts what a request asks for into its slot, see ``shaping``."""
         ...
 
-    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
+    def read(self, replica: int, group: int, pages: list[int]) -> Any:
         """Pages of a replica's pool, on the host."""
         ...
 
-    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
-        """Puts pages from the host into a replica's pool."""
+    def write(self, replica: int, group: int, pages: list[int], content: Any) -> None:
+        """Puts pages from the host, as ``read`` gave them, into a replica's pool."""
         ...

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 import sharding
 from jaxllm.infer import sampler, shaping
 from jaxllm.infer.layout import Layout
 from jaxllm.infer.paged import HELD_AXES, NUMBERS, POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.models import Functional
+from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.pages import empty_slots
 from pallas_kernels.paged_attention.ragged import Ragged
 
 STOPS = 8
@@ -108,7 +110,7 @@ class Shape:
         return Layout(tuple(fields))
 
 
-Pools = tuple[Array, ...]
+Pools = tuple[Slots, ...]
 PENALTIES = ("repetition", "presence", "frequency")
 
 
@@ -173,7 +175,10 @@ class Step:
 
         every, counts = sharding.per_shard(pairs, "batch")(packed)
         run = sharding.shard_map(copied, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
-        return tuple(run(pool, every[:, group], counts[:, group]) for group, pool in enumerate(pools))
+        return tuple(
+            jax.tree.map(lambda x, group=group: run(x, every[:, group], counts[:, group]), pool)
+            for group, pool in enumerate(pools)
+        )
 
     def _once(
         self, params: Any, pools: Pools, last: Array, packed: Array, state: shaping.State | None, masks: Array | None
@@ -326,8 +331,8 @@ class Step:
 
 
 def copied(
-    pool: Float[Array, "L P K C W"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
-) -> Float[Array, "L P K C W"]:
+    pool: Shaped[Array, "L P K _ _"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
+) -> Shaped[Array, "L P K _ _"]:
     """A replica's pool with ``count`` pages copied, from the first of each pair to the second, in place."""
 
     def one(i: Array, pool: Array) -> Array:
@@ -337,9 +342,7 @@ def copied(
     return jax.lax.fori_loop(0, count[0], one, pool)
 
 
-def read_pages(
-    rules: sharding.Rules, pool: Float[Array, "L P K C W"], pages: Int[Array, "B M"]
-) -> Float[Array, "L M K C W"]:
+def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> Slots:
     """Some pages of one replica, to be taken to the host; the others are told of pages that are not there."""
 
     def local(pool: Array, pages: Array) -> Array:
@@ -349,20 +352,19 @@ def read_pages(
 
     with sharding.use_rules(rules):
         replicas = sharding.axis_names("batch")
-        found = sharding.shard_map(local, (POOL_AXES, NUMBERS), HELD_AXES)(pool, pages)
-        return sharding.constrain(found, *(None,) * 5)
+        run = sharding.shard_map(local, (POOL_AXES, NUMBERS), HELD_AXES)
+        return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool)
 
 
-def write_pages(
-    rules: sharding.Rules, pool: Float[Array, "L P K C W"], pages: Int[Array, "B M"], held: Float[Array, "L M K C W"]
-) -> Float[Array, "L P K C W"]:
+def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], held: Slots) -> Slots:
     """The pool with some pages as the host had them; a page that is not there is written nowhere."""
 
     def local(pool: Array, pages: Array, held: Array) -> Array:
         return pool.at[:, pages[0]].set(held, mode="drop")
 
     with sharding.use_rules(rules):
-        return sharding.shard_map(local, (POOL_AXES, NUMBERS, HELD_AXES), POOL_AXES)(pool, pages, held)
+        run = sharding.shard_map(local, (POOL_AXES, NUMBERS, HELD_AXES), POOL_AXES)
+        return jax.tree.map(lambda x, more: run(x, pages, more), pool, held)
 
 
 def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B numbers"]) -> tuple[Array, ...]:
@@ -372,14 +374,16 @@ def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B 
 
 
 def empty_pools(
-    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int, dtype: str
-) -> tuple[Float[Array, "..."], ...]:
+    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int
+) -> Pools:
     """Pools that hold nothing yet, placed by the rules; ``counts`` are of a replica."""
     with sharding.use_rules(rules):
         shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
-        out = []
-        for group, count in zip(groups, counts, strict=True):
-            form = group.format(shards)
-            shape = (len(group.layers), replicas * count, form.kv_heads, page_size, form.width)
-            out.append(sharding.constrain(jnp.zeros(shape, jnp.dtype(dtype)), *POOL_AXES, what="pool of pages"))
-        return tuple(out)
+        pools = (
+            empty_slots(
+                group.format(shards), layers=len(group.layers), pages=replicas * count, page_size=page_size,
+                dtype=group.plain,
+            )
+            for group, count in zip(groups, counts, strict=True)
+        )  # fmt: skip
+        return jax.tree.map(lambda x: sharding.constrain(x, *POOL_AXES, what="pool of pages"), tuple(pools))

@@ -23,6 +23,7 @@ import numpy as np
 from jaxllm.infer.device import Device, Spec
 from jaxllm.infer.step import Shape
 from jaxllm.parallel.distributed import group
+from pallas_kernels.paged_attention import Slots
 
 TOPIC = "engine"
 
@@ -61,14 +62,14 @@ class Leading:
         self._tell("seat", [replica], packed)
         self.device.seat(replica, packed)
 
-    def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
+    def read(self, replica: int, group: int, pages: list[int]) -> Slots:
         """Pages of a replica's pool, on this host."""
         self._tell("read", [replica, group, pages])
         return self.device.read(replica, group, pages)
 
-    def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
+    def write(self, replica: int, group: int, pages: list[int], content: Slots) -> None:
         """Puts pages into a replica's pool, everywhere."""
-        self._tell("write", [replica, group, pages], content)
+        self._tell("write", [replica, group, pages], *(x for x in content if x is not None))
         self.device.write(replica, group, pages, content)
 
     def swap(self, params: Any) -> None:
@@ -125,5 +126,8 @@ def follow(device: Device, weights: Callable[[], Any] | None = None) -> None:
             device.swap(weights())
         elif name == "run":
             device.run(device.shape(*numbers), *arrays)
+        elif name == "write":
+            replica, index, pages = numbers
+            device.write(replica, index, pages, Slots(*arrays))
         else:
             getattr(device, name)(*numbers, *arrays)

@@ -152,7 +152,12 @@ def describe(engine: Engine) -> dict[str, Any]:
         kind["numbers"] += leaf.size
         kind["bytes"] += leaf.nbytes
     if held:
-        out["cache"] = {"dtypes": sorted({str(x.dtype) for x in held}), "bytes": sum(x.nbytes for x in held)}
+        out["cache"] = {
+            "kinds": sorted({group.dtype for group in spec.groups}),
+            "dtypes": sorted({str(x.dtype) for x in held}),
+            "bytes": sum(x.nbytes for x in held),
+            "token_bytes": getattr(device, "token_bytes", None),
+        }
     if leaves:
         devices = sorted(leaves[0].sharding.device_set, key=lambda d: d.id)
         out["devices"] = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in devices]

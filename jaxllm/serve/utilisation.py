@@ -90,8 +90,9 @@ def cached_bytes(device: Device) -> dict[int | None, float]:
     """Keys and values of a position, in all layers of a window."""
     out: dict[int | None, float] = {}
     for group, pool in zip(device.spec.groups, device.pools, strict=True):
-        positions = pool.size // (pool.shape[0] * pool.shape[2] * pool.shape[4])
-        out[group.window] = out.get(group.window, 0.0) + pool.nbytes / positions
+        positions = pool.numbers.shape[1] * pool.numbers.shape[3]
+        bytes_ = sum(x.nbytes for x in pool if x is not None)
+        out[group.window] = out.get(group.window, 0.0) + bytes_ / positions
     return out
 
 

@@ -15,22 +15,31 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.pages import PagePool
+from pallas_kernels.paged_attention.pages import PageFormat, PagePool, Slots
 from pallas_kernels.paged_attention.ragged import Ragged
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 
-def _pallas_tpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tuple[Array, Slots]:
     from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
 
-    return paged_attention_pallas_tpu(*args, **kw)
+    _check_plain("pallas_tpu", kw["format"])
+    out, rows = paged_attention_pallas_tpu(q, new.numbers, pool.numbers, *args, **kw)
+    return out, Slots(rows)
 
 
-def _pallas_gpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tuple[Array, Slots]:
     from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
 
-    return paged_attention_pallas_gpu(*args, **kw)
+    _check_plain("pallas_gpu", kw["format"])
+    out, rows = paged_attention_pallas_gpu(q, new.numbers, pool.numbers, *args, **kw)
+    return out, Slots(rows)
+
+
+def _check_plain(name: str, format: PageFormat) -> None:
+    if format.encoding != "plain":
+        raise NotImplementedError(f"{name} reads pages with encoding 'plain', not {format.encoding!r}; 'xla' does.")
 
 
 IMPLEMENTATIONS = {
@@ -99,17 +108,17 @@ def paged_attention(
             "paged_attention: give the scale: from a latent it is not seen what head dim its keys have without it."
         )
     ints = (jnp.asarray(layer, jnp.int32), *(x.astype(jnp.int32) for x in (page_table, cu_q_lens, kv_lens)))
-    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.rows, sinks, *ints)
-    axes = varying_axes(*arrays)
+    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, *ints)
+    axes = varying_axes(*jax.tree.leaves(arrays))
     widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
-    q, new, rows, sinks, layer, *ragged = widened
-    out, rows = dispatch(
+    q, new, slots, sinks, layer, *ragged = widened
+    out, slots = dispatch(
         "paged_attention",
         IMPLEMENTATIONS,
         implementation,
         q,
         new,
-        rows,
+        slots,
         layer,
         sinks,
         Ragged(*ragged),
@@ -119,7 +128,7 @@ def paged_attention(
         softcap=softcap,
         decode_only=decode_only,
     )
-    return out, PagePool(rows, pool.format)
+    return out, PagePool(slots.numbers, pool.format, slots.scales)
 
 
 def _check(
@@ -136,6 +145,12 @@ def _check(
     slots = (*pool.rows.shape[2:3], *pool.rows.shape[4:])
     if pool.rows.ndim != 5 or slots != (form.kv_heads, form.width):
         raise ValueError(f"paged_attention: a pool {list(pool.rows.shape)} does not hold pages of {form}.")
+    wanted = (*pool.rows.shape[:3], len(form.parts), pool.rows.shape[3]) if form.parts else None
+    if pool.rows.dtype != form.stored(pool.rows.dtype) or wanted != getattr(pool.scales, "shape", None):
+        found = "none" if pool.scales is None else list(pool.scales.shape)
+        raise ValueError(
+            f"paged_attention: a pool of {pool.rows.dtype} with scales {found} is not of {form}: see PagePool.zeros."
+        )
     if (v is None) != form.latent:
         raise ValueError(f"paged_attention: v is {'missing' if v is None else 'given'}, and the pool holds {form}.")
     given = (q.shape[2], *k.shape[1:], *(() if v is None else v.shape[2:]))

@@ -9,26 +9,24 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.pages import PageFormat
+from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import Ragged, Tokens
 
 
-def write(
-    rows: Float[Array, "L P K C W"],
-    new: Float[Array, "T K W"],
-    layer: Int[Array, ""],
-    ragged: Ragged,
-    tokens: Tokens,
-) -> Float[Array, "L P K C W"]:
-    """Each token of this step in its slot; padding nowhere."""
-    page, slot = ragged.slots(rows.shape[1], rows.shape[3], tokens)
-    return rows.at[layer, page, :, slot].set(new, mode="drop", unique_indices=True)
+def write(held: Slots, new: Slots, layer: Int[Array, ""], ragged: Ragged, tokens: Tokens) -> Slots:
+    """A pool's slots with each token of this step in its own; padding nowhere."""
+    page, slot = ragged.slots(held.numbers.shape[1], held.numbers.shape[3], tokens)
+    numbers = held.numbers.at[layer, page, :, slot].set(new.numbers, mode="drop", unique_indices=True)
+    if held.scales is None:
+        return Slots(numbers)
+    scales = held.scales.at[layer, page, :, :, slot].set(new.scales, mode="drop", unique_indices=True)
+    return Slots(numbers, scales)
 
 
 def paged_attention_reference(
     q: Float[Array, "T N H"],
-    new: Float[Array, "T K W"],
-    rows: Float[Array, "L P K C W"],
+    new: Slots,
+    pool: Slots,
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
     ragged: Ragged,
@@ -38,21 +36,22 @@ def paged_attention_reference(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
-) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
+) -> tuple[Float[Array, "T N V"], Slots]:
     """See ``paged_attention``: (attended values, pages). Holds every token's scores, in at least float32."""
     del decode_only  # a promise that makes nothing simpler here
-    (t, n, h), (pages, kv, _, width) = q.shape, rows.shape[1:]
+    (t, n, h), (pages, kv, _, width) = q.shape, pool.numbers.shape[1:]
     tokens = ragged.tokens(t)
-    rows = write(rows, new, layer, ragged, tokens)
+    pool = write(pool, new, layer, ragged, tokens)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    held = rows[layer, jnp.clip(ragged.page_table, 0, pages - 1)]  # R J K C W
+    at = layer, jnp.clip(ragged.page_table, 0, pages - 1)
+    held = format.unpack(Slots(*(None if x is None else x[at] for x in pool)), dtype)  # R J K C W
     held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, width)
     # A weight of zero does not silence a nan in a slot that holds no token.
     at = jnp.arange(held.shape[1])
     used = at < ragged.kv_lens[:, None]
     if window is not None:
         used &= at > ragged.kv_lens[:, None] - ragged.lengths[:, None] - window
-    held = jnp.where(used[:, :, None, None], held, 0).astype(dtype)[tokens.request]  # T S K W
+    held = jnp.where(used[:, :, None, None], held, 0)[tokens.request]  # T S K W
     visible = (at <= tokens.position[:, None]) & tokens.real[:, None]
     if window is not None:
         visible &= at > tokens.position[:, None] - window
@@ -73,4 +72,4 @@ def paged_attention_reference(
         total = total + jnp.exp(sink - top)
     out = jnp.einsum("tkgs,tskv->tkgv", weights / jnp.where(total == 0.0, 1.0, total), format.values(held))
     out = jnp.where(tokens.real[:, None, None], out.reshape(t, n, -1), 0.0)
-    return out.astype(q.dtype), rows
+    return out.astype(q.dtype), pool

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.pages import PageFormat
+from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import Blocks, Ragged
 from pallas_kernels.paged_attention.reference import write
 
@@ -42,7 +42,7 @@ def unit(page_size: int) -> int:
 
 
 class _Problem(NamedTuple):
-    rows: Float[Array, "L P K C W"]
+    pool: Slots
     layer: Int[Array, ""]
     sinks: Float[Array, " N"] | None
     ragged: Ragged
@@ -54,8 +54,8 @@ class _Problem(NamedTuple):
 
 def paged_attention_xla(
     q: Float[Array, "T N H"],
-    new: Float[Array, "T K W"],
-    rows: Float[Array, "L P K C W"],
+    new: Slots,
+    pool: Slots,
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
     ragged: Ragged,
@@ -65,11 +65,11 @@ def paged_attention_xla(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
-) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
+) -> tuple[Float[Array, "T N V"], Slots]:
     """See ``paged_attention``: (attended values, pages)."""
     t, n, _ = q.shape
-    rows = write(rows, new, layer, ragged, ragged.tokens(t))
-    problem = _Problem(rows, layer, sinks, ragged, format, scale, window, softcap)
+    pool = write(pool, new, layer, ragged, ragged.tokens(t))
+    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap)
     size = min(QUERIES, t)
     # What is cut from the end of the batch may reach beyond it. From q, so that it varies over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
@@ -78,14 +78,14 @@ def paged_attention_xla(
     out = _attend(problem, q, out, ragged.blocks(t, 1, alone), 1)
     if not decode_only and t > 1:
         out = _attend(problem, q, out, ragged.blocks(t, size, jnp.where(alone == 1, 0, ragged.lengths)), size)
-    return out[:t], rows
+    return out[:t], pool
 
 
 def _attend(
     problem: _Problem, q: Float[Array, "T2 N H"], out: Float[Array, "T2 N V"], blocks: Blocks, size: int
 ) -> Float[Array, "T2 N V"]:
     """``out`` with the rows of these blocks, of ``size`` tokens each."""
-    kv = problem.rows.shape[2]
+    kv = problem.pool.numbers.shape[2]
 
     def one(i: Array, out: Array) -> Array:
         block = jax.tree.map(lambda x: x[i] if x.ndim else x, blocks)
@@ -103,7 +103,7 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
     kv, m, _ = q.shape
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     lowest = -0.5 * float(jnp.finfo(dtype).max)
-    page_size = unit(problem.rows.shape[3])
+    page_size = unit(problem.pool.numbers.shape[3])
     q = q.astype(dtype) * problem.scale
     form = problem.format
     if whole := size == 1:  # few rows: zeros for what is no key cost less than to cut keys and values out of slots
@@ -115,7 +115,7 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
     def more(pages: int, first: Array, state: Any) -> Any:
         """Folds in the slots of ``pages`` pages (or parts of one, see ``unit``), the first of them number ``first``."""
         top, total, out = state
-        held = _read(problem, block.request, first, pages, begin, reach).astype(dtype)
+        held = _read(problem, block.request, first, pages, begin, reach, dtype)
         at = first * page_size + jnp.arange(pages * page_size)
         scores = jnp.einsum("kmh,ksh->kms", q, held if whole else form.keys(held))
         if problem.softcap is not None:
@@ -156,22 +156,28 @@ def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array
 
 
 def _read(
-    problem: _Problem, request: Array, first: Array, count: int, begin: Array, reach: Array
+    problem: _Problem, request: Array, first: Array, count: int, begin: Array, reach: Array, dtype: Any
 ) -> Float[Array, "K S W"]:
-    """The slots of some pages, one after the other; zeros for positions before ``begin`` and from ``reach`` on.
+    """The slots of some pages, one after the other, in ``dtype``; zeros before ``begin`` and from ``reach`` on.
 
     Those may hold anything, and a weight of zero does not silence a nan.
     """
-    (pages, kv, page_size, width), columns = problem.rows.shape[1:], problem.ragged.page_table.shape[1]
-    size = unit(page_size)
+    (pages, kv, page_size, width), columns = problem.pool.numbers.shape[1:], problem.ragged.page_table.shape[1]
+    form = problem.format
+    size, cut = unit(page_size), jax.lax.dynamic_slice
 
     def page(j: int) -> Float[Array, "K C W"]:
         column, within = (first + j) * size // page_size, (first + j) * size % page_size
         number = problem.ragged.page_table[request, jnp.minimum(column, columns - 1)]
         number = jnp.clip(number, 0, pages - 1)  # what is not in use may be anything
         zero = jnp.zeros_like(number)
-        starts = problem.layer, number, zero, within.astype(number.dtype), zero
-        held = jax.lax.dynamic_slice(problem.rows, starts, (1, 1, kv, size, width))[0, 0]
+        within = within.astype(number.dtype)
+        starts = problem.layer, number, zero
+        held = cut(problem.pool.numbers, (*starts, within, zero), (1, 1, kv, size, width))[0, 0]
+        scales = None
+        if form.parts:
+            scales = cut(problem.pool.scales, (*starts, zero, within), (1, 1, kv, len(form.parts), size))[0, 0]
+        held = form.unpack(Slots(held, scales), dtype)
         at = (first + j) * size + jnp.arange(size)
         return jnp.where(((at >= begin) & (at < reach))[:, None], held, 0)
 

@@ -5,6 +5,7 @@ Blocks are made tiny here, so that short requests cross many of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -89,9 +90,48 @@ def draw_again(step, rows, case):
     return paged_body.oracle(np.nan_to_num(step.q), rows[LAYER], *args)
 
 
-def large_pool() -> PagePool:
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("everything", "int8"), ("latent, decode", "fp8"), ("mixed", "bits of bfloat16")]
+)
+def test_encoded_pages(name, encoding, rng):
+    """What is attended to is what the pages say; new slots are those of ``pack``; the kernels leave it to others."""
+    case = CASES[name]
+    step, form = draw(rng, case, np.float32), dataclasses.replace(case.format, encoding=encoding)
+    (layers, pages, kv, size, _), h = step.rows.shape, form.key_dim
+    tokens = jnp.asarray(step.rows).swapaxes(2, 3).reshape(-1, kv, form.width)
+    v = None if form.latent else tokens[..., h : h + form.value_dim]
+    numbers, scales = form.pack(tokens[..., :h], v, jnp.float32)
+    numbers = numbers.reshape(layers, pages, size, kv, -1).swapaxes(2, 3)
+    if scales is not None:
+        scales = jnp.moveaxis(scales.reshape(layers, pages, size, kv, -1), 2, 4)
+    pool = PagePool(numbers, form, scales)
+    q, k, table, starts, lens = (jnp.asarray(x) for x in (*step[:2], *step[4:7]))
+    v, sinks = (None if x is None else jnp.asarray(x) for x in (step.v, step.sinks))
+
+    def attend(pool: PagePool, implementation: str) -> tuple[jax.Array, PagePool]:
+        return paged_attention(
+            q, k, v, pool, LAYER, table, starts, lens, sinks=sinks, implementation=implementation, **case.options
+        )
+
+    for implementation in paged_body.PLAIN:
+        out, after = jax.jit(attend, static_argnums=1)(pool, implementation)
+        read = np.asarray(form.unpack(after.slots, jnp.float32), np.float64)
+        assert error(out[: step.tokens], draw_again(step, read, case)[: step.tokens]) <= 2e-6
+        assert (after.rows.dtype, after.token_bytes) == (form.stored("float32"), kv * form.slot_bytes("float32"))
+        written = ~np.isnan(step.want_rows[..., 0]) & np.isnan(step.rows[..., 0])
+        want = step.want_rows[written]
+        bound = {"int8": 1 / 127, "fp8": 1 / 8, "bits of bfloat16": 1 / 128}[encoding]
+        assert np.abs(read[written] - want).max() <= bound * np.abs(want).max()
+    for kernel in ("pallas_tpu", "pallas_gpu"):
+        with pytest.raises(NotImplementedError, match=f"not '{encoding}'"):
+            attend(pool, kernel)
+    with pytest.raises(ValueError, match=r"see PagePool\.zeros"):
+        attend(PagePool(jnp.asarray(step.rows), form), "xla")
+
+
+def large_pool(encoding: str = "plain") -> PagePool:
     """Its shape."""
-    form = PageFormat(2, 8, 8)
+    form = PageFormat(2, 8, 8, encoding=encoding)
     return jax.eval_shape(lambda: PagePool.zeros(form, layers=4, pages=4096, page_size=16, dtype=jnp.float32))
 
 
@@ -117,9 +157,10 @@ def memory(pool, columns: int, tokens: int, requests: int = 8, **options):
     return found
 
 
-def test_memory_follows_neither_the_pool_nor_the_longest_request():
-    pool = large_pool()
-    pool_bytes = pool.rows.size * 4
+@pytest.mark.parametrize("encoding", ["plain", "fp8", "bits of bfloat16"])
+def test_memory_follows_neither_the_pool_nor_the_longest_request(encoding):
+    pool = large_pool(encoding)
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     short, wide = (memory(pool, columns, 8) for columns in (4, 4096))
     assert short.alias_size_in_bytes >= pool_bytes, "the pool is not updated in place"
     assert wide.temp_size_in_bytes <= 1.1 * short.temp_size_in_bytes + 4096
@@ -180,7 +221,7 @@ def test_formats():
     assert PageFormat(1, 576, 512, latent=True, multiple=128).width == 640
     pool = PagePool.zeros(form, layers=2, pages=3, page_size=16, dtype=jnp.bfloat16)
     assert (pool.rows.shape, pool.page_size, pool.token_bytes) == ((2, 3, 1, 16, 576), 16, 1152)
-    for encoding in ("int8", "fp8", "int4", "int2"):
+    for encoding in ("int4", "int2"):
         with pytest.raises(NotImplementedError, match=f"pages in {encoding} are not supported yet"):
             PageFormat(1, 8, 8, encoding=encoding)
     with pytest.raises(ValueError, match="no encoding 'int3'"):

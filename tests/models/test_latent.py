@@ -12,6 +12,7 @@ import sharding
 from jaxllm.infer import empty_cache
 from jaxllm.infer.paged import PagedCache, layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, functional
+from pallas_kernels.paged_attention import Slots
 from tests import quick
 
 SMALL = LatentConfig(heads=2, latent=12, nope_dim=4, rope_dim=4, value_dim=4)
@@ -39,7 +40,7 @@ def prefill(config: DecoderConfig, pages: int, invariant: bool = False) -> jax.s
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     pool = jax.ShapeDtypeStruct((config.layers, pages, form.kv_heads, 16, form.width), jnp.dtype(config.dtype))
-    cache = PagedCache((pool,), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, invariant=invariant)
+    cache = PagedCache((Slots(pool),), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, invariant=invariant)
     step = jax.jit(model.forward, donate_argnums=3)
     return step.trace(model.abstract(), ints(1, 8), ints(1, 8), cache)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.infer.paged import PagedCache, layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, RopeConfig, YarnScaling, functional
+from pallas_kernels.paged_attention import Slots
 from tests import quick
 from tests.proofs.harness import proof
 from tests.proofs.real_models.families import cached, error, full
@@ -58,7 +59,7 @@ def argument_bytes(config: DecoderConfig, pages: int, page_size: int) -> int:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     pool = jax.ShapeDtypeStruct(rows, jnp.dtype(config.dtype))
-    cache = PagedCache((pool,), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, decode_only=True)
+    cache = PagedCache((Slots(pool),), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, decode_only=True)
 
     def step(params: Any, tokens: Any, positions: Any, cache: Any) -> Any:
         hidden, cache = model.forward(params, tokens, positions, cache)
