@@ -28,7 +28,8 @@ def launched(folder: Path, special: dict | None = None) -> subprocess.CompletedP
         *(sys.executable, "-m", "jaxllm.cli", "launch", "local", "-n", str(PROCESSES), "--devices", "2"),
         *("--logs", str(folder / "logs"), "--patience.pause", "0.1", "--patience.grace", "3", "--"),
         *("train", f"{RECIPE}:together_run", "--mesh", TOGETHER),
-        *("--out", str(folder), "--data.source", str(write_text(folder))),
+        # A checkpoint that is still being written when a process is killed would not count.
+        *("--out", str(folder), "--data.source", str(write_text(folder)), "--checkpoint.saving", "blocking"),
     ]
     changes = {
         "JAX_PLATFORMS": "cpu",
