@@ -200,3 +200,22 @@ def test_the_local_one_runs(tmp_path):
     done = script("local.sh", "run", "--", "bash", "-c", f"echo $JAXLLM_PROCESS_ID >> {out}", more=more)
     assert done.returncode == 0, done.stderr
     assert sorted(out.read_text().split()) == ["0", "1"]
+
+
+def test_the_page_shows_what_the_scripts_print():
+    """Every command of docs/launch.md that ends dry, beside its output there."""
+    compared = 0
+    for block in re.findall(r"```console\n(.*?)```", (FOLDER.parent / "docs" / "launch.md").read_text(), re.S):
+        exports, *shown = re.split(r"^\$ ", block, flags=re.M)[1:]
+        if not exports.startswith("export "):
+            continue
+        env = dict(pair.split("=", 1) for pair in shlex.split(exports)[1:])
+        for part in shown:
+            command, _, want = part.partition("\n")
+            env = {"PATH": "/usr/bin:/bin", **env}
+            done = subprocess.run(
+                ["bash", "-c", command], env=env, capture_output=True, text=True, check=False, cwd=FOLDER.parent
+            )
+            assert (done.stdout, done.stderr) == (want, ""), command
+            compared += 1
+    assert compared >= 13

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -11,8 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, Segments, functional
-from jaxllm.train.flops import causal_mean, forward_flops_per_token, train_flops_per_token
+from jaxllm.train.flops import (
+    causal_mean,
+    forward_flops_per_token,
+    hardware_flops_per_token,
+    train_flops_per_token,
+)
 from tests import tiny
+from tests.models.jaxprs import equations
 
 
 def test_by_hand():
@@ -75,3 +82,44 @@ def test_xla_counts_the_same():
     )  # the mask saves nothing: all pairs are computed
     # Norms, softmax and gates come on top and are not ours to count.
     assert 1.0 <= counted / ours < 1.04
+
+
+def test_what_is_done_again_by_hand():
+    """Of the block of ``test_by_hand``: all products but the last of the MLP, and not the head's."""
+    config = DecoderConfig(
+        vocab_size=20, embed_dim=8, layers=2, pattern=(BlockConfig(AttentionConfig(4, 2, 6), MlpConfig(10)),)
+    )
+    model = train_flops_per_token(config, 13)
+    for remat in ("none", "elementwise"):
+        assert hardware_flops_per_token(dataclasses.replace(config, remat=remat), 13) == model
+    again = (8 * 4 * 6 + 2 * 8 * 2 * 6 + 4 * 6 * 8) + 2 * 8 * 10 + 2 * 4 * 6 * 7
+    assert hardware_flops_per_token(dataclasses.replace(config, remat="full"), 13) == model + 2 * 2 * again
+
+
+def test_a_gradient_does_again_what_is_counted():
+    """Matrix products in the gradient of a scanned layer, with the whole block recomputed, less those with nothing."""
+    embed, mlp, rows, seq_len = 64, 160, 3, 2
+    config = tiny.decoder(
+        dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=2, vocab_size=32, unroll=1
+    )
+
+    def counted(remat: str) -> int:
+        model = functional(dataclasses.replace(config, remat=remat))
+        tokens = jnp.zeros((rows, seq_len), jnp.int32)
+
+        def total(params: Any) -> Any:
+            return jnp.sum(model.forward(params, tokens, tokens, Segments())[0])
+
+        flops = 0
+        for equation in equations(jax.make_jaxpr(jax.grad(total))(model.abstract()).jaxpr):
+            if equation.primitive.name == "dot_general":
+                (contracted, _), _ = equation.params["dimension_numbers"]
+                shape = equation.invars[0].aval.shape
+                flops += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
+        return flops
+
+    full = dataclasses.replace(config, remat="full")
+    ours = hardware_flops_per_token(full, seq_len) - train_flops_per_token(full, seq_len)
+    attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None)  # of both products; what is computed has no use for the mask
+    ours = ours / config.layers - attended + attended / causal_mean(seq_len, None) * seq_len
+    assert counted("full") - counted("none") == rows * seq_len * ours
