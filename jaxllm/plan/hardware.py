@@ -31,6 +31,8 @@ from typing import Any
 
 from jaxllm.compiler.peaks import Peak, peak_of
 from jaxllm.config import closest
+from jaxllm.parallel.legal import factorings
+from sharding import ShardingError
 from sharding.topology import GENERATIONS, Topology
 
 
@@ -184,18 +186,17 @@ class Cluster:
         return self.topology.num_devices
 
     def resized(self, factor: int) -> Cluster | None:
-        """The next larger cluster of the same kind, ``factor`` times as large; None if there is none."""
-        shape, wanted = self.topology.shape, math.prod(self.topology.shape) * factor
-        options = [
-            tuple(side * (factor if place == i else 1) for i, side in enumerate(shape)) for place in range(len(shape))
-        ]
-        kind = self.topology.generation
-        for option in options if self.topology.platform == "tpu" else options[:1]:
-            sides = tuple(sorted(option)) if self.topology.platform == "tpu" else option
-            assert math.prod(sides) == wanted
+        """One of the same kind, ``factor`` times as large, as cubic as can be; None if there is none."""
+        shape = self.topology.shape
+        chips = math.prod(shape) * factor
+        options = [(shape[0] * factor, shape[1])]
+        if self.topology.platform == "tpu":
+            options = sorted({tuple(sorted(sides)) for sides in factorings(chips, len(shape))}, key=max)
+        for sides in options:
+            written = "x".join(map(str, sides))
             try:
-                topology = Topology.parse(f"{kind}:{'x'.join(map(str, sides))}")
-            except ValueError:
+                topology = Topology.parse(f"{self.topology.generation}:{written}")
+            except ShardingError:
                 continue
-            return Cluster(f"{self.hardware.name}:{'x'.join(map(str, sides))}", self.hardware, topology)
+            return Cluster(f"{self.hardware.name}:{written}", self.hardware, topology)
         return None

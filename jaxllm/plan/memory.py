@@ -1,32 +1,67 @@
 """Memory of a device by formula, by what uses it.
 
-State is exact: the bytes of the sharding table (``jaxllm.parallel.table``), of which a compiled program's arguments are
-made. What a step needs besides is that of its fullest moment: in the loss, where the vocabulary's matrix is gathered
-and its gradient begun; in the backward pass of a layer, which holds what the layer computes again; or in the backward
-pass of the embedding. All of them hold the activations that wait for the backward pass.
-
-Legend: T tokens of a micro-batch on a device, D embed, F mlp, V vocab, L layers, P parameters of a device.
+State, gradients and the activations that wait for the backward pass are counted, number by number. What a layer's
+backward pass needs besides at the fullest moment is counted in copies of its arrays (``Copies``).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, MoeConfig
-from jaxllm.parallel.pipeline.schedule import Schedule
+from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.table import tabulate
 from jaxllm.plan.work import Work, gated
 from jaxllm.train import RunConfig
-from jaxllm.train.pipelined import planned
-from pallas_kernels.cross_entropy.config import tokens_of_a_chunk, vocab_of_a_band
 from sharding import MeshSpec
 
 STEPS = 8
 """Bytes of AdamW's two counters, beside its two moments of each parameter."""
+
+
+BLOCK = 1024
+"""Queries, and keys, of a block of attention on a GPU."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How many of each array a compiled program has at its fullest moment, in the backward pass of a layer.
+
+    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` (docs/plan.md). They are of XLA's
+    schedules, which differ between platforms: no formula gives them.
+
+    Attributes:
+        heads: of the vocabulary's matrix, gathered, and its gradient; where it is not split over tensor.
+        heads_split: likewise where it is.
+        weights: of one layer's weights, gathered, and their gradients (ZeRO-3, pipelines).
+        inner: of a layer's inner values: heads and feed-forward width.
+        streams: of the residual stream, its sequence whole.
+        scores: of a block of attention's scores in float32, all heads of it.
+        expert_inner: of the inner values of all rows that a mixture's device may get.
+        expert_rows: of those rows.
+        turns: micro-batches of which activations are held at once: the GPU compiler takes a loop's turns in pairs.
+    """
+
+    heads: float
+    heads_split: float
+    weights: float
+    inner: float
+    streams: float
+    scores: float
+    expert_inner: float
+    expert_rows: float
+    turns: int
+
+
+COPIES = {
+    "tpu": Copies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 1),
+    "gpu": Copies(3.0, 3.0, 2.0, 1.3, 0.0, 10.0, 5.0, 9.0, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -69,20 +104,22 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def predict(run: RunConfig, mesh: MeshSpec) -> Memory:
-    """Of a run whose mesh is legal."""
+def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
+    """Of a run whose mesh is legal, on ``"tpu"`` or ``"gpu"``."""
     work = Work.of(run, mesh)
     wide = jnp.dtype(run.model.param_dtype).itemsize
     parameters = sum(w.layers * w.stored for w in work.weights) * wide
+    copies = COPIES[platform]
     kept, host = _activations(work)
+    at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
     return Memory(
         parameters,
         2 * parameters + STEPS,
         4 * 4 * work.tokens * work.micro_batches,
-        _gradients(work),
+        _gradients(work) + _ends(work),
         _gathered(work),
-        kept,
-        round(max(_loss(work), _backward(work))),
+        kept * at_once,
+        round(_working(work, copies)),
         host,
     )
 
@@ -112,10 +149,10 @@ def _activations(work: Work) -> tuple[int, int]:
         of_layers += repeats / work.stages * (per_input + sum(saved_bytes(work, block) for block in group))
     if work.stages == 1:
         return round(of_layers + 2 * per_input), 0  # and the last layer's result, normed and not
-    schedule, depths = planned(work.run, work.stages)
-    slots = pools(schedule)
-    away = sum(depths.offloaded(work.run.parallel.offload)) / sum(depths.rooms)
-    a_slot = of_layers / schedule.chunks
+    plan = work.run.parallel
+    chunks = plan.chunks or default_chunks(plan.schedule)
+    slots = pools(plan.schedule, work.stages, work.micro_batches, plan.chunks, plan.offload > 0)
+    away, a_slot = plan.offload, of_layers / chunks
     held = slots.saves * (1 - away) + (3 * away if away else 0)
     pending = slots.pendings * a_slot * (1 - away)
     return round(held * a_slot + pending), round((slots.hosted + 1) * away * a_slot) if away else 0
@@ -124,23 +161,32 @@ def _activations(work: Work) -> tuple[int, int]:
 class Pools(NamedTuple):
     """Slots of a pipeline's pools, see ``jaxllm.parallel.pipeline.table``."""
 
-    saves: int
+    saves: float
     pendings: int
     hosted: int
 
 
 @functools.lru_cache(maxsize=1024)
-def pools(schedule: Schedule) -> Pools:
-    """Of a schedule; the table itself is large."""
-    made = tabulate(schedule)
+def pools(name: str, stages: int, micro: int, chunks: int, offloaded: bool) -> Pools:
+    """Of a schedule; by formula where there is one (docs/pipeline.md), for tables are large."""
+    if not offloaded and name in ("gpipe", "1f1b"):
+        return Pools(micro if name == "gpipe" else min(stages, micro), 0, 0)
+    made = tabulate(make(name, stages, micro, chunks))
     return Pools(made.saves, made.pendings, made.hosted)
 
 
 def _gradients(work: Work) -> int:
-    """As parameters are stored; of ZeRO-1 with several micro-batches as they are used."""
+    """As parameters are stored; of ZeRO-1 with several micro-batches as they are used.
+
+    Beside these sums, a micro-batch's own: in ZeRO-3 of the same size, else of weights that are whole.
+    """
     wide = jnp.dtype(work.run.model.param_dtype).itemsize
-    late = work.run.parallel.zero == 1 and work.micro_batches > 1
-    return sum(w.layers * (w.used if late else w.stored) for w in work.weights) * wide
+    zero, several = work.run.parallel.zero, work.stages == 1 and work.micro_batches > 1
+    late = zero == 1 and several
+    sums = sum(w.layers * (w.used if late else w.stored) for w in work.weights) * wide
+    if zero == 3 or work.stages > 1:
+        return sums * (2 if several and zero == 3 else 1)
+    return sums + sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
 
 
 def _gathered(work: Work) -> int:
@@ -150,19 +196,44 @@ def _gathered(work: Work) -> int:
     return sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
 
 
-def _loss(work: Work) -> float:
-    """The vocabulary's matrix and its gradient, the stream's gradient in float32, a band of logits and its gradient."""
-    chunk = tokens_of_a_chunk(work.tokens)
-    vocab = work.run.model.vocab_size // work.tensor
-    head = vocab * work.run.model.embed_dim * work.width
-    return 2 * head + 4 * work.tokens * work.run.model.embed_dim + 2 * 4 * chunk * vocab_of_a_band(chunk, vocab)
+def _working(work: Work, copies: Copies) -> float:
+    """In the backward pass of a layer, beside what waits for it."""
+    config = work.run.model
+    of_layers = sum(w.used for w in work.weights if w.matrix and w.name.startswith("segments/"))
+    weights = of_layers / len(config.segments) * work.width
+    vocabulary = config.vocab_size // work.tensor * config.embed_dim * work.width
+    heads = copies.heads_split if work.tensor > 1 else copies.heads
+    if work.stages == 1 and work.run.parallel.zero < 3:
+        heads = max(0.0, heads - 2)  # the matrix and its gradient are with all others
+    elif work.stages == 1 and work.micro_batches > 1:
+        heads += 2 * (copies.turns - 1)
+    inner = max(sum(work.inner_widths(b).values()) for b in config.blocks)
+    query_heads = max(b.attention.heads for b in config.blocks) / work.tensor
+    return (
+        heads * vocabulary
+        + copies.weights * weights * (work.run.parallel.zero == 3 or work.stages > 1)
+        + copies.inner * inner * work.tokens * work.width
+        + copies.streams * work.tokens * config.embed_dim * work.width
+        + copies.scores * query_heads * min(BLOCK, work.row) ** 2 * 4
+        + max(_experts(work, b, copies) for b in config.blocks)
+    )
 
 
-def _backward(work: Work) -> float:
-    """Two layers' weights and one's gradients; what the layer computes again, and its gradients."""
-    of_layers = [w for w in work.weights if w.name.startswith("segments/")]
-    weights = sum(w.used for w in of_layers if w.matrix) / len(work.run.model.segments) * work.width
-    inner = max(sum(work.inner_widths(block).values()) for block in work.run.model.blocks)
-    head = work.run.model.vocab_size // work.tensor * work.run.model.embed_dim * work.width
-    values = (3 * inner * work.width + 4 * work.run.model.embed_dim * work.width) * work.tokens
-    return head + 3 * weights * (work.run.parallel.zero == 3) + values
+def _experts(work: Work, block: BlockConfig, copies: Copies) -> float:
+    """Rows that a device may get: as many as if all tokens of its neighbours chose its experts."""
+    if not isinstance(block.mlp, MoeConfig):
+        return 0.0
+    shards = dict(work.mesh.axes).get("expert", 1)
+    rows = work.tokens * block.mlp.top_k * shards
+    if block.mlp.capacity is not None:
+        rows = min(rows, math.ceil(work.tokens * block.mlp.top_k * block.mlp.capacity))
+    widths = copies.expert_inner * block.mlp.hidden / work.tensor + copies.expert_rows * work.run.model.embed_dim
+    return rows * widths * work.width
+
+
+def _ends(work: Work) -> int:
+    """Sums of gradients that a pipeline's stages hold whole during a step: of the embedding and the head."""
+    if work.stages == 1:
+        return 0
+    wide = jnp.dtype(work.run.model.param_dtype).itemsize
+    return sum(w.used for w in work.weights if w.matrix and not w.name.startswith("segments/")) * wide

@@ -15,7 +15,8 @@ import functools
 from dataclasses import dataclass, field, replace
 
 from jaxllm.models import DecoderConfig, MoeConfig
-from jaxllm.parallel.pipeline.schedule import Costs, Schedule
+from jaxllm.parallel.pipeline.generators import default_chunks, make
+from jaxllm.parallel.pipeline.schedule import Costs
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table import Expected
 from jaxllm.parallel.traffic import expected
@@ -25,7 +26,6 @@ from jaxllm.plan.network import Network
 from jaxllm.plan.work import Weight, Work, cached_model, rules_of, without_stages
 from jaxllm.train import RunConfig
 from jaxllm.train.flops import train_flops_per_token
-from jaxllm.train.pipelined import planned
 from sharding import MeshSpec
 
 ATTENTION_BACKWARD = 2.5
@@ -211,9 +211,8 @@ def collectives(run: RunConfig, mesh: MeshSpec) -> tuple[Expected, ...]:
         _in_micro_batches(found, micro, parallel.zero)
         for found in _of_one(model, plain, rest, run.data.batch_size, run.data.seq_len)
     ]
-    if (stages := dict(mesh.axes).get("stage", 1)) > 1:
-        schedule, _ = planned(run, stages)
-        times = 2 * micro * schedule.chunks
+    if dict(mesh.axes).get("stage", 1) > 1:
+        times = 2 * micro * (parallel.chunks or default_chunks(parallel.schedule))
         sent.append(
             Expected("collective-permute", ("stage",), times, Work.of(run, mesh).stream_bytes(), "between stages")
         )
@@ -241,15 +240,19 @@ def _bubble(work: Work, busy: float, forward: _Pass) -> float:
     """Seconds that the busiest stage waits, its passes as long as predicted."""
     if work.stages == 1:
         return 0.0
-    schedule, _ = planned(work.run, work.stages)
-    rest = (busy / work.micro_batches - forward.compute) / 2
-    idle = _idle(schedule, round(rest / forward.compute, 1))
+    plan, micro = work.run.parallel, work.micro_batches
+    chunks = plan.chunks or default_chunks(plan.schedule)
+    if plan.schedule in ("gpipe", "1f1b", "interleaved"):  # whatever the passes' lengths are (docs/pipeline.md)
+        idle = (work.stages - 1) / (chunks * micro + work.stages - 1)
+    else:
+        rest = (busy / micro - forward.compute) / 2
+        idle = _idle(plan.schedule, work.stages, micro, round(rest / forward.compute, 1))
     return busy * idle / (1 - idle)
 
 
 @functools.lru_cache(maxsize=4096)
-def _idle(schedule: Schedule, rest: float) -> float:
-    return schedule.bubble(Costs(1.0, rest, rest))
+def _idle(name: str, stages: int, micro: int, rest: float) -> float:
+    return make(name, stages, micro).bubble(Costs(1.0, rest, rest))
 
 
 def _up(number: float, to: int) -> float:

@@ -1,4 +1,4 @@
-"""Thirty runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
+"""Thirty-one runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
 
 python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from jaxllm.compiler.aot import CompileReport
 from jaxllm.files import write_json
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compile_for
-from recipes.llama3 import llama3_8b, llama3_8b_1m, llama3_70b, llama3_405b
-from recipes.mixtral import mixtral_8x22b
-from recipes.qwen import qwen3_235b_a22b
+from recipes.llama3 import llama3_8b
+from sharding.topology import Topology
+from tests.proofs.moe_models.pods import RECIPES
+from tests.proofs.parallelism.pods import CASES, run_of
+from tests.proofs.pipeline.programs import PODS as STAGED
 
 STORED = Path(__file__).with_suffix(".json")
+RECORDS = Path(__file__).parents[3] / "docs/proofs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,45 +50,43 @@ def _point(recipe: Callable[[], RunConfig], on: str, mesh: str = "", rows: int =
     return Point(dataclasses.replace(run, data=data, mesh=mesh or run.mesh, **parts, **changes), on)
 
 
-POINTS = {
-    "8b fsdp h100": _point(llama3_8b, "h100:8x8"),
-    "8b fsdp tensor h100": _point(llama3_8b, "h100:8x8", "fsdp=16,tensor=4", parallel_sequence=True),
-    "8b one node h200": _point(llama3_8b, "h200:1x8", "fsdp=8", rows=8),
+OWN = {
+    "8b fsdp tensor v6e": _point(llama3_8b, "v6e:8x8", "fsdp=16,tensor=4", parallel_sequence=True),
     "8b elementwise h100": _point(llama3_8b, "h100:8x8", model_remat="elementwise"),
     "8b none h200": _point(llama3_8b, "h200:8x8", model_remat="none"),
     "8b accumulate h100": _point(llama3_8b, "h100:8x8", rows=256, accumulate=4),
     "8b zero2 h200": _point(llama3_8b, "h200:1x8", "fsdp=8", rows=32, accumulate=4, parallel_zero=2),
     "8b data h100": _point(llama3_8b, "h100:8x8", "data=8,fsdp=8"),
     "8b 128k h100": _point(llama3_8b, "h100:8x8", "fsdp=8,context=8", rows=8, seq_len=131072),
-    "70b h100": _point(llama3_70b, "h100:32x8"),
-    "70b fsdp h200": _point(llama3_70b, "h200:16x8", "fsdp=128", rows=128, parallel_sequence=False),
-    "70b b200": _point(llama3_70b, "b200:8x8", "fsdp=16,tensor=4"),
-    "405b h100": _point(llama3_405b, "h100:128x8"),
-    "mixtral h100": _point(mixtral_8x22b, "h100:32x8"),
-    "mixtral h200": _point(mixtral_8x22b, "h200:8x8", "fsdp=8,expert=8", rows=64),
-    "qwen3 h200": _point(qwen3_235b_a22b, "h200:32x8"),
-    "8b 1m h100": _point(llama3_8b_1m, "h100:16x8"),
-    "8b fsdp v6e": _point(llama3_8b, "v6e:8x8"),
-    "8b fsdp v5p": _point(llama3_8b, "v5p:4x4x4"),
-    "8b fsdp tpu7x": _point(llama3_8b, "tpu7x:2x4x4"),
-    "8b fsdp v4": _point(llama3_8b, "v4:4x4x4"),
-    "8b fsdp tensor v6e": _point(llama3_8b, "v6e:8x8", "fsdp=16,tensor=4", parallel_sequence=True),
-    "8b elementwise v5p": _point(llama3_8b, "v5p:4x4x4", model_remat="elementwise"),
-    "8b accumulate v6e": _point(llama3_8b, "v6e:8x8", rows=256, accumulate=4),
-    "8b data v5e": _point(llama3_8b, "v5e:8x16", "data=2,fsdp=64", rows=128, seq_len=4096),
-    "8b 128k v5p": _point(llama3_8b, "v5p:4x4x4", "fsdp=8,context=8", rows=8, seq_len=131072),
-    "70b v5p": _point(llama3_70b, "v5p:4x8x8"),
-    "70b fsdp v6e": _point(llama3_70b, "v6e:16x16", "fsdp=256", rows=256, parallel_sequence=False),
-    "mixtral v5p": _point(mixtral_8x22b, "v5p:4x8x8"),
-    "qwen3 v5p": _point(qwen3_235b_a22b, "v5p:4x8x8"),
 }
+"""Of other kinds than the recipes' own plans."""
+
+
+def _pods() -> Iterator[tuple[str, Point]]:
+    """The programs of the proofs ``pods``, whose records have their memory."""
+    for recipe, on in CASES:
+        yield f"{recipe} {on}", Point(run_of(recipe), on)
+    for recipe, (make, on, _) in RECIPES.items():
+        yield f"{recipe} {on}", Point(make(), on)
+    for pod in STAGED:
+        yield f"{pod.recipe.__name__} staged {pod.on}", Point(pod.run(), pod.on)
+
+
+POINTS = {**OWN, **dict(_pods())}
 
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What a compiler said of a point, bytes of one device."""
+    """What a compiler said of a point, bytes of one device.
 
-    arguments: int
+    Attributes:
+        arguments: None where only the record of a proof ``pods`` is known, which has the total.
+        total: of a step.
+        jax, compiler: versions.
+        compile_seconds: on two cores with much else to do; 0 for a record.
+    """
+
+    arguments: int | None
     total: int
     jax: str
     compiler: str
@@ -103,6 +104,34 @@ def stored() -> dict[str, Said]:
     return {name: Said(**said) for name, said in _read().items()}
 
 
+def _records() -> dict[str, Said]:
+    """Totals in the records of ``pods``."""
+    out = {}
+    for issue in ("parallelism", "moe_models", "pipeline"):
+        cases = json.loads((RECORDS / f"{issue}.json").read_text())["cases"]
+        record = next(case for case in cases if case["name"] == "pods")
+        jax = record["versions"]["jax"]
+        for name, errors in record["each"].items():
+            if point := _named(name):
+                hbm = Topology.parse(POINTS[point].on).hbm_bytes
+                assert hbm is not None
+                out[point] = Said(None, round(errors["of_memory"] * hbm), jax, f"record {record['commit'][:7]}", 0.0)
+    return out
+
+
+def _named(record: str) -> str | None:
+    """The point of a record's case."""
+    if record.endswith(" / forward"):
+        return None
+    if record.endswith(" / train"):
+        recipe = record.removesuffix(" / train")
+        return f"{recipe} {RECIPES[recipe][1]}"
+    if " on " in record:
+        recipe, _, rest = record.partition(" on ")
+        return f"{recipe} staged {rest.split(',')[0]}"
+    return record.replace(" / ", " ")
+
+
 def compile_point(name: str) -> CompileReport:
     """The compiler's word on a point, now."""
     point = POINTS[name]
@@ -115,6 +144,10 @@ def _read() -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     """Compiles points and stores each report as it comes."""
+    if names == ["records"]:
+        found = {name: dataclasses.asdict(said) for name, said in _records().items()}
+        write_json(STORED, dict(sorted({**found, **_read()}.items())))
+        return
     for name in names or [name for name in POINTS if name not in _read()]:
         said = Said.of(compile_point(name))
         write_json(STORED, dict(sorted({**_read(), name: dataclasses.asdict(said)}.items())))

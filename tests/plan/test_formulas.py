@@ -1,0 +1,134 @@
+"""Memory and time by formula: what must hold of any model and mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig
+from jaxllm.parallel.table import device_bytes
+from jaxllm.plan import memory, time
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.search import REMATS
+from jaxllm.train import RunConfig
+from jaxllm.train.flops import train_flops_per_token
+from jaxllm.train.shard import sharding_table
+from sharding import MeshSpec
+from tests import environment
+
+
+def drawn(trial: int) -> RunConfig:
+    """A run of any kind of model, sizes that divide over eight devices."""
+    rng = random.Random(environment.derive(environment.seed(), "plan", trial))
+    heads = rng.choice([8, 16])
+    attention = rng.choice(
+        [
+            AttentionConfig(heads=heads, kv_heads=8, head_dim=rng.choice([64, 128])),
+            AttentionConfig(heads=heads, kv_heads=heads, head_dim=64, window=512, qk_norm="head", bias="qkv"),
+            LatentConfig(heads=heads, latent=128, q_latent=rng.choice([None, 256])),
+        ]
+    )
+    mlp = rng.choice(
+        [MlpConfig(hidden=2048), MlpConfig(hidden=2048, gated=False), MoeConfig(experts=8, top_k=2, hidden=512)]
+    )
+    model = DecoderConfig(
+        vocab_size=rng.choice([8192, 32768]),
+        embed_dim=rng.choice([512, 1024]),
+        layers=rng.choice([2, 8]),
+        pattern=(BlockConfig(attention, mlp),),
+        tied=rng.random() < 0.5,
+        dtype=rng.choice(["bfloat16", "float32"]),
+        remat="full",
+    )
+    run = RunConfig(name="drawn", model=model)
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=64, seq_len=1024))
+
+
+def on(run: RunConfig, mesh: str, topology: str, **changes) -> tuple[memory.Memory, time.StepTime]:
+    """Prediction of a run on a mesh."""
+    cluster, spec = Cluster.parse(topology), MeshSpec.parse(mesh)
+    model = dataclasses.replace(run.model, **changes)
+    run = dataclasses.replace(run, model=model, mesh=mesh)
+    return memory.predict(run, spec, cluster.topology.platform), time.predict(run, cluster, spec)
+
+
+TOPOLOGIES = {4: ("v6e:2x2", "h100:1x4"), 8: ("v6e:2x4", "h100:1x8"), 16: ("v6e:4x4", "h100:2x8")}
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_state_is_that_of_the_sharding_table(trial):
+    run = drawn(trial)
+    for mesh in ("fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=4"):
+        table = sharding_table(dataclasses.replace(run, mesh=mesh), 8)
+        found, _ = on(run, mesh, "v6e:2x4")
+        assert found.parameters == device_bytes(table.parameters)
+        assert found.optimizer == device_bytes(table.optimizer)
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_more_devices_never_hold_more_each(trial):
+    run = drawn(trial)
+    for place in (0, 1):
+        held = [on(run, f"fsdp={n}", TOPOLOGIES[n][place])[0] for n in TOPOLOGIES]
+        for fewer, more in itertools.pairwise(held):
+            assert more.arguments <= fewer.arguments
+            assert more.gradients <= fewer.gradients
+            assert more.activations <= fewer.activations
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_recomputing_more_keeps_less_and_takes_longer(trial):
+    run = drawn(trial)
+    for topology in TOPOLOGIES[8]:
+        for mesh in ("fsdp=8", "fsdp=4,tensor=2"):
+            kept, took = zip(*(on(run, mesh, topology, remat=remat) for remat in REMATS), strict=True)
+            assert kept[0].total >= kept[1].total >= kept[2].total
+            assert took[0].seconds <= took[1].seconds <= took[2].seconds
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_no_step_is_faster_than_its_arithmetic_at_the_peak(trial):
+    run = drawn(trial)
+    for topology in TOPOLOGIES[8]:
+        _, took = on(run, "fsdp=8", topology)
+        tokens = run.data.batch_size * run.data.seq_len
+        assert took.flops == pytest.approx(train_flops_per_token(run.model, run.data.seq_len) * tokens)
+        assert took.seconds >= took.flops / 8 / Cluster.parse(topology).hardware.flops
+        assert all(seconds >= 0 for seconds in (*took.near.values(), *took.far.values(), *took.hidden.values()))
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_twice_the_tokens_take_longer_but_no_more_than_twice(trial):
+    run = drawn(trial)
+    double = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=2 * run.data.batch_size))
+    for topology in TOPOLOGIES[8]:
+        one, two = on(run, "fsdp=8", topology)[1], on(double, "fsdp=8", topology)[1]
+        assert one.seconds < two.seconds <= 2 * one.seconds * (1 + 1e-9)
+
+
+def test_a_pipelines_bubble_shrinks_with_micro_batches():
+    run = drawn(0)
+    model = dataclasses.replace(run.model, layers=8)
+    run = dataclasses.replace(run, model=model, mesh="stage=2,fsdp=4")
+    cluster, mesh = Cluster.parse("h100:1x8"), MeshSpec.parse("stage=2,fsdp=4")
+    shares = []
+    for micro in (2, 4, 8):
+        took = time.predict(dataclasses.replace(run, accumulate=micro), cluster, mesh)
+        shares.append(took.bubble / took.seconds)
+    assert shares[0] > shares[1] > shares[2] > 0
+    assert shares[0] == pytest.approx(1 / 3, abs=0.1)  # (P-1)/(M+P-1)
+
+
+def test_slow_links_cost_and_fast_ones_do_not():
+    run = drawn(0)
+    cluster, mesh = Cluster.parse("v6e:2x4"), MeshSpec.parse("fsdp=2,tensor=4")
+    run = dataclasses.replace(run, mesh=str(mesh))
+    took = []
+    for link in (1e9, 100e9, math.inf):
+        hardware = dataclasses.replace(cluster.hardware, link=link)
+        took.append(time.predict(run, dataclasses.replace(cluster, hardware=hardware), mesh).seconds)
+    assert took[0] > took[1] > took[2]

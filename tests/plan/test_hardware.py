@@ -1,0 +1,98 @@
+"""The table of hardware, files that change it, and times of collectives by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxllm.compiler.peaks import peak_of
+from jaxllm.plan.hardware import TABLE, Cluster, HardwareError, read
+from jaxllm.plan.network import Network
+from sharding import MeshSpec, ShardingError
+from sharding.topology import GENERATIONS
+
+
+def test_every_generation_with_a_compiler_is_in_the_table_with_its_peaks():
+    assert {name for name, kind in GENERATIONS.items() if kind.platform != "cpu"} == {*TABLE} - {"a100"}
+    for name, hardware in TABLE.items():
+        if name in GENERATIONS:
+            peak = peak_of(GENERATIONS[name].device_kind)
+            assert peak is not None
+            assert (hardware.flops, hardware.bandwidth) == peak
+            assert hardware.hbm_bytes == GENERATIONS[name].hbm_bytes
+
+
+def test_a_file_changes_and_adds(tmp_path):
+    file = tmp_path / "ours.toml"
+    file.write_text('[v6e]\nlink = 88e9\n[h800]\nlike = "h100"\nlink = 200e9\nwatts = 650\n')
+    table = read(file)
+    assert table["v6e"].link == 88e9
+    assert table["v6e"].flops == TABLE["v6e"].flops
+    cluster = Cluster.parse("h800:2x8", table)
+    assert (cluster.hardware.link, cluster.hardware.watts) == (200e9, 650)
+    assert cluster.devices == 16
+    assert TABLE["v6e"].link == 100e9
+    as_json = tmp_path / "ours.json"
+    as_json.write_text(json.dumps({"v6e": {"link": 88e9}}))
+    assert read(as_json)["v6e"] == table["v6e"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[h800]\nlink = 1e9\n", "say like which"),
+        ("[v6e]\nlinks = 1e9\n", "Did you mean 'link'?"),
+        ('[v6e]\nlink = "fast"\n', "give a number"),
+        ("[v6e]\nlink = 0\n", "give a positive number"),
+        ("[v6e\n", "is no TOML"),
+        ("v6e = 3\n", "is no table"),
+    ],
+)
+def test_mistakes_in_a_file_say_what_is_legal(tmp_path, text, says):
+    file = tmp_path / "ours.toml"
+    file.write_text(text)
+    with pytest.raises(HardwareError, match=says.replace("?", r"\?")):
+        read(file)
+
+
+def test_an_unknown_topology_lists_the_known():
+    with pytest.raises(ShardingError, match="v6e:8x8"):
+        Cluster.parse("v9:2x2")
+    with pytest.raises(HardwareError, match="a100"):
+        Cluster.parse("cpu:8")
+
+
+MB = 10**6
+CASES = [
+    # A closed ring of 16: two ways. 100 MB x 15/16 over 200 GB/s, and 15 hops.
+    ("v6e:16x16", "data=16,fsdp=16", "fsdp", "all-gather", 100 * MB * 15 / 16 / 200e9 + 15e-6, 0.0),
+    # Half a side is a line: one way.
+    ("v6e:8x8", "data=16,fsdp=4", "fsdp", "all-gather", 100 * MB * 3 / 4 / 100e9 + 3e-6, 0.0),
+    # Both dimensions of 8 x 8, lines: bandwidths add up.
+    ("v6e:8x8", "fsdp=64", "fsdp", "all-gather", 100 * MB * 63 / 64 / 200e9 + 14e-6, 0.0),
+    ("v6e:8x8", "fsdp=64", "fsdp", "all-reduce", 2 * (100 * MB * 63 / 64 / 200e9 + 14e-6), 0.0),
+    # Three closed rings of a cube.
+    ("v5p:4x4x4", "fsdp=64", "fsdp", "reduce-scatter", 100 * MB * 63 / 64 / 600e9 + 9e-6, 0.0),
+    # A node of eight.
+    ("h100:8x8", "fsdp=8,tensor=8", "tensor", "all-gather", 100 * MB * 7 / 8 / 450e9 + 15e-6, 0.0),
+    # Eight nodes, one device of each.
+    ("h100:8x8", "fsdp=8,tensor=8", "fsdp", "all-gather", 0.0, 100 * MB * 7 / 8 / 50e9 + 150e-6),
+    # All to all on a switch, and along a line of four.
+    ("h100:1x8", "expert=8", "expert", "ragged-all-to-all", 100 * MB * 7 / 8 / 450e9 + 15e-6, 0.0),
+    ("v6e:8x8", "fsdp=16,expert=4", "expert", "ragged-all-to-all", 100 * MB * 4 / 4 / 100e9 + 3e-6, 0.0),
+]
+
+
+@pytest.mark.parametrize(("on", "mesh", "axis", "kind", "near", "far"), CASES)
+def test_collectives_take_what_links_allow(on, mesh, axis, kind, near, far):
+    found = Network(Cluster.parse(on), MeshSpec.parse(mesh)).time(kind, (axis,), 100 * MB)
+    assert found.near == pytest.approx(near)
+    assert found.far == pytest.approx(far)
+
+
+def test_two_levels_overlap():
+    network = Network(Cluster.parse("h100:8x8"), MeshSpec.parse("fsdp=64"))
+    found = network.time("all-gather", ("fsdp",), 100 * MB)
+    assert found.far == pytest.approx(100 * MB / 8 * 7 / 8 / 50e9)
+    assert found.seconds == max(found.near, found.far)

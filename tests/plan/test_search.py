@@ -1,0 +1,130 @@
+"""The search: what it finds is legal, fits, and is the best of what is tried; the command says it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxllm import cli
+from jaxllm.models import functional
+from jaxllm.plan import search
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.save import write_recipe
+from jaxllm.train.run import fitting_mesh
+from recipes.llama3 import llama3_8b
+from recipes.mixtral import mixtral_8x22b
+from recipes.quickstart import quickstart
+
+SMALL = ("--model.layers", "2", "--data.seq-len", "32", "--data.batch-size", "8")
+
+
+def cut(run, layers: int, rows: int):
+    """With fewer layers and rows."""
+    model = dataclasses.replace(run.model, layers=layers)
+    return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, batch_size=rows))
+
+
+@pytest.mark.parametrize(
+    ("run", "on"),
+    [
+        (quickstart(), "v6e:2x2"),
+        (cut(llama3_8b(), 4, 8), "h100:1x4"),
+        (cut(mixtral_8x22b(), 2, 8), "h200:1x8"),
+    ],
+)
+def test_what_is_found_is_legal_fits_and_is_in_order(run, on):
+    cluster = Cluster.parse(on)
+    found = search.search(run, cluster)
+    assert found.layouts
+    assert found.layouts == search.search(run, cluster).layouts
+    seconds = [layout.time.seconds for layout in found.layouts]
+    assert seconds == sorted(seconds)
+    for layout in found.layouts:
+        assert layout.fits
+        model = functional(layout.run.model, layout.run.parallel.rules())
+        assert str(fitting_mesh(layout.run, model, cluster.devices)) == layout.run.mesh
+
+
+def test_its_first_is_no_slower_than_any_plan_that_fits():
+    cluster, run = Cluster.parse("v6e:2x2"), cut(llama3_8b(), 2, 8)
+    best = search.search(run, cluster).layouts[0]
+    for mesh in search.meshes(run, cluster):
+        for remat in search.REMATS:
+            model = dataclasses.replace(run.model, remat=remat)
+            laid = dataclasses.replace(run, model=model, mesh=str(mesh))
+            try:
+                fitting_mesh(laid, functional(laid.model, laid.parallel.rules()), cluster.devices)
+            except ValueError:
+                continue
+            if dict(mesh.axes).get("stage", 1) > 1:
+                continue
+            other = search.predicted(laid, mesh, cluster)
+            assert not other.fits or best.time.seconds <= other.time.seconds * (1 + 1e-9)
+
+
+def test_what_does_not_fit_says_what_would(capsys):
+    asked = ["--no-compile", "--model.layers", "12", "--data.batch-size", "4"]
+    assert cli.main(["plan", "llama3_8b", "--on", "v5e:2x2", *asked]) == 1
+    said = capsys.readouterr().out
+    assert "too much" in said
+    assert "On v5e:2x4 it fits" in said
+
+
+def test_the_command_ranks_explains_prices_and_saves(tmp_path, capsys):
+    recipe, data = tmp_path / "planned.py", tmp_path / "planned.json"
+    options = ["--no-compile", "--explain", "1", "--tokens", "1e9", "--save", str(recipe), "--json", str(data)]
+    assert cli.main(["plan", "quickstart", "--on", "v6e:2x2", *options, *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "predicted" in said
+    assert "1,000,000,000 tokens" in said
+    planned = cli.find_recipe(f"{recipe}:quickstart_v6e_2x2")()
+    first = json.loads(data.read_text())[0]
+    assert (planned.mesh, planned.accumulate) == (first["mesh"], first["accumulate"])
+    assert planned.model.layers == 2
+
+
+def test_top_layouts_are_compiled(capsys, monkeypatch):
+    from jaxllm.compiler.aot import CompileReport
+    from sharding.isolate import OutOfDeviceMemory
+
+    asked = []
+
+    def compile_for(config, on, progress):
+        asked.append((config.mesh, on))
+        if len(asked) == 2:
+            raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)
+        sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes"), 2**30)
+        names = {field.name: 0 for field in dataclasses.fields(CompileReport)}
+        fixed = {"name": "x", "topology": on, "jax": "", "compiler": "", "collectives": (), "hbm_bytes": None}
+        return CompileReport(**{**names, **sizes, **fixed, "cycles": None})
+
+    monkeypatch.setattr("jaxllm.train.compile.compile_for", compile_for)
+    assert cli.main(["plan", "quickstart", "--on", "v6e:2x2", "--top", "2", *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert len(asked) == 2
+    assert "compiled GiB" in said
+    assert "9.00 GiB too much" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["quickstart", "--on", "v9:2x2"], "unknown topology"),
+        (["quickstar", "--on", "v6e:2x2"], "Did you mean 'quickstart'?"),
+        (["quickstart", "--on", "v6e:2x2", "--top", "0"], "show 1 layout or more"),
+        (["quickstart", "--on", "cpu:4"], "is not planned for"),
+        (["quickstart", "--on", "v6e:2x2,h100:1x4", "--save", "x.py"], "name one topology"),
+    ],
+)
+def test_mistakes_say_what_is_legal(argv, says, capsys):
+    assert cli.main(["plan", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_saved_recipe_is_the_layouts_run(tmp_path):
+    cluster = Cluster.parse("h100:1x4")
+    layout = search.search(quickstart(), cluster).layouts[0]
+    name = write_recipe(tmp_path / "mine.py", layout, cluster)
+    assert cli.find_recipe(name)() == layout.run
