@@ -1,7 +1,7 @@
 """What real programs reach of what data sheets promise: one set of numbers for all hardware and models.
 
-They were chosen once, by hand and rounded: ``products``, ``attention`` and ``memory`` so that the 8B recipe's step on a
-v6e:8x8 takes what the TPU compiler estimates; ``links``, ``hidden`` and ``beside`` as what collectives usually reach. No
+They were chosen once, by hand and rounded: ``products``, ``attention`` and ``memory`` so that the 8B recipe takes on a
+v6e:8x8 what the TPU compiler estimates; ``links``, ``hidden`` and ``beside`` as what collectives usually reach. No
 published utilisation took part (``make proof plan`` compares with those, docs/plan.md).
 """
 

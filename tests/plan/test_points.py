@@ -9,7 +9,6 @@ import pytest
 from tests.proofs.plan import mfu, points, ranking
 from tests.proofs.plan.hbm import predicted
 
-
 STORED = points.stored()
 
 
