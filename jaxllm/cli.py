@@ -311,6 +311,13 @@ def plan(argv: list[str]) -> int:
     return run(argv)
 
 
+def roofline(argv: list[str]) -> int:
+    """Show what bounds each operation: `jaxllm roofline RECIPE --on v6e:2x4`."""
+    from jaxllm.roofline_cli import roofline as run
+
+    return run(argv)
+
+
 def size(argv: list[str]) -> int:
     """Size a model and its training for a budget: `jaxllm size --flops 1e21`."""
     from jaxllm.size_cli import size as run
@@ -341,6 +348,7 @@ COMMANDS: dict[str, Any] = {
     "size": size,
     "plan": plan,
     "compile": compile,
+    "roofline": roofline,
     "pipeline": pipeline,
     "generate": model_cli.generate,
     "chat": model_cli.chat,

@@ -44,6 +44,7 @@ FLOORS = [
         "jaxllm.checkpoint_cli",
         "jaxllm.pipeline_cli",
         "jaxllm.plan_cli",
+        "jaxllm.roofline_cli",
         "jaxllm.report_cli",
         "jaxllm.size_cli",
         "jaxllm.launch",
