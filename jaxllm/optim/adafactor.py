@@ -1,0 +1,87 @@
+"""Adafactor's second moment (arXiv:1804.04235, algorithms 4 and 5): means of squares by row and by column.
+
+optax.scale_by_factored_rms factors an array's two largest dimensions; a stack of layers would share statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from jaxllm.optim.matrices import Matrix, matrices
+
+DECAY = 0.8
+LARGEST_RMS = 1.0
+
+
+class FactoredState(NamedTuple):
+    """Statistics by parameter: of a matrix (rows', columns'), of another each element's."""
+
+    count: Int[Array, ""]
+    squares: Any
+
+
+def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransformation:
+    """Gradients over the root of their second moments, clipped to a root mean square of 1 for each matrix.
+
+    The moments' decay is ``1 - t**-0.8`` (section 7.2).
+
+    Args:
+        logical_axes: of the parameters.
+        eps: added to squares.
+    """
+    tree = jax.tree.map(lambda found: (found,), matrices(logical_axes), is_leaf=_is_found)
+
+    def init(params: Any) -> FactoredState:
+        def zeros(param: Array, found: tuple[Matrix | None]) -> Any:
+            if found[0] is None:
+                return jnp.zeros_like(param)
+            return tuple(jnp.zeros_like(_mean(param, over)) for over in (found[0].columns, found[0].rows))
+
+        return FactoredState(jnp.zeros((), jnp.int32), _map(zeros, params, tree))
+
+    def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+        del params
+        count = state.count + 1
+        decay = 1 - count.astype(jnp.result_type(float)) ** -DECAY
+
+        def kept(grad: Array, found: tuple[Matrix | None], old: Any) -> Any:
+            square, now = jnp.square(grad) + eps, decay.astype(grad.dtype)
+            if found[0] is None:
+                return now * old + (1 - now) * square
+            sides = (found[0].columns, found[0].rows)
+            return tuple(now * was + (1 - now) * _mean(square, over) for was, over in zip(old, sides, strict=True))
+
+        def scaled(grad: Array, found: tuple[Matrix | None], squares: Any) -> Array:
+            if found[0] is None:
+                out, over = grad * jax.lax.rsqrt(squares), tuple(range(grad.ndim))
+            else:
+                by_row, by_column = squares
+                share = by_row / _mean(by_row, found[0].rows)
+                out, over = grad * jax.lax.rsqrt(share * by_column), (*found[0].rows, *found[0].columns)
+            return out / jnp.maximum(1, jnp.sqrt(_mean(jnp.square(out), over)) / LARGEST_RMS)
+
+        squares = _map(kept, grads, tree, state.squares)
+        return _map(scaled, grads, tree, squares), FactoredState(count, squares)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _mean(x: Array, over: tuple[int, ...]) -> Array:
+    return jnp.mean(x, axis=over, keepdims=True)
+
+
+def _is_found(x: Any) -> bool:
+    return x is None or isinstance(x, Matrix)
+
+
+def _map(fn: Any, first: Any, tree: Any, *rest: Any) -> Any:
+    """``fn`` over arrays, with what lies at their places in trees that go deeper."""
+    leaves, structure = jax.tree.flatten(first)
+    return structure.unflatten(
+        [fn(*args) for args in zip(leaves, *(structure.flatten_up_to(one) for one in (tree, *rest)), strict=True)]
+    )
