@@ -120,7 +120,7 @@ def test_muon_makes_each_layers_matrix_orthogonal(rng, float64):
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_bytes_of_the_state(kind):
-    model = functional(tiny.decoder())
+    model = functional(tiny.decoder(dtype="float32"))
     axes, params = model.logical_axes(), model.abstract()
     state = jax.eval_shape(optimizer(OptimConfig(kind=kind), 10, axes).init, params)
     have = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.size > 15)
