@@ -4,6 +4,7 @@
 #   make test               the whole test suite           ARGS="-k name" SEED=1 WORKERS=2
 #   make proof NAME         the full counts of one proof   SEED=1 ONLY=case UNIT=0 JOBS=2; without NAME: a list
 #   make lint  typecheck    ruff; pyright
+#   make docs               docs/ as a site in build/site; warnings are errors
 #   make clean              remove .venv, caches and build products; runs stay
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test proof lint typecheck clean install install-dev
+.PHONY: quickstart test proof lint typecheck docs clean install install-dev
 
 quickstart: export JAX_PLATFORMS ?= cpu
 quickstart: $(CORE)
@@ -49,6 +50,10 @@ lint: $(DEV)
 
 typecheck: $(DEV)
 	$(BIN)/pyright
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict --quiet
 
 install: $(CORE)
 install-dev: $(DEV)

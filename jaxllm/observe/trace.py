@@ -1,7 +1,9 @@
 """What a profile says in words: which operations took the time, and what communication nothing hid.
 
-Reads the ``*.xplane.pb`` that ``jax.profiler`` writes. An operation is an event that has the name of an HLO operation:
-on TPUs those of the lines "XLA Ops" and "Async XLA Ops", on GPUs the kernels of the streams, on CPUs the thunks.
+Reads the ``*.trace.json.gz`` that ``jax.profiler`` writes, which has the million longest events at most; jax's reader
+of the other file, ``*.xplane.pb``, can end the process (jax 0.12). An operation is an event that has the name of an HLO
+operation: on TPUs those of the lines "XLA Ops" and "Async XLA Ops", on GPUs the kernels of the streams, on CPUs the
+thunks.
 
     communication   time in which some collective runs on a device
     exposed         that part of it in which nothing else does: what hiding all of it would save
@@ -12,17 +14,18 @@ A loop is not an operation; what runs in it is.
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxllm.files import DataError
 
 Span = tuple[float, float]
-"""Begin and end, in nanoseconds."""
+"""Begin and end, in microseconds."""
 
 COLLECTIVE = re.compile(
     r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|(^|[^a-z])(send|recv)\b|nccl",
@@ -65,7 +68,7 @@ class Summary:
     @property
     def idle(self) -> float:
         """With no operation at all."""
-        return self.span - self.computing - self.exposed
+        return max(0.0, self.span - self.computing - self.exposed)
 
     def text(self, most: int = 12) -> str:
         """In lines."""
@@ -99,9 +102,9 @@ def read_trace(path: Path) -> Summary:
     Raises:
         DataError: there is none, or no operation is in it.
     """
-    files = [path] if path.is_file() else list(path.rglob("*.xplane.pb"))
+    files = [path] if path.is_file() else list(path.rglob("*.trace.json.gz"))
     if not files:
-        raise DataError(f"{path}: no profile; jax.profiler writes *.xplane.pb.")
+        raise DataError(f"{path}: no profile; jax.profiler writes *.trace.json.gz.")
     newest = max(files, key=lambda file: (file.parent.name, file.stat().st_mtime))
     together = [file for file in files if file.parent == newest.parent]
     operations = [op for file in together for op in operations_in(file)]
@@ -112,24 +115,29 @@ def read_trace(path: Path) -> Summary:
 
 def operations_in(file: Path) -> Iterable[Op]:
     """Of one host's file."""
-    from jax.profiler import ProfileData
-
-    for plane in ProfileData.from_file(str(file)).planes:
-        on_device = plane.name.startswith("/device:")
-        if not on_device and plane.name != "/host:CPU":
+    with gzip.open(file, "rt", encoding="utf-8") as text:
+        events = json.load(text)["traceEvents"]
+    named = [event for event in events if event.get("ph") == "M"]
+    planes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    for event in events:
+        if event.get("ph") != "X":
             continue
-        for row in plane.lines:
-            if on_device and not (row.name in TPU_LINES or row.name.startswith("Stream")):
+        plane, row = planes.get(event["pid"], ""), rows.get((event["pid"], event["tid"]), "")
+        facts = event.get("args", {})
+        if plane.startswith("/device:"):
+            if not (row in TPU_LINES or row.startswith("Stream")):
                 continue
-            for event in row.events:
-                stats: dict[str, Any] = {str(key): value for key, value in event.stats}
-                if not on_device and "hlo_op" not in stats:
-                    continue
-                name = str(stats.get("hlo_op") or event.name).split(" = ")[0].lstrip("%")
-                if "nccl" in event.name:
-                    name = f"{name} ({event.name.split('(')[0]})" if name != event.name else name
-                device = plane.name.removeprefix("/device:") if on_device else f"CPU:{stats.get('device_ordinal', 0)}"
-                yield Op(f"{file.name.split('.')[0]} {device}", name, event.start_ns, event.end_ns)
+            device = plane.removeprefix("/device:")
+        elif plane == "/host:CPU" and "hlo_op" in facts:
+            device = f"CPU:{facts.get('device_ordinal', 0)}"
+        else:
+            continue
+        kernel = str(event["name"])
+        name = str(facts.get("hlo_op") or kernel).split(" = ")[0].lstrip("%")
+        if "nccl" in kernel and name != kernel:
+            name = f"{name} ({kernel.split('(')[0]})"
+        yield Op(f"{file.name.split('.')[0]} {device}", name, event["ts"], event["ts"] + event.get("dur", 0.0))
 
 
 def summarise(operations: Iterable[Op]) -> Summary:
@@ -141,7 +149,7 @@ def summarise(operations: Iterable[Op]) -> Summary:
         if CONTAINER.fullmatch(op.name):
             continue
         spans[op.device][bool(COLLECTIVE.search(op.name))].append((op.begin, op.end))
-        seconds[op.name] += (op.end - op.begin) * 1e-9
+        seconds[op.name] += (op.end - op.begin) * 1e-6
         times[op.name] += 1
     devices = tuple(sorted(spans))
     span = computing = communicating = exposed = 0.0
@@ -151,8 +159,8 @@ def summarise(operations: Iterable[Op]) -> Summary:
         span += max(end for _, end in every) - min(begin for begin, _ in every)
         computing += length(working)
         communicating += length(sending)
-        exposed += length(union(every)) - length(working)
-    each = 1e-9 / len(devices) if devices else 0.0
+        exposed += min(length(sending), length(union(every)) - length(working))  # but for rounding it is
+    each = 1e-6 / len(devices) if devices else 0.0
     return Summary(
         devices,
         span * each,

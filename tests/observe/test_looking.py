@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -202,7 +203,7 @@ def test_exposed_communication_is_what_nothing_hides():
     """By hand: of 10 ms, an all-gather of 4 of which 3 are under a fusion, a reduce of 2 alone, a loop around all."""
 
     def op(name: str, begin: float, end: float, device: str = "TPU:0") -> Op:
-        return Op(device, name, begin * 1e6, end * 1e6)
+        return Op(device, name, begin * 1e3, end * 1e3)
 
     one = [
         op("while.3", 0, 10),
@@ -236,6 +237,37 @@ def test_exposed_communication_is_what_nothing_hides():
 def test_what_is_communication(name, is_one):
     found = summarise([Op("GPU:0", name, 0.0, 1e6)])
     assert (found.communicating > 0) is is_one
+
+
+def test_operations_of_every_kind_of_device(tmp_path):
+    """A trace as the profiler writes one: which of its rows are operations, and whose."""
+    rows = {
+        ("/device:TPU:0", "XLA Ops"): [("fusion.1", {}, 0, 5), ("%all-gather.2 = bf16[8] all-gather(...)", {}, 5, 2)],
+        ("/device:TPU:0", "Steps"): [("1", {}, 0, 9)],
+        ("/device:GPU:1", "Stream #20(Compute)"): [("loop_fusion", {"hlo_op": "fusion.9"}, 1, 3)],
+        ("/device:GPU:1", "Stream #21(NCCL)"): [("ncclDevKernel_AllGather(x)", {"hlo_op": "all-gather-start.3"}, 3, 2)],
+        ("/host:CPU", "tf_XLAEigen/1"): [
+            ("dot.4", {"hlo_op": "dot.4", "device_ordinal": "2"}, 0, 1),
+            ("Sleep", {}, 0, 9),
+        ],
+    }
+    events = []
+    for number, ((plane, row), found) in enumerate(rows.items()):
+        events.append({"ph": "M", "pid": hash(plane), "name": "process_name", "args": {"name": plane}})
+        events.append({"ph": "M", "pid": hash(plane), "tid": number, "name": "thread_name", "args": {"name": row}})
+        for name, facts, begin, long in found:
+            one = {"ph": "X", "pid": hash(plane), "tid": number, "name": name, "ts": begin, "dur": long, "args": facts}
+            events.append(one)
+    folder = tmp_path / "plugins" / "profile" / "now"
+    folder.mkdir(parents=True)
+    with gzip.open(folder / "host-1.trace.json.gz", "wt") as out:
+        json.dump({"traceEvents": events}, out)
+    summary = read_trace(tmp_path)
+    assert summary.devices == ("host-1 CPU:2", "host-1 GPU:1", "host-1 TPU:0")
+    assert {name for name, _, _ in summary.top} == {
+        "fusion.1", "all-gather.2", "fusion.9", "all-gather-start.3 (ncclDevKernel_AllGather)", "dot.4"
+    }  # fmt: skip
+    assert summary.exposed == pytest.approx((2e-6 + 1e-6 + 0) / 3)
 
 
 def test_no_profile_is_said(tmp_path):
