@@ -7,7 +7,8 @@
 Values share memory where the compilers must let them: tuples, bitcasts, a loop's state, updates in place, donated
 arguments; and where a kernel goes element by element over an operand that nobody needs afterwards. Arguments and
 constants are not counted, nor is what lies in a core's own memory or in the host's. The compilers pack arrays
-into one block, which leaves gaps, and may compute in place in more cases: the peak here is near theirs, not equal.
+into one block, which leaves gaps, and may compute in place in more cases: the peak here is near theirs, not equal. The
+TPU compiler shares collectives' buffers less than their live ranges allow: with collectives it is a lower bound there.
 """
 
 from __future__ import annotations

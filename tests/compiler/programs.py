@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.compiler import aot
+from jaxllm.compiler import aot, collectives, live, walker
+from jaxllm.compiler.groups import Placement
 from sharding import MeshSpec
 from sharding.topology import Topology
 
@@ -162,3 +163,40 @@ def asynchronous(topology: Topology) -> dict[str, Any]:
         compiled = step.lower(weights, x).compile(compiler_options=options)
     found = aot.report(compiled, topology).to_json()
     return {"report": found, "starts": (compiled.as_text() or "").count("AsyncCollectiveStart")}
+
+
+def walked(topology: Topology, layers: int, width: int, rows: int) -> dict[str, Any]:
+    """A scanned stack with recomputation, as the walker and the live ranges see it, and as the compiler says."""
+    mesh = MeshSpec.parse("fsdp").build(topology.devices())
+
+    def loss(weights, x):
+        def layer(x, w):
+            h = jax.nn.silu(x @ jax.sharding.reshard(w["up"], P(None, None)))
+            return x + h @ jax.sharding.reshard(w["down"], P(None, None)), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0].astype(jnp.float32) ** 2)
+
+    def place(*shape):
+        spec = P(None, "fsdp", None) if len(shape) == 3 else P("fsdp", None)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    weights = {"up": place(layers, width, 4 * width), "down": place(layers, 4 * width, width)}
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=0).lower(weights, place(rows * mesh.size, width)).compile()
+    text, memory = compiled.as_text() or "", aot.report(compiled, topology)
+    program = walker.read(text, Placement.of(mesh))
+    found = live.read(text)
+    return {
+        "flops": program.flops,
+        "cycles": program.cycles,
+        "unknown": program.unknown,
+        "temp": memory.temp_bytes,
+        "live": found.temp_bytes,
+        "kept": found.at_peak().get("saved for the backward pass", 0),
+        "exchanges": sorted({(one.kind, one.where, times) for one, times in program.exchanges}),
+        "collectives": program.collectives == collectives.read(text).collectives,
+    }
