@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.infer.config import EngineConfig
 from jaxllm.infer.pages import NONE, Pages
 from jaxllm.infer.plan import Entry, Plan
+from jaxllm.infer.prefixes import Prefixes
 from jaxllm.infer.ranking import Ranking
 from jaxllm.infer.sequence import Sequence
 
@@ -49,6 +50,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.forks: list[Sequence] = []  # wait for the first of their request to have the prompt in pages
         self.preemptions = self.hit_tokens = 0
+        self._prefixes = Prefixes(config, windows, self.pages, page_size)
         self._slots = list(range(config.sequences - 1, -1, -1))
         self.most = config.loop  # steps on the device at once, where others have to make as many
         self._spare = max(1, min(counts) // 64)  # pages that admission leaves to those who run
@@ -87,7 +89,7 @@ class Scheduler:
         self._release: list[tuple[int, int]] = []
         self._fork()
         for sequence in self.running:
-            self._register(sequence)
+            self._prefixes.register(sequence)
             self._trim(sequence)
         self._coming = self.ranking.rank(self.running, self.waiting, self.page_size)
         self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank)) if self.ranking.policy else self.waiting
@@ -95,7 +97,7 @@ class Scheduler:
             if sequence.saved is None and sequence.number == 0 and (sequence.holds or any(sequence.pages)):
                 self._drop(sequence)
                 if sequence.holds:
-                    self._find(sequence)  # more than before, where others have gone on
+                    self.hit_tokens += self._prefixes.find(sequence)  # more than before, where others have gone on
         decodes, prompts = self._parts(sorted(self.running, key=lambda s: s.rank))
         plan.steps = min(self.most, self._steps(decodes, prompts))
         budget = self.ranking.budget(len(decodes), self.config.prompt_buckets, self.config.piece)
@@ -132,7 +134,7 @@ class Scheduler:
         else:
             return  # of a search, which has requests of its own here
         self.ranking.go(sequence)
-        self._register(sequence)
+        self._prefixes.register(sequence)
         self._drop(sequence)
         sequence.saved = None
 
@@ -146,20 +148,6 @@ class Scheduler:
             sequence.saved = None
         for pages in self.pages:
             pages.forget()
-
-    def _register(self, sequence: Sequence) -> None:
-        """Lets others find the pages of this sequence whose tokens are known."""
-        if not self.config.prefix_cache:
-            return
-        known = min(sequence.computed, len(sequence.tokens))
-        if (piece := self.config.piece) is not None:  # only what was computed as anybody else would compute it
-            known = min(known, len(sequence.request.prompt)) // piece * piece
-        for column in range(sequence.registered, known // self.page_size):
-            digest = sequence.hash_of(column, self.page_size)
-            for pages, own in zip(self.pages, sequence.pages, strict=True):
-                if column < len(own) and own[column] != NONE:
-                    pages.register(own[column], digest)
-            sequence.registered = column + 1
 
     # How much
 
@@ -327,7 +315,7 @@ class Scheduler:
         if sequence.saved is not None:
             return self._return(sequence, budget, plan)
         if found := not any(sequence.pages):
-            self._find(sequence)
+            self.hit_tokens += self._prefixes.find(sequence)
         if self.ranking.saves and not self._fits_whole(sequence):
             return 0
         spare = self._spare if self.running else 0
@@ -370,43 +358,3 @@ class Scheduler:
         self._seat(sequence, plan)
         self._enter(plan, sequence, count)
         return count
-
-    def _find(self, sequence: Sequence) -> None:
-        """Holds the pages of others that begin as this sequence does; of windows only what they reach."""
-        scored = sequence.request.params.prompt_logprobs is not None and sequence.number == 0
-        if not self.config.prefix_cache or scored:  # of whom every token's is computed
-            return
-        size, piece = self.page_size, self.config.piece
-        most = len(sequence.tokens) // size
-        whole = [pages for pages, window in zip(self.pages, self.windows, strict=True) if window is None]
-        found = 0
-        while found < most and all(p.find(sequence.hash_of(found, size)) is not None for p in whole):
-            found += 1
-        for columns in range(found, 0, -1):
-            reach = min(columns * size, len(sequence.tokens) - 1)
-            if piece is not None and (reach != columns * size or reach % piece):
-                continue
-            held = [self._found(sequence, pages, window, columns, reach)
-                    for pages, window in zip(self.pages, self.windows, strict=True)]  # fmt: skip
-            if any(own is None for own in held):
-                continue
-            for pages, own, theirs in zip(self.pages, sequence.pages, held, strict=True):
-                own += theirs or []
-                for page in own:
-                    if page != NONE:
-                        pages.hold(page)
-            sequence.computed = reach
-            self.hit_tokens += reach
-            return
-
-    def _found(
-        self, sequence: Sequence, pages: Pages, window: int | None, columns: int, reach: int
-    ) -> list[int] | None:
-        first = 0 if window is None else max(0, reach - window + 1) // self.page_size
-        own = [NONE] * min(first, columns)
-        for column in range(len(own), columns):
-            page = pages.find(sequence.hash_of(column, self.page_size))
-            if page is None:
-                return None
-            own.append(page)
-        return own
