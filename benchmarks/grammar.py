@@ -85,9 +85,13 @@ def main() -> int:
             [speed(llm, form, batch, options.tokens) for form in (None, forms["person"])] for _ in range(options.rounds)
         ]
         free, formed = np.median(pairs, axis=0)
-        more = 1e3 * (batch / formed - batch / free)
-        figures[f"batch {batch}"] = {"free": free, "formed": formed, "more_ms_a_step": more}
-        print(f"batch {batch}: {free:.1f} tokens/s free, {formed:.1f} with a schema: {more:.2f} ms more a step")
+        ratios = [free / formed for free, formed in pairs]
+        step, least, most = float(np.median(ratios)), min(ratios), max(ratios)
+        figures[f"batch {batch}"] = {"free": free, "formed": formed, "step_ratio": step, "step_ratios": ratios}
+        print(
+            f"batch {batch}: {free:.1f} tokens/s free, {formed:.1f} with a schema: a step takes {step:.3f} times as "
+            f"long ({least:.3f} to {most:.3f})"
+        )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0

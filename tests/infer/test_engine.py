@@ -201,7 +201,6 @@ def test_what_cannot_be_generated_from_is_refused(prompt: list[int], fields: dic
         ({"batch_invariant": True, "preemption": "swap"}, "samplers"),
         ({"batch_invariant": True, "preemption": "swap", "samplers": ("full",)}, "loop = 1"),
         ({"top_logprobs": 0}, "top_logprobs = 0"),
-        ({"kv_dtype": "int4"}, "kv_dtype = 'int4'; choose of"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(fields: dict[str, Any], words: str):
