@@ -30,6 +30,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.files import atomic, cache_root, digest, read_json, write_json
+from pallas_kernels.paged_attention import Slots
 
 SOURCES = ("jaxllm.models", "jaxllm.infer", "pallas_kernels", "sharding")
 
@@ -188,8 +189,9 @@ class Manifest:
         data, _, out = serialize_executable.serialize(compiled)
         with _mesh_of(program):
             shape = jax.eval_shape(program.function, *program.arguments.values())
-        assert jax.tree.structure(shape) == out
-        write_json(self._path(program).with_suffix(".out.json"), _to_json(shape))
+        kept = _to_json(shape)
+        assert jax.tree.structure(shape) == jax.tree.structure(_from_json(kept)) == out
+        write_json(self._path(program).with_suffix(".out.json"), kept)
         with atomic(self._path(program)) as file:
             file.write(_sign(self._path(program).name, data) + data)
 
@@ -242,11 +244,15 @@ def describe(tree: Any) -> Any:
 
 
 def _to_json(tree: Any) -> Any:
-    """A tree of tuples and arrays as lists and nulls."""
-    return [_to_json(x) for x in tree] if isinstance(tree, tuple) else 0
+    """A tree of tuples, slots and arrays as lists, objects and zeros."""
+    if isinstance(tree, Slots):
+        return {"slots": [_to_json(x) for x in tree]}
+    return [_to_json(x) for x in tree] if isinstance(tree, tuple) else None if tree is None else 0
 
 
 def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Slots(*map(_from_json, value["slots"]))
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 
