@@ -8,17 +8,25 @@ import json
 import pytest
 
 from jaxllm import cli
-from jaxllm.cli import find_recipe
 from jaxllm.plan.hardware import TABLE
 from jaxllm.plan.roofline import PHASES, roofline
 from jaxllm.plan.work import leaves_of
 from jaxllm.train.flops import causal_mean, forward_flops_per_token, hardware_flops_per_token
+from recipes.deepseek import deepseek_v3
+from recipes.llama3 import llama3_8b
+from recipes.mixtral import mixtral_8x22b
+from recipes.quickstart import quickstart
 
-RECIPES = ("quickstart", "mixtral_8x22b", "deepseek_v3")
+RECIPES = {
+    "quickstart": quickstart,
+    "llama3_8b": llama3_8b,
+    "mixtral_8x22b": mixtral_8x22b,
+    "deepseek_v3": deepseek_v3,
+}
 
 
 def model(recipe: str, **changes):
-    return dataclasses.replace(find_recipe(recipe)().model, **changes)
+    return dataclasses.replace(RECIPES[recipe]().model, **changes)
 
 
 def costs(config, phase, batch=4, seq_len=512, devices=1, hardware="v6e"):
