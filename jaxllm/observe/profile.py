@@ -34,8 +34,12 @@ class Profiler:
         self._end: int | None = None
         self._where = folder
 
-    def before(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """To be called before ``step`` is dispatched; what it returns is entered for the dispatch."""
+    def before(self, step: int, wait: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
+        """To be called before ``step`` is dispatched; what it returns is entered for the dispatch.
+
+        Args:
+            wait: returns when the step before has been computed on all devices: nothing of it is to be in the profile.
+        """
         if self._end is None and not (step in self._steps or self._asked):
             return contextlib.nullcontext()
         import jax
@@ -43,6 +47,7 @@ class Profiler:
         if self._end is None:
             self._end = self._steps.stop if step in self._steps else step + AT_SIGNAL
             self._asked = False
+            wait()
             self._where = self._folder / f"step_{step}"
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # every call of Python would drown the rest
@@ -53,7 +58,7 @@ class Profiler:
         """To be called when ``step`` is dispatched: ends a profile that is complete, and returns what it says.
 
         Args:
-            wait: returns when the step has been computed.
+            wait: returns when the step has been computed on all devices.
         """
         if self._end is None or step + 1 < self._end:
             return None

@@ -141,13 +141,17 @@ def steps(
                 raise non_finite(values, number, saver)
             recorder.step(number, values, metrics)
 
+        def computed() -> None:
+            settle()
+            jax.block_until_ready(state)
+
         for number, batch in recorder.waited(batches, pending):
-            with recorder.profiler.before(number + 1):
+            with recorder.profiler.before(number + 1, computed):
                 state, metrics = step(state, batch)
             settle()
             done = number + 1
             pending.append((done, metrics))
-            if said := recorder.profiler.after(done, settle):
+            if said := recorder.profiler.after(done, computed):
                 view.say(said)
             last = bool(stop_together(stopping)) or done == config.steps
             place = saver.due(done, last)

@@ -43,7 +43,10 @@ def test_all_that_end_well_are_left_alone(tmp_path):
 )
 def test_all_start_again_when_one_is_lost(tmp_path, how, what):
     """The second fails at its first two starts; the first would never end by itself."""
-    failing = f"echo x >> {tmp_path}/b; [ $(wc -l < {tmp_path}/b) -gt 2 ] || {{ {how}; }}"
+    (tmp_path / "a").touch()
+    # It fails only when the other has begun too.
+    begun = f"while [ $(wc -l < {tmp_path}/a) -lt $(wc -l < {tmp_path}/b) ]; do sleep 0.05; done"
+    failing = f"echo x >> {tmp_path}/b; {begun}; [ $(wc -l < {tmp_path}/b) -gt 2 ] || {{ {how}; }}"
     waiting = f"echo x >> {tmp_path}/a; while [ $(wc -l < {tmp_path}/a) -le 2 ]; do sleep 0.05; done"
     patience = Patience(restarts=5, pause=0.02, longest=0.05, grace=0.1)
     status, said = supervised([Process(script(waiting)), Process(script(failing))], patience)
