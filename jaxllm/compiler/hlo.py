@@ -23,7 +23,7 @@ CALLS = ("call", "call-start", "async-start")
 
 NO_WORK = {
     *("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"),
-    *("AsyncCollectiveStart", "AsyncCollectiveDone", "PrepareAsyncCallStart"),
+    *("AsyncCollectiveStart", "AsyncCollectiveDone", "PrepareAsyncCallStart", "PrepareAsyncCallDone"),
 }
 """Custom calls that only tell the TPU compiler something."""
 
