@@ -15,6 +15,7 @@ from jaxllm.command import UsageError
 if TYPE_CHECKING:
     from jaxllm.compiler.aot import CompileReport
     from jaxllm.compiler.reading import Reading
+    from jaxllm.plan.compiled import Compiled
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.search import Layout
     from jaxllm.train import RunConfig
@@ -225,23 +226,23 @@ def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool) -> list
     return shown
 
 
-def _compiled(layouts: list[Layout], cluster: Cluster) -> list[CompileReport | str]:
+def _compiled(layouts: list[Layout], cluster: Cluster) -> list[Compiled | str]:
     """What the compiler says of layouts, printed: reports, or what it refused."""
-    from jaxllm.plan import view
-    from jaxllm.train.compile import compile_for
+    from jaxllm.plan import compiled, view
     from sharding.isolate import OutOfDeviceMemory
 
     if cluster.hardware.like != cluster.hardware.name:
         print(f"\nnot compiled: there is no compiler for {cluster.hardware.name} here")
         return []
-    out: list[CompileReport | str] = []
+    out: list[Compiled | str] = []
     for number, layout in enumerate(layouts, 1):
         try:
-            out.append(compile_for(layout.run, cluster.topology.name, progress=_progress(f"{number}: ")))
+            out.append(compiled.compile_layout(layout, cluster, _progress(f"{number} of {len(layouts)}: ")))
         except OutOfDeviceMemory as error:
             print(f"\n{_over(layout.run, cluster.topology, error)}")
             out.append(f"{(error.need - error.limit) / 2**30:.2f} GiB too much")
-    print("\ncompiled")
+    by = "the TPU compiler's cycles" if cluster.topology.platform == "tpu" else "roofline alone, a lower bound"
+    print(f"\ncompiled; seconds by {by}")
     print(view.compiled(list(zip(layouts, out, strict=True))))
     return out
 

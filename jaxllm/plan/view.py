@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxllm.parallel.table_view import columns
+from jaxllm.plan.compiled import Compiled
 from jaxllm.plan.cost import Cost
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.search import Found, Layout
@@ -24,7 +24,7 @@ def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
             layout.run.model.remat,
             str(layout.run.accumulate),
             plan(layout),
-            f"{layout.time.seconds:.3f}",
+            _seconds(layout.time.seconds),
             f"{100 * layout.time.mfu(cluster.hardware.flops):.1f}",
             *(f"{100 * seconds / layout.time.seconds:.0f}%" for seconds in parts(layout).values()),
             f"{layout.memory.total / GIB:.1f}",
@@ -90,21 +90,23 @@ def nothing_fits(found: Found, cluster: Cluster, larger: str) -> str:
     return "\n".join(lines).rstrip()
 
 
-def compiled(rows: Sequence[tuple[Layout, Any]]) -> str:
-    """Layouts beside what the compiler says of them: a report, or a message of what it refused."""
-    head = ("", "mesh", "predicted GiB", "compiled GiB", "of it arguments", "collectives of a step", "compiled in")
+def compiled(rows: Sequence[tuple[Layout, Compiled | str]]) -> str:
+    """Layouts beside what the compiler says of them: a program, or a message of what it refused."""
+    head = ("", "mesh", "s/step", "compiled", "GiB", "compiled", "of it arguments", "collectives of a step", "took")
     lines = []
-    for number, (layout, report) in enumerate(rows, 1):
-        first = (str(number), str(layout.mesh), f"{layout.memory.total / GIB:.2f}")
-        if isinstance(report, str):
-            lines.append((*first, report, "", "", ""))
+    for number, (layout, found) in enumerate(rows, 1):
+        seconds, size = _seconds(layout.time.seconds), f"{layout.memory.total / GIB:.2f}"
+        first = (str(number), str(layout.mesh), seconds)
+        if isinstance(found, str):
+            lines.append((*first, "", size, found, "", "", ""))
             continue
+        report = found.report
         sent = [f"{kind} over {group}: {size / GIB:.2f} GiB" for kind, group, _, size in report.by_kind()[:3]]
         verdict = "" if report.fits else f", {report.over_bytes / GIB:.2f} too much"
-        took = f"{report.total_bytes / GIB:.2f}{verdict}"
-        arguments, seconds = f"{report.argument_bytes / GIB:.2f}", f"{report.compile_seconds:.0f} s"
-        lines.append((*first, took, arguments, "; ".join(sent) or "none", seconds))
-    return columns(head, lines, "><>><<>")
+        memory = (size, f"{report.total_bytes / GIB:.2f}{verdict}", f"{report.argument_bytes / GIB:.2f}")
+        took = f"{report.lower_seconds + report.compile_seconds:.0f} s"
+        lines.append((*first, _seconds(found.seconds), *memory, "; ".join(sent) or "none", took))
+    return columns(head, lines, "><>>>>><>")
 
 
 def price(cost: Cost, layout: Layout) -> str:
@@ -115,3 +117,7 @@ def price(cost: Cost, layout: Layout) -> str:
         f"{cost.tokens:,.0f} tokens with {layout.mesh}: {cost.steps:,.0f} steps, {cost.days:,.1f} days, "
         f"{cost.device_hours:,.0f} device-hours, {energy}, {money}"
     )
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3f}" if number >= 0.1 else f"{number:.5f}"

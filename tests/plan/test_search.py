@@ -8,14 +8,17 @@ import json
 import pytest
 
 from jaxllm import cli
+from jaxllm.compiler.aot import CompileReport
 from jaxllm.models import functional
 from jaxllm.plan import search
+from jaxllm.plan.compiled import Compiled
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.save import write_recipe
 from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b
 from recipes.mixtral import mixtral_8x22b
 from recipes.quickstart import quickstart
+from sharding.isolate import OutOfDeviceMemory
 
 SMALL = ("--model.layers", "2", "--data.seq-len", "32", "--data.batch-size", "8")
 
@@ -86,25 +89,22 @@ def test_the_command_ranks_explains_prices_and_saves(tmp_path, capsys):
 
 
 def test_top_layouts_are_compiled(capsys, monkeypatch):
-    from jaxllm.compiler.aot import CompileReport
-    from sharding.isolate import OutOfDeviceMemory
-
     asked = []
 
-    def compile_for(config, on, progress):
-        asked.append((config.mesh, on))
+    def compile_layout(layout, cluster, progress):
+        asked.append((str(layout.mesh), cluster.name))
         if len(asked) == 2:
-            raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)
+            raise OutOfDeviceMemory(cluster.name, 40 * 2**30, 31 * 2**30)
         sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes"), 2**30)
         names = {field.name: 0 for field in dataclasses.fields(CompileReport)}
-        fixed = {"name": "x", "topology": on, "jax": "", "compiler": "", "collectives": (), "hbm_bytes": None}
-        return CompileReport(**{**names, **sizes, **fixed, "cycles": None})
+        fixed = {"name": "x", "topology": cluster.name, "jax": "", "compiler": "", "collectives": (), "hbm_bytes": None}
+        return Compiled(CompileReport(**{**names, **sizes, **fixed, "cycles": None}), 0.125)
 
-    monkeypatch.setattr("jaxllm.train.compile.compile_for", compile_for)
+    monkeypatch.setattr("jaxllm.plan.compiled.compile_layout", compile_layout)
     assert cli.main(["plan", "quickstart", "--on", "v6e:2x2", "--top", "2", *SMALL]) == 0
     said = capsys.readouterr().out
-    assert len(asked) == 2
-    assert "compiled GiB" in said
+    assert len({mesh for mesh, _ in asked}) == 2
+    assert "0.125" in said
     assert "9.00 GiB too much" in said
 
 

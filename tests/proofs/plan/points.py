@@ -1,4 +1,4 @@
-"""Thirty-one runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
+"""Thirty runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
 
 python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
 """
@@ -57,7 +57,6 @@ OWN = {
     "8b accumulate h100": _point(llama3_8b, "h100:8x8", rows=256, accumulate=4),
     "8b zero2 h200": _point(llama3_8b, "h200:1x8", "fsdp=8", rows=32, accumulate=4, parallel_zero=2),
     "8b data h100": _point(llama3_8b, "h100:8x8", "data=8,fsdp=8"),
-    "8b 128k h100": _point(llama3_8b, "h100:8x8", "fsdp=8,context=8", rows=8, seq_len=131072),
 }
 """Of other kinds than the recipes' own plans."""
 

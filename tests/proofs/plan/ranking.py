@@ -24,7 +24,7 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.plan import time
 from jaxllm.plan.calibration import DEFAULT
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.network import Network
+from jaxllm.plan.rates import rates_of
 from jaxllm.train import RunConfig
 from jaxllm.train.compile import compiler_options, step_on
 from recipes.llama3 import llama3_8b
@@ -34,8 +34,6 @@ from sharding.topology import Topology
 from tests.proofs.harness import proof
 
 ON = "v6e:2x4"
-CLOCK = 1.75e9
-"""Cycles/s of a v6e: 918e12 FLOP/s over four units of 256 x 256 multiply-adds."""
 STORED = Path(__file__).with_suffix(".json")
 
 
@@ -75,18 +73,6 @@ LAYOUTS = {
 }
 
 
-def rates(cluster: Cluster, mesh: MeshSpec) -> timeline.Rates:
-    """Of the compiled program's schedule: the links as the formula has them, kernels as the compiler says."""
-    network = Network(cluster, mesh)
-
-    def send(exchange: walker.Exchange) -> float:
-        kind = "all-reduce" if exchange.summed else exchange.kind
-        return network.time(kind, exchange.axes, exchange.bytes).seconds / DEFAULT.links
-
-    hardware = cluster.hardware
-    return timeline.Rates(hardware.flops, hardware.bandwidth, send, CLOCK)
-
-
 def compiled_here(topology: Topology, config: dict[str, Any]) -> dict[str, float]:
     """Seconds of the compiled step; in a process set up for the topology's compiler."""
     import jax
@@ -97,7 +83,9 @@ def compiled_here(topology: Topology, config: dict[str, Any]) -> dict[str, float
         text = step.lower(*arguments).compile(compiler_options=compiler_options(topology, run)).as_text()
     program = walker.read(text, Placement.of(mesh))
     spec = MeshSpec(tuple((name, size) for name, size in mesh.shape.items()))
-    made = timeline.timeline(program, rates(Cluster.parse(topology.name), spec))
+    plain = rates_of(Cluster.parse(topology.name), spec)
+    rates = dataclasses.replace(plain, send=lambda exchange: plain.send(exchange) / DEFAULT.links)
+    made = timeline.timeline(program, rates)
     return {"seconds": made.seconds, "compute": made.compute, "exposed": sum(made.exposed.values())}
 
 
