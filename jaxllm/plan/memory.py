@@ -134,8 +134,9 @@ def saved_bytes(work: Work, block: BlockConfig) -> int:
     stored = sum(inner[name] for name in names) * work.tokens * work.width + work.stream_bytes()
     stored += 4 * work.tokens * block.attention.heads / work.tensor  # the softmax's sums
     if remat == "none":
-        # Normed inputs of both halves, the activated gate and its product, rotated queries and keys.
-        stored += 2 * work.stream_bytes() + (2 * inner["up"] + inner["q"] + inner["k"]) * work.tokens * work.width
+        # Two streams normed, each with two in float32 on the way; the gate's function, its slope and their products.
+        more = 4 * inner["up"] + inner["q"] + inner["k"]
+        stored += 10 * work.stream_bytes() + more * work.tokens * work.width
         if isinstance(block.mlp, MoeConfig):
             stored += (3 * inner["expert"] + 2 * inner["sent"]) * work.tokens * work.width
     return round(stored)
