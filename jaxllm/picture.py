@@ -159,14 +159,14 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Logarithms of round numbers between two logarithms: powers of ten, or 1, 2 and 5 times them."""
+    """Logarithms of round numbers between two logarithms: powers of ten, 1, 2 and 5 times them, or others."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     some = [p for p in powers if low <= p <= high]
     if len(some) > 2:
         return [float(p) for p in some[:: max(1, len(some) // 5)]]
     fine = [p + math.log10(factor) for p in powers for factor in (1, 2, 5)]
     fine = [value for value in fine if low <= value <= high]
-    return fine if len(fine) > 1 else ticks(low, high, 4)
+    return fine if len(fine) > 2 else [math.log10(value) for value in ticks(10**low, 10**high, 4)]
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> list[tuple[float, float | None]]:
@@ -280,7 +280,7 @@ circle,rect{fill:var(--own)}rect{stroke:none}
 .legend i.dashed{background:none;height:0;border-top:3px dashed var(--own);border-radius:0}
 table{border-collapse:collapse;font-size:13px;width:100%}
 td,th{text-align:left;padding:3px 8px 3px 0;border-bottom:1px solid var(--rule);vertical-align:top;
-overflow-wrap:anywhere}.n{text-align:right;font-variant-numeric:tabular-nums}
+overflow-wrap:anywhere}th{white-space:nowrap}.n{text-align:right;font-variant-numeric:tabular-nums}
 details summary{cursor:pointer;color:var(--soft)}
 pre{overflow-x:auto;font-size:12px}
 """.strip()
