@@ -9,6 +9,7 @@ import optax
 
 from jaxllm.optim.adafactor import scale_by_adafactor
 from jaxllm.optim.config import OptimConfig
+from jaxllm.optim.low_rank import scale_by_low_rank
 from jaxllm.optim.matrices import Matrix, matrices
 from jaxllm.optim.muon import scale_by_muon_or_adam
 from jaxllm.optim.schedules import schedule
@@ -40,6 +41,9 @@ def _rule(config: OptimConfig, logical_axes: Any) -> optax.GradientTransformatio
         return scale_by_adafactor(logical_axes, config.eps)
     if config.kind == "muon":
         return scale_by_muon_or_adam(logical_axes, config.b1, config.b2, config.eps)
+    if config.kind in ("galore", "apollo", "apollo_mini"):
+        numbers = config.rank, config.refresh, config.b1, config.b2, config.eps
+        return scale_by_low_rank(logical_axes, config.kind, *numbers)
     if config.kind == "sgd":
         return optax.trace(decay=config.b1)
     return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)

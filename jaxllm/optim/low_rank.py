@@ -1,0 +1,167 @@
+"""Adam in a small space for each matrix: GaLore (arXiv:2403.03507), APOLLO and APOLLO-Mini (arXiv:2412.05270).
+
+A gradient G of m x n, m the smaller side, is seen through P as ``R = P G`` of r x n, and Adam's two moments are R's.
+GaLore's P are the r leading left singular vectors of G, and the update is lifted back: ``P^T adam(R)``. APOLLO's P is
+random, and the update is G itself, each column scaled by what Adam does to R's: ``|adam(R)| / |R|``; APOLLO-Mini has
+r = 1 and one such scale for a matrix. Every ``refresh`` steps there is a new P; moments stay.
+
+Legend: S stacked matrices, m and n their smaller and larger side, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.optim.matrices import Matrix
+from jaxllm.optim.split import automatic, split_by_kind
+
+LowRank = Literal["galore", "apollo", "apollo_mini"]
+LIFTED = 0.25
+"""What GaLore's updates are scaled by (section 5)."""
+MINI = math.sqrt(128)
+"""What APOLLO-Mini's are, for one random direction underestimates a matrix (section 4.2 and its authors' code)."""
+GROWTH = 1.01
+"""Of an update's norm at most, from a step to the next (section 4.1, after arXiv:2410.01623)."""
+
+
+class LowRankState(NamedTuple):
+    """By matrix: both moments [S r n]; GaLore's P [S m r]; APOLLO's last norm [S]. Dimensions are those of G."""
+
+    count: Int[Array, ""]
+    first: Any
+    second: Any
+    projector: Any
+    norm: Any
+
+
+def scale_by_low_rank(
+    logical_axes: Any, kind: LowRank, rank: int, refresh: int, b1: float, b2: float, eps: float
+) -> optax.GradientTransformation:
+    """Matrices within layers so; embeddings, output heads, gains and biases by Adam with the same numbers.
+
+    Args:
+        rank: r; 0 for a quarter of m. APOLLO-Mini's is 1.
+    """
+
+    def of_matrices(found: list[Matrix]) -> optax.GradientTransformation:
+        def init(params: Any) -> LowRankState:
+            leaves, structure = jax.tree.flatten(params)
+            sides = [_sides(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
+            ranks = [_rank(kind, rank, leaf, small) for leaf, (small, _) in zip(leaves, sides, strict=True)]
+            moments = [_thin(leaf, small, r) for leaf, (small, _), r in zip(leaves, sides, ranks, strict=True)]
+            empty = [jnp.zeros((), leaf.dtype) for leaf in leaves]
+            projectors, norms = empty, [jnp.zeros_like(_mean(leaf, sum(both, ()))) for leaf, both in zip(leaves, sides)]  # noqa: B905
+            if kind == "galore":
+                projectors = [_thin(leaf, large, r) for leaf, (_, large), r in zip(leaves, sides, ranks, strict=True)]
+                norms = empty
+            back = structure.unflatten
+            return LowRankState(
+                jnp.zeros((), jnp.int32),
+                back(moments),
+                back([jnp.zeros_like(m) for m in moments]),
+                back(projectors),
+                back(norms),
+            )
+
+        def update(grads: Any, state: LowRankState, params: Any = None) -> tuple[Any, LowRankState]:
+            del params
+            leaves, structure = jax.tree.flatten(grads)
+            olds = [structure.flatten_up_to(part) for part in state[1:]]
+            made = [
+                _step(number, *one, state.count) for number, one in enumerate(zip(leaves, found, *olds, strict=True))
+            ]
+            updates, *news = (structure.unflatten(part) for part in zip(*made, strict=True))
+            return updates, LowRankState(state.count + 1, *news)
+
+        def _step(
+            number: int,
+            grad: Array,
+            of: Matrix,
+            first: Array,
+            second: Array,
+            projector: Array,
+            norm: Array,
+            count: Array,
+        ) -> tuple[Array, ...]:
+            small, large = _sides(grad, of)
+            flat = lambda x: _flat(x, small, large)  # noqa: E731
+            whole, m, v = flat(grad), flat(first), flat(second)
+            if kind == "galore":
+                fresh = lambda: _leading(whole, m.shape[1])  # noqa: E731
+                down = jax.lax.cond(count % refresh == 0, fresh, lambda: _flat(projector, large, small))
+                projector = _unflat(down, projector.shape, large, small)
+            else:
+                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), number), count // refresh)
+                shape = (len(whole), m.shape[1], whole.shape[1])
+                down = jax.random.normal(key, shape, whole.dtype) / math.sqrt(m.shape[1])
+            seen = jnp.einsum("srm,smn->srn", down, whole)
+            m, v = b1 * m + (1 - b1) * seen, b2 * v + (1 - b2) * jnp.square(seen)
+            steps = (count + 1).astype(whole.dtype)
+            adam = m / (1 - b1**steps) / (jnp.sqrt(v / (1 - b2**steps)) + eps)
+            if kind == "galore":
+                out = LIFTED * jnp.einsum("srm,srn->smn", down, adam)
+            else:
+                over = (1,) if kind == "apollo" else (1, 2)
+                out = whole * (_norm(adam, over) / (_norm(seen, over) + eps)) * (MINI if kind == "apollo_mini" else 1)
+                now, before = _norm(out, (1, 2)), norm.reshape(-1, 1, 1)
+                most = jnp.where(before > 0, jnp.minimum(now, GROWTH * before), now)
+                out = out * (most / jnp.maximum(now, jnp.finfo(now.dtype).tiny))
+                norm = most.reshape(norm.shape)
+            back = lambda x, like: _unflat(x, like.shape, small, large)  # noqa: E731
+            return back(out, grad), back(m, first), back(v, second), projector, norm
+
+        return automatic(optax.GradientTransformation(init, update))
+
+    return split_by_kind(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
+
+
+def _sides(leaf: Array, of: Matrix) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dimensions of the smaller side, and of the larger."""
+    sizes = [math.prod(leaf.shape[i] for i in side) for side in (of.rows, of.columns)]
+    return (of.rows, of.columns) if sizes[0] <= sizes[1] else (of.columns, of.rows)
+
+
+def _rank(kind: LowRank, rank: int, leaf: Array, small: tuple[int, ...]) -> int:
+    side = math.prod(leaf.shape[i] for i in small)
+    return 1 if kind == "apollo_mini" else min(side, rank or max(1, side // 4))
+
+
+def _thin(leaf: Array, side: tuple[int, ...], rank: int) -> Array:
+    """Zeros of an array's shape and place, but for a side of ``rank``."""
+    return jnp.repeat(jnp.zeros_like(_mean(leaf, side)), rank, axis=side[0])
+
+
+def _mean(x: Array, over: tuple[int, ...]) -> Array:
+    return jnp.mean(x, axis=over, keepdims=True)
+
+
+def _norm(x: Float[Array, "S m n"], over: tuple[int, ...]) -> Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=over, keepdims=True))
+
+
+def _order(ndim: int, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return (*(i for i in range(ndim) if i not in first + second), *first, *second)
+
+
+def _flat(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Float[Array, "S a b"]:
+    """As matrices of these sides."""
+    sizes = [math.prod(x.shape[i] for i in side) for side in (first, second)]
+    return x.transpose(_order(x.ndim, first, second)).reshape(-1, *sizes)
+
+
+def _unflat(x: Float[Array, "S a b"], shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> Array:
+    order = _order(len(shape), first, second)
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    return x.reshape([shape[i] for i in order]).transpose(back)
+
+
+def _leading(whole: Float[Array, "S m n"], rank: int) -> Float[Array, "S r m"]:
+    """The leading left singular vectors."""
+    vectors = jnp.linalg.eigh(jnp.einsum("smn,skn->smk", whole, whole))[1]  # by rising values
+    return vectors[:, :, ::-1][:, :, :rank].mT
