@@ -44,7 +44,7 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
 
         return FactoredState(jnp.zeros((), jnp.int32), _map(zeros, params, tree))
 
-    def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         count = state.count + 1
         decay = 1 - count.astype(jnp.result_type(float)) ** -DECAY
@@ -65,8 +65,8 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
                 out, over = grad * jax.lax.rsqrt(share * by_column), (*found[0].rows, *found[0].columns)
             return out / jnp.maximum(1, jnp.sqrt(_mean(jnp.square(out), over)) / LARGEST_RMS)
 
-        squares = _map(kept, grads, tree, state.squares)
-        return _map(scaled, grads, tree, squares), FactoredState(count, squares)
+        squares = _map(kept, updates, tree, state.squares)
+        return _map(scaled, updates, tree, squares), FactoredState(count, squares)
 
     return optax.GradientTransformation(init, update)
 

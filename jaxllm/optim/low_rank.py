@@ -56,10 +56,14 @@ def scale_by_low_rank(
             ranks = [_rank(kind, rank, leaf, small) for leaf, (small, _) in zip(leaves, sides, strict=True)]
             moments = [_thin(leaf, small, r) for leaf, (small, _), r in zip(leaves, sides, ranks, strict=True)]
             empty = [jnp.zeros((), leaf.dtype) for leaf in leaves]
-            projectors, norms = empty, [jnp.zeros_like(_mean(leaf, sum(both, ()))) for leaf, both in zip(leaves, sides)]  # noqa: B905
             if kind == "galore":
                 projectors = [_thin(leaf, large, r) for leaf, (_, large), r in zip(leaves, sides, ranks, strict=True)]
                 norms = empty
+            else:
+                projectors = empty
+                norms = [
+                    jnp.zeros_like(_mean(leaf, both[0] + both[1])) for leaf, both in zip(leaves, sides, strict=True)
+                ]
             back = structure.unflatten
             return LowRankState(
                 jnp.zeros((), jnp.int32),
@@ -69,17 +73,19 @@ def scale_by_low_rank(
                 back(norms),
             )
 
-        def update(grads: Any, state: LowRankState, params: Any = None) -> tuple[Any, LowRankState]:
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             del params
-            leaves, structure = jax.tree.flatten(grads)
+            leaves, structure = jax.tree.flatten(updates)
             olds = [structure.flatten_up_to(part) for part in state[1:]]
             made = [
-                _step(number, *one, state.count) for number, one in enumerate(zip(leaves, found, *olds, strict=True))
+                _step(state.count, number, grad, of, *(part[number] for part in olds))
+                for number, (grad, of) in enumerate(zip(leaves, found, strict=True))
             ]
-            updates, *news = (structure.unflatten(part) for part in zip(*made, strict=True))
-            return updates, LowRankState(state.count + 1, *news)
+            out, *news = (structure.unflatten(part) for part in zip(*made, strict=True))
+            return out, LowRankState(state.count + 1, *news)
 
         def _step(
+            count: Array,
             number: int,
             grad: Array,
             of: Matrix,
@@ -87,7 +93,6 @@ def scale_by_low_rank(
             second: Array,
             projector: Array,
             norm: Array,
-            count: Array,
         ) -> tuple[Array, ...]:
             small, large = _sides(grad, of)
             flat = lambda x: _flat(x, small, large)  # noqa: E731

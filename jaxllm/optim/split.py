@@ -43,6 +43,7 @@ def automatic(transform: optax.GradientTransformation) -> optax.GradientTransfor
         if jax.sharding.get_abstract_mesh().empty:
             return transform.update(updates, state)
         places = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
-        return jax.sharding.auto_axes(transform.update, out_sharding=places)(updates, state)
+        run: Any = jax.sharding.auto_axes(transform.update, out_sharding=places)
+        return run(updates, state)
 
     return optax.GradientTransformation(transform.init, update)
