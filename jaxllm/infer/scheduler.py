@@ -99,6 +99,9 @@ class Scheduler:
                 if sequence.holds:
                     self.hit_tokens += self._prefixes.find(sequence)  # more than before, where others have gone on
         decodes, prompts = self._parts(sorted(self.running, key=lambda s: s.rank))
+        alone = not (prompts or self.waiting or self.forks) and all(s.guide for s in self.running)
+        if alone and any(s.pending for s in self.running):
+            decodes = []  # a step for all of them costs what one for some does: the others' tokens are on their way
         plan.steps = min(self.most, self._steps(decodes, prompts))
         budget = self.ranking.budget(len(decodes), self.config.prompt_buckets, self.config.piece)
         for sequence in decodes:
