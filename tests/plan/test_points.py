@@ -12,8 +12,8 @@ from tests.proofs.plan.hbm import predicted
 STORED = points.stored()
 
 
-def test_most_points_are_stored():
-    assert len(set(STORED) & set(points.POINTS)) == len(STORED) >= 27
+def test_all_points_are_stored():
+    assert len(set(STORED) & set(points.POINTS)) == len(STORED) == 30
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -112,7 +112,13 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(signs)
 
 
-@proof("plan", cases=tuple(LAYOUTS), sample=1, bound={"from_stored": 0.02}, costly=True)
+@proof(
+    "plan",
+    cases=tuple(name for name in LAYOUTS if name in stored()),
+    sample=1,
+    bound={"from_stored": 0.02},
+    costly=True,
+)
 def ranking(name: str) -> dict[str, float]:
     """A layout compiled again has the seconds that the order of formulas is checked against (tests/plan)."""
     return {"from_stored": abs(compile_layout(name)["seconds"] / stored()[name]["seconds"] - 1)}
