@@ -60,9 +60,10 @@ class Device:
         strict: bool = False,
     ):
         self.config, self.vocab_size = config, vocab_size
-        self.model = serving_model(model)
+        self.model, self._reader = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
-        check_mesh(self.mesh, invariant=config.batch_invariant)
+        latent = any(block.attention.cached.latent for block in model.config.blocks)
+        check_mesh(self.mesh, invariant=config.batch_invariant, latent=latent)
         self.spans = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make
@@ -323,7 +324,9 @@ class Device:
         if shape.full:
             width = mask_width(self.model.config.vocab_size)
             arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(shape.requests, width)}
-        step = Step(self.model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant)
+        ways = 1 if self.mesh is None else self.mesh.shape.get("context", 1)
+        reader = self._reader if ways > 1 and not shape.decode and shape.tokens % ways == 0 else self.model
+        step = Step(self.model, reader, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant)
         return Program(shape.name, step.__call__, arguments, donated=("pools", "last", "state"))
 
     def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -30,7 +30,7 @@ from pallas_kernels.paged_attention.encoding import SCALED
 from pallas_kernels.paged_attention.ragged import Ragged
 from pallas_kernels.paged_attention.reference import write
 
-HEADS = ("batch", None, "attn_heads", None)
+HEADS = ("batch", "attn_seq", "attn_heads", None)
 KV_HEADS = ("batch", None, "attn_kv_heads", None)
 POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
 HELD_AXES = ("layers", None, "attn_kv_heads", None, None)
@@ -129,6 +129,7 @@ class PagedCache:
         which = Cached(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), scoring.window
         index = next(i for i, g in enumerate(self.groups) if (g.cached, g.window) == which)
         place, whole = self._place(index, layer)
+        split = sharding.axis_names("attn_seq")
 
         def local(
             q: Array,
@@ -142,10 +143,18 @@ class PagedCache:
             kv_lens: Array,
             sinks: Array | None,
         ) -> tuple[Array, ...]:
-            pool = PagePool(rows, dataclasses.replace(whole, kv_heads=rows.shape[2]), scales)
+            form = dataclasses.replace(whole, kv_heads=rows.shape[2])
+            ragged, held = Ragged(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
+            q, k, v = q[0], k[0], None if v is None else v[0]
+            if split:  # each device has its part of the queries, and writes all keys and values to its own pages
+                held = write(held, form.pack(k, v, rows.dtype), place, ragged, ragged.tokens(len(k)))
+                first, many = jax.lax.axis_index(split) * len(q), len(q)
+                k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, many), (k, v))
+                ragged = ragged.part(first, many)
             out, pool = paged_attention(
-                q[0], k[0], None if v is None else v[0], pool, place, table[0], starts[0], kv_lens[0], sinks=sinks,
-                scale=scoring.scale, window=scoring.window, softcap=scoring.softcap, decode_only=self.decode_only,
+                q, k, v, PagePool(held.numbers, form, held.scales), place, ragged.page_table, ragged.starts,
+                ragged.kv_lens, sinks=sinks, scale=scoring.scale, window=scoring.window, softcap=scoring.softcap,
+                decode_only=self.decode_only,
             )  # fmt: skip
             return out[None], *_there(pool.slots)
 
@@ -154,6 +163,7 @@ class PagedCache:
             local,
             (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, NUMBERS, NUMBERS, SINK_AXES),
             (HEADS, *(POOL_AXES for _ in _there(slots))),
+            check=not split,  # that the devices of a row write the same
         )
         held = (None if x is None else share_kv_heads(x) for x in (k, v))
         out, *slots = run(q, *held, *slots, place, self.tables[index], self.starts, self.kv_lens, sinks)

@@ -5,6 +5,7 @@ tensor    heads and their pages, feed-forward width, vocabulary
 data      replicas of the parameters, each with sequences and pages of its own
 fsdp      the same; parameters are also stored split over it, and gathered a layer at a time
 expert    the same; experts are split over it, and tokens travel to theirs
+context   the tokens of a step that reads prompts; pages are on all its devices
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ import sharding
 from jaxllm.models import Functional, functional
 from sharding import Rules, ShardingError
 
-SERVED = ("data", "fsdp", "expert", "tensor")
+SERVED = ("data", "fsdp", "expert", "tensor", "context")
 """Mesh axes that a model is served over."""
 _WHY = {
     "stage": "a token would wait for all stages, one after the other; split heads over tensor instead",
-    "context": "prompts are read in pieces, by the replica that holds their pages; use data instead",
-    "ulysses": "prompts are read in pieces, by the replica that holds their pages; use data instead",
+    "ulysses": "the heads of a long prompt are not exchanged for its tokens; use context instead",
 }
 
 
@@ -40,12 +40,13 @@ def mesh_of(text: str) -> Mesh:
     return mesh
 
 
-def check_mesh(mesh: Mesh | None, *, invariant: bool = False) -> None:
+def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False) -> None:
     """Refuses meshes that an engine cannot serve on.
 
     Args:
         mesh: None for one device.
         invariant: the same bits are asked for whatever a request's neighbours are.
+        latent: the model has multi-head latent attention.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
@@ -55,6 +56,11 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False) -> None:
             "batch_invariant does not go with expert: an expert's rows are those of all replicas, whatever they serve. "
             "Split experts over tensor, or leave batch_invariant out."
         )
+    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent):
+        what = "batch_invariant" if invariant else "multi-head latent attention"
+        raise ShardingError(
+            f"{what} does not go with context={mesh.shape['context']}: a step's tokens are split over it. Use data."
+        )
     for name, size in {} if mesh is None else mesh.shape.items():
         if size > 1 and name not in SERVED:
             raise ShardingError(
@@ -62,19 +68,22 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False) -> None:
             )
 
 
-def serving_rules(rules: Rules) -> Rules:
+def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
     """A model's rules for flat batches, one for each replica, and for weights that have no optimizer.
+
+    With ``split`` a batch's tokens lie split over ``context``; each of its devices has all keys and values.
 
     Where training stores a weight split over all that splits tokens, serving does so over ``fsdp`` alone: a gather
     before each use, for every token that is made, is asked for and not met with.
     """
     stored = dict.fromkeys(rules.storage, ("fsdp",))
-    return rules.override(seq=(), residual_seq=(), attn_seq=(), attn_kv_seq=(), layers=(), **stored)
+    tokens = ("context",) if split else ()
+    return rules.override(seq=tokens, residual_seq=tokens, attn_seq=tokens, attn_kv_seq=(), layers=(), **stored)
 
 
-def serving_model(model: Functional) -> Functional:
+def serving_model(model: Functional, *, split: bool = False) -> Functional:
     """The model by ``serving_rules``, and nothing kept for a backward pass."""
-    return functional(dataclasses.replace(model.config, remat="none"), serving_rules(model.rules))
+    return functional(dataclasses.replace(model.config, remat="none"), serving_rules(model.rules, split=split))
 
 
 def placements(model: Functional, params: Any, mesh: Mesh) -> Any:

@@ -135,7 +135,8 @@ class Step:
     """A step of one shape, as a pure function.
 
     Attributes:
-        model: whose forward is run.
+        model: whose parameters these are, and whose head is run.
+        reader: the same model, whose forward is run; its rules may split the tokens of the step.
         groups: of its layers.
         shape: of the step.
         vocab_size: tokens from there on are never made.
@@ -143,6 +144,7 @@ class Step:
     """
 
     model: Functional
+    reader: Functional
     groups: tuple[LayerGroup, ...]
     shape: Shape
     vocab_size: int
@@ -221,9 +223,11 @@ class Step:
         """The training forward over the flat batches."""
         tables, starts, kv_lens = batch.tables, batch.starts, batch.kv_lens
         ctx = PagedCache(pools, tables, starts, kv_lens, self.groups, self.shape.decode, self.invariant)
-        hidden, ctx = self.model.forward(params, batch.tokens, batch.positions, ctx)
+        with sharding.use_rules(self.reader.rules):
+            tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
+        hidden, ctx = self.reader.forward(params, tokens, positions, ctx)
         assert isinstance(ctx, PagedCache)
-        return ctx.pools, hidden
+        return ctx.pools, sharding.constrain(hidden, "batch", "residual_seq", "act_embed")
 
     def _logits(self, params: Any, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Of a replica's rows, all on each of its devices."""

@@ -39,6 +39,14 @@ class Ragged(NamedTuple):
         """What takes a request's row of the flat batch to its position."""
         return self.kv_lens - self.starts[1:]
 
+    def part(self, first: int | Int[Array, ""], count: int) -> Ragged:
+        """Rows ``first`` to ``first + count - 1`` of the flat batch as one of their own.
+
+        A request of which later rows have tokens ends, there, before them.
+        """
+        later = jnp.clip(self.starts[1:] - (first + count), 0, self.lengths)
+        return Ragged(self.page_table, jnp.clip(self.starts - first, 0, count), self.kv_lens - later)
+
     def tokens(self, count: int) -> Tokens:
         """Of each of ``count`` rows of the flat batch."""
         at = jnp.arange(count, dtype=jnp.int32)

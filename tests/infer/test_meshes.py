@@ -69,7 +69,8 @@ def test_a_mesh_serves_what_one_device_serves_with_weights_of_another_mesh(rng):
     ("mesh", "model", "words"),
     [
         ("stage=2", "llama", r"does not serve over stage=2: .*split heads over tensor instead"),
-        ("context=2,tensor=2", "llama", r"does not serve over context=2: .*use data instead"),
+        ("ulysses=2,tensor=2", "llama", r"does not serve over ulysses=2: .*use context instead"),
+        ("context=2", "deepseek_v3", r"latent attention does not go with context=2"),
         ("tensor=8", "llama", r"heads = 4 cannot be split 8 ways \(tensor=8\)"),
         ("expert=8", "mixtral", r"experts = 4 cannot be split 8 ways \(expert=8\)"),
         ("tensor=3", "smollm2", r"vocab = 40 cannot be split 3 ways"),
@@ -83,6 +84,8 @@ def test_meshes_that_do_not_fit_are_refused_by_name(mesh: str, model: str, words
 def test_equal_bits_do_not_go_with_split_experts():
     with pytest.raises(sharding.ShardingError, match="batch_invariant does not go with expert"):
         over("expert=2", "mixtral", engines.ENGINES["invariant"])
+    with pytest.raises(sharding.ShardingError, match="batch_invariant does not go with context=2"):
+        over("context=2", "llama", engines.ENGINES["invariant"])
 
 
 def test_an_engine_of_one_process_follows_nobody():

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention.ragged import Ragged
 from tests.kernels import paged_body
 from tests.kernels.paged_body import CASES, LAYER, LAYERS, MIXED, Case, draw, error
 
@@ -230,3 +231,25 @@ def test_formats():
         PageFormat(1, 8, 9, latent=True)
     with pytest.raises(ValueError, match="must be positive"):
         PageFormat(0, 8, 8)
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=5), st.integers(1, 4))
+def test_parts_of_a_flat_batch_are_the_whole(requests, parts):
+    """Each row of a part is the request's token at the position that it has in the whole, and nothing else is."""
+    lengths, before = np.array(requests).T
+    whole = Ragged(
+        np.zeros((len(requests), 1), np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        (lengths + before).astype(np.int32),
+    )
+    count = -(-max(int(lengths.sum()), 1) // parts) + 1
+    want = whole.tokens(count * parts)
+    for part in range(parts):
+        own = slice(part * count, (part + 1) * count)
+        ragged = whole.part(part * count, count)
+        got = ragged.tokens(count)
+        real = np.asarray(want.real[own])
+        np.testing.assert_array_equal(got.real, real)
+        np.testing.assert_array_equal(np.asarray(got.request)[real], np.asarray(want.request[own])[real])
+        np.testing.assert_array_equal(np.asarray(got.position)[real], np.asarray(want.position[own])[real])
+        assert (np.asarray(ragged.kv_lens) >= np.asarray(ragged.lengths)).all()
