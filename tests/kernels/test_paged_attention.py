@@ -238,9 +238,9 @@ def test_parts_of_a_flat_batch_are_the_whole(requests, parts):
     """Each row of a part is the request's token at the position that it has in the whole, and nothing else is."""
     lengths, before = np.array(requests).T
     whole = Ragged(
-        np.zeros((len(requests), 1), np.int32),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        (lengths + before).astype(np.int32),
+        jnp.zeros((len(requests), 1), jnp.int32),
+        jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32),
+        jnp.asarray(lengths + before, jnp.int32),
     )
     count = -(-max(int(lengths.sum()), 1) // parts) + 1
     want = whole.tokens(count * parts)
