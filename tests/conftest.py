@@ -16,7 +16,7 @@ import numpy as np  # isort: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, help="seed of everything random (default: $JAXLLM_SEED, or the commit's own)")
+    parser.addoption("--seed", type=int, help="seed of everything random (default: $JAXLLM_SEED, or the code's own)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,7 +2,7 @@
 
 Import this before anything that touches a JAX backend; importing it is enough.
 
-    JAXLLM_SEED                 the seed; default: changes with every commit
+    JAXLLM_SEED                 the seed; default: changes with every commit to the code or the tests
     JAXLLM_CACHE                programs that engines keep; default: .cache/jaxllm in the repository
     JAX_COMPILATION_CACHE_DIR   the persistent compilation cache; default: .cache/jax in the repository
 """
@@ -43,18 +43,19 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 install_import_hook(CHECKED, "tests.typecheck.check")
 
 
-def of_commit() -> int:
-    """The seed when none is given: another for every commit, so that a commit that passed passes again, and elsewhere.
+def of_code() -> int:
+    """The seed when none is given: another whenever a commit changes the code or the tests.
 
-    The day has no part in it: what is found by chance is found when something changes, by whoever changes it.
+    A commit that passed passes again, and elsewhere, and so does one that adds a page of documentation or a record to
+    it: what is found by chance is found by whoever changes something, and not on another day.
     """
-    head = git("rev-parse", "HEAD") or "no git"
-    return int(hashlib.sha256(head.encode()).hexdigest()[:6], 16)
+    trees = git("rev-parse", *(f"HEAD:{room}" for room in (*CHECKED, "recipes", "tests"))) or "no git"
+    return int(hashlib.sha256(trees.encode()).hexdigest()[:6], 16)
 
 
 def seed() -> int:
     """The seed of this process."""
-    return int(os.environ.get("JAXLLM_SEED") or of_commit())
+    return int(os.environ.get("JAXLLM_SEED") or of_code())
 
 
 def derive(*parts: object) -> int:

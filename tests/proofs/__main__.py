@@ -19,7 +19,7 @@ from tests.proofs.journal import Journal  # isort: skip
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.proofs", description=__doc__)
     parser.add_argument("issue", nargs="?", help="which proofs; without it, they are listed")
-    parser.add_argument("--seed", type=int, help="default: that of the unfinished run, else that of the commit")
+    parser.add_argument("--seed", type=int, help="default: that of the unfinished run, else that of the code")
     parser.add_argument("--only", metavar="CASE", help="one case of the issue")
     parser.add_argument("--unit", type=int, metavar="I", help="one unit of that case, not recorded: a trial, a chunk")
     parser.add_argument("--examples", type=int, metavar="N", help="size of that chunk, as a failing sample prints it")
