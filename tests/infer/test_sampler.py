@@ -116,12 +116,14 @@ def by_hand(
     order = np.argsort(-weights)
     order = order[: top_k or len(order)]
     shares = weights[order] / weights[order].sum()
-    order = order[: int(np.searchsorted(np.cumsum(shares), top_p - 1e-9)) + 1]
+    if top_p < 1:  # 1 keeps all, and what is summed up would leave out shares too small to count
+        order = order[: int(np.searchsorted(np.cumsum(shares), top_p - 1e-9)) + 1]
     order = order[weights[order] >= min_p]
     shares = weights[order] / weights[order].sum()
     odd = np.abs(-np.log(shares) + (shares * np.log(shares)).sum())
     usual = np.argsort(odd)
-    usual = usual[: int(np.searchsorted(np.cumsum(shares[usual]), typical_p - 1e-9)) + 1]
+    if typical_p < 1:
+        usual = usual[: int(np.searchsorted(np.cumsum(shares[usual]), typical_p - 1e-9)) + 1]
     return {int(i) for i in order[usual]}
 
 

@@ -92,4 +92,5 @@ def test_none_never_chooses_what_was_not_verified():
 def test_a_padded_slot_is_zeros():
     form = PageFormat(1, 3, 2, multiple=4)
     packed = form.pack(jnp.ones((2, 1, 3)), jnp.ones((2, 1, 2)), jnp.float32)
-    np.testing.assert_array_equal(packed, [[[1, 1, 1, 1, 1, 0, 0, 0]]] * 2)
+    assert packed.scales is None
+    np.testing.assert_array_equal(packed.numbers, [[[1, 1, 1, 1, 1, 0, 0, 0]]] * 2)
