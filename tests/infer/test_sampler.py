@@ -113,7 +113,7 @@ def by_hand(
 ) -> set[int]:
     """The filters as their papers have them, one after the other, by sorting."""
     weights = np.exp((logits - logits.max()) / temperature)
-    order = np.argsort(-weights)
+    order = np.argsort(-weights)[: np.count_nonzero(weights)]
     order = order[: top_k or len(order)]
     shares = weights[order] / weights[order].sum()
     if top_p < 1:  # 1 keeps all, and what is summed up would leave out shares too small to count
