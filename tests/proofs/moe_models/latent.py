@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.infer.paged import PagedCache, layer_groups
+from jaxllm.infer.step import empty_pools
 from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, RopeConfig, YarnScaling, functional
-from pallas_kernels.paged_attention import Slots
 from tests import quick
 from tests.proofs.harness import proof
 from tests.proofs.real_models.families import cached, error, full
@@ -52,14 +52,12 @@ def absorbed_is_expanded(seed: int) -> float:
 def argument_bytes(config: DecoderConfig, pages: int, page_size: int) -> int:
     """Bytes of what a compiled decoding step is given, of which the pool is all that depends on its pages."""
     model, groups = functional(config), layer_groups(config)
-    form = groups[0].format()
-    rows = (len(groups[0].layers), pages, form.kv_heads, page_size, form.width)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    pool = jax.ShapeDtypeStruct(rows, jnp.dtype(config.dtype))
-    cache = PagedCache((Slots(pool),), (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, decode_only=True)
+    pools = jax.eval_shape(lambda: empty_pools(model.rules, groups, (pages,), page_size))
+    cache = PagedCache(pools, (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, decode_only=True)
 
     def step(params: Any, tokens: Any, positions: Any, cache: Any) -> Any:
         hidden, cache = model.forward(params, tokens, positions, cache)
