@@ -1,92 +1,109 @@
-"""Llama 3.1 pretraining (arXiv:2407.21783): the architectures as released, from random weights.
+"""Llama 3 pretraining (arXiv:2407.21783): the architectures as released, from random weights.
 
     jaxllm train llama3_8b --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Rows of 8,192 tokens, bf16 over float32 parameters, full recomputation. What the compilers say of the 8B step on 64
-devices is in README.md; the meshes of the others are where to begin, not yet compiled for any slice.
+bf16 over float32 parameters, full recomputation. Tables: predicted seconds of a step, share of the peak FLOP/s and
+memory of a device (GiB) by `jaxllm plan RECIPE --on SLICE --as-is --no-compile`, what a compiled step takes, and what
+there is. What was run: nothing at these sizes; steps were compiled, which is the column "compiled".
 """
 
-import dataclasses
-
-from jaxllm.checkpoint import CheckpointConfig
-from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, Llama3Scaling, MlpConfig, RopeConfig
-from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig
+from recipes._pretraining import decoder, pretraining
+
+
+def llama3_1b() -> RunConfig:
+    """1.2B parameters (Llama 3.2's 1B), half a million tokens a step.
+
+    on            s/step   MFU %     GiB  compiled      of
+    v5e:4x4        3.264    46.0     8.7         -    15.8
+    v6e:4x4        0.851    37.9     8.7         -    31.2
+    h100:1x8       1.347    44.4    13.2         -    79.1
+    h200:1x8       1.271    47.1    13.2         -   141.0
+    """
+    model = _llama(2048, 16, 32, 8192, head_dim=64, factor=32.0, tied=True)
+    return pretraining("llama3_1b", model, seq_len=8192, rows=64, peak=5e-4, mesh="fsdp")
 
 
 def llama3_8b() -> RunConfig:
-    """8B parameters on a v6e-64 slice or eight nodes of eight H100, one row a device."""
-    return _llama3("llama3_8b", embed_dim=4096, layers=32, heads=32, hidden=14336, peak=3e-4, rows=64, mesh="fsdp")
+    """8B parameters, one row of 8,192 tokens a device.
+
+    on            s/step   MFU %     GiB  compiled      of
+    v5e:8x8        4.211    50.8     8.2         -    15.8
+    v5p:4x4x4      1.743    52.7     8.2       8.4    95.7
+    v6e:8x8        1.041    44.1     8.2       8.3    31.2
+    tpu7x:2x4x4    0.744    49.1     8.2       9.0    94.7
+    h100:8x8       0.860    49.5     9.8       9.8    79.1
+    h200:8x8       0.825    51.7     9.8         -   141.0
+    """
+    return pretraining("llama3_8b", _8b(), seq_len=8192, rows=64, peak=3e-4, mesh="fsdp")
 
 
-def llama3_70b() -> RunConfig:
-    """70B parameters, meant for 256 devices, four of which share heads and feed-forward width."""
-    return _llama3(
-        "llama3_70b",
-        embed_dim=8192,
-        layers=80,
-        heads=64,
-        hidden=28672,
-        peak=1.5e-4,
-        rows=64,
-        mesh="fsdp=64,tensor=4",
-        parallel=ParallelConfig(sequence=True),
-    )
+def llama3_8b_128k() -> RunConfig:
+    """8B parameters, four rows of 131,072 tokens; keys and values go around rings of sixteen devices.
 
-
-def llama3_405b() -> RunConfig:
-    """405B parameters, meant for 1,024 devices, eight of which share heads and feed-forward width."""
-    return _llama3(
-        "llama3_405b",
-        embed_dim=16384,
-        layers=126,
-        heads=128,
-        hidden=53248,
-        peak=8e-5,
-        rows=128,
-        mesh="fsdp=128,tensor=8",
-        parallel=ParallelConfig(sequence=True),
-    )
+    on            s/step   MFU %     GiB  compiled      of
+    v5p:4x4x4      6.955    38.0     8.2         -    95.7
+    v6e:8x8        3.666    36.1     8.2         -    31.2
+    tpu7x:2x4x4    3.019    34.8     8.2         -    94.7
+    h100:8x8       3.338    36.8     9.8         -    79.1
+    h200:8x8       3.302    37.1     9.8         -   141.0
+    """
+    mesh = "fsdp=4,context=16"
+    return pretraining("llama3_8b_128k", _8b(), seq_len=2**17, rows=4, peak=3e-5, mesh=mesh)
 
 
 def llama3_8b_1m() -> RunConfig:
-    """8B parameters, one row of 1,048,576 tokens, meant for 128 devices whose keys and values go around a ring."""
-    run = _llama3("llama3_8b_1m", 4096, 32, 32, 14336, peak=3e-5, rows=1, mesh="context=128")
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=2**20))
+    """8B parameters, one row of 1,048,576 tokens; keys and values go around a ring of all devices.
+
+    on            s/step   MFU %     GiB  compiled      of
+    v5p:4x4x8     45.588    34.0     7.3       7.2    95.7
+    v6e:8x16      22.981    33.8     7.3         -    31.2
+    tpu7x:4x4x4   20.262    30.5     7.3         -    94.7
+    h100:16x8     21.268    33.9     8.8         -    79.1
+    """
+    return pretraining("llama3_8b_1m", _8b(), seq_len=2**20, rows=1, peak=3e-5, mesh="context=128")
 
 
-def _llama3(
-    name: str,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    hidden: int,
-    *,
-    peak: float,
-    rows: int,
-    mesh: str,
-    parallel: ParallelConfig | None = None,
-) -> RunConfig:
-    rope = RopeConfig(theta=500_000.0, scaling=Llama3Scaling())
-    attention = AttentionConfig(heads=heads, kv_heads=8, head_dim=128, rope=rope)
-    return RunConfig(
-        name=name,
-        model=DecoderConfig(
-            vocab_size=128_256,
-            embed_dim=embed_dim,
-            layers=layers,
-            pattern=(BlockConfig(attention, MlpConfig(hidden=hidden)),),
-            tied=False,
-            dtype="bfloat16",
-            remat="full",
-        ),
-        data=DataConfig(source="tokens.bin", tokenizer="tokenizer.json", seq_len=8192, batch_size=rows),
-        optim=OptimConfig(schedule=ScheduleConfig(kind="cosine", peak=peak, warmup=0.01, floor=0.1)),
-        steps=100_000,
-        mesh=mesh,
-        parallel=parallel or ParallelConfig(),
-        checkpoint=CheckpointConfig(every=1000),
-        eval_every=2000,
-    )
+def llama3_70b() -> RunConfig:
+    """70B parameters; four devices share heads and feed-forward width.
+
+    on            s/step   MFU %     GiB  compiled      of
+    v5e:16x16     10.435    44.8    11.7         -    15.8
+    v5p:4x8x8      4.026    49.8    11.7      11.7    95.7
+    v6e:16x16      3.045    32.9    11.7      11.4    31.2
+    tpu7x:4x4x8    2.510    31.8    11.7      11.6    94.7
+    h100:32x8      2.168    42.9     9.9       9.8    79.1
+    h200:32x8      2.120    43.9     9.9         -   141.0
+    """
+    mesh, plan = "fsdp=64,tensor=4", ParallelConfig(sequence=True)
+    model = _llama(8192, 80, 64, 28672)
+    return pretraining("llama3_70b", model, seq_len=8192, rows=64, peak=1.5e-4, mesh=mesh, parallel=plan)
+
+
+def llama3_405b() -> RunConfig:
+    """405B parameters; eight devices share heads and feed-forward width.
+
+    on            s/step   MFU %     GiB  compiled      of
+    v5p:8x8x16    11.293    49.9    16.4      16.6    95.7
+    4*v6e:16x16    8.986    31.3    16.4      17.4    31.2
+    tpu7x:8x8x8    7.712    29.1    16.4      18.1    94.7
+    h100:128x8    10.487    24.9    13.8      13.8    79.1
+    h200:128x8    10.392    25.1    13.8         -   141.0
+    """
+    mesh, plan = "fsdp=128,tensor=8", ParallelConfig(sequence=True)
+    model = _llama(16384, 126, 128, 53248)
+    return pretraining("llama3_405b", model, seq_len=8192, rows=128, peak=8e-5, mesh=mesh, parallel=plan)
+
+
+def _8b() -> DecoderConfig:
+    return _llama(4096, 32, 32, 14336)
+
+
+def _llama(
+    width: int, layers: int, heads: int, hidden: int, *, head_dim: int = 128, factor: float = 8.0, tied: bool = False
+) -> DecoderConfig:
+    rope = RopeConfig(theta=500_000.0, scaling=Llama3Scaling(factor=factor))
+    attention = AttentionConfig(heads=heads, kv_heads=8, head_dim=head_dim, rope=rope)
+    return decoder(128_256, width, layers, BlockConfig(attention, MlpConfig(hidden=hidden)), tied=tied)

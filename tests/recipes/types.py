@@ -1,0 +1,67 @@
+"""Recipes traced on meshes of devices that are not here: shapes, splits, and what explicit axes allow.
+
+python -m tests.recipes.types [NAME]    the loss of every recipe, with CPU seconds; of NAME, the training step too
+
+In an interpreter of its own, without the tests' checks of annotations, the times are what a user sees.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from benchmarks.recipes import recipes, topologies
+from jaxllm.data import Batch
+from jaxllm.models import functional, param_count
+from jaxllm.optim import optimizer, schedule
+from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
+from jaxllm.train.run import fitting_mesh, gradients
+from sharding.topology import Topology
+
+
+def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
+    """Parameters, and CPU seconds of tracing the loss; asserts that the step gives back the state it took."""
+    began = time.process_time()
+    run = make()
+    model = functional(run.model, run.parallel.rules())
+    mesh = fitting_mesh(run, model, Topology.parse(on).num_devices).abstract()
+    transform = optimizer(run.optim, run.steps, model.logical_axes())
+    state = abstract_state(model, transform, mesh)
+    shape = (run.data.batch_size, run.data.seq_len)
+    spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+    batch = Batch(tokens, tokens, tokens, tokens)  # type: ignore[arg-type]
+    with jax.sharding.use_abstract_mesh(mesh):
+        sums = jax.eval_shape(lambda params, batch: loss_sums(model, params, batch), state.params, batch)
+        seconds = time.process_time() - began
+        assert sums.nll.shape == (), sums
+        if step:
+            rate = schedule(run.optim.schedule, run.steps)
+            whole = train_step(gradients(run, model, mesh), transform, rate, run.model, run.routing.bias_rate)
+            after, metrics = jax.eval_shape(whole, state, batch)
+            assert metrics["loss"].shape == ()
+            for before, now in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):
+                is_same = (before.shape, before.dtype, before.sharding.spec)
+                assert is_same == (now.shape, now.dtype, now.sharding.spec), (make.__name__, before, now)
+    for other in topologies(make):  # legal there too
+        fitting_mesh(run, model, Topology.parse(other).num_devices)
+    return {"parameters": param_count(model.abstract()), "seconds": seconds}
+
+
+def main(whole: list[str]) -> None:
+    """One JSON object: what was found, by recipe."""
+    found = {}
+    for name, make in recipes().items():
+        on = (topologies(make) or ["cpu:1"])[0]
+        found[name] = checked(make, on, name in whole)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
