@@ -1,4 +1,4 @@
-"""Notebooks from their sources: `NAME.py` in percent format is what is written, linted and run, `NAME.ipynb` what Colab opens.
+"""Notebooks from their sources: `NAME.py`, in percent format, is written, linted and run; Colab opens `NAME.ipynb`.
 
     python -m notebooks.build                       makes all .ipynb
     python -m notebooks.build run NAME [FOLDER]     runs the cells in this process; figures go to FOLDER as PNG

@@ -1,6 +1,6 @@
 # %% [markdown]
 # # Plan a pod
-# **At the end you have** the fastest predicted layout of an 8B model on pods you do not own, and what training it costs.
+# **At the end you have** the fastest predicted layout of an 8B model on pods you do not own, and what it costs.
 
 # %% [setup]
 

@@ -57,8 +57,8 @@ for axis, spec in zip(axes, specs, strict=True):
     axis.set_title(str(spec).replace("PartitionSpec", "P"), fontsize=9)
 
 # %% [markdown]
-# Now `x @ w`, laid out by hand. Under explicit axes JAX works the result's place out from the operands', and refuses what
-# is ambiguous: a sum over a split dimension may end up anywhere, so it has to be told.
+# Now `x @ w`, laid out by hand. Under explicit axes JAX works out where the result lives, and refuses what is ambiguous: a
+# sum over a split dimension may end up anywhere, so it has to be told.
 
 # %%
 x, w = jnp.ones((32, 64)), jnp.ones((64, 128))
@@ -87,7 +87,7 @@ sent = {}
 for name, (of_x, of_w, out) in ways.items():
     with jax.set_mesh(mesh):
 
-        def product(x, w, out=out, gather=name.startswith("data")):
+        def product(x, w, out=out, gather=(of_w[0] == "fsdp")):
             w = jax.reshard(w, jax.P(None, None)) if gather else w
             return jnp.einsum("bd,df->bf", x, w, out_sharding=out)
 
@@ -101,7 +101,7 @@ for name, (of_x, of_w, out) in ways.items():
 # %%
 plt.figure(figsize=(7, 2))
 plt.barh(list(sent), [size / 1024 for size in sent.values()])
-plt.xlabel("KiB that a device receives")
+plt.xlabel("KiB that a device has of what is sent")
 
 # %% [markdown]
 # `jaxllm shard llama3_70b --devices 256` prints the same for every parameter of a model, and docs/parallelism.md what
