@@ -57,8 +57,8 @@ for axis, spec in zip(axes, specs, strict=True):
     axis.set_title(str(spec).replace("PartitionSpec", "P"), fontsize=9)
 
 # %% [markdown]
-# Now `x @ w`, laid out by hand. Under explicit axes JAX works out where the result lives, and refuses what is ambiguous: a
-# sum over a split dimension may end up anywhere, so it has to be told.
+# Now `x @ w`, laid out by hand. Under explicit axes JAX works out where the result lives, and refuses what is
+# ambiguous: a sum over a split dimension may end up anywhere, so it has to be told.
 
 # %%
 x, w = jnp.ones((32, 64)), jnp.ones((64, 128))
