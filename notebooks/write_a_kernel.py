@@ -23,7 +23,7 @@ def reference(x, gain, eps=1e-6):
 
 # %% [markdown]
 # **The kernel** sees one block at a time: some rows of x in fast memory, and the gain. XLA reads x twice where it does
-# not fuse; a kernel reads it once. On a TPU it is compiled by Mosaic; elsewhere Pallas interprets it, slowly and exactly.
+# not fuse; a kernel reads it once. On a TPU Mosaic compiles it; elsewhere Pallas interprets it, slowly and exactly.
 
 
 # %%
