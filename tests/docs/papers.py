@@ -1,0 +1,61 @@
+"""docs/papers.md, made from docs/papers.tsv: paper -> module -> test -> command.
+
+python -m tests.docs.papers
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs"
+HEAD = """# Papers
+
+What is built here after a paper, where it is, what holds it to the paper's definition, and a command that shows it. A
+module's docstring says which part of a paper it follows, and where it departs from it; a module may follow several. Made
+from [papers.tsv](papers.tsv) by `python -m tests.docs.papers`; a test checks that each module names its paper and that
+tests and commands exist.
+
+| paper | what | module | test | command |
+|---|---|---|---|---|
+"""
+
+
+class Paper(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        paper: arXiv number.
+        name: what of it.
+        module, test: files.
+        command: one line of a shell.
+    """
+
+    paper: str
+    name: str
+    module: str
+    test: str
+    command: str
+
+
+def papers() -> list[Paper]:
+    """The rows."""
+    with (FOLDER / "papers.tsv").open(newline="") as file:
+        head, *rows = csv.reader(file, delimiter="\t")
+    assert tuple(head) == Paper._fields
+    return [Paper(*row) for row in rows]
+
+
+def page() -> str:
+    """The page."""
+    rows = [
+        f"| [{row.paper}](https://arxiv.org/abs/{row.paper}) | {row.name} | `{row.module}` | `{row.test}` "
+        f"| `{row.command}` |\n"
+        for row in sorted(papers(), key=lambda row: (row.module, row.paper))
+    ]
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    (FOLDER / "papers.md").write_text(page())
