@@ -2,7 +2,7 @@
 
 Every mesh over the axes that can help, what a block recomputes, micro-batches, schedules and shares of offloaded layers
 is tried by formula; what the model or the batch does not fit is left out (the checks are those of ``jaxllm train``), as
-is what another layout beats: one of the same mesh that fits and keeps more of what it computes is never slower
+is what another layout beats: one of the same mesh and policy that fits with fewer micro-batches is never slower
 (dominance, as Galvatron prunes, arXiv:2211.13878). Nothing is compiled; the same question has the same answer.
 """
 
@@ -199,7 +199,8 @@ def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
             if _legal(run, staged, mesh, accumulate):
                 for zero, share in itertools.product((2, 3), OFFLOADS if name == "1f1b" else (0.0,)):
                     away = dataclasses.replace(staged, offload=share)
-                    yield (_laid(run, away, mesh, accumulate, remat, zero) for remat in REMATS)
+                    for remat in REMATS:
+                        yield iter([_laid(run, away, mesh, accumulate, remat, zero)])
 
 
 def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int, remat: str, zero: int) -> RunConfig:

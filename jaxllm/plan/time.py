@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
+
 from jaxllm.models import DecoderConfig, MoeConfig
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule import Costs
@@ -112,7 +114,7 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     compute = micro * (forward.compute + backward.compute + again.compute)
     waiting = micro * (forward.memory + backward.memory + again.memory)
     # What is kept waits in arrays of all layers: written there, and read.
-    kept = 2 * micro * rates.stream(memory.kept_bytes(work))
+    kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
     update = rates.stream(UPDATE_BYTES * sum(w.stored * w.layers for w in work.weights))
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
@@ -199,6 +201,22 @@ def _exposed(
         into[axes] = into.get(axes, 0.0) + seconds * share
         hidden[axes] = hidden.get(axes, 0.0) + seconds * (1 - share)
     return near, far, hidden
+
+
+def _handled(work: Work) -> float:
+    """Bytes that weights and gradients move in a step, outside products and the update.
+
+    A stored weight is cast (read, written narrow), and its gradient's place filled with zeros and written, for each
+    micro-batch. Weights that stay gathered, of ZeRO-1 and -2, are cut out of the whole for a layer's use, and so are
+    their gradients put back, narrow all of them: filled, written, and twice read and written.
+    """
+    wide, micro = jnp.dtype(work.run.model.param_dtype).itemsize, work.micro_batches
+    stored = sum(w.stored * w.layers for w in work.weights)
+    cast, summed = wide + work.width, 2 * wide
+    if work.run.parallel.zero == 3 or work.stages > 1:
+        return micro * stored * (cast + summed)
+    used = sum(w.used * w.layers for w in work.weights if w.matrix)
+    return stored * (cast + micro * summed) + micro * used * 6 * work.width
 
 
 def _host(work: Work, hardware: Hardware, calibration: Calibration, compute: float) -> float:

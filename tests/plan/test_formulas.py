@@ -99,13 +99,13 @@ def test_more_devices_never_hold_more_each(trial):
 
 
 @pytest.mark.parametrize("trial", range(8))
-def test_recomputing_more_keeps_less_and_takes_longer(trial):
+def test_recomputing_more_keeps_less_and_computes_more(trial):
     run = drawn(trial)
     for topology in TOPOLOGIES[8]:
         for mesh in ("fsdp=8", "fsdp=4,tensor=2"):
             kept, took = zip(*(on(run, mesh, topology, remat=remat) for remat in REMATS), strict=True)
             assert kept[0].total >= kept[1].total >= kept[2].total
-            assert took[0].seconds <= took[1].seconds <= took[2].seconds
+            assert took[0].compute <= took[1].compute < took[2].compute
 
 
 @pytest.mark.parametrize("trial", range(8))
