@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
@@ -53,3 +55,19 @@ def dot(a: Array, b: Array, over: tuple[int, int], product: Callable[..., Array]
 def round_up(n: int, multiple: int) -> int:
     """The least multiple that is not less than ``n``."""
     return -(-n // multiple) * multiple
+
+
+def cost(flops: float, moved: float, exponentials: float = 0) -> pl.CostEstimate:
+    """What a kernel takes, for XLA's scheduler and for whoever reads its program (``jaxllm.compiler.walker``).
+
+    Args:
+        flops: of its products; where a mask that is data leaves some out, of all that may be left in.
+        moved: bytes, read and written in the device's memory.
+        exponentials: and the like.
+    """
+    return pl.CostEstimate(flops=round(flops), bytes_accessed=round(moved), transcendentals=round(exponentials))
+
+
+def bytes_of(*arrays: Array | jax.ShapeDtypeStruct) -> int:
+    """Of all of them."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -12,11 +12,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models.params import constant, normal, use
+from jaxllm.models.saved import saved
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -24,6 +24,8 @@ ACTIVATIONS = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
+
+INNER = ("batch", "seq", "act_mlp")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Mlp(nnx.Module):
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         names = ("gate", "up") if self.config.gated else ("up",)
         weights = [use(getattr(self, name), x.dtype) for name in names]
-        inner = sharding.products(x, weights, [("batch", "seq", "act_mlp")] * len(names), over="act_mlp")
+        inner = sharding.products(x, weights, [INNER] * len(names), over="act_mlp")
         first, *second = (self._named(h, name) for h, name in zip(inner, names, strict=True))
         h = ACTIVATIONS[self.config.activation](first)
         h = h * second[0] if second else h
@@ -77,4 +79,4 @@ class Mlp(nnx.Module):
     def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
         if self.config.bias:
             inner = inner + use(getattr(self, f"{name}_bias"), inner.dtype)
-        return checkpoint_name(inner, name)
+        return saved(inner, name, INNER)

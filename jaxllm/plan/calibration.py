@@ -24,7 +24,7 @@ class Calibration:
     """
 
     products: float = 0.80
-    attention: float = 0.50
+    attention: float = 0.60
     memory: float = 0.85
     links: float = 0.85
     hidden: float = 0.80

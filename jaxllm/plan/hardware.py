@@ -14,8 +14,9 @@ device draws and costs. A file changes entries or adds some (``read``):
 Sources. ICI: cloud.google.com/tpu/docs, "interconnect bandwidth per chip, bidirectional" of each generation, over its
 links and two directions. Data-centre network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data
 sheets of A100, H100, H200, B200 (NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400
-Gb/s adapter a GPU (DGX systems). Watts of TPU v4: arXiv:2304.01433, table 4; of other TPUs none are published. Dollars:
-list prices on demand of cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
+Gb/s adapter a GPU (DGX systems). Hosts: PCIe of 16 lanes, generation 4 (A100) and 5; of TPUs Google does not say, 16
+GB/s are assumed (set host). Watts of TPU v4: arXiv:2304.01433, table 4; of other TPUs none are published. Dollars: list
+prices on demand of cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Hardware:
         hbm_bytes: memory there is.
         link: bytes/s each way, of one of a TPU's links to neighbours, or of a GPU to all others of its node.
         network: bytes/s each way, of a device to other slices or nodes.
+        host: bytes/s each way, of a device to its host's memory.
         hop: seconds that a message takes to a neighbour; to any device of a node, or of another one.
         tile: products' dimensions are rounded up to multiples of it.
         like: generation that programs are compiled for; "" if they cannot be.
@@ -66,6 +68,7 @@ class Hardware:
     hbm_bytes: int
     link: float
     network: float
+    host: float
     hop: float
     tile: int
     like: str
@@ -73,7 +76,7 @@ class Hardware:
     dollars_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("flops", "flops_float32", "bandwidth", "hbm_bytes", "link", "network", "tile"):
+        for name in ("flops", "flops_float32", "bandwidth", "hbm_bytes", "link", "network", "host", "tile"):
             if not getattr(self, name) > 0:
                 raise HardwareError(f"hardware {self.name}: {name} = {getattr(self, name)}; give a positive number.")
 
@@ -87,23 +90,45 @@ def _known(name: str, link: float, network: float, **more: Any) -> Hardware:
 
 
 def _made(
-    name: str, peak: Peak, hbm: int, link: float, network: float, *, like: str, gpu: bool, tile: int, **more: Any
+    name: str,
+    peak: Peak,
+    hbm: int,
+    link: float,
+    network: float,
+    *,
+    like: str,
+    gpu: bool,
+    tile: int,
+    host: float = 64e9,
+    **more: Any,
 ) -> Hardware:
     # TPUs make a float32 product of one bfloat16 pass by default, GPUs take TF32's half rate.
     slower = 2 if gpu else 1
     hop = 5e-6 if gpu else 1e-6
-    return Hardware(name, peak.flops, peak.flops / slower, peak.bandwidth, hbm, link, network, hop, tile, like, **more)
+    rates = peak.flops, peak.flops / slower, peak.bandwidth
+    return Hardware(name, *rates, hbm, link, network, host, hop, tile, like, **more)
 
 
 TABLE = {
     hardware.name: hardware
     for hardware in (
-        _known("v4", 50e9, 6.25e9, tile=128, watts=192.0, dollars_per_hour=3.22),
-        _known("v5e", 50e9, 3.125e9, tile=128, dollars_per_hour=1.20),
-        _known("v5p", 100e9, 6.25e9, tile=128, dollars_per_hour=4.20),
-        _known("v6e", 100e9, 12.5e9, tile=256, dollars_per_hour=2.70),
-        _known("tpu7x", 50e9, 6.25e9, tile=256),
-        _made("a100", Peak(312e12, 2.039e12), 85_097_971_712, 300e9, 25e9, like="", gpu=True, tile=128, watts=400.0),
+        _known("v4", 50e9, 6.25e9, tile=128, host=16e9, watts=192.0, dollars_per_hour=3.22),
+        _known("v5e", 50e9, 3.125e9, tile=128, host=16e9, dollars_per_hour=1.20),
+        _known("v5p", 100e9, 6.25e9, tile=128, host=16e9, dollars_per_hour=4.20),
+        _known("v6e", 100e9, 12.5e9, tile=256, host=16e9, dollars_per_hour=2.70),
+        _known("tpu7x", 50e9, 6.25e9, tile=256, host=16e9),
+        _made(
+            "a100",
+            Peak(312e12, 2.039e12),
+            85_097_971_712,
+            300e9,
+            25e9,
+            like="",
+            gpu=True,
+            tile=128,
+            host=32e9,
+            watts=400.0,
+        ),
         _known("h100", 450e9, 50e9, tile=128, watts=700.0),
         _known("h200", 450e9, 50e9, tile=128, watts=700.0),
         _known("b200", 900e9, 50e9, tile=128, watts=1000.0),

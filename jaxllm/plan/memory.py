@@ -7,7 +7,9 @@ backward pass needs besides at the fullest moment is counted in copies of its ar
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,7 +110,8 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
     """Of a run whose mesh is legal, on ``"tpu"`` or ``"gpu"``."""
     work = Work.of(run, mesh)
     wide = jnp.dtype(run.model.param_dtype).itemsize
-    parameters = sum(w.layers * w.stored for w in work.weights) * wide
+    laid = tiled if platform == "tpu" else math.prod
+    parameters = sum(laid(w.shape) for w in work.weights) * wide
     copies = COPIES[platform]
     kept, host = _activations(work)
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
@@ -122,6 +125,26 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
         round(_working(work, copies)),
         host,
     )
+
+
+def tiled(shape: Sequence[int]) -> int:
+    """Numbers that an array takes in a TPU's memory: in tiles of 8 x 128 over those two dimensions that waste least."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    whole = math.prod(shape)
+    waste = (
+        _up(shape[lane], 128) / shape[lane] * _up(shape[row], min(8, _power_of_two(shape[row]))) / shape[row]
+        for lane, row in itertools.permutations(range(len(shape)), 2)
+    )
+    return round(whole * min(waste))
+
+
+def _up(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def saved_bytes(work: Work, block: BlockConfig) -> int:
@@ -142,14 +165,18 @@ def saved_bytes(work: Work, block: BlockConfig) -> int:
     return round(stored)
 
 
+def kept_bytes(work: Work) -> float:
+    """What one micro-batch's forward pass of a device's layers leaves for the backward pass."""
+    groups = work.run.model.segments
+    of_group = lambda group: work.stream_bytes() + sum(saved_bytes(work, block) for block in group)  # noqa: E731
+    return sum(repeats / work.stages * of_group(group) for group, repeats in groups)
+
+
 def _activations(work: Work) -> tuple[int, int]:
     """(bytes on the device, in the host's memory) of what waits for the backward pass."""
-    per_input = work.stream_bytes()
-    of_layers = 0.0
-    for group, repeats in work.run.model.segments:
-        of_layers += repeats / work.stages * (per_input + sum(saved_bytes(work, block) for block in group))
+    of_layers = kept_bytes(work)
     if work.stages == 1:
-        return round(of_layers + 2 * per_input), 0  # and the last layer's result, normed and not
+        return round(of_layers + 2 * work.stream_bytes()), 0  # and the last layer's result, normed and not
     plan = work.run.parallel
     chunks = plan.chunks or default_chunks(plan.schedule)
     slots = pools(plan.schedule, work.stages, work.micro_batches, plan.chunks, plan.offload > 0)

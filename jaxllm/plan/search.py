@@ -2,7 +2,7 @@
 
 Every mesh over the axes that can help, what a block recomputes, micro-batches, schedules and shares of offloaded layers
 is tried by formula; what the model or the batch does not fit is left out (the checks are those of ``jaxllm train``), as
-is what another layout beats: one of the same mesh that fits and keeps more of what it computes is never slower
+is what another layout beats: one of the same mesh and policy that fits with fewer micro-batches is never slower
 (dominance, as Galvatron prunes, arXiv:2211.13878). Nothing is compiled; the same question has the same answer.
 """
 
@@ -32,6 +32,8 @@ from sharding import AXES, MeshSpec, Rules, ShardingError
 
 REMATS = ("none", "elementwise", "full")
 """From the fastest to the one that keeps least."""
+OFFLOADS = (0.0, 0.5, 1.0)
+"""Shares of a stage's layers whose activations wait in the host's memory; of a pipeline, which alone can."""
 MOST_MICRO_BATCHES = 64
 LONG_ROW = 32_768
 """Rows from which on the sequence is split over devices; shorter ones have the batch for that."""
@@ -167,7 +169,7 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
         if is_mixture(run) and size["expert"] * size["tensor"] > devices:
             continue
         ways = size["data"] * size["fsdp"] * size.get("expert", 1)
-        if ways > run.data.batch_size:
+        if run.data.batch_size % ways:
             continue
         axes = tuple((name, size[name]) for name in AXES if size.get(name, 1) > 1)
         mesh = MeshSpec(axes or (("data", 1),))
@@ -188,15 +190,17 @@ def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
     if stages == 1:
         if not _legal(run, plan, mesh, 1):
             return
-        for remat, zero in itertools.product(REMATS, (3, 2)):
-            yield (_laid(run, plan, mesh, n, remat, zero) for n in micro if zero == 3 or n > 1)
+        for remat, zero in itertools.product(REMATS, (3, 2, 1)):  # of one micro-batch, ZeRO-1 does what ZeRO-2 does
+            yield (_laid(run, plan, mesh, n, remat, zero) for n in micro if zero > 1 or n > 1)
         return
     for accumulate in (n for n in micro if n >= 2 * stages or n == micro[-1]):
         for name, depths in _schedules(run, stages, accumulate):
             staged = dataclasses.replace(plan, schedule=name, depths=depths)
             if _legal(run, staged, mesh, accumulate):
-                for zero in (2, 3):
-                    yield (_laid(run, staged, mesh, accumulate, remat, zero) for remat in REMATS)
+                for zero, share in itertools.product((2, 3), OFFLOADS if name == "1f1b" else (0.0,)):
+                    away = dataclasses.replace(staged, offload=share)
+                    for remat in REMATS:
+                        yield iter([_laid(run, away, mesh, accumulate, remat, zero)])
 
 
 def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int, remat: str, zero: int) -> RunConfig:

@@ -14,12 +14,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
+
 from jaxllm.models import DecoderConfig, MoeConfig
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule import Costs
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table import Expected
 from jaxllm.parallel.traffic import expected
+from jaxllm.plan import memory
 from jaxllm.plan.calibration import DEFAULT, Calibration
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.plan.network import Network
@@ -28,8 +31,9 @@ from jaxllm.train import RunConfig
 from jaxllm.train.flops import train_flops_per_token
 from sharding import MeshSpec
 
-ATTENTION_BACKWARD = 2.5
-"""Products of attention's backward pass over those of its forward one: scores again, and four gradients."""
+ATTENTION_BACKWARD = 3.5
+"""Products of attention's backward pass over the two of its forward one: its two kernels, of queries and of keys and
+values, each make the scores and their gradient again."""
 UPDATE_BYTES = 36
 """Of a float32 parameter with two moments: gradient read twice (its norm first), the three read and written, and a
 gradient written."""
@@ -49,6 +53,7 @@ class StepTime:
         near: collectives inside a slice or node that nothing hides, by mesh axes.
         far: likewise over the network between slices or nodes.
         bubble: waiting for other stages of a pipeline.
+        host: of activations on their way to the host's memory and back, what nothing hides.
         flops: of the model, in all (recomputation does not count).
         devices: that take part.
     """
@@ -58,6 +63,7 @@ class StepTime:
     near: dict[str, float]
     far: dict[str, float]
     bubble: float
+    host: float
     flops: float
     devices: int
     hidden: dict[str, float] = field(default_factory=dict)
@@ -65,7 +71,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.compute + self.memory + sum(self.near.values()) + sum(self.far.values()) + self.bubble
+        return sum((self.compute, self.memory, *self.near.values(), *self.far.values(), self.bubble, self.host))
 
     def mfu(self, peak: float) -> float:
         """Model FLOPs over what the devices could do at ``peak`` FLOP/s each."""
@@ -106,17 +112,21 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     forward, backward, again = (_Pass(work, rates, kind) for kind in ("forward", "backward", "again"))
     micro = work.micro_batches
     compute = micro * (forward.compute + backward.compute + again.compute)
-    memory = micro * (forward.memory + backward.memory + again.memory)
+    waiting = micro * (forward.memory + backward.memory + again.memory)
+    # What is kept waits in arrays of all layers: written there, and read.
+    kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
     update = rates.stream(UPDATE_BYTES * sum(w.stored * w.layers for w in work.weights))
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
-    busy = compute + memory + sum(near.values()) + sum(far.values())
+    host = _host(work, cluster.hardware, calibration, compute)
+    busy = compute + waiting + kept + sum(near.values()) + sum(far.values()) + host
     return StepTime(
         compute,
-        memory + update,
+        waiting + kept + update,
         near,
         far,
         _bubble(work, busy, forward),
+        host,
         train_flops_per_token(run.model, work.row) * run.data.batch_size * work.row,
         cluster.devices,
         hidden,
@@ -191,6 +201,28 @@ def _exposed(
         into[axes] = into.get(axes, 0.0) + seconds * share
         hidden[axes] = hidden.get(axes, 0.0) + seconds * (1 - share)
     return near, far, hidden
+
+
+def _handled(work: Work) -> float:
+    """Bytes that weights and gradients move in a step, outside products and the update.
+
+    A stored weight is cast (read, written narrow), and its gradient's place filled with zeros and written, for each
+    micro-batch. Weights that stay gathered, of ZeRO-1 and -2, are cut out of the whole for a layer's use, and so are
+    their gradients put back, narrow all of them: filled, written, and twice read and written.
+    """
+    wide, micro = jnp.dtype(work.run.model.param_dtype).itemsize, work.micro_batches
+    stored = sum(w.stored * w.layers for w in work.weights)
+    cast, summed = wide + work.width, 2 * wide
+    if work.run.parallel.zero == 3 or work.stages > 1:
+        return micro * stored * (cast + summed)
+    used = sum(w.used * w.layers for w in work.weights if w.matrix)
+    return stored * (cast + micro * summed) + micro * used * 6 * work.width
+
+
+def _host(work: Work, hardware: Hardware, calibration: Calibration, compute: float) -> float:
+    """Exposed seconds of offloaded activations: away while layers run forward, back while they run backward."""
+    sent = work.run.parallel.offload * memory.kept_bytes(work) * work.micro_batches / hardware.host
+    return 2 * max(0.0, sent - calibration.hidden * compute / 3)  # a third of the arithmetic is the forward pass
 
 
 def _carried_out(one: Expected, network: Network) -> str:

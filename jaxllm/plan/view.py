@@ -14,7 +14,8 @@ from sharding.topology import GIB
 
 def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
     """Layouts, the fastest first: what is chosen, time and its parts, memory."""
-    head = ("", "mesh", "remat", "micro", "plan", "s/step", "MFU %", "compute", "HBM", "ICI", "DCN", "bubble", "GiB")
+    spent = ("compute", "HBM", "ICI", "DCN", "bubble", "host")
+    head = ("", "mesh", "remat", "micro", "plan", "s/step", "MFU %", *spent, "GiB")
     if cluster.topology.platform == "gpu":
         head = tuple({"ICI": "NVLink", "DCN": "network"}.get(name, name) for name in head)
     rows = [
@@ -31,14 +32,21 @@ def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
         )
         for number, layout in enumerate(layouts, 1)
     ]
-    return columns(head, rows, "><<><>>>>>>>>")
+    return columns(head, rows, "><<><>>>>>>>>>")
 
 
 def parts(layout: Layout) -> dict[str, float]:
     """Seconds of a step by what they are spent on."""
     time = layout.time
     near, far = sum(time.near.values()), sum(time.far.values())
-    return {"compute": time.compute, "memory": time.memory, "near": near, "far": far, "bubble": time.bubble}
+    return {
+        "compute": time.compute,
+        "memory": time.memory,
+        "near": near,
+        "far": far,
+        "bubble": time.bubble,
+        "host": time.host,
+    }
 
 
 def plan(layout: Layout) -> str:
@@ -60,6 +68,7 @@ def explained(layout: Layout, cluster: Cluster) -> str:
     rows += [(f"sent over {axes}, inside", seconds) for axes, seconds in time.near.items() if seconds]
     rows += [(f"sent over {axes}, between", seconds) for axes, seconds in time.far.items() if seconds]
     rows += [("bubble", time.bubble)] if time.bubble else []
+    rows += [("to the host and back", time.host)] if time.host else []
     lines += [f"  {label:<44}{seconds:10.4f}" for label, seconds in rows]
     if any(time.hidden.values()):
         behind = ", ".join(f"{seconds:.3f} s over {axes}" for axes, seconds in time.hidden.items() if seconds > 5e-4)

@@ -31,6 +31,7 @@ class Weight:
     Attributes:
         name: its path.
         layers: how many of them a device has.
+        shape: of all of them, as they lie on a device between steps.
         stored: numbers as it lies between steps.
         used: numbers while it is used, gathered.
         sides: of a matrix as it is used: width on the residual stream's side, and on the other.
@@ -41,6 +42,7 @@ class Weight:
 
     name: str
     layers: int
+    shape: tuple[int, ...]
     stored: int
     used: int
     sides: tuple[int, int]
@@ -207,6 +209,7 @@ def _weight(
     return Weight(
         name,
         layers,
+        stored,
         per_layer,
         math.prod(one),
         (one[stream] if one else 1, math.prod(others)),

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import result_like, target_device
-from pallas_kernels._pallas import check, dot, interpret_tpu, round_up
+from pallas_kernels._pallas import bytes_of, check, cost, dot, interpret_tpu, round_up
 from pallas_kernels.cross_entropy import blockwise, config
 from pallas_kernels.cross_entropy.blockwise import LOWEST, NOWHERE, Options, Part, Slopes, cap
 
@@ -99,6 +99,11 @@ class _Kernels(NamedTuple):
             out_shape=out,
             compiler_params=_params(blocks),
             interpret=interpret_tpu(),
+            cost_estimate=cost(
+                2 * rows * vocab * embed * (1 + gradients),
+                bytes_of(padded, *out) + rows // size * bytes_of(head),
+                rows * vocab,
+            ),
             name="cross_entropy",
         )(padded, head, _pad(local, size, NOWHERE)[:, None])
         part = Part(*(x[:tokens, 0] for x in (top, total, target)))
@@ -151,6 +156,11 @@ class _Kernels(NamedTuple):
             scratch_shapes=[pltpu.VMEM((step, embed), jnp.float32)],
             compiler_params=_params(blocks),
             interpret=interpret_tpu(),
+            cost_estimate=cost(
+                4 * padded.shape[0] * vocab * embed,
+                2 * bytes_of(head) + -(-vocab // step) * bytes_of(padded),
+                padded.shape[0] * vocab,
+            ),
             name="cross_entropy_d_head",
         )(padded, head, _pad(local, size, NOWHERE)[None], *(_pad(x, size)[None] for x in slopes))
 

@@ -164,7 +164,11 @@ def _extent(low: Array, high: Array, *, queries: bool) -> tuple[Array, Array]:
 
 @runtime_checkable
 class Kernels(Protocol):
-    """What a platform provides. A logsumexp here is minus the lowest for a query that sees nothing."""
+    """What a platform provides. A logsumexp here is minus the lowest for a query that sees nothing.
+
+    Forward's results are ``named`` as its kernel writes them: where a backward pass keeps them, it keeps that form, and
+    no other order of dimensions has to be made for it.
+    """
 
     def forward(
         self, options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
@@ -198,6 +202,11 @@ def check(name: str, q: Array, k: Array, v: Array) -> None:
         raise NotImplementedError(f"{name} takes no empty arrays: q {list(q.shape)}, k {list(k.shape)}.")
 
 
+def named(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Attended values and logsumexp, named for policies of ``jax.checkpoint``."""
+    return checkpoint_name(out, RESIDUALS[3]), checkpoint_name(lse, RESIDUALS[4])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
     kernels: Kernels, options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
@@ -211,7 +220,6 @@ def _forward(
 ) -> tuple[tuple[Array, Array], Any]:
     q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), RESIDUALS, strict=False))
     out, lse = kernels.forward(options, q, k, v, sinks, mask)
-    out, lse = checkpoint_name(out, RESIDUALS[3]), checkpoint_name(lse, RESIDUALS[4])
     return (out, jnp.where(lse == -LOWEST, -jnp.inf, lse)), (q, k, v, sinks, out, lse, mask)
 
 

@@ -72,8 +72,9 @@ class _Kernels(NamedTuple):
             "out": result_like(q, (b, s, n, v.shape[3]), q.dtype),
             "lse": result_like(q, (b, n, s), jnp.float32),
         }
-        out = call.over_keys(_forward_kernel, operands, results)
-        return out["out"][:, : q.shape[1]], out["lse"].swapaxes(1, 2)[:, : q.shape[1]]
+        made = call.over_keys(_forward_kernel, operands, results)
+        out, lse = blockwise.named(made["out"], made["lse"])
+        return out[:, : q.shape[1]], lse.swapaxes(1, 2)[:, : q.shape[1]]
 
     def backward(
         self, options: Options, q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, mask: Mask

@@ -65,8 +65,9 @@ class _Kernels(NamedTuple):
             "lse": result_like(q, (layout.batch, layout.heads // layout.fold, 1, rows), jnp.float32),
         }
         scratch = {"top": (1, layout.rows), "total": (1, layout.rows), "acc": (v.shape[3], layout.rows)}
-        out = grid.call(_forward_kernel, options, blocks, operands, results, scratch)
-        return layout.from_rows(out["out"]), layout.from_rows(out["lse"])[..., 0]
+        made = grid.call(_forward_kernel, options, blocks, operands, results, scratch, q.shape[3] + v.shape[3])
+        out, lse = blockwise.named(made["out"], made["lse"])
+        return layout.from_rows(out), layout.from_rows(lse)[..., 0]
 
     def backward(
         self, options: Options, q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, mask: Mask
@@ -83,6 +84,7 @@ class _Kernels(NamedTuple):
             operands | {"k_columns": operands["k"].mT},
             {"d_q": result_like(q, operands["q"].shape, q.dtype)},
             {"acc": (q.shape[3], layout.rows)},
+            2 * q.shape[3] + v.shape[3],
         )["d_q"]
         d_kv = Grid.over_queries(layout, mask, options).call(
             _d_kv_kernel,
@@ -91,6 +93,7 @@ class _Kernels(NamedTuple):
             operands,
             {f"d_{name}": result_like(q, operands[name].shape, k.dtype) for name in ("k", "v")},
             {"d_k_acc": (layout.kv_block, k.shape[3]), "d_v_acc": (layout.kv_block, v.shape[3])},
+            2 * (q.shape[3] + v.shape[3]),
         )
         d_k, d_v = (d_kv[name].swapaxes(1, 2)[:, : layout.t] for name in ("d_k", "d_v"))
         return layout.from_rows(d_q), d_k, d_v

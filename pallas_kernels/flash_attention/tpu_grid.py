@@ -13,7 +13,7 @@ dim of keys, V of values, R = F x queries of a block, W rows of all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting
+from pallas_kernels._pallas import bytes_of, cost
 from pallas_kernels.flash_attention import blockwise, config
 from pallas_kernels.flash_attention.blockwise import Places
 from pallas_kernels.flash_attention.xla import Mask, Options
@@ -178,8 +179,12 @@ class Grid(NamedTuple):
         operands: dict[str, Array],
         results: dict[str, jax.ShapeDtypeStruct],
         scratch: dict[str, tuple[int, ...]],
+        widths: int,
     ) -> dict[str, Array]:
-        """Runs ``kernel(refs, options, step)`` at every step; an array's name says how it is cut."""
+        """Runs ``kernel(refs, options, step)`` at every step; an array's name says how it is cut.
+
+        ``widths``: head dims of its products, added up.
+        """
         operands = operands | self.mask_operands()
         names = (*operands, *results, *scratch)
 
@@ -203,9 +208,23 @@ class Grid(NamedTuple):
             interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
             if is_interpreting()
             else False,
+            cost_estimate=self.cost(options, operands | results, widths),
             name=f"flash_attention{kernel.__name__.removesuffix('_kernel')}",
         )
         return dict(zip(results, call(self.bounds, *operands.values()), strict=True))
+
+    def cost(
+        self, options: Options, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], widths: int
+    ) -> pl.CostEstimate:
+        """Of a kernel whose products have these ``widths`` in all; rows taken for one segment each."""
+        layout = self.layout
+        pairs = visible(layout.s, layout.t, options.window)
+        met = pairs / (layout.s * layout.t)
+        again = {name: bytes_of(x) for name, x in arrays.items() if (name in _KEYS + _COLUMNS) != self.inner_queries}
+        times = max(1.0, self.outer_blocks * met)
+        moved = bytes_of(*arrays.values()) + sum(again.values()) * (times - 1)
+        products = layout.batch * layout.heads * pairs
+        return cost(2 * products * widths, moved, products)
 
     def spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
         """How the array of that name is cut."""
@@ -236,6 +255,14 @@ class Grid(NamedTuple):
         if name in ("kv_at", "kv_in"):
             return pl.BlockSpec((None, 1, keys), lambda b, *i: (row(b), 0, at(b, *i)[3]))
         return pl.BlockSpec((None, 1, rows), lambda b, *i: (at(b, *i)[0], 0, 0))  # sinks
+
+
+def visible(queries: int, keys: int, window: int | None) -> float:
+    """Pairs of a query and a key that a causal mask leaves, the last query at the last key; at most ``window`` each."""
+    if queries == keys:
+        reach = keys if window is None else min(window, keys)
+        return reach * (reach + 1) / 2 + (keys - reach) * reach
+    return queries * (keys if window is None else min(window, keys))
 
 
 class Step(NamedTuple):

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import result_like, target_device
-from pallas_kernels._pallas import check, dot, interpret_tpu
+from pallas_kernels._pallas import bytes_of, check, cost, dot, interpret_tpu
 from pallas_kernels.grouped_matmul import config, steps
 from pallas_kernels.grouped_matmul.steps import Steps
 
@@ -96,6 +96,10 @@ class _Kernels(NamedTuple):
             ),
             compiler_params=_params(kind, "parallel", "arbitrary", "arbitrary"),
             interpret=interpret_tpu(),
+            cost_estimate=cost(
+                2 * m * inner * columns,
+                -(-columns // tiles.columns) * bytes_of(rows) + bytes_of(matrices) + m * columns * rows.dtype.itemsize,
+            ),
             name="grouped_matmul_d_lhs" if transposed else "grouped_matmul",
         )
         return call(*plan, rows, matrices)
@@ -144,6 +148,12 @@ class _Kernels(NamedTuple):
             ),
             compiler_params=_params(kind, "parallel", "parallel", "arbitrary"),
             interpret=interpret_tpu(),
+            cost_estimate=cost(
+                2 * m * left * columns,
+                -(-columns // tiles.columns) * bytes_of(lhs)
+                + -(-left // tiles.left) * bytes_of(d_out)
+                + e * left * columns * lhs.dtype.itemsize,
+            ),
             name="grouped_matmul_d_rhs",
         )
         return call(*plan, lhs, d_out)

@@ -26,9 +26,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device, vary_over, varying_axes
+from pallas_kernels._pallas import bytes_of, cost
 from pallas_kernels.flash_attention import blockwise, config
 from pallas_kernels.flash_attention.pallas_tpu import add_d_kv, add_d_q, attend
-from pallas_kernels.flash_attention.tpu_grid import Grid, Layout, Step
+from pallas_kernels.flash_attention.tpu_grid import Grid, Layout, Step, visible
 from pallas_kernels.flash_attention.xla import Mask, Options
 from pallas_kernels.ring_attention.layout import Layout as Order
 from pallas_kernels.ring_attention.layout import places
@@ -86,6 +87,7 @@ def _forward(
         {"k": layout.keys(k), "v_columns": layout.keys(v).mT},
         dict(zip(_STATE, (top, total, acc), strict=True)),
         {},
+        q.shape[3] + v.shape[3],
     )
     safe, lse = blockwise.finish(done["top"], done["total"])
     out = layout.from_rows((done["acc"] / safe).astype(q.dtype))
@@ -106,6 +108,7 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
         {"k": keys, "v": values, "k_columns": keys.mT},
         {"acc": jnp.zeros(rows[0].shape, jnp.float32)},
         {"d_k_acc": keys, "d_v_acc": values},
+        4 * q.shape[3] + 3 * v.shape[3],
     )
     d_q = layout.from_rows(done["acc"])
     home = ring.shift((done["d_k_acc"][tour.last % 2], done["d_v_acc"][tour.last % 2]), -tour.last)
@@ -175,6 +178,7 @@ class _Tour(NamedTuple):
         travelling: Mapping[str, Array],
         state: Mapping[str, Array],
         following: Mapping[str, Array],
+        widths: int,
     ) -> dict[str, Array]:
         """Calls ``at_step`` at every step, in a kernel.
 
@@ -183,6 +187,7 @@ class _Tour(NamedTuple):
             travelling: what goes around; there are two buffers of each.
             state: what stays and is updated.
             following: what follows a step behind; of its shape and in float32, not initialised.
+            widths: head dims of its products, added up.
 
         Returns:
             The state and both buffers of what follows, after the last step.
@@ -220,9 +225,16 @@ class _Tour(NamedTuple):
             interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
             if is_interpreting()
             else False,
+            cost_estimate=self.cost(operands | results, widths),
             name=f"ring_attention{at_step.__name__.removesuffix('_step')}",
         )(*scalars.values(), *operands.values())
         return dict(zip(results, done, strict=True))
+
+    def cost(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], widths: int) -> pl.CostEstimate:
+        """Of a device that meets as many keys as the others do in the mean; rows taken for one segment each."""
+        layout, row = self.keys.layout, self.keys.layout.s * self.ring.shards
+        products = layout.batch * layout.heads * visible(row, row, self.options.window) / self.ring.shards
+        return cost(2 * products * widths, bytes_of(*arrays.values()) * (self.last + 1), products)
 
 
 class _Here(NamedTuple):

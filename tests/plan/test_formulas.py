@@ -64,9 +64,27 @@ def test_state_is_that_of_the_sharding_table(trial):
     run = drawn(trial)
     for mesh in ("fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=4"):
         table = sharding_table(dataclasses.replace(run, mesh=mesh), 8)
-        found, _ = on(run, mesh, "v6e:2x4")
+        found, _ = on(run, mesh, "h100:1x8")
         assert found.parameters == device_bytes(table.parameters)
         assert found.optimizer == device_bytes(table.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "laid"),
+    [
+        ((5000,), (5000,)),
+        ((58, 112, 2048), (58, 112, 2048)),
+        ((58, 14, 2048), (64, 14, 2048)),  # 58 to whole rows wastes less than 14
+        ((3, 14, 18432), (3, 16, 18432)),
+        ((129280, 14), (129280, 16)),
+        ((58, 14, 576), (64, 14, 640)),
+        ((8, 64, 8, 64), (8, 128, 8, 64)),
+        ((4096, 2, 3), (4096, 2, 3)),  # rows of 1, 2 and 4 fill smaller tiles
+    ],
+)
+def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shape, laid):
+    """As the compiler laid out DeepSeek-V3 on 512 chips, where the shape is one of its."""
+    assert memory.tiled(shape) == math.prod(laid)
 
 
 @pytest.mark.parametrize("trial", range(8))
@@ -81,13 +99,13 @@ def test_more_devices_never_hold_more_each(trial):
 
 
 @pytest.mark.parametrize("trial", range(8))
-def test_recomputing_more_keeps_less_and_takes_longer(trial):
+def test_recomputing_more_keeps_less_and_computes_more(trial):
     run = drawn(trial)
     for topology in TOPOLOGIES[8]:
         for mesh in ("fsdp=8", "fsdp=4,tensor=2"):
             kept, took = zip(*(on(run, mesh, topology, remat=remat) for remat in REMATS), strict=True)
             assert kept[0].total >= kept[1].total >= kept[2].total
-            assert took[0].seconds <= took[1].seconds <= took[2].seconds
+            assert took[0].compute <= took[1].compute < took[2].compute
 
 
 @pytest.mark.parametrize("trial", range(8))

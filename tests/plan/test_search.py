@@ -10,14 +10,17 @@ import pytest
 from jaxllm import cli
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.models import functional
-from jaxllm.plan import search
+from jaxllm.plan import memory, search
+from jaxllm.plan.calibration import DEFAULT
 from jaxllm.plan.compiled import Compiled
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import TABLE, Cluster
 from jaxllm.plan.save import write_recipe
+from jaxllm.plan.work import Work
 from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b
 from recipes.mixtral import mixtral_8x22b
 from recipes.quickstart import quickstart
+from sharding import MeshSpec
 from sharding.isolate import OutOfDeviceMemory
 
 SMALL = ("--model.layers", "2", "--data.seq-len", "32", "--data.batch-size", "8")
@@ -67,12 +70,45 @@ def test_its_first_is_no_slower_than_any_plan_that_fits():
             assert not other.fits or best.time.seconds <= other.time.seconds * (1 + 1e-9)
 
 
+def test_offloading_is_tried_where_a_pipeline_can():
+    cluster, run = Cluster.parse("h100:1x4"), cut(llama3_8b(), 8, 16)
+    shares = {}
+    for mesh in search.meshes(run, cluster):
+        for family in search._families(run, mesh):
+            shares.setdefault("stage" in dict(mesh.axes), set()).update(laid.parallel.offload for laid in family)
+    assert shares == {True: set(search.OFFLOADS), False: {0.0}}
+
+
+def test_offloading_frees_the_device_and_waits_for_a_slow_host():
+    run = dataclasses.replace(cut(llama3_8b(), 8, 16), accumulate=8, mesh="stage=4")
+    mesh = MeshSpec.parse(run.mesh)
+    away = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, offload=1.0))
+    plain, fast = (search.predicted(laid, mesh, Cluster.parse("h100:1x4")) for laid in (run, away))
+    table = {"h100": dataclasses.replace(TABLE["h100"], host=1e9)}
+    slow = search.predicted(away, mesh, Cluster.parse("h100:1x4", table))
+    assert plain.memory.host == 0 < fast.memory.host
+    assert fast.memory.total < plain.memory.total
+    kept = memory.kept_bytes(Work.of(away, mesh))
+    assert kept == 4 * 8192 * 4096 * 2, "the inputs of a stage's two layers, for two rows"
+    hidden = DEFAULT.hidden * slow.time.compute / 3
+    assert slow.time.host == pytest.approx(2 * (8 * kept / 1e9 - hidden))
+    assert slow.time.seconds > fast.time.seconds + slow.time.host - fast.time.host
+
+
 def test_what_does_not_fit_says_what_would(capsys):
     asked = ["--no-compile", "--model.layers", "12", "--data.batch-size", "4"]
     assert cli.main(["plan", "llama3_8b", "--on", "v5e:2x2", *asked]) == 1
     said = capsys.readouterr().out
     assert "too much" in said
     assert "On v5e:2x4 it fits" in said
+
+
+def test_a_batch_that_nothing_divides_says_what_fits(capsys):
+    asked = ["--no-compile", "--model.layers", "12", "--data.batch-size", "101"]
+    assert cli.main(["plan", "llama3_8b", "--on", "v5e:4x4", *asked]) == 1
+    said = capsys.readouterr().out
+    assert "no layout" in said
+    assert "--data.batch-size 50" in said or "On v5e" in said
 
 
 def test_the_command_ranks_explains_prices_and_saves(tmp_path, capsys):

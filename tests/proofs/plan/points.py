@@ -1,6 +1,9 @@
 """Thirty runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
 
-python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
+    python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
+
+This is also the list of what each recipe's step takes, in memory and in time to compile: compiling a point again says
+what has become more, and its difference in git is the regression.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxllm.compiler.aot import CompileReport
+from jaxllm.config import from_dict, to_dict
 from jaxllm.files import write_json
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile import compile_for, step_on
 from recipes.llama3 import llama3_8b
+from sharding.isolate import run_isolated
 from sharding.topology import Topology
 from tests.proofs.moe_models.pods import RECIPES
 from tests.proofs.parallelism.pods import CASES, run_of
@@ -79,13 +86,13 @@ class Said:
     """What a compiler said of a point, bytes of one device.
 
     Attributes:
-        arguments: None where only the record of a proof ``pods`` is known, which has the total.
+        arguments: by ``compile_arguments``, which the compiler of a whole step agrees with.
         total: of a step.
-        jax, compiler: versions.
+        jax, compiler: versions; of a total that the record of a proof ``pods`` has, the record's commit.
         compile_seconds: on two cores with much else to do; 0 for a record.
     """
 
-    arguments: int | None
+    arguments: int
     total: int
     jax: str
     compiler: str
@@ -114,7 +121,13 @@ def _records() -> dict[str, Said]:
             if point := _named(name):
                 hbm = Topology.parse(POINTS[point].on).hbm_bytes
                 assert hbm is not None
-                out[point] = Said(None, round(errors["of_memory"] * hbm), jax, f"record {record['commit'][:7]}", 0.0)
+                out[point] = Said(
+                    compile_arguments(point),
+                    round(errors["of_memory"] * hbm),
+                    jax,
+                    f"record {record['commit'][:7]}",
+                    0.0,
+                )
     return out
 
 
@@ -137,6 +150,21 @@ def compile_point(name: str) -> CompileReport:
     return compile_for(point.run, point.on)
 
 
+def compile_arguments(name: str) -> int:
+    """Bytes of a step's arguments as its compiler lays them out: of a program that takes them and no more."""
+    point = POINTS[name]
+    return run_isolated("tests.proofs.plan.points:arguments_here", point.on, {"config": to_dict(point.run)})
+
+
+def arguments_here(topology: Topology, config: dict[str, Any]) -> int:
+    """``compile_arguments`` in a process set up for the topology's compiler."""
+    _, arguments, mesh = step_on(topology, from_dict(RunConfig, config))
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda *taken: jax.tree.leaves(taken)[0], keep_unused=True).lower(*arguments).compile()
+    memory: Any = program.memory_analysis()
+    return memory.argument_size_in_bytes
+
+
 def _read() -> dict[str, Any]:
     return json.loads(STORED.read_text()) if STORED.is_file() else {}
 
@@ -148,9 +176,10 @@ def main(names: list[str]) -> None:
         write_json(STORED, dict(sorted({**found, **_read()}.items())))
         return
     for name in names or [name for name in POINTS if name not in _read()]:
-        said = Said.of(compile_point(name))
+        said, before = Said.of(compile_point(name)), stored().get(name)
         write_json(STORED, dict(sorted({**_read(), name: dataclasses.asdict(said)}.items())))
-        print(f"{name}: {said.total / 2**30:.2f} GiB in {said.compile_seconds:.0f} s", flush=True)
+        change = f", {said.total / before.total - 1:+.1%}" if before is not None else ""
+        print(f"{name}: {said.total / 2**30:.2f} GiB{change}, in {said.compile_seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -112,16 +112,30 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(signs)
 
 
+def order() -> dict[str, float]:
+    """Formulas against the stored seconds of compiled programs: what their order lacks, what their first costs."""
+    found = stored()
+    formula = {name: predicted(name) for name in LAYOUTS}
+    seconds = {name: found[name]["seconds"] for name in LAYOUTS}
+    return {
+        "one less tau": 1 - kendall([(seconds[name], formula[name]) for name in LAYOUTS]),
+        "first over best": seconds[min(formula, key=lambda name: formula[name])] / min(seconds.values()) - 1,
+        "half of the spread": 2 * min(seconds.values()) / max(seconds.values()),
+    }
+
+
 @proof(
-    "plan",
-    cases=tuple(name for name in LAYOUTS if name in stored()),
-    sample=1,
-    bound={"from_stored": 0.02},
-    costly=True,
+    "plan", cases=("all",), sample=1, bound={"one less tau": 0.2, "first over best": 0.05, "half of the spread": 1.0}
 )
-def ranking(name: str) -> dict[str, float]:
-    """A layout compiled again has the seconds that the order of formulas is checked against (tests/plan)."""
-    return {"from_stored": abs(compile_layout(name)["seconds"] / stored()[name]["seconds"] - 1)}
+def ranking(_: str) -> dict[str, float]:
+    """Kendall's tau is 0.8 or more, over layouts whose times differ twofold, and the formulas' first is within 5%."""
+    return order()
+
+
+@proof("plan", cases=("fsdp=8", "tensor=8", "fsdp=8 elementwise"), sample=1, bound={"stored": 0.02}, costly=True)
+def ranking_recompiled(name: str) -> dict[str, float]:
+    """A layout compiled again has the seconds that the order of formulas is checked against."""
+    return {"stored": abs(compile_layout(name)["seconds"] / stored()[name]["seconds"] - 1)}
 
 
 def main(names: list[str]) -> None:
