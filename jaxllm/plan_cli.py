@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxllm.command import UsageError
 if TYPE_CHECKING:
     from jaxllm.compiler.aot import CompileReport
     from jaxllm.compiler.reading import Reading
+    from jaxllm.plan.calibration import Calibration
     from jaxllm.plan.compiled import Compiled
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.search import Layout
@@ -127,7 +129,7 @@ def _over(config: RunConfig, topology: Topology, error: OutOfDeviceMemory) -> st
     return "\n".join([*lines, hint])
 
 
-PLAN_VALUES = ("--on", "--top", "--explain", "--save", "--json", "--tokens", "--hardware")
+PLAN_VALUES = ("--on", "--top", "--explain", "--save", "--json", "--tokens", "--hardware", "--calibrate")
 PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h")
 
 
@@ -145,6 +147,7 @@ def plan(argv: list[str]) -> int:
         json: Path | None = None,
         tokens: float | None = None,
         hardware: Path | None = None,
+        calibrate: Path | None = None,
         as_is: bool = False,
     ) -> int:
         """Meshes, recomputation, micro-batches and schedules by predicted step time; then the first few, compiled.
@@ -162,6 +165,7 @@ def plan(argv: list[str]) -> int:
             json: write all that is shown there.
             tokens: say what training on so many costs, such as 15e12.
             hardware: a TOML or JSON file that changes or adds kinds of hardware.
+            calibrate: a run on such devices whose profile says what they reach of their data sheets.
             as_is: predict the run's own mesh and plan instead of looking for others.
         """
         from jaxllm.files import write_json
@@ -180,7 +184,7 @@ def plan(argv: list[str]) -> int:
         for number, cluster in enumerate(clusters):
             if number:
                 print()
-            layouts = _layouts(config, cluster, top, as_is)
+            layouts = _layouts(config, cluster, top, as_is, _calibration(calibrate, cluster))
             if not layouts:
                 status = 1
                 continue
@@ -199,7 +203,20 @@ def plan(argv: list[str]) -> int:
     return tyro.cli(run, args=known, prog="jaxllm plan")
 
 
-def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool) -> list[Layout]:
+def _calibration(run: Path | None, cluster: Cluster) -> Calibration:
+    """What a run's profile says, printed; the shipped one without a run."""
+    from jaxllm.plan.calibration import DEFAULT
+    from jaxllm.plan.measured import calibration_of
+
+    if run is None:
+        return DEFAULT
+    found = calibration_of(run, cluster.hardware)
+    said = ", ".join(f"{name} {100 * share:.0f}%" for name, share in dataclasses.asdict(found).items())
+    print(f"of data sheets, by {run}: {said}")
+    return found
+
+
+def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibration: Calibration) -> list[Layout]:
     """The first layouts, printed; none, and why, where none fits."""
     from jaxllm.models import functional
     from jaxllm.plan import search, view
@@ -212,10 +229,10 @@ def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool) -> list
     )
     if as_is:
         mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), cluster.devices)
-        layouts = [search.predicted(config, mesh, cluster)]
+        layouts = [search.predicted(config, mesh, cluster, calibration)]
         tried = 1
     else:
-        found = search.search(config, cluster)
+        found = search.search(config, cluster, calibration=calibration)
         layouts, tried = list(found.layouts), found.tried
         if not layouts:
             print(view.nothing_fits(found, cluster, search.larger(config, cluster)))

@@ -19,8 +19,9 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jaxllm.files import DataError
 
@@ -56,6 +57,7 @@ class Summary:
         communicating: with a collective.
         exposed: with a collective and nothing else.
         top: (operation, seconds, how often) over all devices, the longest first.
+        steps: of training that were marked in it (``jax.profiler.StepTraceAnnotation``); 0 where none was.
     """
 
     devices: tuple[str, ...]
@@ -64,6 +66,7 @@ class Summary:
     communicating: float
     exposed: float
     top: tuple[tuple[str, float, int], ...]
+    steps: int = 0
 
     @property
     def idle(self) -> float:
@@ -110,13 +113,23 @@ def read_trace(path: Path) -> Summary:
     operations = [op for file in together for op in operations_in(file)]
     if not operations:
         raise DataError(f"{path}: the profile has no operation of a device; take it of steps that run.")
-    return summarise(operations)
+    return replace(summarise(operations), steps=len(set().union(*map(steps_in, together))))
+
+
+def steps_in(file: Path) -> set[str]:
+    """Numbers of the steps that one host's file marks."""
+    marked = (event.get("args", {}) for event in _events(file) if event.get("ph") == "X")
+    return {str(facts["step_num"]) for facts in marked if "step_num" in facts}
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    with gzip.open(file, "rt", encoding="utf-8") as text:
+        return json.load(text)["traceEvents"]
 
 
 def operations_in(file: Path) -> Iterable[Op]:
     """Of one host's file."""
-    with gzip.open(file, "rt", encoding="utf-8") as text:
-        events = json.load(text)["traceEvents"]
+    events = _events(file)
     named = [event for event in events if event.get("ph") == "M"]
     planes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}

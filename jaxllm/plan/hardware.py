@@ -21,11 +21,12 @@ prices on demand of cloud.google.com/tpu/pricing in US regions, September 2025; 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,15 +214,29 @@ class Cluster:
     def resized(self, factor: int) -> Cluster | None:
         """One of the same kind, ``factor`` times as large, as cubic as can be; None if there is none."""
         shape = self.topology.shape
-        chips = math.prod(shape) * factor
-        options = [(shape[0] * factor, shape[1])]
-        if self.topology.platform == "tpu":
-            options = sorted({tuple(sorted(sides)) for sides in factorings(chips, len(shape))}, key=max)
-        for sides in options:
-            written = "x".join(map(str, sides))
-            try:
-                topology = Topology.parse(f"{self.topology.generation}:{written}")
-            except ShardingError:
-                continue
-            return Cluster(f"{self.hardware.name}:{written}", self.hardware, topology)
-        return None
+        if self.topology.platform == "gpu":
+            return _cluster(self.hardware, [(shape[0] * factor, shape[1])])
+        return _cluster(self.hardware, _slices(math.prod(shape) * factor, len(shape)))
+
+    @classmethod
+    def sized(cls, hardware: Hardware, devices: int) -> Cluster | None:
+        """One of so many devices: the most cubic slice, nodes of eight GPUs or one of fewer; None if there is none."""
+        kind = GENERATIONS[hardware.like or "h100"]
+        if kind.platform == "gpu":
+            return _cluster(hardware, [(devices // 8, 8) if devices % 8 == 0 else (1, devices)])
+        chips = devices // kind.devices_per_chip
+        return _cluster(hardware, _slices(chips, kind.example.count("x") + 1))
+
+
+def _slices(chips: int, dimensions: int) -> list[tuple[int, ...]]:
+    return sorted({tuple(sorted(sides)) for sides in factorings(chips, dimensions)}, key=max)
+
+
+def _cluster(hardware: Hardware, shapes: Sequence[tuple[int, ...]]) -> Cluster | None:
+    """Of the first shape that there is."""
+    for sides in shapes:
+        written = "x".join(map(str, sides))
+        with contextlib.suppress(ShardingError):
+            topology = Topology.parse(f"{hardware.like or 'h100'}:{written}")
+            return Cluster(f"{hardware.name}:{written}", hardware, topology)
+    return None

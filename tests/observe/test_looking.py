@@ -85,6 +85,7 @@ def test_a_run_looked_at_in_every_way(tmp_path, trackers, monkeypatch):
     for folder, steps in (("step_3", 2), ("step_8", 3)):
         summary = read_trace(files.profiles / folder)
         assert summary.computing > 0
+        assert summary.steps == steps
         assert 0 <= summary.exposed <= summary.communicating
         assert 0 < summary.communicating < summary.span, "gradients are reduced"
         assert len(summary.devices) == environment.DEVICES
