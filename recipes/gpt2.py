@@ -15,10 +15,10 @@ def gpt2_124m() -> RunConfig:
     """124M parameters, half a million tokens a step, ten billion in all.
 
     on            s/step   MFU %     GiB  compiled      of
-    v5e:2x4        0.689    38.5     5.9         -    15.8
-    v6e:2x4        0.225    25.3     5.9         -    31.2
-    h100:1x8       0.148    35.7     4.9         -    79.1
-    h200:1x8       0.130    40.6     4.9         -   141.0
+    v5e:2x4        0.696    38.1     5.9         -    15.8
+    v6e:2x4        0.228    25.0     5.9         -    31.2
+    h100:1x8       0.150    35.3     4.9         -    79.1
+    h200:1x8       0.132    40.2     4.9         -   141.0
     """
     attention = AttentionConfig(heads=12, kv_heads=12, head_dim=64, rope=None, bias="all")
     block = BlockConfig(attention, MlpConfig(3072, "gelu_tanh", gated=False, bias=True))
