@@ -24,10 +24,10 @@ COMMANDS = {
     "gpt2_124m": (
         "jaxllm train recipes/gpt2.py:gpt2_124m --data.source shakespeare --data.tokenizer bpe:2048 --data.seq-len 64"
         " --data.batch-size 4 --steps 20 --model.dtype float32 --model.remat none --optim.schedule.warmup 0.2"
-        " --eval-every 0"
+        " --eval-every 0 --data.heldout-fraction 0"
     ),
     "sft_smollm2": (
-        "jaxllm train sft_smollm2 --steps 10 --data.seq-len 64 --data.batch-size 4 --accumulate 1 --log-every 1"
+        "jaxllm train sft_smollm2 --steps 10 --data.seq-len 64 --data.batch-size 4 --accumulate 1 --log-every 1 --data.heldout-fraction 0"
     ),
 }
 """The full quickstart; of the others the first steps, with small batches of short rows."""
