@@ -34,7 +34,7 @@ BLOCK = 1024
 class Copies:
     """How many of each array a compiled program has at its fullest moment, in the backward pass of a layer.
 
-    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` (docs/plan.md). They are of XLA's
+    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` and a few more (docs/plan.md). They are of XLA's
     schedules, which differ between platforms: no formula gives them.
 
     Attributes:
@@ -46,6 +46,9 @@ class Copies:
         scores: of a block of attention's scores in float32, all heads of it.
         expert_inner: of the inner values of all rows that a mixture's device may get.
         expert_rows: of those rows.
+        beside: of a pipeline's slot, beside its pool, what the forward pass fills and what the backward pass reads.
+        inputs: whether layers' inputs are among these.
+        sums: of gradients, where they are summed over ``data`` as well.
         turns: micro-batches of which activations are held at once: the GPU compiler takes a loop's turns in pairs.
     """
 
@@ -57,12 +60,15 @@ class Copies:
     scores: float
     expert_inner: float
     expert_rows: float
+    beside: float
+    inputs: bool
+    sums: float
     turns: int
 
 
 COPIES = {
-    "tpu": Copies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 1),
-    "gpu": Copies(3.0, 3.0, 2.0, 1.3, 0.0, 10.0, 5.0, 9.0, 2),
+    "tpu": Copies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 2.0, False, 2.0, 1),
+    "gpu": Copies(3.0, 3.0, 2.0, 1.3, 0.0, 10.0, 5.0, 9.0, 2.0, True, 1.0, 2),
 }
 
 
@@ -113,13 +119,14 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
     laid = tiled if platform == "tpu" else math.prod
     parameters = sum(laid(w.shape) for w in work.weights) * wide
     copies = COPIES[platform]
-    kept, host = _activations(work)
+    kept, host = _activations(work, copies)
+    sums = copies.sums if dict(mesh.axes).get("data", 1) > 1 else 1.0
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
     return Memory(
         parameters,
         2 * parameters + STEPS,
         4 * 4 * work.tokens * work.micro_batches,
-        _gradients(work) + _ends(work),
+        round(sums * _gradients(work)) + _ends(work),
         _gathered(work),
         kept * at_once,
         round(_working(work, copies)),
@@ -172,7 +179,7 @@ def kept_bytes(work: Work) -> float:
     return sum(repeats / work.stages * of_group(group) for group, repeats in groups)
 
 
-def _activations(work: Work) -> tuple[int, int]:
+def _activations(work: Work, copies: Copies) -> tuple[int, int]:
     """(bytes on the device, in the host's memory) of what waits for the backward pass."""
     of_layers = kept_bytes(work)
     if work.stages == 1:
@@ -183,7 +190,10 @@ def _activations(work: Work) -> tuple[int, int]:
     away, a_slot = plan.offload, of_layers / chunks
     held = slots.saves * (1 - away) + (3 * away if away else 0)
     pending = slots.pendings * a_slot * (1 - away)
-    return round(held * a_slot + pending), round((slots.hosted + 1) * away * a_slot) if away else 0
+    groups = sum(repeats for _, repeats in work.run.model.segments) / work.stages
+    inputs = 0.0 if copies.inputs else work.stream_bytes() * groups / chunks
+    beside = copies.beside * (a_slot - inputs) * (1 - away)
+    return round(held * a_slot + pending + beside), round((slots.hosted + 1) * away * a_slot) if away else 0
 
 
 class Pools(NamedTuple):
