@@ -27,7 +27,8 @@ COMMANDS = {
         " --eval-every 0 --data.heldout-fraction 0"
     ),
     "sft_smollm2": (
-        "jaxllm train sft_smollm2 --steps 10 --data.seq-len 64 --data.batch-size 4 --accumulate 1 --log-every 1 --data.heldout-fraction 0"
+        "jaxllm train sft_smollm2 --steps 10 --data.seq-len 64 --data.batch-size 4 --accumulate 1 --log-every 1"
+        " --data.heldout-fraction 0"
     ),
 }
 """The full quickstart; of the others the first steps, with small batches of short rows."""
