@@ -69,6 +69,7 @@ def train(argv: list[str]) -> int:
         for name, entry in sorted(recipes().items()):
             print(f"  {name:14} {entry.value}")
         print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
+        print("`--precision NAME` sets those of a precision together: docs/precision.md.")
         return 0
     return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")
 
@@ -85,10 +86,32 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
     if not isinstance(default, RunConfig):
         what = getattr(recipe, "__name__", recipe)
         raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
+    argv, default = with_precision(argv, default)
     check_settings(argv, default)
     return tyro.cli(
         tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
     )
+
+
+def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:
+    """``--precision NAME`` taken out of ``argv``, and the run in it: the settings that follow are on top of it.
+
+    Raises:
+        UsageError: it has no name.
+        ConfigError: there is none of that name.
+    """
+    from jaxllm.train.precision import in_precision
+
+    rest, words = [], iter(argv)
+    for word in words:
+        if word != "--precision" and not word.startswith("--precision="):
+            rest.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        if not name:
+            raise UsageError("--precision needs a name, such as bf16.")
+        default = in_precision(default, name)
+    return rest, default
 
 
 def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None = None) -> int:

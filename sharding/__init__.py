@@ -8,6 +8,7 @@ from sharding.mesh import PRESETS as PRESETS
 from sharding.mesh import MeshSpec as MeshSpec
 from sharding.mesh import ShardingError as ShardingError
 from sharding.ops import GATHERED_WEIGHT as GATHERED_WEIGHT
+from sharding.ops import Product as Product
 from sharding.ops import axis_names as axis_names
 from sharding.ops import axis_size as axis_size
 from sharding.ops import constrain as constrain
@@ -24,6 +25,7 @@ from sharding.ops import shard_map as shard_map
 from sharding.ops import spec as spec
 from sharding.ops import take as take
 from sharding.ops import use_mesh as use_mesh
+from sharding.ops import use_product as use_product
 from sharding.ops import use_rules as use_rules
 from sharding.rules import DEFAULT as DEFAULT
 from sharding.rules import LogicalAxes as LogicalAxes

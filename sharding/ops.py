@@ -26,7 +26,11 @@ SCATTERED_SUM = "scattered_sum"
 """And ``project``'s, where devices hold summands and then parts of the sum: by it a policy that keeps no ``reshard``
 keeps the parts, and not the summands."""
 
+Product = Callable[[Array, Array, int, PartitionSpec | None], Array]
+"""``(x, w, contract, where the result is)``: what ``project`` multiplies by, see ``use_product``."""
+
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
+_product: ContextVar[Product | None] = ContextVar("sharding_product", default=None)
 
 
 @contextlib.contextmanager
@@ -40,6 +44,16 @@ def use_rules(rules: Rules) -> Iterator[None]:
         yield
     finally:
         _rules.reset(token)
+
+
+@contextlib.contextmanager
+def use_product(product: Product | None) -> Iterator[None]:
+    """Traces the body with another product of activations and weights than the plain one, such as one of 8 bits."""
+    token = _product.set(product)
+    try:
+        yield
+    finally:
+        _product.reset(token)
 
 
 def current_rules() -> Rules:
@@ -160,21 +174,28 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
     if mesh is None:
         # Tokens as one dimension: the weight's gradient then contracts one dimension and not two, which XLA:CPU
         # runs as a plain matrix product instead of copying the activations transposed (a third of the step's time).
-        tokens = x.shape[: x.ndim - contract]
-        flat = x.reshape(math.prod(tokens), -1) @ w.reshape(math.prod(w.shape[:contract]), -1)
+        tokens, product = x.shape[: x.ndim - contract], _product.get() or (lambda x, w, *_: x @ w)
+        flat = product(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
         return flat.reshape(*tokens, *w.shape[contract:])
-    dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     there = current_rules().spec(out, mesh, what=what)
     summed = _mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract])
     if not summed & _mesh_axes(there):
-        return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
+        return _dot(x, w, contract, there)
     if summed <= set(current_rules().rings):
         return _scattered(x, w, there, contract)
     # The axis that is summed over also splits the result: summands first and then their scattered sums, so that the
     # transpose is as plain, a gathered cotangent meeting the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _sums_can_wait(mesh) else frozenset())
-    summands = jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=parts)
+    summands = _dot(x, w, contract, parts)
     return checkpoint_name(jax.sharding.reshard(summands, there), SCATTERED_SUM)
+
+
+def _dot(x: Array, w: Array, contract: int, there: PartitionSpec) -> Array:
+    """The product in force."""
+    if (product := _product.get()) is not None:
+        return product(x, w, contract, there)
+    dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
+    return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
 
 
 def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:

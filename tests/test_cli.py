@@ -195,6 +195,17 @@ def nothing():
 """
 
 
+def test_a_precision_sets_its_fields_and_settings_go_on_top(trained, capsys):
+    argv = ("train", "quickstart", "--steps", "3", "--precision", "bf16_collage", "--model.dtype", "float32")
+    assert run(*argv) == 0
+    model, optim = trained[0].model, trained[0].optim
+    assert (model.param_dtype, model.dtype, optim.rounding, trained[0].steps) == ("bfloat16", "float32", "collage", 3)
+    assert run("train", "quickstart", "--precision=fp8") == 2
+    assert "none of these: float32, bf16" in capsys.readouterr().err
+    assert run("train", "quickstart", "--precision") == 2
+    assert "needs a name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["recipe.py", "sharding.py", "recipes.py", "jax.py", "two words.py"])
 def test_a_recipe_of_ones_own_whatever_the_file_is_called(name, trained, tmp_path, monkeypatch):
     """Its module gets a name of its own: a file called sharding.py does not take the place of ours."""

@@ -83,7 +83,9 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
 
 def serving_model(model: Functional, *, split: bool = False) -> Functional:
     """The model by ``serving_rules``, and nothing kept for a backward pass."""
-    return functional(dataclasses.replace(model.config, remat="none"), serving_rules(model.rules, split=split))
+    return functional(
+        dataclasses.replace(model.config, remat="none", products="plain"), serving_rules(model.rules, split=split)
+    )
 
 
 def placements(model: Functional, params: Any, mesh: Mesh) -> Any:

@@ -21,8 +21,9 @@ from jaxllm.models.mlp import Mlp, MlpConfig
 from jaxllm.models.moe import Moe, MoeConfig
 from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import normal, use
+from jaxllm.models.products import Rounding
 
-DTypeName = Literal["float32", "bfloat16", "float64"]
+DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class BlockConfig:
     attention: AttentionConfig | LatentConfig = field(default_factory=AttentionConfig)
     mlp: MlpConfig | MoeConfig = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
+
+    @property
+    def products(self) -> int:
+        """How many products with weights training has."""
+        latent = isinstance(self.attention, LatentConfig) and self.attention.q_latent is not None
+        gated = not isinstance(self.mlp, MlpConfig) or self.mlp.gated
+        return 4 + latent + 2 + gated
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,9 @@ class DecoderConfig:
         norm_eps: added to the mean square (or the variance) in every normalisation.
         param_dtype: what parameters are stored in.
         dtype: what matrix multiplications run in; norms, softmax and loss run in at least float32.
+        products: what factors of products with a block's weights are rounded to in training: "plain", not at all;
+            "int8"; float8 with one scale an array, of its own largest number ("fp8_current") or of that of the last
+            steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.products``.
         remat: what the backward pass recomputes of a block: "none" keeps every intermediate value, "elementwise"
             recomputes norms, rotations and activations but no matrix product, "full" recomputes the whole block from
             its input (arXiv:1604.06174).
@@ -80,6 +91,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     param_dtype: DTypeName = "float32"
     dtype: DTypeName = "float32"
+    products: Rounding = "plain"
     remat: Literal["none", "elementwise", "full"] = "elementwise"
     unroll: int = 1
 
@@ -99,6 +111,10 @@ class DecoderConfig:
             raise ValueError(
                 f"model: layers = {self.layers} is too few for a prefix of {len(self.prefix)} and a pattern; "
                 f"choose at least {len(self.prefix) + 1}."
+            )
+        if self.products != "plain" and any(isinstance(block.mlp, MoeConfig) for block in self.blocks):
+            raise ValueError(
+                f'model: products = "{self.products}" is of dense layers, and this model has experts; choose "plain".'
             )
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")

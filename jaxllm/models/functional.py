@@ -23,6 +23,7 @@ import sharding
 from jaxllm.models.context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.params import draw, sums_late, use
+from jaxllm.models.products import SEEN, Products
 from pallas_kernels.flash_attention import RESIDUALS
 from sharding import Rules
 
@@ -145,10 +146,28 @@ class Functional:
         self, s: int, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], first: Any, ctx: Any
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked."""
+        kind = self.config.products
         with sharding.use_rules(self.rules):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
-                x, ctx = nnx.merge(graphdef, params[str(b)])(x, positions, first + b, ctx)
+                own = {name: value for name, value in params[str(b)].items() if name != SEEN}
+                product = None if kind == "plain" else Products(kind, params[str(b)].get(SEEN))
+                with sharding.use_product(product):
+                    x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
         return x, ctx
+
+    def with_seen(self, params: Params, seen: Params | None) -> Params:
+        """Parameters with what "fp8_delayed" has seen of each block's products, which is theirs to take gradients of.
+
+        Args:
+            seen: by segment and block, ``jaxllm.models.products.state``; None: parameters as they are.
+        """
+        if seen is None:
+            return params
+        segments = {
+            s: {b: {**block, SEEN: seen[s][b]} for b, block in blocks.items()}
+            for s, blocks in params["segments"].items()
+        }
+        return params | {"segments": segments}
 
     def _segment(
         self,

@@ -12,6 +12,7 @@ from jaxllm.optim.config import OptimConfig
 from jaxllm.optim.low_rank import scale_by_low_rank
 from jaxllm.optim.matrices import Matrix, matrices
 from jaxllm.optim.muon import scale_by_muon_or_adam
+from jaxllm.optim.narrow import narrow
 from jaxllm.optim.schedules import schedule
 
 
@@ -26,12 +27,13 @@ def decay_mask(logical_axes: Any) -> Any:
 def optimizer(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
     """The transformation for parameters with these logical axes."""
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(
+    rule = optax.chain(
         clip,
         _rule(config, logical_axes),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask(logical_axes)),
         optax.scale_by_learning_rate(schedule(config.schedule, total_steps)),
     )
+    return narrow(rule, config.rounding)
 
 
 def _rule(config: OptimConfig, logical_axes: Any) -> optax.GradientTransformation:

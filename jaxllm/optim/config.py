@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from jaxllm.optim.narrow import Rounding
 from jaxllm.optim.schedules import ScheduleConfig
 
 Kind = Literal["adamw", "lion", "adafactor", "muon", "galore", "apollo", "apollo_mini", "sgd"]
@@ -21,6 +22,8 @@ USES: dict[str, frozenset[str]] = {
     "sgd": frozenset({"b1"}),
 }
 """Numbers that a rule has; another that was changed is refused."""
+PAIRS = ("adamw", "lion", "sgd")
+"""Rules whose state is moments of gradients, of which Collage says which are to be pairs."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class OptimConfig:
         rank: of GaLore and APOLLO; 0 for a quarter of a matrix's smaller side.
         refresh: steps between two projections of theirs.
         weight_decay: decoupled decay of matrices and embeddings; gains and biases are left alone.
+        rounding: of parameters in bfloat16, to the "nearest" number; or of them and the rule's state, which is then in
+            bfloat16 as well, up or down at random ("stochastic"), or to two numbers that are added ("collage"; AdamW,
+            Lion, SGD). See ``jaxllm.optim.narrow``.
         clip_norm: gradients of a larger global norm are scaled down to it; None for no clipping.
     """
 
@@ -58,6 +64,7 @@ class OptimConfig:
     rank: int = 0
     refresh: int = 200
     weight_decay: float = 0.1
+    rounding: Rounding = "nearest"
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
@@ -67,6 +74,10 @@ class OptimConfig:
         for name in ("b1", "b2", "eps", "rank", "refresh"):
             if name not in USES[self.kind] and getattr(self, name) != defaults[name]:
                 raise ValueError(f'optim: "{self.kind}" has no {name}; it has {", ".join(sorted(USES[self.kind]))}.')
+        if self.rounding == "collage" and self.kind not in PAIRS:
+            raise ValueError(
+                f'optim: rounding = "collage" is of {", ".join(PAIRS)}; give "{self.kind}" rounding = "stochastic".'
+            )
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim: {name} = {getattr(self, name)}; it must lie in [0, 1).")

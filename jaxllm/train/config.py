@@ -74,6 +74,16 @@ class RunConfig:
                 "positions (model.learned_positions); choose no more."
             )
         self.routing.check(self.model)
+        if self.optim.rounding != "nearest" and self.model.param_dtype != "bfloat16":
+            raise ValueError(
+                f'optim.rounding = "{self.optim.rounding}" is of parameters in bfloat16, and model.param_dtype is '
+                f'{self.model.param_dtype}; choose "nearest", or bfloat16.'
+            )
+        if self.model.products != "plain" and self.parallel.overlap == "ring":
+            raise ValueError(
+                f'model.products = "{self.model.products}" does not go around a ring; give '
+                'parallel.overlap = "compiler".'
+            )
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")
         if self.data.batch_size % self.accumulate:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.packed import has_packed
+from jaxllm.train.numerics import Numerics
 from jaxllm.train.routing import RoutingConfig, RoutingSums, Tally
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.ring_attention import Layout, order
@@ -118,8 +119,11 @@ def value_and_grad(
     layout: Layout = "contiguous",
     zero: Literal[1, 2, 3] = 3,
     routing: RoutingConfig | None = None,
-) -> Callable[[Any, Any], tuple[LossSums, Any]]:
+) -> Callable[..., tuple[Any, ...]]:
     """``(params, batch) -> (sums, gradients of the mean loss per target token)``.
+
+    With a run's ``Numerics`` as a third argument, what its products have seen is a third result, and gradients are made
+    of the scaled loss and scaled back.
 
     Args:
         accumulate: micro-batches the batch is cut into, one after the other, to bound memory. Each token weighs the
@@ -130,13 +134,14 @@ def value_and_grad(
         routing: see ``loss_sums``.
     """
 
-    def mean_loss(params: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
+    def mean_loss(given: tuple[Any, Any], batch: Any, total: Array) -> tuple[Array, LossSums]:
+        params = model.with_seen(*given)
         sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout, routing=routing)
         return sums.loss / total, sums
 
     grad = jax.value_and_grad(mean_loss, has_aux=True)
 
-    def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
+    def run(params: Any, batch: Any, numerics: Numerics | None = None) -> tuple[Any, ...]:
         if has_packed(params):
             raise NotImplementedError(
                 "training: experts are packed, and packed weights have no gradients; load the model with "
@@ -145,19 +150,26 @@ def value_and_grad(
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
         used = params if zero == 3 else model.gather(params)
+        seen, scale = (None, 1.0) if numerics is None else (numerics.seen, numerics.scale)
 
         def stored(grads: Any) -> Any:
             """As the parameters are: in their dtype, and where they are."""
             return jax.tree.map(lambda g, p: sharding.scatter_sum(g, p).astype(p.dtype), grads, params)
 
-        if accumulate == 1:
-            (_, sums), grads = grad(used, batch, total)
-            return sums, stored(grads)
+        def done(sums: LossSums, grads: Any, seen: Any) -> tuple[Any, ...]:
+            if numerics is None:
+                return sums, stored(grads)
+            return sums, jax.tree.map(lambda g: g / scale, stored(grads)), seen
 
-        def micro(carry: tuple[LossSums, Any], part: Any) -> tuple[tuple[LossSums, Any], None]:
-            (_, sums), grads = grad(used, part, total)
+        if accumulate == 1:
+            (_, sums), (grads, seen) = grad((used, seen), batch, total / scale)
+            return done(sums, grads, seen)
+
+        def micro(carry: tuple[LossSums, Any, Any], part: Any) -> tuple[tuple[LossSums, Any, Any], None]:
+            (_, sums), (grads, now) = grad((used, seen), part, total / scale)
             grads = stored(grads) if zero > 1 else jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            return jax.tree.map(jnp.add, carry, (sums, grads)), None
+            most = jax.tree.map(jnp.maximum, carry[2], now)
+            return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), most), None
 
         with sharding.use_rules(model.rules):
             parts = jax.tree.map(lambda x: split_batch(x, accumulate), batch)
@@ -167,8 +179,8 @@ def value_and_grad(
             nothing = nothing._replace(routing=tally.sums(model.config, zero_sum))
         like = params if zero > 1 else used
         none = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
-        (sums, grads), _ = jax.lax.scan(micro, (nothing, none), parts)
-        return sums, stored(grads)
+        (sums, grads, now), _ = jax.lax.scan(micro, (nothing, none, jax.tree.map(jnp.zeros_like, seen)), parts)
+        return done(sums, grads, now)
 
     return run
 

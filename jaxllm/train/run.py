@@ -23,6 +23,7 @@ from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
 from jaxllm.train.loss import value_and_grad
+from jaxllm.train.numerics import numerics
 from jaxllm.train.pipelined import pipelined, planned
 from jaxllm.train.processes import own_part, put
 from jaxllm.train.receipt import versions
@@ -142,6 +143,9 @@ def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -
     """The function of loss and gradients that the run's step takes."""
     same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
     if (stages := mesh.shape.get("stage", 1)) > 1:
+        if numerics(config.model) is not None:
+            what = 'dtype = "float16"' if config.model.dtype == "float16" else 'products = "fp8_delayed"'
+            raise ConfigError(f"model.{what} keeps state that pipelines do not hand on; leave out the mesh's stages.")
         return pipelined(
             model, *planned(config, stages), routing=config.routing, offload=config.parallel.offload, **same
         )

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import sharding
 from jaxllm.models import Functional
+from jaxllm.train.numerics import numerics
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +25,7 @@ class TrainState:
         opt_state: the optimizer's state, sharded as the parameters are.
         step: steps done; int32 scalar.
         rng: key from which every step's randomness is folded; never advanced, so step k's is a function of k.
+        numerics: what a precision keeps (``jaxllm.train.numerics``); None of most.
 
     Leaves are arrays, or shapes and shardings of them (``abstract_state``).
     """
@@ -32,6 +34,7 @@ class TrainState:
     opt_state: Any
     step: Any
     rng: Any
+    numerics: Any = None
 
 
 def abstract_state(model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> TrainState:
@@ -48,6 +51,10 @@ def abstract_state(model: Functional, optimizer: optax.GradientTransformation, m
         opt_state=sharding.derived_abstract(optimizer.init, params, mesh),
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
+        numerics=jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+            jax.eval_shape(lambda: numerics(model.config)),
+        ),
     )
 
 
@@ -71,4 +78,5 @@ def init_state(
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
             # Not device_put: it takes no keys to devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
+            numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), numerics(model.config)),
         )

@@ -14,11 +14,12 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import DecoderConfig
-from jaxllm.train.loss import LossSums
+from jaxllm.models.params import at_least_f32
 from jaxllm.train.routing import move_biases, routing_metrics
 from jaxllm.train.state import TrainState
 
-ValueAndGrad = Callable[[Any, Any], tuple[LossSums, Any]]
+ValueAndGrad = Callable[..., tuple[Any, ...]]
+"""``jaxllm.train.loss.value_and_grad``'s result, or a pipeline's."""
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
@@ -36,7 +37,7 @@ def train_step(
 
     The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), update_norm (of what is
     added to the parameters), param_norm (after it), learning_rate, tokens; of a model with experts what
-    ``routing_metrics`` makes of them.
+    ``routing_metrics`` makes of them; in float16 loss_scale and whether the step was skipped, of which grad_norm is 0.
 
     Args:
         model: the architecture, where it has experts whose load is to be seen.
@@ -45,12 +46,24 @@ def train_step(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        sums, grads = value_and_grad(state.params, batch)
-        grad_norm = optax.tree.norm(grads)
+        kept = state.numerics
+        given = (state.params, batch) if kept is None else (state.params, batch, kept)
+        sums, grads, *seen = value_and_grad(*given)
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
             params = move_biases(model, bias_rate)(params, sums.routing)
+        precision: dict[str, Any] = {}
+        if kept is not None:
+            finite = jnp.isfinite(grad_norm)
+            if kept.loss_scale is not None:
+                skipped, old = kept.skips(finite), (state.params, state.opt_state)
+                params, opt_state = jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, (params, opt_state))
+                updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
+                grad_norm = jnp.where(skipped, 0.0, grad_norm)
+                precision = {"loss_scale": kept.scale, "skipped": skipped.astype(jnp.float32)}
+            kept = kept.moved(finite, *seen)
 
         count = jnp.maximum(sums.count, 1)
         metrics: dict[str, Any] = {
@@ -61,13 +74,14 @@ def train_step(
             "update_norm": optax.tree.norm(updates),
             "learning_rate": rate(state.step),
             "tokens": sums.count,
+            **precision,
         }
         if model is not None and sums.routing is not None:
             metrics |= routing_metrics(model, sums.routing, count)
         if layers:
             trees = {"grad": grads, "param": params, "update": updates}
             metrics["layers"] = {name: jax.tree.map_with_path(norms, tree) for name, tree in trees.items()}
-        return replace(state, params=params, opt_state=opt_state, step=state.step + 1), metrics
+        return replace(state, params=params, opt_state=opt_state, step=state.step + 1, numerics=kept), metrics
 
     return step
 

@@ -1,0 +1,139 @@
+"""Precisions by name: what parameters, products and updates are in, and what each costs.
+
+A precision is five values on axes that the model and the optimizer have; a name sets them together.
+
+    jaxllm train quickstart --precision fp8_current
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ConfigError
+from jaxllm.models import DecoderConfig, functional
+from jaxllm.models.decoder import DTypeName
+from jaxllm.models.products import Rounding, Scheme
+from jaxllm.optim import optimizer
+from jaxllm.optim.narrow import Rounding as UpdateRounding
+from jaxllm.train.config import RunConfig
+from jaxllm.train.flops import causal_mean
+from jaxllm.train.numerics import numerics
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What numbers of a run are in.
+
+    Attributes:
+        param_dtype: parameters, gradients as they are added up, and the optimizer's moments.
+        dtype: the one visible cast: weights and activations, but for float32 norms, softmax and loss. Of "float16" the
+            loss is scaled (``jaxllm.train.numerics``).
+        products: what factors of products with a block's weights are rounded to.
+        rounding: of updates of parameters in bfloat16.
+    """
+
+    param_dtype: DTypeName = "float32"
+    dtype: DTypeName = "float32"
+    products: Rounding = "plain"
+    rounding: UpdateRounding = "nearest"
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Precision:
+        """A run's."""
+        return cls(run.model.param_dtype, run.model.dtype, run.model.products, run.optim.rounding)
+
+    def applied(self, run: RunConfig) -> RunConfig:
+        """The run in this precision.
+
+        Raises:
+            ValueError: the model or the optimizer cannot have it.
+        """
+        model = replace(run.model, param_dtype=self.param_dtype, dtype=self.dtype, products=self.products)
+        return replace(run, model=model, optim=replace(run.optim, rounding=self.rounding))
+
+
+PRECISIONS = {
+    "float32": Precision(),
+    "bf16": Precision(dtype="bfloat16"),
+    "fp16": Precision(dtype="float16"),
+    "bf16_collage": Precision("bfloat16", "bfloat16", rounding="collage"),
+    "bf16_stochastic": Precision("bfloat16", "bfloat16", rounding="stochastic"),
+    "int8": Precision(dtype="bfloat16", products="int8"),
+    "fp8_current": Precision(dtype="bfloat16", products="fp8_current"),
+    "fp8_delayed": Precision(dtype="bfloat16", products="fp8_delayed"),
+    "fp8_block": Precision(dtype="bfloat16", products="fp8_block"),
+}
+"""By name; "bf16" keeps its parameters in float32 (arXiv:1710.03740), those with a suffix do not."""
+
+
+def in_precision(run: RunConfig, name: str) -> RunConfig:
+    """The run in the precision of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision {name!r} is none of these: {', '.join(PRECISIONS)}.")
+    return PRECISIONS[name].applied(run)
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a precision takes, by formula: all of it known before a run.
+
+    Attributes:
+        parameters, optimizer, gradients: bytes a parameter, of those stored; the optimizer's counters are left out.
+        numerics: bytes of ``jaxllm.train.numerics``, in all.
+        flops: of a token's training step (recomputation left out), by the dtype that its factors are in.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    numerics: int
+    flops: dict[str, float]
+
+
+def stated(run: RunConfig) -> Stated:
+    """Of a run, nothing allocated and nothing compiled."""
+    model = functional(run.model)
+    params = model.abstract()
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    state = jax.eval_shape(optimizer(run.optim, run.steps, model.logical_axes()).init, params)
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    wide = jnp.dtype(run.model.param_dtype).itemsize
+    kept = jax.eval_shape(lambda: numerics(run.model))
+    return Stated(wide, bytes_of(arrays) / count, wide, bytes_of(kept), flops_by_dtype(run.model, run.data.seq_len))
+
+
+def bytes_of(tree: Any) -> int:
+    """Of all arrays of a tree, with values or without."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def flops_by_dtype(config: DecoderConfig, seq_len: int) -> dict[str, float]:
+    """FLOPs of a token's forward and backward pass by the dtypes of the factors ("float8_e4m3fn*float8_e5m2").
+
+    Of products with a block's weights the forward one has x and w, and the two of the backward pass have the gradient
+    as well. Attention's own products and the head are in compute dtype.
+    """
+    d = config.embed_dim
+    weights = attended = 0.0
+    for block in config.blocks:
+        weights += 2.0 * block.attention.projections(d)
+        attended += 2.0 * block.attention.attended_dim * causal_mean(seq_len, block.attention.window)
+        hidden = getattr(block.mlp, "hidden", 0)
+        weights += 2.0 * (block.products - 4) * d * hidden
+    plain = 3 * (attended + 2.0 * d * config.vocab_size)
+    scheme = Scheme(config.products)
+    if not scheme.bits8:
+        return {config.dtype: plain + 3 * weights}
+    forward, gradient = (jnp.dtype(scheme.format(of)).name for of in (False, True))
+    out = {config.dtype: plain, forward: weights}
+    name = forward if forward == gradient else f"{forward}*{gradient}"
+    return out | {name: out.get(name, 0.0) + 2 * weights}
