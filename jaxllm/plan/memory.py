@@ -34,8 +34,8 @@ BLOCK = 1024
 class Copies:
     """How many of each array a compiled program has at its fullest moment, in the backward pass of a layer.
 
-    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` and a few more (docs/plan.md). They are of XLA's
-    schedules, which differ between platforms: no formula gives them.
+    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` and a few more (docs/plan.md). They
+    are of XLA's schedules, which differ between platforms: no formula gives them.
 
     Attributes:
         heads: of the vocabulary's matrix, gathered, and its gradient; where it is not split over tensor.
