@@ -22,6 +22,7 @@ from jaxllm.models.moe import Moe, MoeConfig
 from jaxllm.models.norm import Norm, NormKind
 from jaxllm.models.params import normal, use
 from jaxllm.models.products import Rounding
+from jaxllm.models.remat import by_segment
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -72,9 +73,9 @@ class DecoderConfig:
         products: what factors of products with a block's weights are rounded to in training: "plain", not at all;
             "int8"; float8 with one scale an array, of its own largest number ("fp8_current") or of that of the last
             steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.products``.
-        remat: what the backward pass recomputes of a block: "none" keeps every intermediate value, "elementwise"
-            recomputes norms, rotations and activations but no matrix product, "full" recomputes the whole block from
-            its input (arXiv:1604.06174).
+        remat: what the backward pass computes again: "none", "elementwise" (norms, rotations, activations), "attention"
+            (that besides), "full" (each block from its input), "sqrt" (runs of blocks from the input of the first); or
+            several by layers, "none=8,full=24". See ``jaxllm.models.remat``.
         unroll: how many groups of a scanned segment to unroll per step of the loop; 0 unrolls them all.
     """
 
@@ -92,7 +93,7 @@ class DecoderConfig:
     param_dtype: DTypeName = "float32"
     dtype: DTypeName = "float32"
     products: Rounding = "plain"
-    remat: Literal["none", "elementwise", "full"] = "elementwise"
+    remat: str = "elementwise"
     unroll: int = 1
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class DecoderConfig:
             raise ValueError(
                 f'model: products = "{self.products}" is of dense layers, and this model has experts; choose "plain".'
             )
+        by_segment(self.remat, self.segments)  # refuses what does not fit
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
 

@@ -20,17 +20,14 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import sharding
+from jaxllm.models import remat
 from jaxllm.models.context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.params import draw, sums_late, use
 from jaxllm.models.products import SEEN, Products
-from pallas_kernels.flash_attention import RESIDUALS
 from sharding import Rules
 
 Params = dict[str, Any]
-
-MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
-"""Names under which a block's matrix products are known to ``jax.checkpoint``: all that "elementwise" keeps."""
 
 
 @dataclass(frozen=True)
@@ -184,29 +181,19 @@ class Functional:
             group_params, repeat = step
             return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1]), None
 
-        body = self._remat(group)
+        pieces = remat.by_segment(self.config.remat, self.config.segments)[s]
+        carry = x, ctx
         if isinstance(params, tuple):
-            carry = x, ctx
-            for repeat, group_params in enumerate(params):
-                carry, _ = body(carry, (group_params, jnp.int32(repeat)))
+            names = [name for name, count in pieces for _ in range(count)]
+            for repeat, (name, group_params) in enumerate(zip(names, params, strict=True)):
+                carry, _ = remat.checkpointed(name, group)(carry, (group_params, jnp.int32(repeat)))
             return carry
-        carry, _ = jax.lax.scan(
-            body,
-            (x, ctx),
-            (params, jnp.arange(repeats, dtype=jnp.int32)),
-            unroll=self.config.unroll or repeats,
-        )
+        start, steps = 0, (params, jnp.arange(repeats, dtype=jnp.int32))
+        for name, count in pieces:
+            own = steps if count == repeats else jax.tree.map(lambda p, i=start, n=count: p[i : i + n], steps)
+            carry = remat.scan(name, group, carry, own, count, self.config.unroll or count)
+            start += count
         return carry
-
-    def _remat(self, body: Any) -> Any:
-        policies = jax.checkpoint_policies
-        if self.config.remat == "full":
-            return jax.checkpoint(body, prevent_cse=False)
-        if self.config.remat == "elementwise":
-            return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*MATMUL_RESULTS))
-        if sharding.axis_size("embed") > 1:
-            return jax.checkpoint(body, prevent_cse=False, policy=all_but_gathered_weights)
-        return body
 
     def unembed(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "V D"]]:
         """The two factors of the logits: normalised hidden states and the output matrix.
@@ -239,15 +226,6 @@ class Functional:
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:
     """Logits bounded by ``softcap`` through tanh; as they are when it is None."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-
-
-def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A ``jax.checkpoint`` policy: weights are gathered again for the backward pass, which is what ZeRO-3 means.
-
-    Both the named value and what it names are left out: the gather itself, which ``save_anything_except_these_names``
-    would keep, for the name covers its own result only.
-    """
-    return primitive.name != "reshard" and params.get("name") != sharding.GATHERED_WEIGHT
 
 
 def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functional:

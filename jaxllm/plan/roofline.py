@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
 from jaxllm.plan.hardware import Hardware
 from jaxllm.plan.time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
-from jaxllm.plan.work import STREAMS, Leaf, leaves_of
+from jaxllm.plan.work import STREAMS, Leaf, check_remat, leaves_of
 from jaxllm.train.flops import causal_mean
 
 Phase = Literal["training", "prefill", "decode"]
@@ -105,6 +105,8 @@ class _Counted:
         self.tokens = batch if phase == "decode" else batch * seq_len
         self.width = jnp.dtype(config.dtype).itemsize
         self.train = phase == "training"
+        if self.train:
+            check_remat(config)
         self.again = self.train and config.remat == "full"
 
     def ops(self) -> dict[str, tuple[int, float, float]]:

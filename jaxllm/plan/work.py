@@ -9,13 +9,14 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, MlpConfig, MoeConfig, functional
+from jaxllm.parallel.pipeline.cut import Remat
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.flops import causal_mean
@@ -80,6 +81,7 @@ class Work:
     @classmethod
     def of(cls, run: RunConfig, mesh: MeshSpec) -> Work:
         """Of a run whose mesh is legal."""
+        check_remat(run.model)
         sizes = dict(mesh.axes)
         stages = sizes.get("stage", 1)
         rules = rules_of(run.parallel)
@@ -250,6 +252,18 @@ def without_stages(run: RunConfig, mesh: MeshSpec) -> tuple[RunConfig, MeshSpec]
     layers = max(len(run.model.prefix) + 1, -(-run.model.layers // stages))
     rest = tuple((name, size) for name, size in mesh.axes if name != "stage") or (("data", 1),)
     return replace(run, model=replace(run.model, layers=layers)), MeshSpec(rest)
+
+
+def check_remat(config: DecoderConfig) -> None:
+    """Refuses what no formula is of.
+
+    Raises:
+        NotImplementedError: says what there is.
+    """
+    if config.remat not in get_args(Remat):
+        raise NotImplementedError(
+            f'model.remat = "{config.remat}": plans have formulas for {", ".join(get_args(Remat))}, of all layers.'
+        )
 
 
 def gated(block: BlockConfig) -> bool:

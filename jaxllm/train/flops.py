@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxllm.models import DecoderConfig, MoeConfig
+from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
+from jaxllm.models.remat import by_layer
 
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
@@ -24,17 +25,21 @@ def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | Non
     Args:
         attended: how many tokens one attends to on average under a window (None: no window).
     """
-    d = config.embed_dim
-    total = 2.0 * d * config.vocab_size
+    total = 2.0 * config.embed_dim * config.vocab_size
     for block in config.blocks:
         a = block.attention
-        total += 2.0 * (a.projections(d) + a.attended_dim * attended(a.window))
-        if isinstance(block.mlp, MoeConfig):
-            widths = block.mlp.top_k * block.mlp.hidden + block.mlp.shared
-            total += 2.0 * d * (block.mlp.experts + 3 * widths)
-        else:
-            total += 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
+        total += _block_products(config, block) + 2.0 * a.attended_dim * attended(a.window)
     return total
+
+
+def _block_products(config: DecoderConfig, block: BlockConfig) -> float:
+    """FLOPs of a token's products with a block's weights."""
+    d = config.embed_dim
+    total = 2.0 * block.attention.projections(d)
+    if isinstance(block.mlp, MoeConfig):
+        widths = block.mlp.top_k * block.mlp.hidden + block.mlp.shared
+        return total + 2.0 * d * (block.mlp.experts + 3 * widths)
+    return total + 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
 
 
 def causal_mean(seq_len: int, window: int | None) -> float:
@@ -49,15 +54,21 @@ def train_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 
 
 def hardware_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """``train_flops_per_token`` and the matrix products that ``config.remat`` does again.
+    """``train_flops_per_token`` and the matrix products that ``config.remat`` does again, layer by layer.
 
-    "none" and "elementwise" keep the results of all. "full" does a block's again, but for the last of a dense one: the
-    gradients need what goes into it, not what comes out.
+    "none" and "elementwise" keep the results of all, "attention" those with weights. "full" does a block's again, but
+    for the last of a dense one: the gradients need what goes into it, not what comes out. "sqrt" has done the whole
+    forward pass again before that.
     """
     total = train_flops_per_token(config, seq_len)
-    if config.remat != "full":
-        return total
-    d = config.embed_dim
-    again = forward_flops_per_token(config, lambda window: causal_mean(seq_len, window)) - 2.0 * d * config.vocab_size
-    last = sum(2.0 * d * block.mlp.hidden for block in config.blocks if not isinstance(block.mlp, MoeConfig))
-    return total + again - last
+    for name, block in zip(by_layer(config.remat, config.segments), config.blocks, strict=True):
+        if name in ("none", "elementwise"):
+            continue
+        attended = 2.0 * block.attention.attended_dim * causal_mean(seq_len, block.attention.window)
+        if name == "attention":
+            total += attended
+            continue
+        whole = attended + _block_products(config, block)
+        last = 0.0 if isinstance(block.mlp, MoeConfig) else 2.0 * config.embed_dim * block.mlp.hidden
+        total += whole * (2 if name == "sqrt" else 1) - last
+    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -19,6 +19,7 @@ from jaxllm.optim import optimizer, schedule
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.flags import options
 from jaxllm.parallel.legal import check_parameters, resolve
+from jaxllm.parallel.pipeline.cut import Remat
 from jaxllm.train.begin import beginning
 from jaxllm.train.config import RunConfig
 from jaxllm.train.directory import RunDirectory
@@ -143,6 +144,11 @@ def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -
     """The function of loss and gradients that the run's step takes."""
     same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
     if (stages := mesh.shape.get("stage", 1)) > 1:
+        if config.model.remat not in get_args(Remat):
+            raise ConfigError(
+                f'model.remat = "{config.model.remat}" is not for pipelines: what a stage keeps is '
+                f"{', '.join(get_args(Remat))}."
+            )
         if numerics(config.model) is not None:
             what = 'dtype = "float16"' if config.model.dtype == "float16" else 'products = "fp8_delayed"'
             raise ConfigError(f"model.{what} keeps state that pipelines do not hand on; leave out the mesh's stages.")

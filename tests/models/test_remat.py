@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import sharding
-from jaxllm.models import functional
+from jaxllm.models import functional, remat
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import value_and_grad
 from tests import tiny
@@ -68,7 +68,59 @@ def test_elementwise_keeps_less_and_recomputes_no_matrix_product():
     assert size(traced("full")) < size(traced("elementwise")) < 0.6 * size(traced("none"))
 
 
-@pytest.mark.parametrize("remat", ["none", "elementwise", "full"])
+def test_attention_keeps_what_goes_into_it_and_not_what_comes_out():
+    """Selective recomputation: less is kept by attention's output and its softmax's sums, 2 heads of 8 and of 1."""
+    assert size(traced("elementwise")) - size(traced("attention")) == LAYERS * 2 * 5 * 2 * (8 + 1)
+    more = dots(traced("attention")) - dots(traced("elementwise"))
+    assert more == 2, "scores and values, and no product with a weight"
+
+
+def test_square_root_keeps_the_inputs_of_runs():
+    """Of four layers two runs' inputs, and two within the run that is at hand: loops in a loop, twice."""
+    config = dataclasses.replace(CONFIG, layers=4, remat="sqrt")
+    batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, CONFIG.vocab_size, packed=False))
+    model = functional(config)
+    loops = [
+        e
+        for e in equations(jax.jit(value_and_grad(model)).trace(model.abstract(), batch).jaxpr)
+        if e.primitive.name == "scan" and e.params["length"] == 2
+    ]
+    streams = [
+        v.aval.shape
+        for e in loops
+        for v in e.outvars
+        if v.aval.shape[-3:] == (2, 5, 16) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    ]
+    assert sorted(s for s in streams if len(s) == 4) == [(2, 2, 5, 16)] * 2
+    assert not any(len(s) > 4 for s in streams)
+
+
+def test_layers_can_have_policies_of_their_own():
+    segments = ((("a",), 2), (("b", "c"), 3))
+    assert remat.by_segment("full", segments) == [[("full", 2)], [("full", 3)]]
+    assert remat.by_segment("none=4,full", segments) == [[("none", 2)], [("none", 1), ("full", 2)]]
+    assert remat.by_layer("none=1,attention=3,full=4", segments) == ["none", *["attention"] * 3, *["full"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("some", "give one of none, elementwise, attention, full, sqrt"),
+        ("full=0,none", "give one of"),
+        ("full,none=2", "only the last policy can be without"),
+        ("full=4", "is of 4 layers, and the model has 8"),
+        ("full=9", "is of 9 layers, and the model has 8"),
+        ("full=8,none", "is of 8 layers, and the model has 8"),
+        ("none=3,full", "cuts a group of 2 layers"),
+        ("sqrt", "divides layers into runs of several"),
+    ],
+)
+def test_what_does_not_fit_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        remat.by_segment(text, ((("a",), 2), (("b", "c"), 3)))
+
+
+@pytest.mark.parametrize("remat", ["none", "elementwise", "attention", "full"])
 def test_gathered_weights_are_gathered_again(remat):
     """ZeRO-3: were whole weights kept between the passes, every device would hold the whole model at once."""
     for aval in kept(traced(remat, "fsdp=2")):

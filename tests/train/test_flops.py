@@ -100,7 +100,7 @@ def test_a_gradient_does_again_what_is_counted():
     """Matrix products in the gradient of a scanned layer, with the whole block recomputed, less those with nothing."""
     embed, mlp, rows, seq_len = 64, 160, 3, 2
     config = tiny.decoder(
-        dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=2, vocab_size=32, unroll=1
+        dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=4, vocab_size=32, unroll=1
     )
 
     def counted(remat: str) -> int:
@@ -118,8 +118,12 @@ def test_a_gradient_does_again_what_is_counted():
                 flops += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
         return flops
 
-    full = dataclasses.replace(config, remat="full")
-    ours = hardware_flops_per_token(full, seq_len) - train_flops_per_token(full, seq_len)
-    attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None)  # of both products; what is computed has no use for the mask
-    ours = ours / config.layers - attended + attended / causal_mean(seq_len, None) * seq_len
-    assert counted("full") - counted("none") == rows * seq_len * ours
+    def ours(remat: str) -> float:
+        """Of a layer and token; what is computed has no use for attention's mask."""
+        again = dataclasses.replace(config, remat=remat)
+        added = hardware_flops_per_token(again, seq_len) - train_flops_per_token(again, seq_len)
+        attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None) * (2 if remat == "sqrt" else 1)  # of both products
+        return added / config.layers - attended + attended / causal_mean(seq_len, None) * seq_len
+
+    for remat in ("attention", "full", "sqrt"):
+        assert counted(remat) - counted("none") == rows * seq_len * ours(remat)

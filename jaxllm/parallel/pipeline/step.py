@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Int
 
 from jaxllm.models import Functional, Segments
-from jaxllm.models.functional import MATMUL_RESULTS
+from jaxllm.models.remat import MATMUL_RESULTS
 from jaxllm.parallel.pipeline.arrays import added, at, put, zeros
 from jaxllm.parallel.pipeline.cut import Cut, cut
 from jaxllm.parallel.pipeline.layout import STAGE, Depths, Places, bring, places, take_back
@@ -376,7 +376,7 @@ class Step:
             jax.tree.map(lambda w: at(w, 0), self.weights[g]),
             zeros(self.blank),
             self._consts(0),
-            remat=self.model.config.remat,
+            remat=self.model.config.remat,  # type: ignore[arg-type]  # of those of a pipeline: ``train.run.gradients``
             names=MATMUL_RESULTS,
             split=self.pipeline.schedule.split,
         )

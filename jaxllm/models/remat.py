@@ -1,0 +1,145 @@
+"""What the backward pass computes again, by name and by layers.
+
+"full"                      every block
+"none=8,full=24"            the first 8 layers keep all, the others nothing but their input
+
+none         every intermediate value is kept
+elementwise  norms, rotations and activations are computed again, no matrix product
+attention    attention itself besides, from kept queries, keys and values, but no product with a weight: the
+             selective recomputation of arXiv:2205.05198, whose scores a flash kernel never kept
+full         the whole block, from its input (arXiv:1604.06174)
+sqrt         runs of about the square root of the layers, from the input of the first, and each block in them from
+             its own (arXiv:1604.06174, section 4.1): a and b inputs are kept of a b layers, for a second
+             computation of the forward pass
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+
+import sharding
+from pallas_kernels.flash_attention import RESIDUALS
+
+Name = Literal["none", "elementwise", "attention", "full", "sqrt"]
+
+MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
+"""Names under which a block's matrix products are known to ``jax.checkpoint``: all that "elementwise" keeps."""
+BEFORE_ATTENTION = tuple(name for name in MATMUL_RESULTS if name not in RESIDUALS[3:])
+"""Of them all but what attention makes: its output and the sums of its softmax."""
+
+
+class RematError(ValueError):
+    """There is no such policy, or it does not fit the layers; the message says what does."""
+
+
+def parse(remat: str) -> tuple[tuple[Name, int | None], ...]:
+    """Policies in the order of layers, and the layers of each; None for all that are left.
+
+    Raises:
+        RematError: the text says no such thing.
+    """
+    out: list[tuple[Name, int | None]] = []
+    for part in remat.split(","):
+        name, equals, count = part.strip().partition("=")
+        if name not in get_args(Name) or (equals and not (count.isdigit() and int(count))):
+            raise RematError(
+                f"model: remat = {remat!r}; give one of {', '.join(get_args(Name))}, or several with their numbers of "
+                'layers, such as "none=8,full=24".'
+            )
+        out.append((name, int(count) if equals else None))  # type: ignore[arg-type]
+    if len(out) > 1 and any(count is None for _, count in out[:-1]):
+        raise RematError(f"model: remat = {remat!r}; only the last policy can be without a number of layers.")
+    return tuple(out)
+
+
+def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Name, int]]]:
+    """Of each segment its policies in order, and the repeats of each.
+
+    Args:
+        segments: ``DecoderConfig.segments``.
+
+    Raises:
+        RematError: layers and policies do not go into each other.
+    """
+    layers = sum(len(group) * repeats for group, repeats in segments)
+    policies = parse(remat)
+    counted = sum(count or 0 for _, count in policies)
+    rest = layers - counted
+    if rest < 0 or (policies[-1][1] is not None and rest) or (policies[-1][1] is None and not rest):
+        raise RematError(f"model: remat = {remat!r} is of {counted} layers, and the model has {layers}.")
+    names: list[Name] = [name for name, _ in policies]
+    left = [rest if count is None else count for _, count in policies]
+    out: list[list[tuple[Name, int]]] = []
+    for group, repeats in segments:
+        pieces: list[tuple[Name, int]] = []
+        while repeats:
+            name, some = names[0], min(repeats, left[0] // len(group))
+            if not some:
+                raise RematError(f"model: remat = {remat!r} cuts a group of {len(group)} layers that repeat together.")
+            if name == "sqrt":
+                chunks(some)
+            pieces.append((name, some))
+            repeats -= some
+            left[0] -= some * len(group)
+            if not left[0]:
+                names, left = names[1:], left[1:]
+        out.append(pieces)
+    return out
+
+
+def by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Name]:
+    """Of each layer its policy."""
+    pieces = zip(segments, by_segment(remat, segments), strict=True)
+    return [name for (group, _), own in pieces for name, repeats in own for _ in range(repeats * len(group))]
+
+
+def chunks(repeats: int) -> tuple[int, int]:
+    """How "sqrt" divides repeats: so many runs, of so many; both near the square root.
+
+    Raises:
+        RematError: it is a prime, or one.
+    """
+    a = next(n for n in range(math.isqrt(repeats), 0, -1) if repeats % n == 0)
+    if a == 1:
+        raise RematError(f'model: remat = "sqrt" divides layers into runs of several, and {repeats} has no divisor.')
+    return a, repeats // a
+
+
+def scan(name: Name, body: Any, carry: Any, xs: Any, repeats: int, unroll: int) -> Any:
+    """``jax.lax.scan`` over ``repeats`` of a piece, whose backward pass computes again what the policy says."""
+    if name == "sqrt":
+        a, b = chunks(repeats)
+        inner = checkpointed("full", body)
+
+        def run(carry: Any, part: Any) -> tuple[Any, None]:
+            return jax.lax.scan(inner, carry, part, unroll=min(unroll, b))
+
+        parts = jax.tree.map(lambda x: x.reshape(a, b, *x.shape[1:]), xs)
+        return jax.lax.scan(checkpointed("full", run), carry, parts)[0]
+    return jax.lax.scan(checkpointed(name, body), carry, xs, unroll=unroll)[0]
+
+
+def checkpointed(name: Name, body: Any) -> Any:
+    """A block, or a group of them, under a policy; of "sqrt" as of "full"."""
+    policies = jax.checkpoint_policies
+    if name in ("full", "sqrt"):
+        return jax.checkpoint(body, prevent_cse=False)
+    if name in ("elementwise", "attention"):
+        kept = MATMUL_RESULTS if name == "elementwise" else BEFORE_ATTENTION
+        return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+    if sharding.axis_size("embed") > 1:
+        return jax.checkpoint(body, prevent_cse=False, policy=all_but_gathered_weights)
+    return body
+
+
+def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A ``jax.checkpoint`` policy: weights are gathered again for the backward pass, which is what ZeRO-3 means.
+
+    Both the named value and what it names are left out: the gather itself, which ``save_anything_except_these_names``
+    would keep, for the name covers its own result only.
+    """
+    return primitive.name != "reshard" and params.get("name") != sharding.GATHERED_WEIGHT
