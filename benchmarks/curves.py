@@ -22,10 +22,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs/curves"
 COMMANDS = {
     "quickstart": "jaxllm train quickstart",
     "gpt2_124m": (
-        "jaxllm train recipes/gpt2.py:gpt2_124m --data.source jaxllm/data/corpus/train.txt"
-        " --data.tokenizer bpe:2048 --data.seq-len 64 --data.batch-size 4 --steps 20"
-        " --model.dtype float32 --model.remat none --optim.schedule.warmup 0.2"
-        " --eval-every 0 --data.heldout-fraction 0"
+        "jaxllm train recipes/gpt2.py:gpt2_124m --data.source shakespeare --data.tokenizer bpe:2048 --data.seq-len 64"
+        " --data.batch-size 4 --steps 20 --model.dtype float32 --model.remat none --optim.schedule.warmup 0.2"
+        " --eval-every 0"
     ),
     "sft_smollm2": (
         "jaxllm train sft_smollm2 --steps 10 --data.seq-len 64 --data.batch-size 4 --accumulate 1 --log-every 1"

@@ -15,8 +15,8 @@ def gpt2_124m() -> RunConfig:
     """124M parameters, half a million tokens a step, ten billion in all.
 
     on            s/step   MFU %     GiB  compiled      of
-    v5e:2x4        0.696    38.1     5.9         -    15.8
-    v6e:2x4        0.228    25.0     5.9         -    31.2
+    v5e:2x4        0.696    38.1     6.4         -    15.8
+    v6e:2x4        0.228    25.0     6.4         -    31.2
     h100:1x8       0.150    35.3     4.9         -    79.1
     h200:1x8       0.132    40.2     4.9         -   141.0
     """
