@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxllm.optim.matrices import Matrix, matrices
+from jaxllm.optim.matrices import Matrix, map_matrices
 
 DECAY = 0.8
 LARGEST_RMS = 1.0
@@ -34,13 +34,13 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
         logical_axes: of the parameters.
         eps: added to squares.
     """
-    tree = jax.tree.map(lambda found: (found,), matrices(logical_axes), is_leaf=_is_found)
+    tree = map_matrices(lambda found: found, logical_axes)
 
     def init(params: Any) -> FactoredState:
-        def zeros(param: Array, found: tuple[Matrix | None]) -> Any:
-            if found[0] is None:
+        def zeros(param: Array, found: Matrix | None) -> Any:
+            if found is None:
                 return jnp.zeros_like(param)
-            return tuple(jnp.zeros_like(_mean(param, over)) for over in (found[0].columns, found[0].rows))
+            return tuple(jnp.zeros_like(_mean(param, over)) for over in (found.columns, found.rows))
 
         return FactoredState(jnp.zeros((), jnp.int32), _map(zeros, params, tree))
 
@@ -49,20 +49,20 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
         count = state.count + 1
         decay = 1 - count.astype(jnp.result_type(float)) ** -DECAY
 
-        def kept(grad: Array, found: tuple[Matrix | None], old: Any) -> Any:
+        def kept(grad: Array, found: Matrix | None, old: Any) -> Any:
             square, now = jnp.square(grad) + eps, decay.astype(grad.dtype)
-            if found[0] is None:
+            if found is None:
                 return now * old + (1 - now) * square
-            sides = (found[0].columns, found[0].rows)
+            sides = (found.columns, found.rows)
             return tuple(now * was + (1 - now) * _mean(square, over) for was, over in zip(old, sides, strict=True))
 
-        def scaled(grad: Array, found: tuple[Matrix | None], squares: Any) -> Array:
-            if found[0] is None:
+        def scaled(grad: Array, found: Matrix | None, squares: Any) -> Array:
+            if found is None:
                 out, over = grad * jax.lax.rsqrt(squares), tuple(range(grad.ndim))
             else:
                 by_row, by_column = squares
-                share = by_row / _mean(by_row, found[0].rows)
-                out, over = grad * jax.lax.rsqrt(share * by_column), (*found[0].rows, *found[0].columns)
+                share = by_row / _mean(by_row, found.rows)
+                out, over = grad * jax.lax.rsqrt(share * by_column), (*found.rows, *found.columns)
             return out / jnp.maximum(1, jnp.sqrt(_mean(jnp.square(out), over)) / LARGEST_RMS)
 
         squares = _map(kept, updates, tree, state.squares)
@@ -73,10 +73,6 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
 
 def _mean(x: Array, over: tuple[int, ...]) -> Array:
     return jnp.mean(x, axis=over, keepdims=True)
-
-
-def _is_found(x: Any) -> bool:
-    return x is None or isinstance(x, Matrix)
 
 
 def _map(fn: Any, first: Any, tree: Any, *rest: Any) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import optax
 
 from jaxllm.optim.adafactor import scale_by_adafactor
 from jaxllm.optim.config import OptimConfig
 from jaxllm.optim.low_rank import scale_by_low_rank
-from jaxllm.optim.matrices import Matrix, matrices
+from jaxllm.optim.matrices import map_matrices
 from jaxllm.optim.muon import scale_by_muon_or_adam
 from jaxllm.optim.narrow import narrow
 from jaxllm.optim.schedules import schedule
@@ -21,7 +20,7 @@ def decay_mask(logical_axes: Any) -> Any:
 
     Gains and biases have such an axis alone, or not at all.
     """
-    return jax.tree.map(lambda found: found is not None, matrices(logical_axes), is_leaf=_is_found)
+    return map_matrices(lambda found: found is not None, logical_axes)
 
 
 def optimizer(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
@@ -49,7 +48,3 @@ def _rule(config: OptimConfig, logical_axes: Any) -> optax.GradientTransformatio
     if config.kind == "sgd":
         return optax.trace(decay=config.b1)
     return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-
-
-def _is_found(x: Any) -> bool:
-    return x is None or isinstance(x, Matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,6 @@ def matrix_of(axes: tuple[str | None, ...]) -> Matrix | None:
     return None if rows is None or not columns else Matrix((rows,), columns, "vocab" in axes)
 
 
-def matrices(logical_axes: Any) -> Any:
-    """A tree of ``Matrix`` and None for a tree of logical axes."""
-    return jax.tree.map(matrix_of, logical_axes, is_leaf=lambda x: isinstance(x, tuple))
+def map_matrices(fn: Callable[[Matrix | None], Any], logical_axes: Any) -> Any:
+    """A tree of ``fn(matrix_of(axes))`` for a tree of logical axes."""
+    return jax.tree.map(lambda axes: fn(matrix_of(axes)), logical_axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxllm.optim.matrices import Matrix, matrices
+from jaxllm.optim.matrices import Matrix, map_matrices
 
 
 def split_by_kind(
@@ -21,10 +21,10 @@ def split_by_kind(
     Args:
         of_matrices: makes the rule for matrices, in the order of the leaves that it is given.
     """
-    is_found = lambda x: x is None or isinstance(x, Matrix)  # noqa: E731
-    found = matrices(logical_axes)
-    labels = jax.tree.map(lambda one: "matrices" if _within(one) else "others", found, is_leaf=is_found)
-    chosen = [one for one in jax.tree.leaves(found, is_leaf=is_found) if _within(one)]
+    labels = map_matrices(lambda found: "matrices" if _within(found) else "others", logical_axes)
+    found: list[Matrix | None] = []
+    map_matrices(found.append, logical_axes)
+    chosen = [one for one in found if one is not None and _within(one)]
     return optax.partition({"matrices": of_matrices(chosen), "others": of_others}, labels)
 
 

@@ -22,9 +22,10 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
+from jaxllm.optim.matrices import STREAMS
 from jaxllm.plan.hardware import Hardware
 from jaxllm.plan.time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
-from jaxllm.plan.work import STREAMS, Leaf, check_remat, leaves_of
+from jaxllm.plan.work import Leaf, check_remat, leaves_of
 from jaxllm.train.flops import causal_mean
 
 Phase = Literal["training", "prefill", "decode"]

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, MlpConfig, MoeConfig, functional
+from jaxllm.optim.matrices import STREAMS
 from jaxllm.parallel.pipeline.cut import Remat
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.flops import causal_mean
 from sharding import LogicalAxes, MeshSpec, Rules
-
-STREAMS = ("embed", "vocab_embed", "expert_embed")
 
 
 @dataclass(frozen=True)
