@@ -18,13 +18,10 @@ import jax.numpy as jnp
 from jaxllm.models import BlockConfig, MoeConfig
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.table import tabulate
+from jaxllm.plan.optimizer import state_bytes
 from jaxllm.plan.work import Work, gated
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
-
-STEPS = 8
-"""Bytes of AdamW's two counters, beside its two moments of each parameter."""
-
 
 BLOCK = 1024
 """Queries, and keys, of a block of attention on a GPU."""
@@ -124,7 +121,7 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
     return Memory(
         parameters,
-        2 * parameters + STEPS,
+        state_bytes(work, parameters),
         4 * 4 * work.tokens * work.micro_batches,
         round(sums * _gradients(work)) + _ends(work),
         _gathered(work),

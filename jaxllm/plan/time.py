@@ -26,6 +26,7 @@ from jaxllm.plan import memory
 from jaxllm.plan.calibration import DEFAULT, Calibration
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.plan.network import Network
+from jaxllm.plan.optimizer import state_bytes
 from jaxllm.plan.work import Weight, Work, cached_model, rules_of, without_stages
 from jaxllm.train import RunConfig
 from jaxllm.train.flops import train_flops_per_token
@@ -34,9 +35,11 @@ from sharding import MeshSpec
 ATTENTION_BACKWARD = 3.5
 """Products of attention's backward pass over the two of its forward one: its two kernels, of queries and of keys and
 values, each make the scores and their gradient again."""
-UPDATE_BYTES = 36
-"""Of a float32 parameter with two moments: gradient read twice (its norm first), the three read and written, and a
-gradient written."""
+UPDATE_PASSES = 5
+"""Times that an update moves numbers of the parameters' kind: the gradient written and read twice (its norm first), the
+parameter read and written. The optimizer's state is read and written."""
+UPDATE_BYTES = 4 * UPDATE_PASSES + 2 * 8
+"""Of a float32 parameter with two moments."""
 STREAM_PASSES, INNER_PASSES = 10, 3
 """Times that a block's forward pass moves a residual stream, and its inner values, through memory outside products."""
 WEIGHTS = ("weights", "gradients")
@@ -115,7 +118,8 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     waiting = micro * (forward.memory + backward.memory + again.memory)
     # What is kept waits in arrays of all layers: written there, and read.
     kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
-    update = rates.stream(UPDATE_BYTES * sum(w.stored * w.layers for w in work.weights))
+    parameters = sum(w.stored * w.layers for w in work.weights) * jnp.dtype(run.model.param_dtype).itemsize
+    update = rates.stream(UPDATE_PASSES * parameters + 2 * state_bytes(work, parameters))
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
     host = _host(work, cluster.hardware, calibration, compute)

@@ -6,12 +6,16 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import get_args
 
 import pytest
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig
+from jaxllm.optim import OptimConfig
+from jaxllm.optim.config import Kind
 from jaxllm.parallel.table import device_bytes
 from jaxllm.plan import memory, time
+from jaxllm.plan.calibration import DEFAULT
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.search import REMATS
 from jaxllm.train import RunConfig
@@ -85,6 +89,20 @@ def test_state_is_that_of_the_sharding_table(trial):
 def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shape, laid):
     """As the compiler laid out DeepSeek-V3 on 512 chips, where the shape is one of its."""
     assert memory.tiled(shape) == math.prod(laid)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=4"])
+def test_state_is_that_of_each_optimizer(kind, mesh):
+    """And its bytes are read and written in the update, beside five passes over parameters and gradients."""
+    run = drawn(1)
+    run = dataclasses.replace(run, mesh=mesh, optim=OptimConfig(kind=kind), accumulate=4)
+    found, took = on(run, mesh, "v6e:2x4")
+    assert found.optimizer == device_bytes(sharding_table(run, 8).optimizer)
+    _, without = on(dataclasses.replace(run, optim=OptimConfig()), mesh, "v6e:2x4")
+    hardware = Cluster.parse("v6e:2x4").hardware
+    saved = 2 * (2 * found.parameters + 8 - found.optimizer) / (hardware.bandwidth * DEFAULT.memory)
+    assert without.memory - took.memory == pytest.approx(saved, abs=1e-9 * without.memory)
 
 
 @pytest.mark.parametrize("trial", range(8))
