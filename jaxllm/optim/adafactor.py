@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxllm.optim.matrices import Matrix, map_matrices
+from jaxllm.optim.matrices import Matrix, map_matrices, mean, own_dims
 
 DECAY = 0.8
 LARGEST_RMS = 1.0
@@ -26,7 +26,7 @@ class FactoredState(NamedTuple):
 
 
 def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransformation:
-    """Gradients over the root of their second moments, clipped to a root mean square of 1 for each matrix.
+    """Gradients over the root of their second moments, clipped to a root mean square of 1 for each layer's parameter.
 
     The moments' decay is ``1 - t**-0.8`` (section 7.2).
 
@@ -40,7 +40,7 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
         def zeros(param: Array, found: Matrix | None) -> Any:
             if found is None:
                 return jnp.zeros_like(param)
-            return tuple(jnp.zeros_like(_mean(param, over)) for over in (found.columns, found.rows))
+            return tuple(jnp.zeros_like(mean(param, over)) for over in (found.columns, found.rows))
 
         return FactoredState(jnp.zeros((), jnp.int32), _map(zeros, params, tree))
 
@@ -54,25 +54,21 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
             if found is None:
                 return now * old + (1 - now) * square
             sides = (found.columns, found.rows)
-            return tuple(now * was + (1 - now) * _mean(square, over) for was, over in zip(old, sides, strict=True))
+            return tuple(now * was + (1 - now) * mean(square, over) for was, over in zip(old, sides, strict=True))
 
-        def scaled(grad: Array, found: Matrix | None, squares: Any) -> Array:
+        def scaled(grad: Array, found: Matrix | None, axes: tuple[str | None, ...], squares: Any) -> Array:
             if found is None:
-                out, over = grad * jax.lax.rsqrt(squares), tuple(range(grad.ndim))
+                out = grad * jax.lax.rsqrt(squares)
             else:
                 by_row, by_column = squares
-                share = by_row / _mean(by_row, found.rows)
-                out, over = grad * jax.lax.rsqrt(share * by_column), (*found.rows, *found.columns)
-            return out / jnp.maximum(1, jnp.sqrt(_mean(jnp.square(out), over)) / LARGEST_RMS)
+                share = by_row / mean(by_row, found.rows)
+                out = grad * jax.lax.rsqrt(share * by_column)
+            return out / jnp.maximum(1, jnp.sqrt(mean(jnp.square(out), own_dims(axes))) / LARGEST_RMS)
 
         squares = _map(kept, updates, tree, state.squares)
-        return _map(scaled, updates, tree, squares), FactoredState(count, squares)
+        return _map(scaled, updates, tree, logical_axes, squares), FactoredState(count, squares)
 
     return optax.GradientTransformation(init, update)
-
-
-def _mean(x: Array, over: tuple[int, ...]) -> Array:
-    return jnp.mean(x, axis=over, keepdims=True)
 
 
 def _map(fn: Any, first: Any, tree: Any, *rest: Any) -> Any:

@@ -7,12 +7,18 @@ from typing import Any
 import optax
 
 from jaxllm.optim.adafactor import scale_by_adafactor
-from jaxllm.optim.config import OptimConfig
+from jaxllm.optim.blockwise import kept_as
+from jaxllm.optim.config import LAYERWISE, OptimConfig
+from jaxllm.optim.layerwise import layerwise, scale_by_size
 from jaxllm.optim.low_rank import scale_by_low_rank
 from jaxllm.optim.matrices import map_matrices
 from jaxllm.optim.muon import scale_by_muon_or_adam
 from jaxllm.optim.narrow import narrow
+from jaxllm.optim.schedule_free import schedule_free
 from jaxllm.optim.schedules import schedule
+from jaxllm.optim.soap import scale_by_soap
+from jaxllm.optim.sophia import scale_by_sophia
+from jaxllm.optim.split import automatic, split_by_kind
 
 
 def decay_mask(logical_axes: Any) -> Any:
@@ -24,27 +30,48 @@ def decay_mask(logical_axes: Any) -> Any:
 
 
 def optimizer(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
-    """The transformation for parameters with these logical axes."""
+    """The transformation for parameters with these logical axes.
+
+    Of "sophia", ``update`` takes a ``curvature`` besides; of "schedule_free", gradients at ``gradient_point``.
+    """
+    if config.kind in LAYERWISE:
+        return layerwise(lambda axes: of_layers(config, total_steps, axes), logical_axes)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    rule = optax.chain(
-        clip,
-        _rule(config, logical_axes),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(logical_axes)),
-        optax.scale_by_learning_rate(schedule(config.schedule, total_steps)),
-    )
-    return narrow(rule, config.rounding)
+    rate, mask = schedule(config.schedule, total_steps), decay_mask(logical_axes)
+    if config.kind == "schedule_free":
+        return optax.chain(clip, schedule_free(rate, config.b1, config.b2, config.eps, config.weight_decay, mask))
+    return narrow(optax.chain(clip, _rule(config, logical_axes), *_step(config, rate, mask)), config.rounding)
+
+
+def of_layers(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
+    """The transformation of a rule that moves layer by layer, for a part of the model."""
+    size = [scale_by_adafactor(logical_axes, config.eps), scale_by_size(logical_axes)]
+    rate = schedule(config.schedule, total_steps)
+    return optax.chain(*(size if config.kind == "adalomo" else []), *_step(config, rate, decay_mask(logical_axes)))
+
+
+def _step(config: OptimConfig, rate: optax.Schedule, mask: Any) -> tuple[optax.GradientTransformation, ...]:
+    return optax.add_decayed_weights(config.weight_decay, mask=mask), optax.scale_by_learning_rate(rate)
 
 
 def _rule(config: OptimConfig, logical_axes: Any) -> optax.GradientTransformation:
+    adam = config.b1, config.b2, config.eps
     if config.kind == "lion":
         return optax.scale_by_lion(b1=config.b1, b2=config.b2)
     if config.kind == "adafactor":
         return scale_by_adafactor(logical_axes, config.eps)
     if config.kind == "muon":
-        return scale_by_muon_or_adam(logical_axes, config.b1, config.b2, config.eps)
+        return scale_by_muon_or_adam(logical_axes, *adam)
     if config.kind in ("galore", "apollo", "apollo_mini"):
-        numbers = config.rank, config.refresh, config.b1, config.b2, config.eps
-        return scale_by_low_rank(logical_axes, config.kind, *numbers)
+        return scale_by_low_rank(logical_axes, config.kind, config.rank, config.every, *adam, config.moments)
+    if config.kind == "soap":
+        return scale_by_soap(logical_axes, config.every, *adam)
+    if config.kind == "sophia":
+        return scale_by_sophia(*adam)
     if config.kind == "sgd":
         return optax.trace(decay=config.b1)
-    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    plain = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    if config.moments == "float32":
+        return plain
+    small = automatic(kept_as(config.moments, plain, first="mu", second="nu"))
+    return split_by_kind(logical_axes, lambda _: small, plain)

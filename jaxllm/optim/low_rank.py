@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.optim.matrices import Matrix
+from jaxllm.optim.blockwise import Moments, kept_as
+from jaxllm.optim.matrices import Matrix, flat, mean, sides, thin, unflat
 from jaxllm.optim.split import automatic, split_by_kind
 
 LowRank = Literal["galore", "apollo", "apollo_mini"]
@@ -41,34 +42,35 @@ class LowRankState(NamedTuple):
 
 
 def scale_by_low_rank(
-    logical_axes: Any, kind: LowRank, rank: int, refresh: int, b1: float, b2: float, eps: float
+    logical_axes: Any, kind: LowRank, rank: int, refresh: int, b1: float, b2: float, eps: float, moments: Moments
 ) -> optax.GradientTransformation:
     """Matrices within layers so; embeddings, output heads, gains and biases by Adam with the same numbers.
 
     Args:
         rank: r; 0 for a quarter of m. APOLLO-Mini's is 1.
+        moments: how those of matrices are kept; projections are as gradients are.
     """
 
     def of_matrices(found: list[Matrix]) -> optax.GradientTransformation:
         def init(params: Any) -> LowRankState:
             leaves, structure = jax.tree.flatten(params)
-            sides = [_sides(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
-            ranks = [_rank(kind, rank, leaf, small) for leaf, (small, _) in zip(leaves, sides, strict=True)]
-            moments = [_thin(leaf, small, r) for leaf, (small, _), r in zip(leaves, sides, ranks, strict=True)]
+            both = [sides(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
+            ranks = [_rank(kind, rank, leaf, small) for leaf, (small, _) in zip(leaves, both, strict=True)]
+            zeros = [thin(leaf, small, r) for leaf, (small, _), r in zip(leaves, both, ranks, strict=True)]
             empty = [jnp.zeros((), leaf.dtype) for leaf in leaves]
             if kind == "galore":
-                projectors = [_thin(leaf, large, r) for leaf, (_, large), r in zip(leaves, sides, ranks, strict=True)]
+                projectors = [thin(leaf, large, r) for leaf, (_, large), r in zip(leaves, both, ranks, strict=True)]
                 norms = empty
             else:
                 projectors = empty
                 norms = [
-                    jnp.zeros_like(_mean(leaf, both[0] + both[1])) for leaf, both in zip(leaves, sides, strict=True)
+                    jnp.zeros_like(mean(leaf, small + large)) for leaf, (small, large) in zip(leaves, both, strict=True)
                 ]
             back = structure.unflatten
             return LowRankState(
                 jnp.zeros((), jnp.int32),
-                back(moments),
-                back([jnp.zeros_like(m) for m in moments]),
+                back(zeros),
+                back([jnp.zeros_like(one) for one in zeros]),
                 back(projectors),
                 back(norms),
             )
@@ -94,13 +96,12 @@ def scale_by_low_rank(
             projector: Array,
             norm: Array,
         ) -> tuple[Array, ...]:
-            small, large = _sides(grad, of)
-            flat = lambda x: _flat(x, small, large)  # noqa: E731
-            whole, m, v = flat(grad), flat(first), flat(second)
+            small, large = sides(grad, of)
+            whole, m, v = (flat(x, small, large) for x in (grad, first, second))
             if kind == "galore":
                 fresh = lambda: _leading(whole, m.shape[1])  # noqa: E731
-                down = jax.lax.cond(count % refresh == 0, fresh, lambda: _flat(projector, large, small))
-                projector = _unflat(down, projector.shape, large, small)
+                down = jax.lax.cond(count % refresh == 0, fresh, lambda: flat(projector, large, small))
+                projector = unflat(down, projector.shape, large, small)
             else:
                 key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), number), count // refresh)
                 shape = (len(whole), m.shape[1], whole.shape[1])
@@ -118,18 +119,13 @@ def scale_by_low_rank(
                 most = jnp.where(before > 0, jnp.minimum(now, GROWTH * before), now)
                 out = out * (most / jnp.maximum(now, jnp.finfo(now.dtype).tiny))
                 norm = most.reshape(norm.shape)
-            back = lambda x, like: _unflat(x, like.shape, small, large)  # noqa: E731
+            back = lambda x, like: unflat(x, like.shape, small, large)  # noqa: E731
             return back(out, grad), back(m, first), back(v, second), projector, norm
 
-        return automatic(optax.GradientTransformation(init, update))
+        rule = optax.GradientTransformation(init, update)
+        return automatic(kept_as(moments, rule, first="first", second="second"))
 
     return split_by_kind(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
-
-
-def _sides(leaf: Array, of: Matrix) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dimensions of the smaller side, and of the larger."""
-    sizes = [math.prod(leaf.shape[i] for i in side) for side in (of.rows, of.columns)]
-    return (of.rows, of.columns) if sizes[0] <= sizes[1] else (of.columns, of.rows)
 
 
 def _rank(kind: LowRank, rank: int, leaf: Array, small: tuple[int, ...]) -> int:
@@ -137,33 +133,8 @@ def _rank(kind: LowRank, rank: int, leaf: Array, small: tuple[int, ...]) -> int:
     return 1 if kind == "apollo_mini" else min(side, rank or max(1, side // 4))
 
 
-def _thin(leaf: Array, side: tuple[int, ...], rank: int) -> Array:
-    """Zeros of an array's shape and place, but for a side of ``rank``."""
-    return jnp.repeat(jnp.zeros_like(_mean(leaf, side)), rank, axis=side[0])
-
-
-def _mean(x: Array, over: tuple[int, ...]) -> Array:
-    return jnp.mean(x, axis=over, keepdims=True)
-
-
 def _norm(x: Float[Array, "S m n"], over: tuple[int, ...]) -> Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=over, keepdims=True))
-
-
-def _order(ndim: int, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    return (*(i for i in range(ndim) if i not in first + second), *first, *second)
-
-
-def _flat(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Float[Array, "S a b"]:
-    """As matrices of these sides."""
-    sizes = [math.prod(x.shape[i] for i in side) for side in (first, second)]
-    return x.transpose(_order(x.ndim, first, second)).reshape(-1, *sizes)
-
-
-def _unflat(x: Float[Array, "S a b"], shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> Array:
-    order = _order(len(shape), first, second)
-    back = sorted(range(len(shape)), key=order.__getitem__)
-    return x.reshape([shape[i] for i in order]).transpose(back)
 
 
 def _leading(whole: Float[Array, "S m n"], rank: int) -> Float[Array, "S r m"]:

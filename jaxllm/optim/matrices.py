@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 STREAMS = ("embed", "vocab_embed", "expert_embed", "latent")
 """Logical axes of what layers read and write."""
@@ -29,12 +32,50 @@ class Matrix(NamedTuple):
 
 def matrix_of(axes: tuple[str | None, ...]) -> Matrix | None:
     """Of a parameter with these logical axes; None for gains and biases."""
-    own = [i for i, axis in enumerate(axes) if axis not in STACKS]
+    own = own_dims(axes)
     rows = next((i for i in own if axes[i] in STREAMS), None)
     columns = tuple(i for i in own if i != rows)
     return None if rows is None or not columns else Matrix((rows,), columns, "vocab" in axes)
 
 
+def own_dims(axes: tuple[str | None, ...]) -> tuple[int, ...]:
+    """Dimensions of one layer's, and one expert's, parameter."""
+    return tuple(i for i, axis in enumerate(axes) if axis not in STACKS)
+
+
 def map_matrices(fn: Callable[[Matrix | None], Any], logical_axes: Any) -> Any:
     """A tree of ``fn(matrix_of(axes))`` for a tree of logical axes."""
     return jax.tree.map(lambda axes: fn(matrix_of(axes)), logical_axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def sides(leaf: Array, of: Matrix) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dimensions of the smaller side, and of the larger."""
+    sizes = [math.prod(leaf.shape[i] for i in side) for side in (of.rows, of.columns)]
+    return (of.rows, of.columns) if sizes[0] <= sizes[1] else (of.columns, of.rows)
+
+
+def thin(leaf: Array, side: tuple[int, ...], rank: int) -> Array:
+    """Zeros of an array's shape and place, but for a side of ``rank``."""
+    return jnp.repeat(jnp.zeros_like(mean(leaf, side)), rank, axis=side[0])
+
+
+def mean(x: Array, over: tuple[int, ...]) -> Array:
+    """Its dimensions stay, of size one."""
+    return jnp.mean(x, axis=over, keepdims=True)
+
+
+def _order(ndim: int, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return (*(i for i in range(ndim) if i not in first + second), *first, *second)
+
+
+def flat(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Float[Array, "S a b"]:
+    """As matrices of these sides."""
+    sizes = [math.prod(x.shape[i] for i in side) for side in (first, second)]
+    return x.transpose(_order(x.ndim, first, second)).reshape(-1, *sizes)
+
+
+def unflat(x: Float[Array, "S a b"], shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> Array:
+    """Back from ``flat``."""
+    order = _order(len(shape), first, second)
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    return x.reshape([shape[i] for i in order]).transpose(back)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxllm.models import BlockConfig, MoeConfig
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.table import tabulate
-from jaxllm.plan.optimizer import state_bytes
+from jaxllm.plan.optimizer import check, state_bytes
 from jaxllm.plan.work import Work, gated
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
@@ -111,6 +111,7 @@ class Memory:
 
 def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
     """Of a run whose mesh is legal, on ``"tpu"`` or ``"gpu"``."""
+    check(run)
     work = Work.of(run, mesh)
     wide = jnp.dtype(run.model.param_dtype).itemsize
     laid = tiled if platform == "tpu" else math.prod
@@ -121,7 +122,7 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
     return Memory(
         parameters,
-        state_bytes(work, parameters),
+        state_bytes(work, parameters, laid),
         4 * 4 * work.tokens * work.micro_batches,
         round(sums * _gradients(work)) + _ends(work),
         _gathered(work),
@@ -216,6 +217,9 @@ def _gradients(work: Work) -> int:
     Beside these sums, a micro-batch's own: in ZeRO-3 of the same size, else of weights that are whole.
     """
     wide = jnp.dtype(work.run.model.param_dtype).itemsize
+    if work.run.optim.kind in ("lomo", "adalomo"):  # a layer's at a time, and the ends'
+        layers = [w for w in work.weights if w.name.startswith("segments/")]
+        return sum(w.stored * (1 if w in layers else w.layers) for w in work.weights) * wide
     zero, several = work.run.parallel.zero, work.stages == 1 and work.micro_batches > 1
     late = zero == 1 and several
     sums = sum(w.layers * (w.used if late else w.stored) for w in work.weights) * wide

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
 from jaxllm.parallel.legal import factorings
 from jaxllm.parallel.pipeline.layout import spread
@@ -27,6 +28,7 @@ from jaxllm.plan.time import StepTime, is_mixture
 from jaxllm.plan.work import architecture, leaves_of, rules_of
 from jaxllm.train import RunConfig
 from jaxllm.train.pipelined import planned
+from jaxllm.train.rule import check_rule
 from jaxllm.train.run import check_batch
 from sharding import AXES, MeshSpec, Rules, ShardingError
 
@@ -98,6 +100,8 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
     for mesh in meshes(run, cluster):
         for runs in _families(run, mesh):
             for laid in runs:
+                if not _runs(laid, mesh):
+                    continue
                 tried += 1
                 over = memory.predict(laid, mesh, cluster.topology.platform).total - limit
                 if over <= 0:
@@ -232,6 +236,15 @@ def _parameters_fit(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> bool
         for leaf in leaves_of(config):
             rules.spec(leaf.axes, abstract, leaf.shape, what=leaf.name)
     except ShardingError:
+        return False
+    return True
+
+
+def _runs(run: RunConfig, mesh: MeshSpec) -> bool:
+    """Whether the run's optimizer can do with the layout."""
+    try:
+        check_rule(run, mesh.abstract())
+    except ConfigError:
         return False
     return True
 

@@ -13,12 +13,13 @@ from jaxllm.compiler import aot
 from jaxllm.config import from_dict, to_dict
 from jaxllm.data import Batch
 from jaxllm.models import functional
-from jaxllm.optim import optimizer, schedule
+from jaxllm.optim import optimizer
 from jaxllm.parallel.flags import options
 from jaxllm.train.config import RunConfig
+from jaxllm.train.rule import step_of
 from jaxllm.train.run import fitting_mesh, gradients
 from jaxllm.train.state import abstract_state
-from jaxllm.train.step import jit_step, train_step
+from jaxllm.train.step import jit_step
 from sharding.isolate import Progress, run_isolated
 from sharding.topology import Topology
 
@@ -69,8 +70,7 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    rate = schedule(run.optim.schedule, run.steps)
-    own = train_step(gradients(run, model, mesh), transform, rate, run.model, run.routing.bias_rate)
+    own = step_of(run, model, gradients(run, model, mesh), transform)
     step = jit_step(own, abstract)
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")

@@ -15,7 +15,7 @@ from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.models import Functional, functional
 from jaxllm.observe.sinks import check as check_trackers
-from jaxllm.optim import optimizer, schedule
+from jaxllm.optim import optimizer
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.flags import options
 from jaxllm.parallel.legal import check_parameters, resolve
@@ -28,9 +28,10 @@ from jaxllm.train.numerics import numerics
 from jaxllm.train.pipelined import pipelined, planned
 from jaxllm.train.processes import own_part, put
 from jaxllm.train.receipt import versions
+from jaxllm.train.rule import check_rule, step_of
 from jaxllm.train.saving import Place, Saver
 from jaxllm.train.state import TrainState, abstract_state
-from jaxllm.train.step import ValueAndGrad, jit_step, train_step
+from jaxllm.train.step import ValueAndGrad, jit_step
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec
 
@@ -77,10 +78,9 @@ class Run:
     def compile_step(self) -> tuple[Any, float]:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
         start = time.monotonic()
-        rate = schedule(self.config.optim.schedule, self.config.steps)
         grads = gradients(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
-        own = train_step(grads, self.optimizer, rate, self.config.model, self.config.routing.bias_rate, layers)
+        own = step_of(self.config, self.model, grads, self.optimizer, layers=layers)
         step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
@@ -120,6 +120,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
+    check_rule(config, mesh.abstract())
     if dict(mesh.axes).get("stage", 1) == 1:
         for name in ("chunks", "depths", "offload"):
             if getattr(config.parallel, name):

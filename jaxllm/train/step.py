@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 import sharding
 from jaxllm.models import DecoderConfig
 from jaxllm.models.params import at_least_f32
+from jaxllm.train.fused import Move
+from jaxllm.train.loss import LossSums
 from jaxllm.train.routing import move_biases, routing_metrics
 from jaxllm.train.state import TrainState
 
 ValueAndGrad = Callable[..., tuple[Any, ...]]
 """``jaxllm.train.loss.value_and_grad``'s result, or a pipeline's."""
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an optimizer asks of the step.
+
+    Attributes:
+        point: ``(params, opt_state)`` -> where gradients are taken; None: at the parameters.
+        curvature: ``(state, batch)`` -> what its update is given besides.
+    """
+
+    point: Callable[[Any, Any], Any] | None = None
+    curvature: Callable[[TrainState, Any], Any] | None = None
 
 
 def train_step(
@@ -30,6 +45,7 @@ def train_step(
     model: DecoderConfig | None = None,
     bias_rate: float = 0.0,
     layers: bool = False,
+    rule: Rule | None = None,
 ) -> Step:
     """Composes loss, gradients and update; jit the result once, donating the state.
 
@@ -43,14 +59,19 @@ def train_step(
         model: the architecture, where it has experts whose load is to be seen.
         bias_rate: of ``RoutingConfig``.
         layers: the norms also of every parameter's every layer, as ``layers`` of the metrics.
+        rule: what the optimizer asks of the step besides.
     """
+    asked = rule or Rule()
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        at = state.params if asked.point is None else asked.point(state.params, state.opt_state)
         kept = state.numerics
-        given = (state.params, batch) if kept is None else (state.params, batch, kept)
+        given = (at, batch) if kept is None else (at, batch, kept)
         sums, grads, *seen = value_and_grad(*given)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        more = {} if asked.curvature is None else {"curvature": asked.curvature(state, batch)}
+        update = optax.with_extra_args_support(optimizer).update
+        updates, opt_state = update(grads, state.opt_state, state.params, **more)
         params = optax.apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
             params = move_biases(model, bias_rate)(params, sums.routing)
@@ -65,25 +86,44 @@ def train_step(
                 precision = {"loss_scale": kept.scale, "skipped": skipped.astype(jnp.float32)}
             kept = kept.moved(finite, *seen)
 
-        count = jnp.maximum(sums.count, 1)
-        metrics: dict[str, Any] = {
-            "loss": sums.loss / count,
-            "nll": sums.nll / count,
-            "grad_norm": grad_norm,
-            "param_norm": optax.tree.norm(params),
-            "update_norm": optax.tree.norm(updates),
-            "learning_rate": rate(state.step),
-            "tokens": sums.count,
-            **precision,
-        }
+        metrics = _metrics(sums, rate(state.step), params, grad_norm, optax.tree.norm(updates))
+        metrics |= precision
         if model is not None and sums.routing is not None:
-            metrics |= routing_metrics(model, sums.routing, count)
+            metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.count, 1))
         if layers:
             trees = {"grad": grads, "param": params, "update": updates}
             metrics["layers"] = {name: jax.tree.map_with_path(norms, tree) for name, tree in trees.items()}
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1, numerics=kept), metrics
 
     return step
+
+
+def moving_step(move: Move, rate: optax.Schedule) -> Step:
+    """``train_step`` of an optimizer that has moved the parameters by the time gradients could be seen.
+
+    Args:
+        move: ``jaxllm.train.fused`` or ``jaxllm.train.forward_only``.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        moved = move(state, batch)
+        metrics = _metrics(moved.sums, rate(state.step), moved.params, moved.grad_norm, moved.update_norm)
+        return replace(state, params=moved.params, opt_state=moved.opt_state, step=state.step + 1), metrics
+
+    return step
+
+
+def _metrics(sums: LossSums, rate: ArrayLike, params: Any, grad_norm: Array, update_norm: Array) -> dict[str, Any]:
+    count = jnp.maximum(sums.count, 1)
+    return {
+        "loss": sums.loss / count,
+        "nll": sums.nll / count,
+        "grad_norm": grad_norm,
+        "param_norm": optax.tree.norm(params),
+        "update_norm": update_norm,
+        "learning_rate": rate,
+        "tokens": sums.count,
+    }
 
 
 def norms(path: Any, x: Array) -> Float[Array, " L"]:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import sharding
+from jaxllm.config import ConfigError
+from jaxllm.data import DataConfig
 from jaxllm.models import functional
-from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
-from jaxllm.optim.config import Kind
+from jaxllm.observe.config import ObserveConfig
+from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.optim.matrices import Matrix, matrix_of
+from jaxllm.optim.schedule_free import gradient_point
+from jaxllm.optim.sophia import Curvature
+from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.train import RunConfig, TrainState, train_step
+from jaxllm.train.loss import value_and_grad
+from jaxllm.train.rule import step_of
+from jaxllm.train.run import fitting_mesh
 from tests import quick, tiny
+from tests.optim.kinds import KINDS, arrays_bytes, named, table_bytes
 
 CONSTANT = ScheduleConfig("constant", peak=0.01, warmup=0.0)
 AXES = {"w": ("layers", "embed", "heads", "head_dim"), "table": ("vocab", "vocab_embed"), "gain": ("layers", "embed")}
 SHAPES = {"w": (2, 6, 2, 4), "table": (5, 6), "gain": (2, 6)}
 
 
+PLAIN = {"schedule": CONSTANT, "weight_decay": 0.0, "clip_norm": None}
+
+
 def plain(kind: str, **more: object) -> OptimConfig:
-    return OptimConfig(CONSTANT, kind=kind, weight_decay=0.0, clip_norm=None, **more)  # type: ignore[arg-type]
+    return named(kind, **PLAIN, **more)
 
 
 def stepped(config, rng, steps: int = 3):
@@ -77,9 +88,9 @@ def test_adafactor(rng, float64):
     for t, grad in enumerate(grads, 1):
         decay = 1 - t**-0.8
         for name, g in grad.items():
-            many = len(g) if name == "w" else 1
+            many = 1 if name == "table" else len(g)
             for layer in range(many):
-                own = g[layer].reshape(6, 8) if name == "w" else g
+                own = g[layer].reshape(6, 8) if name == "w" else g[layer] if name == "gain" else g
                 square = own**2 + 1e-3
                 # A table's rows are its stream, as everywhere: one of 5 words and 6 dimensions has 6.
                 kept = moments.setdefault((name, layer), [0.0, 0.0])
@@ -93,9 +104,28 @@ def test_adafactor(rng, float64):
                 out = out / max(1.0, math.sqrt((out**2).mean()))
                 if name == "w":
                     want[name][layer] -= 0.01 * out.reshape(6, 2, 4)
+                elif name == "gain":
+                    want[name][layer] -= 0.01 * out
                 else:
                     want[name] -= 0.01 * out
     close(after, want)
+
+
+def test_adalomo_steps_by_the_parameters_size(rng, float64):
+    """arXiv:2310.10195, equations 6 to 9: Adafactor's step times each layer's root mean square."""
+    before, _, small = stepped(plain("adafactor", eps=1e-3), np.random.default_rng(0), steps=1)
+    _, _, after = stepped(plain("adalomo", eps=1e-3), np.random.default_rng(0), steps=1)
+    for name, value in before.items():
+        own = range(2) if name != "table" else [slice(None)]
+        for layer in own:
+            size = math.sqrt((value[layer] ** 2).mean())
+            step = (small[name] - value)[layer] * size
+            np.testing.assert_allclose((after[name] - value)[layer], step, rtol=1e-9)
+
+
+def test_lomo_is_descent(rng, float64):
+    before, grads, after = stepped(plain("lomo"), rng)
+    close(after, {name: value - 0.01 * sum(grad[name] for grad in grads) for name, value in before.items()})
 
 
 def test_muon_makes_each_layers_matrix_orthogonal(rng, float64):
@@ -173,60 +203,151 @@ def test_galore_of_full_rank_is_adam_in_other_axes(rng, float64):
         assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_the_state(kind):
-    model = functional(tiny.decoder(dtype="float32"))
+    """Those of the table in the documentation."""
+    model = functional(tiny.decoder(dtype="float32", embed_dim=64, mlp=96))
     axes, params = model.logical_axes(), model.abstract()
-    state = jax.eval_shape(optimizer(OptimConfig(kind=kind), 10, axes).init, params)
-    # Counts, and Muon's fifteen coefficients, are no parameter's.
-    have = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape != (3,))
-    flat = jax.tree.leaves(params)
-    found = [matrix_of(one) for one in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))]
-    want = 0
-    for leaf, one in zip(flat, found, strict=True):
-        each, size = {"lion": 4, "sgd": 4, "adafactor": 4}.get(kind, 8), leaf.size
-        if one is not None and (kind == "adafactor" or not one.vocabulary):
-            small, large = sorted(math.prod(leaf.shape[i] for i in side) for side in (one.rows, one.columns))
-            stack = leaf.size // (small * large)
-            if kind == "adafactor":
-                size = stack * (small + large)
-            elif kind == "muon":
-                each = 4
-            elif kind == "galore":
-                each, size = 4, stack * (small // 4) * (2 * large + small)
-            elif kind == "apollo":
-                each, size = 4, stack * (2 * (small // 4) * large + 1)
-            elif kind == "apollo_mini":
-                each, size = 4, stack * (2 * large + 1)
-        want += each * size
-    assert have == want
+    state = jax.eval_shape(optimizer(named(kind), 10, axes).init, params)
+    assert arrays_bytes(state) == table_bytes(kind, params, axes)
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
-def test_a_mesh_changes_nothing(kind, float64):
-    config = tiny.decoder(dtype="float64")
+@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
+def test_layer_by_layer_is_all_at_once(kind, float64):
+    """The step that never has all gradients gives what the same rule makes of all of them."""
+    config = tiny.decoder(dtype="float64", layers=3, remat="full", tied=False, qk_norm="head")
     model = functional(config)
-    axes = model.logical_axes()
-    transform = optimizer(OptimConfig(CONSTANT, kind=kind), 3, axes)
+    run = RunConfig(model=config, optim=named(kind, schedule=CONSTANT), steps=3, data=DataConfig(batch_size=4))
+    transform, grads_of = optimizer(run.optim, run.steps, model.logical_axes()), value_and_grad(model)
     params = jax.tree.map(jnp.asarray, quick.params(config))
-    grads = jax.tree.map(jnp.asarray, quick.params(config, seed=5))
+    state = TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), jax.random.key(0))
+    fused = quick.jit(step_of(run, model, grads_of, transform))
+    plain = quick.jit(train_step(grads_of, transform, schedule(CONSTANT, 3)))
+    one = other = state
+    for number in range(2):
+        batch = tiny.batch(number, 4, 8, config.vocab_size, packed=True)
+        one, seen = fused(one, batch)
+        other, want = plain(other, batch)
+        for name in ("loss", "nll", "grad_norm", "update_norm", "param_norm"):
+            assert float(seen[name]) == pytest.approx(float(want[name]), rel=1e-12), name
+    assert tiny.leaf_error(one.params, other.params) < 1e-13
+    for a, b in zip(*(jax.tree.leaves(end.opt_state) for end in (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
 
-    def run(params, grads):
-        state = transform.init(params)
-        for scale in (1.0, -0.5):
-            updates, state = transform.update(jax.tree.map(lambda g: scale * g, grads), state, params)  # noqa: B023
-            params = jax.tree.map(jnp.add, params, updates)
-        return params
 
-    want = quick.jit(run)(params, grads)
-    mesh = sharding.MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        places = sharding.shardings_of(sharding.abstract_params(model.abstract(), axes, mesh, model.rules))
-        got = quick.jit(run)(jax.device_put(params, places), jax.device_put(grads, places))
-        assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding.is_equivalent_to(place, x.ndim), got, places))
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        gap = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
-        assert gap < 1e-13, (jax.tree_util.keystr(path), gap)
+def test_mezo_moves_along_its_direction_by_the_slope(float64):
+    """arXiv:2305.17333, algorithm 1: the slope is the gradient's product with the direction."""
+    config = tiny.decoder(dtype="float64", remat="full")
+    model = functional(config)
+    optim = named("mezo", schedule=CONSTANT, weight_decay=0.0)
+    run = RunConfig(model=config, optim=optim, steps=3, data=DataConfig(batch_size=4))
+    transform, grads_of = optimizer(optim, run.steps, model.logical_axes()), value_and_grad(model)
+    params = jax.tree.map(jnp.asarray, quick.params(config))
+    state = TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), jax.random.key(0))
+    batch = tiny.batch(0, 4, 8, config.vocab_size, packed=True)
+    after, metrics = quick.jit(step_of(run, model, grads_of, transform))(state, batch)
+    sums, grads = quick.jit(grads_of)(params, batch)
+    moved = jax.tree.map(lambda a, b: np.asarray(a - b) / -0.01, after.params, params)
+    length = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(moved)))
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, z: float((g * z).sum()), grads, moved))) / length
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    # The update is slope times a direction of about root(count): both follow from it.
+    assert slope * math.sqrt(count) == pytest.approx(length / math.sqrt(count), rel=0.05)
+    assert float(metrics["grad_norm"]) == pytest.approx(length, rel=1e-9)
+    assert float(metrics["loss"]) == pytest.approx(float(sums.loss / sums.count), abs=1e-2)
+    drawn = np.concatenate([(leaf / (length / math.sqrt(count))).ravel() for leaf in jax.tree.leaves(moved)])
+    assert abs(drawn.mean()) < 5 / math.sqrt(count)
+    assert drawn.std() == pytest.approx(1.0, rel=0.01)
+    layers = jax.tree.leaves(moved["segments"])
+    assert all(not np.allclose(leaf[0], leaf[1]) for leaf in layers)
+
+
+def test_schedule_free(rng, float64):
+    """arXiv:2405.15682, algorithm 1: x is the mean of the iterates, gradients are those of y."""
+    config = named("schedule_free", schedule=ScheduleConfig("constant", 0.01, warmup=0.5), clip_norm=None, b1=0.8)
+    transform = optimizer(config, 8, AXES)
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in SHAPES.items()}
+    state, pull = transform.init(params), {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+    x = {name: np.asarray(value) for name, value in params.items()}
+    z, v, weights = dict(x), dict.fromkeys(SHAPES, 0.0), 0.0
+    for t in range(1, 7):
+        at = gradient_point(0.8, params, state)
+        updates, state = transform.update(jax.tree.map(lambda y, c: y - c, at, pull), state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        rate = 0.01 * min(1.0, t / 4)
+        weights += rate**2
+        for name in SHAPES:
+            y = 0.8 * x[name] + 0.2 * z[name]
+            grad = y - pull[name]
+            v[name] = 0.95 * v[name] + 0.05 * grad**2
+            step = grad / (np.sqrt(v[name] / (1 - 0.95**t)) + 1e-8) + 0.1 * y * (name != "gain")
+            z[name] = z[name] - rate * step
+            x[name] = (1 - rate**2 / weights) * x[name] + rate**2 / weights * z[name]
+    close(params, x)
+
+
+def test_sophia(rng, float64):
+    """arXiv:2305.14342, algorithm 3."""
+    transform = optimizer(named("sophia", schedule=CONSTANT, weight_decay=0.0, clip_norm=None, b1=0.9, b2=0.8), 9, AXES)
+    draw = lambda: {name: rng.normal(size=shape) for name, shape in SHAPES.items()}  # noqa: E731
+    want = draw()
+    params = jax.tree.map(jnp.asarray, want)
+    state, m, h = transform.init(params), dict.fromkeys(SHAPES, 0.0), dict.fromkeys(SHAPES, 0.0)
+    clipped = 0.0
+    for t in range(5):
+        grad, square = draw(), {name: 30 * value**2 for name, value in draw().items()}
+        curvature = Curvature(jnp.asarray(t % 2 == 0), square)
+        updates, state = transform.update(grad, state, params, curvature=curvature)  # type: ignore[call-arg]
+        params = jax.tree.map(jnp.add, params, updates)
+        for name in SHAPES:
+            m[name] = 0.9 * m[name] + 0.1 * grad[name]
+            h[name] = 0.8 * h[name] + 0.2 * square[name] if t % 2 == 0 else h[name]
+            step = m[name] / np.maximum(0.05 * h[name], 1e-8)
+            clipped += (np.abs(step) > 1).mean() / 15
+            want[name] = want[name] - 0.01 * np.clip(step, -1, 1)
+    close(params, want)
+    assert 0.05 < clipped < 0.95
+    with pytest.raises(TypeError, match="needs a curvature"):
+        transform.update(grad, state, params)
+
+
+def test_soap(rng, float64):
+    """arXiv:2409.11321, algorithm 3, of each layer's own matrix; nothing moves in the first step."""
+    before, grads, after = stepped(named("soap", **PLAIN, refresh=2), rng, steps=6)
+    want = before["w"].copy()
+    lifted = lambda x: x + 1e-3 * np.trace(x) / len(x) * np.diag(np.arange(1, len(x) + 1) / len(x))  # noqa: E731
+    for layer in range(2):
+        m = v = np.zeros((6, 8))
+        means, bases = [np.zeros((6, 6)), np.zeros((8, 8))], [np.eye(6), np.eye(8)]
+        for t, grad in enumerate(grads):
+            g = grad["w"][layer].reshape(6, 8)
+            if t:
+                m, turned = 0.9 * m + 0.1 * g, bases[0].T @ g @ bases[1]
+                v = 0.95 * v + 0.05 * turned**2
+                adam = bases[0].T @ m @ bases[1] / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+                want[layer] -= 0.01 * (bases[0] @ adam @ bases[1].T).reshape(6, 2, 4)
+            for side, square in enumerate((g @ g.T, g.T @ g)):
+                means[side] = 0.95 * means[side] + 0.05 * square
+                if t == 0:
+                    bases[side] = np.linalg.eigh(lifted(means[side]))[1][:, ::-1]
+                elif t % 2 == 0:
+                    order = np.argsort(-np.diag(bases[side].T @ lifted(means[side]) @ bases[side]))
+                    v = np.take(v, order, axis=side)
+                    bases[side] = np.linalg.qr(lifted(means[side]) @ bases[side][:, order])[0]
+    np.testing.assert_allclose(after["w"], want, rtol=1e-7, atol=1e-9)
+    adam = stepped(plain("adamw"), np.random.default_rng(0), steps=2)
+    again = stepped(named("soap", **PLAIN), np.random.default_rng(0), steps=2)
+    for name in ("table", "gain"):
+        np.testing.assert_array_equal(adam[2][name], again[2][name])
+
+
+def test_eight_bits_stay_near_float32(rng, float64):
+    """A few steps apart by less than the codes' parts, and apart."""
+    for kind in ("adamw", "galore"):
+        wide = stepped(plain(kind), np.random.default_rng(0), steps=4)[2]["w"]
+        begun, _, narrow = stepped(named(f"{kind} 8bit", **PLAIN), np.random.default_rng(0), steps=4)
+        apart = np.linalg.norm(narrow["w"] - wide) / np.linalg.norm(wide - begun["w"])
+        assert 1e-5 < apart < 0.05, kind
 
 
 def test_which_parameters_are_matrices():
@@ -243,3 +364,28 @@ def test_numbers_of_other_rules_are_refused():
         OptimConfig(kind="lion", eps=1e-6)
     with pytest.raises(ValueError, match='"sgd" has no b2'):
         OptimConfig(kind="sgd", b2=0.5)
+    with pytest.raises(ValueError, match='"muon" has no moments'):
+        OptimConfig(kind="muon", moments="8bit")
+    with pytest.raises(ValueError, match=r'"lomo" never has all gradients.*set clip_norm to None'):
+        OptimConfig(kind="lomo")
+    with pytest.raises(ValueError, match=r'"schedule_free" stands in.*choose "constant"'):
+        OptimConfig(kind="schedule_free")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("sophia", {"mesh": "stage=2"}, '"sophia" draws labels .* leave stage out'),
+        ("lomo", {"mesh": "stage=2"}, '"lomo" moves a layer where it is used.* leave stage out'),
+        ("mezo", {"accumulate": 2}, '"mezo" .* set accumulate to 1'),
+        ("adalomo", {"parallel": ParallelConfig(zero=1)}, '"adalomo" .* parallel.zero must be 3'),
+        ("lomo", {"model": tiny.decoder(dtype="float32")}, 'model.remat must be "full", not "elementwise"'),
+        ("lomo", {"model": tiny.decoder(dtype="float32", moe=(4, 2, 8, True))}, "of models without experts"),
+        ("mezo", {"observe": ObserveConfig(layers_every=5)}, "set observe.layers_every to 0"),
+    ],
+)
+def test_what_a_step_cannot_do_is_refused(kind, changes, words):
+    same = {"model": tiny.decoder(dtype="float32", remat="full"), "data": DataConfig(batch_size=4, seq_len=8)}
+    run = RunConfig(**same | {"optim": named(kind)} | {"accumulate": 2 if "stage" in str(changes) else 1} | changes)
+    with pytest.raises(ConfigError, match=words):
+        fitting_mesh(run, functional(run.model, run.parallel.rules()), 2 if "mesh" in changes else 1)

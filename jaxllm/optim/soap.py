@@ -1,0 +1,140 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (arXiv:2409.11321, algorithm 3).
+
+Of a gradient G of m x n, L and R are means of ``G G^T`` and ``G^T G``, and Q_L and Q_R their eigenvectors: the second
+moment is that of ``Q_L^T G Q_R``. Eigenvectors are found at the first step, which for the rest is left out, and follow
+by one step of orthogonal iteration every ``refresh`` steps. A side of more than 10,000 keeps its own axes, as in its
+authors' code.
+
+Where gradients have a null space, as of a side longer than the other after one step, eigenvectors in it would be those
+of rounding, and differ between meshes: L and R are looked at with a small rising diagonal added.
+
+Legend: S stacked matrices, m rows, n columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.optim.matrices import Matrix, flat, thin, unflat
+from jaxllm.optim.split import automatic, split_by_kind
+
+LARGEST = 10_000
+"""Side that has a basis."""
+DIAGONAL = 1e-3
+"""Of what is added, at its end, over the mean of the diagonal it is added to."""
+
+
+class SoapState(NamedTuple):
+    """By matrix: both moments [S m n]; of each side its mean [S m m] and its basis [S m m]. Dimensions are G's."""
+
+    count: Int[Array, ""]
+    first: Any
+    second: Any
+    means: Any
+    bases: Any
+
+
+def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Matrices within layers so; embeddings, output heads, gains and biases by Adam with the same numbers."""
+
+    def of_matrices(found: list[Matrix]) -> optax.GradientTransformation:
+        def init(params: Any) -> SoapState:
+            leaves, structure = jax.tree.flatten(params)
+            squares = structure.unflatten(
+                [tuple(_square(leaf, side, of) for side in of[:2]) for leaf, of in zip(leaves, found, strict=True)]
+            )
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            again = jax.tree.map(jnp.zeros_like, (zeros, squares))
+            return SoapState(jnp.zeros((), jnp.int32), zeros, again[0], squares, again[1])
+
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            del params
+            leaves, structure = jax.tree.flatten(updates)
+            olds = [structure.flatten_up_to(part) for part in state[1:]]
+            made = [_step(state.count, grad, of, *old) for grad, of, *old in zip(leaves, found, *olds, strict=True)]
+            out, *news = (structure.unflatten(part) for part in zip(*made, strict=True))
+            return out, SoapState(state.count + 1, *news)
+
+        def _step(
+            count: Array,
+            grad: Array,
+            of: Matrix,
+            first: Array,
+            second: Array,
+            means: tuple[Array, ...],
+            bases: tuple[Array, ...],
+        ) -> tuple[Any, ...]:
+            whole, m, v = (flat(x, of.rows, of.columns) for x in (grad, first, second))
+            begun = (count > 0).astype(whole.dtype)
+            rows, columns = (None if not x.ndim else flat(x, of.rows, of.columns) for x in bases)
+            seen = _turn(whole, rows, columns)
+            m = jnp.where(count > 0, b1 * m + (1 - b1) * whole, m)
+            v = jnp.where(count > 0, b2 * v + (1 - b2) * jnp.square(seen), v)
+            steps = jnp.maximum(count, 1).astype(whole.dtype)
+            adam = _turn(m, rows, columns) / (1 - b1**steps) / (jnp.sqrt(v / (1 - b2**steps)) + eps)
+            back = [None if basis is None else basis.mT for basis in (rows, columns)]
+            out = begun * _turn(adam, *back)
+
+            new_means, new_bases = list(means), list(bases)
+            which = jnp.where(count == 0, 2, jnp.where(count % refresh == 0, 1, 0))
+            for side, basis in enumerate((rows, columns)):
+                if basis is None:
+                    continue
+                square = jnp.einsum(("smn,skn->smk", "smn,smk->snk")[side], whole, whole)
+                now = b2 * flat(means[side], of.rows, of.columns) + (1 - b2) * square
+                new = [
+                    lambda basis, v: (basis, v),
+                    lambda basis, v, now=now, side=side: _iterated(_lifted(now), basis, v, side),
+                    lambda basis, v, now=now: (_eigenvectors(_lifted(now)), v),
+                ]
+                basis, v = jax.lax.switch(which, new, basis, v)
+                new_means[side], new_bases[side] = (
+                    unflat(x, means[side].shape, of.rows, of.columns) for x in (now, basis)
+                )
+            result = (unflat(x, grad.shape, of.rows, of.columns) for x in (out, m, v))
+            return *result, tuple(new_means), tuple(new_bases)
+
+        return automatic(optax.GradientTransformation(init, update))
+
+    return split_by_kind(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
+
+
+def _square(leaf: Array, side: tuple[int, ...], of: Matrix) -> Array:
+    """Zeros for a side's mean, placed as its side is; a number in its stead of one that has no basis."""
+    size = math.prod(leaf.shape[i] for i in side)
+    other = of.columns if side == of.rows else of.rows
+    return jnp.zeros((), leaf.dtype) if size > LARGEST else thin(leaf, other, size)
+
+
+def _turn(x: Float[Array, "S m n"], rows: Array | None, columns: Array | None) -> Float[Array, "S m n"]:
+    """``rows^T x columns``."""
+    if rows is not None:
+        x = jnp.einsum("smk,smn->skn", rows, x)
+    return x if columns is None else jnp.einsum("smn,snk->smk", x, columns)
+
+
+def _lifted(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
+    k = mean.shape[-1]
+    size = jnp.trace(mean, axis1=1, axis2=2)[:, None, None] / k
+    return mean + DIAGONAL * size * jnp.diag(jnp.arange(1, k + 1, dtype=mean.dtype) / k)
+
+
+def _eigenvectors(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
+    """By falling value."""
+    return jnp.linalg.eigh(mean)[1][:, :, ::-1]
+
+
+def _iterated(
+    mean: Float[Array, "S k k"], basis: Float[Array, "S k k"], v: Float[Array, "S m n"], side: int
+) -> tuple[Array, Array]:
+    """One step, columns by falling estimates; the second moment keeps to them (algorithm 4)."""
+    order = jnp.argsort(-jnp.einsum("smk,smn,snk->sk", basis, mean, basis), axis=-1)
+    basis = jnp.take_along_axis(basis, order[:, None, :], axis=2)
+    v = jnp.take_along_axis(v, jnp.expand_dims(order, 2 - side), axis=1 + side)
+    return jnp.linalg.qr(mean @ basis)[0], v

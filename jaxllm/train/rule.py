@@ -1,0 +1,92 @@
+"""The step that a run's optimizer asks for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxllm.config import ConfigError
+from jaxllm.models import Functional, MoeConfig
+from jaxllm.optim import schedule
+from jaxllm.optim.build import of_layers
+from jaxllm.optim.config import LAYERWISE
+from jaxllm.optim.layerwise import rules
+from jaxllm.optim.schedule_free import gradient_point
+from jaxllm.train.config import RunConfig
+from jaxllm.train.curvature import gauss_newton
+from jaxllm.train.forward_only import forward_only
+from jaxllm.train.fused import fused
+from jaxllm.train.loss import value_and_grad
+from jaxllm.train.numerics import numerics
+from jaxllm.train.step import Rule, Step, ValueAndGrad, moving_step, train_step
+
+
+def step_of(
+    config: RunConfig,
+    model: Functional,
+    grads: ValueAndGrad,
+    optimizer: optax.GradientTransformation,
+    *,
+    layers: bool = False,
+) -> Step:
+    """The run's step, not yet jitted.
+
+    Args:
+        grads: of the run, on its mesh.
+        layers: norms by layer too.
+    """
+    rate, kind = schedule(config.optim.schedule, config.steps), config.optim.kind
+    if kind in LAYERWISE:
+        parts = rules(functools.partial(of_layers, config.optim, config.steps), model.logical_axes())
+        make = forward_only if kind == "mezo" else fused
+        return moving_step(make(model, parts, z_loss=config.z_loss, layout=config.parallel.layout), rate)
+    rule = Rule()
+    if kind == "schedule_free":
+        rule = Rule(point=functools.partial(gradient_point, config.optim.b1))
+    if kind == "sophia":
+        same: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
+        plain = value_and_grad(model, zero=config.parallel.zero, **same)
+        rule = Rule(curvature=gauss_newton(model, plain, config.optim.every, **same))
+    return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, rule)
+
+
+def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Refuses what the optimizer cannot do.
+
+    Raises:
+        ConfigError: names it, and what is legal.
+    """
+    kind = config.optim.kind
+    if kind not in (*LAYERWISE, "sophia"):
+        return
+    said = f'optim.kind = "{kind}"'
+    if mesh.shape.get("stage", 1) > 1:
+        why = "draws labels from the whole model's logits" if kind == "sophia" else "moves a layer where it is used"
+        raise ConfigError(
+            f"{said} {why}, which a pipeline's stages cannot: leave stage out of the mesh {config.mesh!r}."
+        )
+    if numerics(config.model) is not None:
+        raise ConfigError(
+            f"{said} takes more passes than a step, or none that has all gradients: model.dtype cannot be float16, "
+            "nor model.products fp8_delayed."
+        )
+    if kind not in LAYERWISE:
+        return
+    if config.accumulate > 1:
+        raise ConfigError(
+            f"{said} keeps no gradients that could be summed: set accumulate to 1, data.batch_size lower."
+        )
+    if config.parallel.zero < 3:
+        raise ConfigError(f"{said} has one layer's weights whole at a time: parallel.zero must be 3.")
+    if any(isinstance(block.mlp, MoeConfig) for block in config.model.blocks):
+        raise ConfigError(f"{said} is of models without experts: their routers' losses are of all layers together.")
+    if config.observe.layers_every:
+        raise ConfigError(f"{said} never has all gradients to show: set observe.layers_every to 0.")
+    if kind != "mezo" and config.model.remat != "full":
+        raise ConfigError(
+            f'{said} keeps a layer\'s input and computes the layer again: model.remat must be "full", not '
+            f'"{config.model.remat}".'
+        )

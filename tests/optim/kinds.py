@@ -1,0 +1,70 @@
+"""Every optimizer, with what its kind asks of a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, get_args
+
+import jax
+
+from jaxllm.optim import OptimConfig, ScheduleConfig
+from jaxllm.optim.blockwise import blocked
+from jaxllm.optim.config import LAYERWISE, USES, Kind
+from jaxllm.optim.matrices import matrix_of
+from tests import environment
+
+DOCS = environment.ROOT / "docs" / "optimizers.md"
+
+KINDS = (*get_args(Kind), *(f"{kind} 8bit" for kind in get_args(Kind) if "moments" in USES[kind]))
+"""By name; with moments in eight bits too, where a kind has that."""
+
+
+def named(name: str, **more: Any) -> OptimConfig:
+    """One of ``KINDS``; other fields as given, or the defaults that are legal."""
+    kind, _, moments = name.partition(" ")
+    fields: dict[str, Any] = {"moments": moments} if moments else {}
+    if kind in LAYERWISE:
+        fields["clip_norm"] = None
+    if kind == "schedule_free":
+        peak = more.get("schedule", ScheduleConfig()).peak
+        more["schedule"] = dataclasses.replace(more.get("schedule", ScheduleConfig()), kind="constant", peak=peak)
+    return OptimConfig(kind=kind, **fields | more)  # type: ignore[arg-type]
+
+
+def arrays_bytes(state: Any) -> int:
+    """Of the arrays that parameters have: counts, and Muon's fifteen coefficients, are no parameter's."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape != (3,)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+
+
+@functools.cache
+def table() -> dict[str, tuple[str, str]]:
+    """Of docs/optimizers.md: formulas for the bytes of a matrix, and of a number of what is none."""
+    rows = re.findall(
+        r"^\| `([a-z_]+)(?: --optim\.moments (8bit))?` \| `([^`]+)` \| `([^`]+)` \|", DOCS.read_text(), re.M
+    )
+    return {f"{kind} {moments}".strip(): (matrix, number) for kind, moments, matrix, number in rows}
+
+
+def table_bytes(name: str, params: Any, logical_axes: Any, rank: int = 0) -> int:
+    """What the table says of a model's state."""
+    of_matrix, of_number = table()[name]
+    total = 0.0
+    axes = jax.tree.leaves(logical_axes, is_leaf=lambda x: isinstance(x, tuple))
+    for leaf, one in zip(jax.tree.leaves(params), map(matrix_of, axes), strict=True):
+        if one is None or (one.vocabulary and of_number != "all"):
+            total += eval(of_number.replace("all", "4")) * leaf.size
+            continue
+        sizes = {side: math.prod(leaf.shape[i] for i in side) for side in one[:2]}
+        small, large = sorted(sizes, key=sizes.__getitem__)
+        m, n = sizes[small], sizes[large]
+        r = 1 if name.startswith("apollo_mini") else min(m, rank or m // 4)
+        kept = list(leaf.shape)
+        if "r" in of_matrix:
+            kept = [r if i == small[0] else 1 if i in small else size for i, size in enumerate(kept)]
+        scope = {"m": m, "n": n, "r": r, "b": blocked(tuple(kept))[1]}
+        total += eval(of_matrix, scope) * (leaf.size // (m * n))
+    return round(total)
