@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 import sharding
 from jaxllm.models import Functional, Segments
@@ -194,7 +194,7 @@ def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Arr
     return jax.sharding.reshard(zeros, jax.P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else spec)
 
 
-def split_batch(x: Int[Array, "B S"], parts: int) -> Int[Array, "A B2 S"]:
+def split_batch(x: Shaped[Array, "B S"], parts: int) -> Shaped[Array, "A B2 S"]:
     """Cuts the batch into ``parts`` interleaved micro-batches, each spread over all batch shards as the whole was."""
     b, s = x.shape
     return sharding.constrain(x.reshape(b // parts, parts, s).swapaxes(0, 1), None, *TOKENS)
