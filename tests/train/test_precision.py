@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from typing import Any
@@ -17,7 +18,7 @@ from jaxllm.config import ConfigError
 from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import optimizer
-from jaxllm.train import RunConfig, train_step, value_and_grad
+from jaxllm.train import RunConfig, train, train_step, value_and_grad
 from jaxllm.train.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, numerics
 from jaxllm.train.precision import PRECISIONS, Precision, bytes_of, in_precision, stated
 from jaxllm.train.run import gradients
@@ -25,6 +26,7 @@ from jaxllm.train.state import TrainState, abstract_state
 from sharding import MeshSpec
 from tests import quick, tiny
 from tests.models.jaxprs import equations
+from tests.train.runs import losses, run_config, signal_at
 
 LENGTH = 32
 RUN = RunConfig(
@@ -131,6 +133,22 @@ def test_delayed_scaling_remembers_every_product_of_every_layer_whatever_accumul
     np.testing.assert_allclose(seen[0][:, :, 1, 0], seen[1][:, :, 1, 0], rtol=1e-6)  # of weights: the same
     # Of micro-batches the largest; gradients are of a mean over the whole batch in both, activations are the same.
     np.testing.assert_allclose(seen[0], seen[1], rtol=0.2)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8_delayed", "bf16_stochastic"])
+def test_a_stopped_run_goes_on_bit_for_bit(name, tmp_path):
+    """The state of numbers, and the seed of rounding, are in checkpoints."""
+    whole, parts = (dataclasses.replace(in_precision(run_config(tmp_path), name), name=at) for at in ("whole", "parts"))
+    directory = train(whole).directory
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 7)
+        assert train(parts).steps == 8
+    resumed = train(parts).directory
+    assert losses(resumed) == losses(directory)
+    if name == "fp16":
+        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        assert {row["loss_scale"] for row in rows if "loss_scale" in row} == {FIRST_SCALE}
+        assert {row["skipped"] for row in rows if "skipped" in row} == {0.0}
 
 
 def test_a_name_sets_all_axes_and_is_read_back():
