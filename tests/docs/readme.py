@@ -60,9 +60,11 @@ COMMANDS = [command for command in printed() if elsewhere(command) is None]
 def prepare(folder: Path) -> None:
     """What the commands speak of: a run, a recipe, questions, a model's file."""
     (folder / "mine.py").write_text(
-        "import dataclasses\nfrom recipes.quickstart import quickstart\n\n\ndef my_run():\n"
+        "import dataclasses\nfrom jaxllm.models import BlockConfig, DecoderConfig\n"
+        "from recipes.quickstart import quickstart\n\n\ndef my_run():\n"
+        "    model = DecoderConfig(vocab_size=2048, embed_dim=32, layers=1, pattern=(BlockConfig(),))\n"
         "    run = quickstart()\n    data = dataclasses.replace(run.data, batch_size=8, seq_len=32)\n"
-        '    return dataclasses.replace(run, name="mine", steps=3, data=data, eval_every=0)\n'
+        '    return dataclasses.replace(run, name="mine", model=model, steps=3, data=data, eval_every=0)\n'
     )
     (folder / "mine.jsonl").write_text(
         '{"prompt": "The capital of France is", "choices": [" Paris", " green"], "answer": 0}\n' * 2
