@@ -11,12 +11,13 @@ device draws and costs. A file changes entries or adds some (``read``):
     like = "h100"              # compiled for, and all that is not said here
     link = 200e9
 
-Sources. ICI: cloud.google.com/tpu/docs, "interconnect bandwidth per chip, bidirectional" of each generation, over its
-links and two directions. Data-centre network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data
-sheets of A100, H100, H200, B200 (NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400
-Gb/s adapter a GPU (DGX systems). Hosts: PCIe of 16 lanes, generation 4 (A100) and 5; of TPUs Google does not say, 16
-GB/s are assumed (set host). Watts of TPU v4: arXiv:2304.01433, table 4; of other TPUs none are published. Dollars: list
-prices on demand of cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
+Sources. Rates of 8-bit products: the sheets of `jaxllm.compiler.peaks`. ICI: cloud.google.com/tpu/docs, "interconnect
+bandwidth per chip, bidirectional" of each generation, over its links and two directions. Data-centre network of TPUs:
+jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200 (NVLink, half of the
+total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX systems). Hosts: PCIe of 16
+lanes, generation 4 (A100) and 5; of TPUs Google does not say, 16 GB/s are assumed (set host). Watts of TPU v4:
+arXiv:2304.01433, table 4; of other TPUs none are published. Dollars: list prices on demand of
+cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Hardware:
         name: the first part of a topology's name.
         flops: dense bfloat16, FLOP/s.
         flops_float32: of float32 products as jax does them by default there, FLOP/s.
+        flops_int8, flops_fp8: of products of 8-bit numbers; where it has no units for them, those of bfloat16.
         bandwidth: of its memory, bytes/s.
         hbm_bytes: memory there is.
         link: bytes/s each way, of one of a TPU's links to neighbours, or of a GPU to all others of its node.
@@ -65,6 +67,8 @@ class Hardware:
     name: str
     flops: float
     flops_float32: float
+    flops_int8: float
+    flops_fp8: float
     bandwidth: float
     hbm_bytes: int
     link: float
@@ -77,7 +81,8 @@ class Hardware:
     dollars_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("flops", "flops_float32", "bandwidth", "hbm_bytes", "link", "network", "host", "tile"):
+        rates = ("flops", "flops_float32", "flops_int8", "flops_fp8")
+        for name in (*rates, "bandwidth", "hbm_bytes", "link", "network", "host", "tile"):
             if not getattr(self, name) > 0:
                 raise HardwareError(f"hardware {self.name}: {name} = {getattr(self, name)}; give a positive number.")
 
@@ -101,12 +106,14 @@ def _made(
     gpu: bool,
     tile: int,
     host: float = 64e9,
+    int8: float = 1.0,
+    fp8: float = 1.0,
     **more: Any,
 ) -> Hardware:
     # TPUs make a float32 product of one bfloat16 pass by default, GPUs take TF32's half rate.
     slower = 2 if gpu else 1
     hop = 5e-6 if gpu else 1e-6
-    rates = peak.flops, peak.flops / slower, peak.bandwidth
+    rates = peak.flops, peak.flops / slower, int8 * peak.flops, fp8 * peak.flops, peak.bandwidth
     return Hardware(name, *rates, hbm, link, network, host, hop, tile, like, **more)
 
 
@@ -114,10 +121,10 @@ TABLE = {
     hardware.name: hardware
     for hardware in (
         _known("v4", 50e9, 6.25e9, tile=128, host=16e9, watts=192.0, dollars_per_hour=3.22),
-        _known("v5e", 50e9, 3.125e9, tile=128, host=16e9, dollars_per_hour=1.20),
-        _known("v5p", 100e9, 6.25e9, tile=128, host=16e9, dollars_per_hour=4.20),
-        _known("v6e", 100e9, 12.5e9, tile=256, host=16e9, dollars_per_hour=2.70),
-        _known("tpu7x", 50e9, 6.25e9, tile=256, host=16e9),
+        _known("v5e", 50e9, 3.125e9, tile=128, int8=2.0, host=16e9, dollars_per_hour=1.20),
+        _known("v5p", 100e9, 6.25e9, tile=128, int8=2.0, host=16e9, dollars_per_hour=4.20),
+        _known("v6e", 100e9, 12.5e9, tile=256, int8=2.0, host=16e9, dollars_per_hour=2.70),
+        _known("tpu7x", 50e9, 6.25e9, tile=256, fp8=2.0, host=16e9),
         _made(
             "a100",
             Peak(312e12, 2.039e12),
@@ -130,9 +137,9 @@ TABLE = {
             host=32e9,
             watts=400.0,
         ),
-        _known("h100", 450e9, 50e9, tile=128, watts=700.0),
-        _known("h200", 450e9, 50e9, tile=128, watts=700.0),
-        _known("b200", 900e9, 50e9, tile=128, watts=1000.0),
+        _known("h100", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, watts=700.0),
+        _known("h200", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, watts=700.0),
+        _known("b200", 900e9, 50e9, tile=128, int8=2.0, fp8=2.0, watts=1000.0),
     )
 }
 """By name. Links of a TPU7x are a chip's, shared by its two devices. An A100 can be planned for, not compiled for."""

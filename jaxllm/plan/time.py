@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from jaxllm.models import DecoderConfig, MoeConfig
+from jaxllm.models.products import Rounding, Scheme
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule import Costs
 from jaxllm.parallel.plan import ParallelConfig
@@ -88,16 +89,25 @@ class _Rates:
     hardware: Hardware
     calibration: Calibration
     width: int
+    products: Rounding
 
     @property
     def flops(self) -> float:
         return self.hardware.flops if self.width == 2 else self.hardware.flops_float32
 
-    def product(self, rows: float, inner: int, outer: int) -> tuple[float, float]:
-        """(arithmetic, waiting for memory) of [rows, inner] x [inner, outer]."""
+    @property
+    def flops_of_blocks(self) -> float:
+        """Of products with a block's weights, whose factors may be rounded (``jaxllm.models.products``)."""
+        if not Scheme(self.products).bits8:
+            return self.flops
+        return self.hardware.flops_int8 if self.products == "int8" else self.hardware.flops_fp8
+
+    def product(self, rows: float, inner: int, outer: int, block: bool) -> tuple[float, float]:
+        """(arithmetic, waiting for memory) of [rows, inner] x [inner, outer], with a ``block``'s weight or the head."""
         tile, c = self.hardware.tile, self.calibration
         filled = inner * outer / (_up(inner, tile) * _up(outer, tile)) * rows / _up(rows, 8)
-        work = 2 * rows * inner * outer / (self.flops * c.products * filled)
+        peak = self.flops_of_blocks if block else self.flops
+        work = 2 * rows * inner * outer / (peak * c.products * filled)
         moved = self.stream((rows * inner + inner * outer + rows * outer) * self.width)
         return work, max(0.0, moved - work)
 
@@ -111,7 +121,7 @@ class _Rates:
 def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calibration = DEFAULT) -> StepTime:
     """Of a run whose mesh is legal on the cluster."""
     work = Work.of(run, mesh)
-    rates = _Rates(cluster.hardware, calibration, work.width)
+    rates = _Rates(cluster.hardware, calibration, work.width, run.model.products)
     forward, backward, again = (_Pass(work, rates, kind) for kind in ("forward", "backward", "again"))
     micro = work.micro_batches
     compute = micro * (forward.compute + backward.compute + again.compute)
@@ -160,7 +170,7 @@ class _Pass:
     def _products(self, weight: Weight) -> None:
         times = self._times(weight)
         rows = self.work.tokens * weight.share
-        compute, memory = self.rates.product(rows, *weight.sides)
+        compute, memory = self.rates.product(rows, *weight.sides, block=weight.name.startswith("segments/"))
         self.compute += times * weight.layers * compute
         self.memory += times * weight.layers * memory
 

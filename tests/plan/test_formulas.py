@@ -18,6 +18,7 @@ from jaxllm.plan import memory, time
 from jaxllm.plan.calibration import DEFAULT
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.search import REMATS, search
+from jaxllm.plan.work import Work
 from jaxllm.train import RunConfig
 from jaxllm.train.flops import train_flops_per_token
 from jaxllm.train.shard import sharding_table
@@ -148,6 +149,31 @@ def test_recomputing_more_keeps_less_and_computes_more(trial):
             kept, took = zip(*(on(run, mesh, topology, remat=remat) for remat in REMATS), strict=True)
             assert kept[0].total >= kept[1].total >= kept[2].total
             assert took[0].compute <= took[1].compute < took[2].compute
+
+
+@pytest.mark.parametrize(
+    ("topology", "products", "times"),
+    [
+        ("h100:1x8", "fp8_current", 2.0),
+        ("v6e:2x4", "int8", 2.0),
+        ("v6e:2x4", "fp8_delayed", 1.0),
+        ("h100:1x8", "fp8_block", 1.0),
+    ],
+)
+def test_products_of_8_bits_are_as_fast_as_the_devices_units(topology, products, times):
+    """``fp8_block`` multiplies what its numbers stand for, and v6e has no units for float8."""
+    run = drawn(0)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16", layers=64))
+    plain, rounded = (on(run, "fsdp=8", topology, products=name)[1] for name in ("plain", products))
+    work = Work.of(dataclasses.replace(run, mesh="fsdp=8"), MeshSpec.parse("fsdp=8"))
+    hardware = Cluster.parse(topology).hardware
+    if times == 1.0:
+        assert rounded.compute == plain.compute
+    else:
+        least = sum(
+            2 * 3 * w.layers * w.used * w.share * work.tokens for w in work.weights if w.matrix and "segments" in w.name
+        )
+        assert plain.compute - rounded.compute >= (1 - 1 / times) * least / hardware.flops
 
 
 @pytest.mark.parametrize("trial", range(8))
