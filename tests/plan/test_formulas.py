@@ -22,6 +22,7 @@ from jaxllm.plan.work import Work
 from jaxllm.train import RunConfig
 from jaxllm.train.flops import train_flops_per_token
 from jaxllm.train.shard import sharding_table
+from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 from tests import environment
 from tests.optim.kinds import KINDS, named
@@ -162,8 +163,7 @@ def test_recomputing_more_keeps_less_and_computes_more(trial):
 )
 def test_products_of_8_bits_are_as_fast_as_the_devices_units(topology, products, times):
     """``fp8_block`` multiplies what its numbers stand for, and v6e has no units for float8."""
-    run = drawn(0)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16", layers=64))
+    run = llama3_8b()
     plain, rounded = (on(run, "fsdp=8", topology, products=name)[1] for name in ("plain", products))
     work = Work.of(dataclasses.replace(run, mesh="fsdp=8"), MeshSpec.parse("fsdp=8"))
     hardware = Cluster.parse(topology).hardware
