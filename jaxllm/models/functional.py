@@ -184,7 +184,7 @@ class Functional:
         pieces = remat.by_segment(self.config.remat, self.config.segments)[s]
         carry = x, ctx
         if isinstance(params, tuple):
-            names = [name for name, count in pieces for _ in range(count)]
+            names: list[remat.Name] = [name for name, count in pieces for _ in range(count)]
             for repeat, (name, group_params) in enumerate(zip(names, params, strict=True)):
                 carry, _ = remat.checkpointed(name, group)(carry, (group_params, jnp.int32(repeat)))
             return carry

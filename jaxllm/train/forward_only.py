@@ -1,8 +1,8 @@
 """MeZO's step: the slope of the loss along a random direction, from two forward passes (arXiv:2305.17333, algorithm 1).
 
 The direction is never held: a layer's part of it is drawn from its seed where the layer is used, once for each pass,
-and once more when the layer is moved. So nothing waits for a backward pass, parameters are moved in place, and beside
-them there is one forward pass's memory and one layer's direction. ZO2 (arXiv:2503.12668) has layers wait on the host.
+and once more when the layer is moved. So nothing waits for a backward pass, and parameters are moved in place. ZO2
+(arXiv:2503.12668) has layers wait on the host.
 """
 
 from __future__ import annotations
