@@ -25,7 +25,7 @@ from jaxllm.train.run import fitting_mesh
 from sharding.topology import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
-ROW = re.compile(r"^        ((?:\d+\*)?[a-z]\w*:[\dx]+) +\S+ +\S+ +\S+ +\S+ +\S+$", re.MULTILINE)
+ROW = re.compile(r"^    ((?:\d+\*)?[a-z]\w*:[\dx]+) +\S+ +\S+ +\S+ +\S+ +\S+$", re.MULTILINE)
 
 
 def recipes() -> dict[str, Callable[[], RunConfig]]:
@@ -56,7 +56,7 @@ class Row:
         compiled = "-" if self.compiled is None else f"{self.compiled:.1f}"
         digits = 3 if self.seconds < 100 else 1
         predicted = f"{self.seconds:>7.{digits}f}{self.mfu:>8.1f}{self.gib:>8.1f}"
-        return f"        {self.on:<13}{predicted}{compiled:>10}{self.of:>8.1f}"
+        return f"    {self.on:<13}{predicted}{compiled:>10}{self.of:>8.1f}"
 
 
 def topologies(recipe: Callable[[], RunConfig]) -> list[str]:

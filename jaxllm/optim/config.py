@@ -46,6 +46,8 @@ USES: dict[str, frozenset[str]] = {
 """Fields that a rule has; another that was changed is refused."""
 REFRESH = {"galore": 200, "apollo": 200, "apollo_mini": 200, "soap": 10, "sophia": 10}
 """Steps that the papers have."""
+FORMER = {"refresh": 200}
+"""What fields had by default before: configurations of older runs say so of every rule."""
 LAYERWISE = ("lomo", "adalomo", "mezo")
 """Rules that never have all gradients at once."""
 FLOAT32 = (*LAYERWISE, "soap", "schedule_free", "sophia")
@@ -117,7 +119,7 @@ class OptimConfig:
             raise ValueError(f"optim: kind = {self.kind!r}; legal: {', '.join(get_args(Kind))}.")
         defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(self)}
         for name in ("b1", "b2", "eps", "rank", "refresh", "moments"):
-            if name not in USES[self.kind] and getattr(self, name) != defaults[name]:
+            if name not in USES[self.kind] and getattr(self, name) not in (defaults[name], FORMER.get(name)):
                 raise ValueError(
                     f'optim: "{self.kind}" has no {name}; it has {", ".join(sorted(USES[self.kind])) or "none"}.'
                 )
