@@ -98,7 +98,8 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
         return replace(one, attention=replace(attention, rope=rope, scale=scale))
 
     blocks = tuple(block(one) for one in config.blocks)
-    return replace(config, prefix=(), pattern=blocks, param_dtype="float32", dtype="float32", remat="none", unroll=1)
+    numbers = {"param_dtype": "float32", "dtype": "float32", "products": "plain", "embed_grad": 1.0}
+    return replace(config, prefix=(), pattern=blocks, remat="none", unroll=1, **numbers)
 
 
 def _length(config: DecoderConfig, given: int | None) -> int:

@@ -16,7 +16,7 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentCon
 TEMPLATE_LINES = 4
 WIDE = 2000
 """Columns where there is no terminal: nothing is folded."""
-RUNTIME = ("param_dtype", "dtype", "remat", "unroll")
+RUNTIME = ("embed_grad", "param_dtype", "dtype", "products", "remat", "unroll")
 
 
 def show(found: Inspection, *, every: bool = False, console: Console | None = None) -> None:

@@ -84,7 +84,8 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
 def serving_model(model: Functional, *, split: bool = False) -> Functional:
     """The model by ``serving_rules``, and nothing kept for a backward pass."""
     return functional(
-        dataclasses.replace(model.config, remat="none", products="plain"), serving_rules(model.rules, split=split)
+        dataclasses.replace(model.config, remat="none", products="plain", embed_grad=1.0),
+        serving_rules(model.rules, split=split),
     )
 
 

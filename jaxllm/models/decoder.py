@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -65,6 +66,8 @@ class DecoderConfig:
         learned_positions: rows of a learned position embedding, added to the tokens' (GPT-2): the longest sequence.
             None for none.
         embed_scale: what embeddings are multiplied by (Gemma: the square root of their width).
+        embed_grad: what the gradient that reaches the token embedding through its lookup is multiplied by, against
+            spikes of the loss: 0.1 in GLM-130B (arXiv:2210.02414, section 2.2). A tied output matrix's is not.
         logit_softcap: bound of the logits, by tanh (Gemma 2).
         norm: kind of every normalisation.
         norm_eps: added to the mean square (or the variance) in every normalisation.
@@ -87,6 +90,7 @@ class DecoderConfig:
     tied: bool = True
     learned_positions: int | None = None
     embed_scale: float = 1.0
+    embed_grad: float = 1.0
     logit_softcap: float | None = None
     norm: NormKind = "rms"
     norm_eps: float = 1e-5
@@ -104,6 +108,10 @@ class DecoderConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"model: {name} = {value}; give a positive number, or None.")
+        if not 0 < self.embed_grad <= 1:
+            raise ValueError(
+                f"model: embed_grad = {self.embed_grad}; give a share of the gradient, above 0 and at most 1 (all)."
+            )
         if self.norm_eps < 0:
             raise ValueError(f"model: norm_eps = {self.norm_eps}; give 0 or a small positive number.")
         if not self.pattern:
@@ -198,11 +206,15 @@ class Embedding(nnx.Module):
         self.learned = model.learned_positions is not None
         if model.learned_positions is not None:
             self.positions = normal((model.learned_positions, d), (None, "vocab_embed"), dtype, fan_in=d)
-        self.dtype, self.scale = model.dtype, model.embed_scale
+        self.dtype, self.scale, self.grad = model.dtype, model.embed_scale, model.embed_grad
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         out, dtype = ("batch", "residual_seq", "act_embed"), jnp.dtype(self.dtype)
         x = sharding.take(use(self.table, dtype), tokens, out=out)
+        if self.grad != 1.0:
+            # The paper's a x + (1 - a) stop(x), whose value would be x but for rounding; this one's is x.
+            still = jax.lax.stop_gradient(x)
+            x = still + jnp.asarray(self.grad, dtype) * (x - still)
         if self.scale != 1.0:
             x = x * jnp.asarray(self.scale, dtype)
         if self.learned:

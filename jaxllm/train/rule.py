@@ -73,6 +73,8 @@ def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
             f"{said} takes more passes than a step, or none that has all gradients: model.dtype cannot be float16, "
             "nor model.products fp8_delayed."
         )
+    if kind == "mezo" and config.model.embed_grad != 1.0:
+        raise ConfigError(f"{said} has no backward pass for model.embed_grad to shrink: set it to 1.")
     if kind not in LAYERWISE:
         return
     if config.accumulate > 1:

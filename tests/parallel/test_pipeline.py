@@ -254,7 +254,7 @@ def test_evaluation_goes_through_the_same_stages(rng):
 @pytest.mark.parametrize(("mesh", "schedule"), [("stage=2,data=2", "zb_h1"), ("stage=2,expert=2", "interleaved")])
 def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
     """Their losses, and how many tokens each expert of each layer got, are those of one device."""
-    model = tiny.decoder(layers=5, moe=(4, 2, 8, False))
+    model = tiny.decoder(layers=5, moe=(4, 2, 8, False), embed_grad=0.1)
     layers = (1, 1, 1, 2) if schedule == "interleaved" else (2, 3)
     config = run_of(mesh=mesh, schedule=schedule, depths=layers, model=model)
     batch = tiny.batch(int(rng.integers(2**16)), 8, 8, 64, packed=True, padding=True)

@@ -47,7 +47,7 @@ def loss_and_grads(config: DecoderConfig, batch: Any, mesh: str, plan: ParallelC
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_equals_one_device(mesh, plan, accumulate, rng, float64):
-    config = tiny.decoder(**SMALL, window=5, norms="sandwich", bias="all")
+    config = tiny.decoder(**SMALL, window=5, norms="sandwich", bias="all", embed_grad=0.1)
     if "expert" in mesh:
         block = dataclasses.replace(config.pattern[0], mlp=MoeConfig(experts=8, top_k=2, hidden=4))
         config = dataclasses.replace(config, pattern=(block,))
