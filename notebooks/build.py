@@ -19,18 +19,26 @@ FOLDER = Path(__file__).resolve().parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "build"))
 
 SETUP = """# Installs jaxllm where it is missing: on Colab's CPU, GPU and TPU runtimes, and in any Jupyter.
-import importlib.util, os, pathlib, re, shutil, subprocess, sys
+import importlib.util, pathlib, re, shutil, subprocess, sys
 
-REPOSITORY = os.environ.get("JAXLLM_REPOSITORY", "https://github.com/OWNER/jaxllm")  # where you have it from
+REPOSITORY = ""  # of jaxllm, an address for git; not needed in a clone of it
 if importlib.util.find_spec("jaxllm") is None:
-    needs = [f"jaxllm[EXTRAS] @ git+{REPOSITORY}"]
+    here = pathlib.Path.cwd().resolve()
+    clones = [folder for folder in (here, *here.parents) if (folder / "jaxllm/__init__.py").is_file()]
+    if not (clones or REPOSITORY):
+        raise SystemExit(
+            "jaxllm is not installed, and this notebook lies in no clone of it. Set REPOSITORY in this cell to the "
+            "address that you would give `git clone`, or clone it and %cd into the clone; then run the cell again."
+        )
+    needs = [f"jaxllm[EXTRAS] @ {clones[0].as_uri() if clones else 'git+' + REPOSITORY}"]
     if shutil.which("nvidia-smi"):  # the jax that fits the driver
         said = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
         cuda = re.search(r"CUDA Version: (\\d+)", said)
         needs += [f"jax[cuda{min(13, int(cuda[1]))}]"] if cuda else []
     elif any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*")):
         needs += ["jax[tpu]"]
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needs], check=True)"""
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needs], check=True)
+    importlib.invalidate_caches()"""
 
 
 def cells(source: str) -> list[tuple[str, str]]:

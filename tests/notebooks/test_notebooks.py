@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import subprocess
 
 import pytest
 
@@ -43,3 +45,33 @@ def test_a_notebook_holds_no_outputs(name):
 def test_every_notebook_is_there():
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
     assert len(NAMES) == 6
+
+
+def setup(patch: pytest.MonkeyPatch, repository: str = "") -> list[list[str]]:
+    """What the first cell asks of pip where there is no jaxllm and no accelerator."""
+    asked: list[list[str]] = []
+    patch.setattr(importlib.util, "find_spec", lambda name: None)
+    patch.setattr("shutil.which", lambda name: None)
+    patch.setattr("pathlib.Path.glob", lambda *_: iter(()))
+    patch.setattr(subprocess, "run", lambda command, **_: asked.append(command[1:]))
+    _, (_, text), *_ = cells((FOLDER / "smollm2.py").read_text())
+    assert text.count('REPOSITORY = ""') == 1
+    exec(text.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}"), {})
+    return asked
+
+
+def test_the_first_cell_installs_the_clone_that_it_is_in(monkeypatch):
+    """From the notebooks' own folder too, where Jupyter starts."""
+    monkeypatch.chdir(FOLDER)
+    ((*pip, what),) = setup(monkeypatch)
+    assert pip == ["-m", "pip", "install", "--quiet"]
+    assert what == f"jaxllm[hf] @ {FOLDER.parent.as_uri()}"
+
+
+def test_elsewhere_the_first_cell_says_what_it_needs(monkeypatch, tmp_path):
+    """Nobody's address is made up."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="Set REPOSITORY in this cell"):
+        setup(monkeypatch)
+    ((*_, what),) = setup(monkeypatch, "https://git.example/them/jaxllm")
+    assert what == "jaxllm[hf] @ git+https://git.example/them/jaxllm"
