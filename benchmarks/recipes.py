@@ -25,7 +25,7 @@ from jaxllm.train.run import fitting_mesh
 from sharding.topology import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
-ROW = re.compile(r"^    ((?:\d+\*)?[a-z]\w*:[\dx]+) +\S+ +\S+ +\S+ +\S+ +\S+$", re.MULTILINE)
+ROW = re.compile(r"^    \| ((?:\d+\*)?[a-z]\w*:[\dx]+) +(?:\| +[\d.-]+ ){5}\|$", re.MULTILINE)
 
 
 def recipes() -> dict[str, Callable[[], RunConfig]]:
@@ -55,8 +55,8 @@ class Row:
     def __str__(self) -> str:
         compiled = "-" if self.compiled is None else f"{self.compiled:.1f}"
         digits = 3 if self.seconds < 100 else 1
-        predicted = f"{self.seconds:>7.{digits}f}{self.mfu:>8.1f}{self.gib:>8.1f}"
-        return f"    {self.on:<13}{predicted}{compiled:>10}{self.of:>8.1f}"
+        predicted = f"{self.seconds:>6.{digits}f} | {self.mfu:>5.1f} | {self.gib:>4.1f}"
+        return f"    | {self.on:<11} | {predicted} | {compiled:>8} | {self.of:>5.1f} |"
 
 
 def topologies(recipe: Callable[[], RunConfig]) -> list[str]:

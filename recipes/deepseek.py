@@ -15,11 +15,12 @@ from recipes._pretraining import decoder, pretraining
 def deepseek_v3() -> RunConfig:
     """671B parameters, 37B of them for each token; 32 experts on each of eight parts of the devices.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:8x8x8     11.865    18.8    65.1      66.6    95.7
-    tpu7x:4x8x8   21.424     4.2    65.1         -    94.7
-    h100:64x8     15.011     6.9    75.4         -    79.1
-    h200:64x8     14.887     7.0    75.4         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:8x8x8   | 11.865 |  18.8 | 65.1 |     66.6 |  95.7 |
+    | tpu7x:4x8x8 | 21.424 |   4.2 | 65.1 |        - |  94.7 |
+    | h100:64x8   | 15.011 |   6.9 | 75.4 |        - |  79.1 |
+    | h200:64x8   | 14.887 |   7.0 | 75.4 |        - | 141.0 |
     """
     latent = LatentConfig(
         heads=128,

@@ -16,11 +16,12 @@ from recipes._pretraining import decoder, pretraining
 def llama3_1b() -> RunConfig:
     """1.2B parameters (Llama 3.2's 1B), half a million tokens a step.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5e:4x4        3.286    45.7     8.7         -    15.8
-    v6e:4x4        0.858    37.5     8.7         -    31.2
-    h100:1x8       1.357    44.1    13.2         -    79.1
-    h200:1x8       1.279    46.7    13.2         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5e:4x4     |  3.286 |  45.7 |  8.7 |        - |  15.8 |
+    | v6e:4x4     |  0.858 |  37.5 |  8.7 |        - |  31.2 |
+    | h100:1x8    |  1.357 |  44.1 | 13.2 |        - |  79.1 |
+    | h200:1x8    |  1.279 |  46.7 | 13.2 |        - | 141.0 |
     """
     model = _llama(2048, 16, 32, 8192, head_dim=64, factor=32.0, tied=True)
     return pretraining("llama3_1b", model, seq_len=8192, rows=64, peak=5e-4, mesh="fsdp")
@@ -29,13 +30,14 @@ def llama3_1b() -> RunConfig:
 def llama3_8b() -> RunConfig:
     """8B parameters, one row of 8,192 tokens a device.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5e:8x8        4.234    50.5     8.2         -    15.8
-    v5p:4x4x4      1.752    52.4     8.2       8.4    95.7
-    v6e:8x8        1.048    43.8     8.2       8.3    31.2
-    tpu7x:2x4x4    0.748    48.9     8.2       9.0    94.7
-    h100:8x8       0.866    49.3     9.8       9.8    79.1
-    h200:8x8       0.829    51.4     9.8         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5e:8x8     |  4.234 |  50.5 |  8.2 |        - |  15.8 |
+    | v5p:4x4x4   |  1.752 |  52.4 |  8.2 |      8.4 |  95.7 |
+    | v6e:8x8     |  1.048 |  43.8 |  8.2 |      8.3 |  31.2 |
+    | tpu7x:2x4x4 |  0.748 |  48.9 |  8.2 |      9.0 |  94.7 |
+    | h100:8x8    |  0.866 |  49.3 |  9.8 |      9.8 |  79.1 |
+    | h200:8x8    |  0.829 |  51.4 |  9.8 |        - | 141.0 |
     """
     return pretraining("llama3_8b", _8b(), seq_len=8192, rows=64, peak=3e-4, mesh="fsdp")
 
@@ -43,12 +45,13 @@ def llama3_8b() -> RunConfig:
 def llama3_8b_128k() -> RunConfig:
     """8B parameters, four rows of 131,072 tokens; keys and values go around rings of sixteen devices.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:4x4x4      7.060    37.4     8.2         -    95.7
-    v6e:8x8        3.721    35.5     8.2         -    31.2
-    tpu7x:2x4x4    3.029    34.7     8.2         -    94.7
-    h100:8x8       3.387    36.2     9.8         -    79.1
-    h200:8x8       3.351    36.6     9.8         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:4x4x4   |  7.060 |  37.4 |  8.2 |        - |  95.7 |
+    | v6e:8x8     |  3.721 |  35.5 |  8.2 |        - |  31.2 |
+    | tpu7x:2x4x4 |  3.029 |  34.7 |  8.2 |        - |  94.7 |
+    | h100:8x8    |  3.387 |  36.2 |  9.8 |        - |  79.1 |
+    | h200:8x8    |  3.351 |  36.6 |  9.8 |        - | 141.0 |
     """
     mesh = "fsdp=4,context=16"
     return pretraining("llama3_8b_128k", _8b(), seq_len=2**17, rows=4, peak=3e-5, mesh=mesh)
@@ -57,11 +60,12 @@ def llama3_8b_128k() -> RunConfig:
 def llama3_8b_1m() -> RunConfig:
     """8B parameters, one row of 1,048,576 tokens; keys and values go around a ring of all devices.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:4x4x8     46.408    33.4     7.3       7.2    95.7
-    v6e:8x16      23.394    33.2     7.3         -    31.2
-    tpu7x:4x4x4   20.329    30.4     7.3         -    94.7
-    h100:16x8     21.649    33.3     8.8         -    79.1
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:4x4x8   | 46.408 |  33.4 |  7.3 |      7.2 |  95.7 |
+    | v6e:8x16    | 23.394 |  33.2 |  7.3 |        - |  31.2 |
+    | tpu7x:4x4x4 | 20.329 |  30.4 |  7.3 |        - |  94.7 |
+    | h100:16x8   | 21.649 |  33.3 |  8.8 |        - |  79.1 |
     """
     return pretraining("llama3_8b_1m", _8b(), seq_len=2**20, rows=1, peak=3e-5, mesh="context=128")
 
@@ -69,13 +73,14 @@ def llama3_8b_1m() -> RunConfig:
 def llama3_70b() -> RunConfig:
     """70B parameters; four devices share heads and feed-forward width.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5e:16x16     10.467    44.6    11.7         -    15.8
-    v5p:4x8x8      4.038    49.6    11.7      11.7    95.7
-    v6e:16x16      3.056    32.8    11.7      11.4    31.2
-    tpu7x:4x4x8    2.516    31.7    11.7      11.6    94.7
-    h100:32x8      2.172    42.8     9.9       9.8    79.1
-    h200:32x8      2.123    43.8     9.9         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5e:16x16   | 10.467 |  44.6 | 11.7 |        - |  15.8 |
+    | v5p:4x8x8   |  4.038 |  49.6 | 11.7 |     11.7 |  95.7 |
+    | v6e:16x16   |  3.056 |  32.8 | 11.7 |     11.4 |  31.2 |
+    | tpu7x:4x4x8 |  2.516 |  31.7 | 11.7 |     11.6 |  94.7 |
+    | h100:32x8   |  2.172 |  42.8 |  9.9 |      9.8 |  79.1 |
+    | h200:32x8   |  2.123 |  43.8 |  9.9 |        - | 141.0 |
     """
     mesh, plan = "fsdp=64,tensor=4", ParallelConfig(sequence=True)
     model = _llama(8192, 80, 64, 28672)
@@ -85,12 +90,13 @@ def llama3_70b() -> RunConfig:
 def llama3_405b() -> RunConfig:
     """405B parameters; eight devices share heads and feed-forward width.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:8x8x16    11.312    49.8    16.4      16.6    95.7
-    4*v6e:16x16    9.003    31.3    16.4      17.4    31.2
-    tpu7x:8x8x8    7.721    29.0    16.4      18.1    94.7
-    h100:128x8    10.493    24.9    13.8      13.8    79.1
-    h200:128x8    10.396    25.1    13.8         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:8x8x16  | 11.312 |  49.8 | 16.4 |     16.6 |  95.7 |
+    | 4*v6e:16x16 |  9.003 |  31.3 | 16.4 |     17.4 |  31.2 |
+    | tpu7x:8x8x8 |  7.721 |  29.0 | 16.4 |     18.1 |  94.7 |
+    | h100:128x8  | 10.493 |  24.9 | 13.8 |     13.8 |  79.1 |
+    | h200:128x8  | 10.396 |  25.1 | 13.8 |        - | 141.0 |
     """
     mesh, plan = "fsdp=128,tensor=8", ParallelConfig(sequence=True)
     model = _llama(16384, 126, 128, 53248)

@@ -13,12 +13,13 @@ from recipes._pretraining import decoder, pretraining
 def mixtral_8x22b() -> RunConfig:
     """141B parameters, 39B of them for each token; each of eight experts on its own part of the devices.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:4x8x8      5.706    37.9    29.4      28.1    95.7
-    v6e:16x16      5.785    18.7    29.4      28.6    31.2
-    tpu7x:4x4x8    5.213    16.5    29.4      30.4    94.7
-    h100:32x8      3.768    26.6    32.7      32.2    79.1
-    h200:32x8      3.716    27.0    32.7         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:4x8x8   |  5.706 |  37.9 | 29.4 |     28.1 |  95.7 |
+    | v6e:16x16   |  5.785 |  18.7 | 29.4 |     28.6 |  31.2 |
+    | tpu7x:4x4x8 |  5.213 |  16.5 | 29.4 |     30.4 |  94.7 |
+    | h100:32x8   |  3.768 |  26.6 | 32.7 |     32.2 |  79.1 |
+    | h200:32x8   |  3.716 |  27.0 | 32.7 |        - | 141.0 |
     """
     attention = AttentionConfig(heads=48, kv_heads=8, head_dim=128, rope=RopeConfig(theta=1_000_000.0))
     model = decoder(32_768, 6144, 56, BlockConfig(attention, MoeConfig(experts=8, top_k=2, hidden=16384)))

@@ -13,12 +13,13 @@ from recipes._pretraining import decoder, pretraining
 def qwen3_30b_a3b() -> RunConfig:
     """30.5B parameters, 3.3B of them for each token; experts are gathered: predicted faster than sending tokens.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:4x4x4      0.756    54.5    16.6         -    95.7
-    v6e:8x8        1.779    11.6    16.6         -    31.2
-    tpu7x:2x4x4    1.591    10.3    16.6         -    94.7
-    h100:8x8       0.918    20.8    17.3         -    79.1
-    h200:8x8       0.876    21.8    17.3         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:4x4x4   |  0.756 |  54.5 | 16.6 |        - |  95.7 |
+    | v6e:8x8     |  1.779 |  11.6 | 16.6 |        - |  31.2 |
+    | tpu7x:2x4x4 |  1.591 |  10.3 | 16.6 |        - |  94.7 |
+    | h100:8x8    |  0.918 |  20.8 | 17.3 |        - |  79.1 |
+    | h200:8x8    |  0.876 |  21.8 | 17.3 |        - | 141.0 |
     """
     return _qwen3("qwen3_30b_a3b", 2048, 48, 32, 768, rows=128, mesh="fsdp", peak=4e-4)
 
@@ -26,11 +27,12 @@ def qwen3_30b_a3b() -> RunConfig:
 def qwen3_235b_a22b() -> RunConfig:
     """235B parameters, 22B of them for each token; 16 experts on each of eight parts of the devices.
 
-    on            s/step   MFU %     GiB  compiled      of
-    v5p:4x8x8      9.596    13.8    39.6      38.6    95.7
-    tpu7x:4x4x8   17.677     3.0    39.6         -    94.7
-    h100:32x8      6.924     8.9    46.4         -    79.1
-    h200:32x8      6.843     9.0    46.4         -   141.0
+    | on          | s/step | MFU % |  GiB | compiled |    of |
+    |-------------|-------:|------:|-----:|---------:|------:|
+    | v5p:4x8x8   |  9.596 |  13.8 | 39.6 |     38.6 |  95.7 |
+    | tpu7x:4x4x8 | 17.677 |   3.0 | 39.6 |        - |  94.7 |
+    | h100:32x8   |  6.924 |   8.9 | 46.4 |        - |  79.1 |
+    | h200:32x8   |  6.843 |   9.0 | 46.4 |        - | 141.0 |
     """
     return _qwen3("qwen3_235b_a22b", 4096, 94, 64, 1536, rows=256, mesh="fsdp=32,expert=8", peak=2e-4)
 

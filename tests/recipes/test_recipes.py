@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
 import subprocess
 import sys
 
+import markdown
 import pytest
 
 from benchmarks.recipes import ROW, predicted, recipes, topologies
@@ -55,11 +57,24 @@ def test_tables_are_what_the_plan_says(name):
     lines = [found[0] for found in ROW.finditer(recipe.__doc__ or "")]
     for line, on in zip(lines, topologies(recipe), strict=True):
         now = str(predicted(recipe, on))
-        for text, right in zip(line.split()[1:], now.split()[1:], strict=True):
+        for text, right in zip(figures(line), figures(now), strict=True):
             assert (text == "-") == (right == "-"), f"{line}\n{now}"
             if text != "-":
                 digit = 10.0 ** -len(text.partition(".")[2])
                 assert abs(float(text) - float(right)) < 1.01 * digit, f"{line}\n{now}"
+
+
+def figures(row: str) -> list[str]:
+    """The cells of a row after its topology."""
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_tables_are_tables_on_the_site(name):
+    """All their rows, and none that the command above does not see."""
+    html = markdown.markdown(inspect.cleandoc(RECIPES[name].__doc__ or ""), extensions=["tables"])
+    assert html.count("<table>") == 1
+    assert html.count("<tr>") == 1 + len(topologies(RECIPES[name]))
 
 
 @pytest.mark.parametrize("name", PODS)
