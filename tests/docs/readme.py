@@ -37,16 +37,26 @@ ADDED = {
 """What makes a command small, by its beginning."""
 
 
+BLOCK = re.compile(r"(<!-- path -->\n)?^```(bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
 def printed() -> list[str]:
-    """Every command of README.md, without its comment."""
-    text = (ROOT / "README.md").read_text()
+    """Every command of README.md, without its comment; those of the path are `path`'s."""
     found = []
-    for language, block in re.findall(r"^```(bash|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        for line in block.splitlines():
+    for is_path, language, block in BLOCK.findall((ROOT / "README.md").read_text()):
+        for line in block.splitlines() if not is_path else ():
             command = re.sub(r"\s+#.*$", "", line.removeprefix("$ " if language == "console" else ""))
             if command and not command.startswith("#"):
                 found.append(command)
     return found
+
+
+def path(readme: Path) -> list[str]:
+    """The commands from a clone to a served model, in their order; one of several lines is one."""
+    ((_, _, block),) = [found for found in BLOCK.findall(readme.read_text()) if found[0]]
+    joined = block.replace("\\\n", " ").splitlines()
+    assert all(line.startswith("$ ") for line in joined), joined
+    return [re.sub(r"\s+# .*$", "", line.removeprefix("$ ")) for line in joined]
 
 
 def elsewhere(command: str) -> str | None:
