@@ -86,7 +86,10 @@ def chart(
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(value):.1f}" y2="{py(value):.1f}"/>')
         label = number(10**value if log else value)
         parts.append(f'<text x="{LEFT - 5}" y="{py(value) + 4:.1f}" text-anchor="end">{label}</text>')
+    whole = all(float(x).is_integer() for x in across)  # steps and layers: nothing is between two
     for value in ticks(low_x, high_x, 5):
+        if whole and not math.isclose(value, round(value), abs_tol=1e-9):
+            continue
         parts.append(f'<text x="{px(value):.1f}" y="{HEIGHT - 7}" text-anchor="middle">{number(value)}</text>')
     for x, what in marks:
         parts.append(
@@ -99,16 +102,17 @@ def chart(
 
 
 def shares(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
-    """One bar split into (name, size, colour), with the sizes' shares below."""
+    """One bar split into (name, size, colour), with the sizes' shares below; colours after the sixth are pale."""
     total = sum(size for _, size, _ in parts) or 1.0
     x, pieces, words = 0.0, [], []
     for name, size, color in parts:
         width = 100 * size / total
+        tone = f"c{color % COLORS}" if color < COLORS else f"c{color % COLORS} pale"
         pieces.append(
-            f'<rect class="c{color % COLORS}" x="{x:.2f}" width="{width:.2f}" height="10">'
+            f'<rect class="{tone}" x="{x:.2f}" width="{width:.2f}" height="10">'
             f"<title>{escape(name)} {width:.1f}%</title></rect>"
         )
-        words.append(f'<span><i class="c{color % COLORS}"></i>{escape(name)} {width:.1f}%</span>')
+        words.append(f'<span><i class="{tone}"></i>{escape(name)} {width:.1f}%</span>')
         x += width
     return (
         f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
@@ -276,7 +280,7 @@ svg.bar{height:18px;border-radius:4px}
 circle,rect{fill:var(--own)}rect{stroke:none}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px;color:var(--soft);margin:2px 4px}
 .legend i{display:inline-block;width:14px;height:4px;border-radius:2px;background:var(--own);margin:0 5px 3px 0}
-.legend i.faint{opacity:.45}
+.legend i.faint,.pale{opacity:.45}
 .legend i.dashed{background:none;height:0;border-top:3px dashed var(--own);border-radius:0}
 table{border-collapse:collapse;font-size:13px;width:100%}
 td,th{text-align:left;padding:3px 8px 3px 0;border-bottom:1px solid var(--rule);vertical-align:top;

@@ -214,7 +214,11 @@ def restart_marks(run: Record) -> list[tuple[float, str]]:
     return [(at, f"started again after step {at}, {before - at} done again") for before, at in account.restarts]
 
 
-TIME_COLORS = {"steps": 2, "waiting for data": 4, "steps done again": 1, "down": 3}
+TIMES = (
+    "compiling", "steps done again", "steps", "down", "waiting for data", "evaluating",
+    "initialising", "starting", "ending", "restoring", "saving",
+)  # fmt: skip
+"""What time is spent on, in the order of colours; those of the second row are pale."""
 
 
 def time_bar(run: Record) -> str:
@@ -222,8 +226,8 @@ def time_bar(run: Record) -> str:
     account = run.goodput
     if account is None:
         return '<p class="soft">This run has no log of events.</p>'
-    parts = [(name, size, TIME_COLORS.get(name, 5 if name != "compiling" else 0)) for name, size in account.parts()]
-    return shares([part for part in parts if part[1] > 0], title="where the time went")
+    parts = [(name, size, TIMES.index(name)) for name, size in account.parts() if size > 0]
+    return shares(parts, title="where the time went")
 
 
 def account(run: Record) -> str:

@@ -13,7 +13,7 @@ from jaxllm.files import DataError
 from jaxllm.observe import report
 from jaxllm.observe.events import goodput
 from jaxllm.observe.record import read_record
-from jaxllm.picture import MOST_POINTS, Line, chart, log_ticks, number, thinned, ticks
+from jaxllm.picture import MOST_POINTS, Line, chart, log_ticks, number, shares, thinned, ticks
 from tests.observe.made import events, write_run
 from tests.serve.browser import CHROMIUM, Page
 
@@ -32,6 +32,21 @@ def test_goodput_is_the_whole_time_and_counts_each_step_once():
     assert sum(size for _, size in account.parts()) == account.total
     assert account.restarts == ((40, 30),)
     assert account.fraction == pytest.approx(176 / 300)
+
+
+def test_all_that_time_is_spent_on_has_a_colour_of_its_own():
+    account = goodput(events())
+    assert account is not None
+    assert sorted(report.TIMES) == sorted(name for name, _ in account.parts())
+    bar = shares([(name, 1.0, n) for n, name in enumerate(report.TIMES)], title="time")
+    assert len(set(re.findall(r'<rect class="([^"]+)"', bar))) == len(report.TIMES)
+
+
+def test_between_two_layers_there_is_no_tick():
+    drawn = chart([Line("", [0, 1, 2], [1.0, 2.0, 3.0])], title="norm")
+    assert re.findall(r'middle">([^<]+)<', drawn) == ["0", "1", "2"]
+    drawn = chart([Line("", [0, 0.5, 1], [1.0, 2.0, 3.0])], title="seconds")
+    assert re.findall(r'middle">([^<]+)<', drawn) == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
 
 
 def test_goodput_of_a_log_cut_anywhere_adds_up():
