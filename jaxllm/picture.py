@@ -277,7 +277,7 @@ svg path.dashed{stroke-dasharray:5 3}
 svg.bar{height:18px;border-radius:4px}
 .c0{stroke:var(--c0);--own:var(--c0)}.c1{stroke:var(--c1);--own:var(--c1)}.c2{stroke:var(--c2);--own:var(--c2)}
 .c3{stroke:var(--c3);--own:var(--c3)}.c4{stroke:var(--c4);--own:var(--c4)}.c5{stroke:var(--c5);--own:var(--c5)}
-circle,rect{fill:var(--own)}rect{stroke:none}
+circle,rect{fill:var(--own)}.bar rect{stroke:none}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px;color:var(--soft);margin:2px 4px}
 .legend i{display:inline-block;width:14px;height:4px;border-radius:2px;background:var(--own);margin:0 5px 3px 0}
 .legend i.faint,.pale{opacity:.45}

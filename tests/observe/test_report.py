@@ -143,6 +143,8 @@ def test_a_browser_shows_it_in_light_and_dark_on_a_phone(tmp_path):
         assert size >= 9, "letters can be read"
         assert page.run("performance.getEntriesByType('resource').length") == 0, "nothing is fetched"
         assert page.run("document.querySelectorAll('figure svg path').length") >= 11
+        outline = "getComputedStyle(document.querySelector('.bar rect')).stroke"
+        assert page.run(outline) == "none", "an outline, one unit wide, would be a per cent of the bar"
         assert page.complaints == []
     finally:
         page.close()
