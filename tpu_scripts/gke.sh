@@ -15,7 +15,7 @@
 # SLICES (1): how many.  SPOT=yes: may be taken away.  IMAGE: what has Python 3.11, jax[tpu] and jaxllm's dependencies.
 # RESTARTS (50): how often Kubernetes starts all hosts again.
 
-# shellcheck source=tpu_scripts/common.sh
+# shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 if [[ "$verb" == help ]]; then help && exit; fi
 

@@ -13,7 +13,7 @@
 # GPUS (8): of a host.  VOLUME: a persistent volume claim that all hosts can write; it is /runs there, so say --out /runs.
 # RESTARTS (50): how often all hosts are started again.  GRACE (120): seconds that they get to save.
 
-# shellcheck source=tpu_scripts/common.sh
+# shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 if [[ "$verb" == help ]]; then help && exit; fi
 

@@ -8,7 +8,7 @@
 # DEVICES (0): of each process: CPU devices with JAX_PLATFORMS=cpu, else its share of the accelerators; 0: as jax finds.
 # PYTHON (python3): of the environment that has jaxllm.
 
-# shellcheck source=tpu_scripts/common.sh
+# shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 if [[ "$verb" == help ]]; then help && exit; fi
 

@@ -12,7 +12,7 @@
 #
 # GPUS (8): of a node.  TIME (24:00:00): then the job saves, ends and is queued again.  PARTITION, ACCOUNT: where given.
 
-# shellcheck source=tpu_scripts/common.sh
+# shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 if [[ "$verb" == help ]]; then help && exit; fi
 

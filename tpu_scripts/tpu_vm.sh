@@ -16,7 +16,7 @@
 #
 # SLICES (1): how many.  SPOT=yes: may be taken away.  RUNTIME: the image, by default that of TYPE.
 
-# shellcheck source=tpu_scripts/common.sh
+# shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 if [[ "$verb" == help ]]; then help && exit; fi
 
