@@ -15,9 +15,7 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,90 +24,30 @@ from statistics import median
 from typing import Any
 
 from benchmarks.setting import Setting
+from benchmarks.turns import OURS, THEIRS, Contender, Worker, cpu_name, in_turn, markdown, on_cores, ratio, versions
 
-ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 16)
-
-
-class Worker:
-    """One side, in a process of its own."""
-
-    def __init__(self, python: str, module: str, setting: Setting, threads: int):
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-        }
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # compile time is one of the results
-        spawned = time.time()
-        self.process = subprocess.Popen(
-            [python, "-m", module],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.about = self._talk({"setting": asdict(setting), "threads": threads, "spawned": spawned})
-
-    def ask(self, what: str, **details: Any) -> dict[str, Any]:
-        """Does one piece of work and returns the worker's account of it."""
-        return self._talk({"do": what} | details)
-
-    def _talk(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.process.args} ended with status {self.process.wait()}; its message is above.")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 @contextmanager
 def workers(torch_python: str, setting: Setting, threads: int) -> Iterator[list[Worker]]:
     """Ours and the peer's."""
-    ours = Worker(sys.executable, "benchmarks.jaxllm_worker", setting, threads)
-    try:
-        theirs = Worker(torch_python, "benchmarks.torch_worker", setting, threads)
-        try:
-            yield [ours, theirs]
-        finally:
-            theirs.close()
-    finally:
-        ours.close()
-
-
-def in_turn(sides: Sequence[Worker], rounds: int, what: str, **details: Any) -> list[list[dict[str, Any]]]:
-    """``rounds`` answers of each side, after one that warms it up."""
-    for side in sides:
-        side.ask(what, **details)
-    answers: list[list[dict[str, Any]]] = [[] for _ in sides]
-    for turn in range(rounds):
-        order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
-        for i in order:
-            answers[i].append(sides[i].ask(what, **details))
-    return answers
+    ours = Contender("jaxllm", sys.executable, OURS, setting, threads)
+    theirs = Contender("torch", torch_python, THEIRS, setting, threads)
+    with ours.started() as one, theirs.started() as other:
+        yield [one, other]
 
 
 def compare(work: Sequence[float], answers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Tokens per second of both sides and their ratio, ``work`` being the tokens of one answer of each."""
     seconds = [[answer["seconds"] for answer in side] for side in answers]
     rates = [tokens / median(side) for tokens, side in zip(work, seconds, strict=True)]
-    ratios = [work[0] / ours / (work[1] / theirs) for ours, theirs in zip(seconds[0], seconds[1], strict=True)]
+    middle, *ends = ratio(*([tokens / x for x in side] for tokens, side in zip(work, seconds, strict=True)))
     return {
         "tokens_per_second": rates,
         "fastest_tokens_per_second": [tokens / min(side) for tokens, side in zip(work, seconds, strict=True)],
-        "ratio": median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
+        "ratio": middle,
+        "ratio_range": ends,
         "cpu_seconds": [median(answer["cpu_seconds"] for answer in side) for side in answers],
         "seconds": seconds,
     }
@@ -118,9 +56,9 @@ def compare(work: Sequence[float], answers: Sequence[Sequence[dict[str, Any]]]) 
 def measure(torch_python: str, setting: Setting, threads: int, rounds: int) -> dict[str, Any]:
     """Everything, as plain data."""
     with workers(torch_python, setting, threads) as sides:
-        first = [side.ask("train") for side in sides]
-        train = in_turn(sides, rounds, "train")
-        compiled = [side.ask("train")["compiled"] for side in sides]
+        first = [side.ask("train", steps=1) for side in sides]
+        train = in_turn(sides, rounds, "train", steps=1)
+        compiled = [side.ask("train", steps=1)["compiled"] for side in sides]
         result: dict[str, Any] = {
             "machine": {"cpu": cpu_name(), "threads": threads, "python": platform.python_version()},
             "setting": asdict(setting),
@@ -133,7 +71,7 @@ def measure(torch_python: str, setting: Setting, threads: int, rounds: int) -> d
                 for after, answer in zip(compiled, first, strict=True)
             ],
             "train": compare([setting.tokens] * 2, train),
-            "train_peak_mib": [side[-1]["peak_mib"] for side in train],
+            "train_peak_mib": [side[-1]["peak_bytes"] / 2**20 for side in train],
         }
         floors = [min(side.ask("floor")["floor"] for _ in range(2)) for side in sides]
         result["matmul_floor_seconds"] = floors
@@ -151,7 +89,7 @@ def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
     ours, theirs = (side["name"] for side in result["sides"])
     s = result["setting"]
-    rows = [("", ours, theirs, "ratio"), ("---", "---:", "---:", "---:")]
+    rows: list[Sequence[str]] = [("", ours, theirs, "ratio")]
 
     def speed(what: str, part: dict[str, Any]) -> None:
         low, high = part["ratio_range"]
@@ -170,21 +108,9 @@ def table(result: dict[str, Any]) -> str:
     plain("start to end of first step, s", result["seconds_to_first_step"], ".1f")
     plain("of which tracing and compiling, s", result["compile_seconds"], ".1f")
     plain("programs compiled after the first step", result["programs_after_first_step"], "d")
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    versions = ", ".join(f"{k} {v}" for side in result["sides"] for k, v in side["versions"].items())
     machine = result["machine"]
-    lines += ["", f"{machine['cpu']}, {machine['threads']} threads; {versions}; {result['rounds']} rounds in turn."]
-    return "\n".join(lines)
-
-
-def cpu_name() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    about = f"{machine['cpu']}, {machine['threads']} threads; {versions(result['sides'])}"
+    return f"{markdown(rows)}\n\n{about}; {result['rounds']} rounds in turn."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,8 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds < 1 or not 1 <= options.threads <= len(os.sched_getaffinity(0)):
         parser.error("give at least one round, and no more threads than there are cores.")
-    # Both sides inherit this, so that both have as many cores as threads.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    on_cores(options.threads)
     result = measure(options.torch_python, Setting(), options.threads, options.rounds)
     text = table(result)
     print(text)

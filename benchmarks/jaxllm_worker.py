@@ -1,21 +1,27 @@
-"""Our side of ``benchmarks.cpu_peer``: the step that ``jaxllm train`` runs and the engine of ``jaxllm generate``."""
+"""Our side of a comparison: the step that ``jaxllm train`` runs and the engine of ``jaxllm generate``."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import worker
+from benchmarks.as_run import as_run
 from benchmarks.setting import Product
 from jaxllm.data import Batch
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional, param_count
-from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
-from jaxllm.train import abstract_state, init_state, jit_step, train_step, value_and_grad
+from jaxllm.models import functional, param_count
+from jaxllm.optim import optimizer
+from jaxllm.parallel.flags import options
+from jaxllm.train import abstract_state, init_state, jit_step
+from jaxllm.train.rule import step_of
+from jaxllm.train.run import gradients
 from sharding import MeshSpec
 
 
@@ -24,26 +30,18 @@ class JaxllmSide(worker.Side):
         super().__init__(start)
         self._programs, self._compile_seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
-        s = self.setting
-        attention = AttentionConfig(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
-        block = BlockConfig(attention=attention, mlp=MlpConfig(hidden=s.mlp))
-        config = DecoderConfig(vocab_size=s.vocab, embed_dim=s.hidden, layers=s.layers, pattern=(block,), tied=True)
-        optim = OptimConfig(
-            schedule=ScheduleConfig(peak=s.learning_rate, warmup=0.0),
-            b2=0.999,
-            weight_decay=0.01,
-            clip_norm=None,  # the peer's loop has none
-        )
-        self.model = functional(config)
-        self.mesh = MeshSpec.parse("data=1").build(jax.devices()[:1])
-        transform = optimizer(optim, 10_000, self.model.logical_axes())
+        run = as_run(self.setting)
+        self.model = functional(run.model)
+        device = jax.devices()[0]
+        self.mesh = MeshSpec.parse(run.mesh).build([device])
+        transform = optimizer(run.optim, run.steps, self.model.logical_axes())
         abstract = abstract_state(self.model, transform, self.mesh)
-        self.step = jit_step(
-            train_step(value_and_grad(self.model), transform, schedule(optim.schedule, 10_000)), abstract
-        )
+        step = jit_step(step_of(run, self.model, gradients(run, self.model, self.mesh), transform), abstract)
+        self.batch = jax.device_put(self._batch(), NamedSharding(self.mesh, PartitionSpec(None, None)))
+        chosen = options(device.platform, device.device_kind, run.compiler_options)
         with jax.set_mesh(self.mesh):
-            self.state = init_state(self.model, transform, self.mesh, 0, abstract)
-        self.batch = self._batch()
+            self.step = step.lower(abstract, self.batch).compile(compiler_options=chosen or None)
+            self.state = init_state(self.model, transform, self.mesh, run.seed, abstract)
         self._engines: dict[int, Engine] = {}
 
     def _batch(self) -> Batch:
@@ -67,11 +65,17 @@ class JaxllmSide(worker.Side):
             "parameters": param_count(self.state.params),
         }
 
-    def train_step(self) -> float:
+    def train(self, steps: int) -> float:
+        metrics: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
-            self.state, metrics = self.step(self.state, self.batch)
+            for _ in range(steps):
+                self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready(self.state)
         return float(metrics["loss"])
+
+    def peak_bytes(self) -> int:
+        seen = jax.local_devices()[0].memory_stats() or {}
+        return seen.get("peak_bytes_in_use", super().peak_bytes())
 
     def decode(self, batch: int) -> int:
         s = self.setting
@@ -83,7 +87,8 @@ class JaxllmSide(worker.Side):
             self._engines[batch] = Engine.of(self.model, self.state.params, sizes)
         engine = self._engines[batch]
         greedy = SamplingParams(max_tokens=s.new_tokens, temperature=0.0)
-        requests = [engine.submit(self.batch.tokens[0, : s.prompt], greedy) for _ in range(batch)]
+        prompt = np.asarray(self.batch.tokens)[0, : s.prompt]
+        requests = [engine.submit(prompt, greedy) for _ in range(batch)]
         while engine.busy:
             engine.step()
         return sum(len(request.sequences[0].tokens) - s.prompt for request in requests)

@@ -1,4 +1,4 @@
-"""What both sides of ``benchmarks.cpu_peer`` run: model, batch, and the matrix products a train step cannot do without.
+"""What both sides of a comparison run: model, batch, precision, and the matrix products a train step cannot do without.
 
 Plain Python, so that a peer's interpreter needs nothing of ours.
 """
@@ -29,19 +29,37 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A Llama of 29.4M parameters, tied embeddings, float32, AdamW; batches of 8 x 512 tokens."""
+    """A decoder trained with AdamW, without clipping, on ``batch`` rows of ``seq_len`` tokens.
 
+    The default is a Llama of 29.4M parameters, float32, batches of 8 x 512 tokens.
+
+    Attributes:
+        family: "llama" (rotated positions, RMS norm, gated feed-forward, no biases) or "gpt2" (1024 learned positions,
+            layer norm, tanh's GELU, biases).
+        hidden, mlp: widths of the residual stream and the feed-forward layer.
+        tied: the output head is the embedding.
+        prompt, new_tokens: of decoding.
+        precision: of ``jaxllm.train.precision``: "bf16" keeps parameters in float32.
+        remat: "elementwise": no product is done again; "full": each block is.
+        device: "cpu", "gpu" or "tpu".
+    """
+
+    family: str = "llama"
     layers: int = 8
     hidden: int = 512
     mlp: int = 1536
     heads: int = 8
     kv_heads: int = 4
     vocab: int = 8192
+    tied: bool = True
     batch: int = 8
     seq_len: int = 512
     prompt: int = 128
     new_tokens: int = 128
     learning_rate: float = 1e-4
+    precision: str = "float32"
+    remat: str = "elementwise"
+    device: str = "cpu"
 
     @property
     def head_dim(self) -> int:
@@ -55,10 +73,11 @@ class Setting:
     def products(self) -> list[Product]:
         """The matrix products of a train step: three for each weight; six for attention, the causal half of each."""
         kv = self.kv_heads * self.head_dim
+        gated = self.family == "llama"
         weights = [  # in, out, how many
             (self.hidden, self.hidden, 2 * self.layers),
             (self.hidden, kv, 2 * self.layers),
-            (self.hidden, self.mlp, 2 * self.layers),
+            (self.hidden, self.mlp, (2 if gated else 1) * self.layers),
             (self.mlp, self.hidden, self.layers),
             (self.hidden, self.vocab, 1),
         ]

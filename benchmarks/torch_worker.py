@@ -1,54 +1,66 @@
-"""The peer's side of ``benchmarks.cpu_peer``: transformers + torch, driven by JSON lines on standard input.
+"""The peer's side of a comparison: transformers + torch, driven by JSON lines on standard input.
 
-Run by the peer's own interpreter; imports nothing of jaxllm but ``benchmarks.setting``.
+    python -m benchmarks.torch_worker [--compiled]
+
+Attention is torch's scaled_dot_product_attention, AdamW the fused one, bf16 autocast over float32 parameters; with
+``--compiled`` the model and its loss go through torch.compile. Run by the peer's own interpreter; imports nothing of
+jaxllm but ``benchmarks.setting``.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
 
 from benchmarks import worker
-from benchmarks.setting import Product
+from benchmarks.setting import Product, Setting
 
 
 class TorchSide(worker.Side):
+    """Eager."""
+
+    name = "torch"
+
     def __init__(self, start: worker.Start):
         super().__init__(start)
         torch.set_num_threads(start.threads)
         torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high")  # on a GPU TF32, as jax does by default; of a CPU no change
         s = self.setting
-        config = transformers.LlamaConfig(
-            hidden_size=s.hidden,
-            intermediate_size=s.mlp,
-            num_hidden_layers=s.layers,
-            num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads,
-            vocab_size=s.vocab,
-            max_position_embeddings=max(s.seq_len, s.prompt + s.new_tokens),
-            tie_word_embeddings=True,
-        )
-        self.model = transformers.LlamaForCausalLM(config)
+        if s.precision not in ("float32", "bf16"):
+            raise ValueError(f"torch by itself has no precision {s.precision!r}: it is compared in float32 and bf16.")
+        self.device = torch.device("cuda" if s.device == "gpu" else "cpu")
+        with self.device:
+            self.model: Any = _model(s)
+            self.tokens = torch.randint(0, s.vocab, (s.batch, s.seq_len))
+        if s.remat == "full":
+            self.model.gradient_checkpointing_enable()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), s.learning_rate, fused=True)
-        self.tokens = torch.randint(0, s.vocab, (s.batch, s.seq_len))
+        self.forward = self.model
 
     def about(self) -> dict[str, object]:
         parameters = sum(p.numel() for p in self.model.parameters())
         return {
-            "name": "transformers + torch",
+            "name": self.name,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "parameters": parameters,
         }
 
-    def train_step(self) -> float:
+    def train(self, steps: int) -> float:
         self.model.train()
-        loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss = torch.zeros(())
+        for _ in range(steps):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setting.precision == "bf16"):
+                loss = self.forward(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return float(loss.detach())
 
     def decode(self, batch: int) -> int:
@@ -64,6 +76,11 @@ class TorchSide(worker.Side):
                 eos_token_id=None,
             )
         return (out.shape[1] - prompt.shape[1]) * batch
+
+    def peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return super().peak_bytes()
 
     def product_seconds(self, product: Product) -> float:
         a = torch.randn(product.batch, product.rows, product.inner)
@@ -83,5 +100,43 @@ class TorchSide(worker.Side):
         return min(run() for _ in range(worker.REPEATS))
 
 
+class CompiledSide(TorchSide):
+    """By torch.compile."""
+
+    name = "torch, compiled"
+
+    def __init__(self, start: worker.Start):
+        super().__init__(start)
+        self.forward = torch.compile(self.model)
+
+
+def _model(s: Setting) -> Any:
+    if s.family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=s.vocab,
+            n_positions=1024,
+            n_embd=s.hidden,
+            n_inner=s.mlp,
+            n_layer=s.layers,
+            n_head=s.heads,
+            tie_word_embeddings=s.tied,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    config = transformers.LlamaConfig(
+        hidden_size=s.hidden,
+        intermediate_size=s.mlp,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        vocab_size=s.vocab,
+        max_position_embeddings=max(s.seq_len, s.prompt + s.new_tokens),
+        tie_word_embeddings=s.tied,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
 if __name__ == "__main__":
-    sys.exit(worker.serve(TorchSide))
+    sys.exit(worker.serve(CompiledSide if "--compiled" in sys.argv[1:] else TorchSide))

@@ -1,4 +1,4 @@
-"""A side of ``benchmarks.cpu_peer``: a process that does one piece of work when told to and says how long it took."""
+"""A side of a comparison: a process that does one piece of work when told to and says how long it took."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from typing import Any, NamedTuple
 
 from benchmarks.setting import Product, Setting
@@ -33,8 +34,8 @@ class Side:
         """Name, versions, parameters."""
         raise NotImplementedError
 
-    def train_step(self) -> float:
-        """One optimizer step, finished when this returns; the loss."""
+    def train(self, steps: int) -> float:
+        """So many optimizer steps, the last one finished when this returns; its loss."""
         raise NotImplementedError
 
     def decode(self, batch: int) -> int:
@@ -49,35 +50,55 @@ class Side:
         """Programs compiled so far and the seconds that took."""
         return {"programs": 0, "seconds": 0.0}
 
+    def peak_bytes(self) -> int:
+        """Most memory that was ever in use: the process's, or the device's."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def floor(self) -> dict[str, float]:
+        """Seconds of a step's matrix products alone, and the FLOP/s of the fastest."""
+        timed = [(product, self.product_seconds(product)) for product in self.setting.products()]
+        return {
+            "floor": sum(product.count * seconds for product, seconds in timed),
+            "rate": max(product.flops / seconds for product, seconds in timed),
+        }
+
 
 def serve(side_class: type[Side]) -> int:
-    """Answers JSON lines until standard input ends."""
+    """Answers JSON lines until standard input ends; an error is the last answer."""
     start = Start(**json.loads(sys.stdin.readline()))
-    side = side_class(start)
-    answer(side.about())
-    for line in sys.stdin:
-        request = json.loads(line)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        clock = time.perf_counter()
-        if request["do"] == "train":
-            result: dict[str, Any] = {"loss": side.train_step()}
-        elif request["do"] == "decode":
-            result = {"tokens": side.decode(request["batch"])}
-        elif request["do"] == "floor":
-            result = {"floor": sum(p.count * side.product_seconds(p) for p in side.setting.products())}
-        else:
-            raise ValueError(f"a worker is asked to {request['do']!r}; it can train, decode and floor.")
-        seconds = time.perf_counter() - clock
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        since_start = time.time() - start.spawned
-        memory = after.ru_maxrss / 1024
-        answer(
-            result
-            | {"seconds": seconds, "cpu_seconds": cpu, "since_start": since_start, "peak_mib": memory}
-            | {"compiled": side.compiled()}
-        )
+    try:
+        side = side_class(start)
+        answer(side.about())
+        for line in sys.stdin:
+            answer(_done(side, start, json.loads(line)))
+    except Exception as error:
+        traceback.print_exc()
+        answer({"failed": f"{type(error).__name__}: {error}"})
+        return 1
     return 0
+
+
+def _done(side: Side, start: Start, request: dict[str, Any]) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    clock = time.perf_counter()
+    if request["do"] == "train":
+        result: dict[str, Any] = {"loss": side.train(request["steps"])}
+    elif request["do"] == "decode":
+        result = {"tokens": side.decode(request["batch"])}
+    elif request["do"] == "floor":
+        result = side.floor()
+    else:
+        raise ValueError(f"a worker is asked to {request['do']!r}; it can train, decode and floor.")
+    seconds = time.perf_counter() - clock
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        **result,
+        "seconds": seconds,
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "since_start": time.time() - start.spawned,
+        "peak_bytes": side.peak_bytes(),
+        "compiled": side.compiled(),
+    }
 
 
 def answer(message: dict[str, Any]) -> None:
