@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.environment import ROOT
 
-SMALL = "--steps 8 --model.layers 1 --data.seq-len 32 --data.batch-size 4 --eval-every 0"
+SMALL = "--steps 32 --model.layers 1 --data.seq-len 32 --data.batch-size 4 --eval-every 0"
 ELSEWHERE = {
     "make": "tried by .ci/run, in a fresh clone",
     "pip": "tried by the Makefile",
