@@ -85,24 +85,27 @@ def most(fits: Callable[[int], bool], guess: int, limit: int) -> int:
 def fitted(
     setting: Setting, precisions: Sequence[str], on: str, compiling: bool
 ) -> tuple[int, dict[tuple[str, int], Planned]]:
-    """(as many of the setting's layers as fit in every precision, all that was asked on the way).
+    """(as many of the setting's layers as fit in every precision, what was asked of them on the way).
 
-    The formula's answer is where the search begins, so that few programs are compiled.
+    The formula's answer is where the search with the compiler begins, so that few programs are compiled.
     """
-    asked: dict[tuple[str, int], Planned] = {}
 
-    def fits(layers: int, compiling: bool) -> bool:
-        for precision in precisions:
-            if (precision, layers) not in asked or asked[precision, layers].compiled != compiling:
+    def search(guess: int, compiling: bool) -> tuple[int, dict[tuple[str, int], Planned]]:
+        asked: dict[tuple[str, int], Planned] = {}
+
+        def fits(layers: int) -> bool:
+            for precision in precisions:
                 of = dataclasses.replace(setting, layers=layers, precision=precision)
                 asked[precision, layers] = planned(of, on, compiling)
-            if not asked[precision, layers].fits:
-                return False
-        return True
+                if not asked[precision, layers].fits:
+                    return False
+            return True
 
-    layers = most(lambda n: fits(n, compiling=False), setting.layers, setting.layers)
+        return most(fits, guess, setting.layers), asked
+
+    layers, asked = search(setting.layers, compiling=False)
     if compiling and Topology.parse(on).hbm_bytes is not None:
-        layers = most(lambda n: fits(n, compiling=True), layers, setting.layers)
+        layers, asked = search(layers, compiling=True)
     return layers, asked
 
 
