@@ -29,8 +29,12 @@ keeps the parts, and not the summands."""
 Product = Callable[[Array, Array, int, PartitionSpec | None], Array]
 """``(x, w, contract, where the result is)``: what ``project`` multiplies by, see ``use_product``."""
 
+ByTokens = Callable[[Callable[[Array], Array], Array], Array]
+"""``(multiply, x) -> multiply(x)``, perhaps of some tokens after the others: see ``use_tokens``."""
+
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
 _product: ContextVar[Product | None] = ContextVar("sharding_product", default=None)
+_tokens: ContextVar[ByTokens] = ContextVar("sharding_tokens", default=lambda multiply, x: multiply(x))
 
 
 @contextlib.contextmanager
@@ -54,6 +58,16 @@ def use_product(product: Product | None) -> Iterator[None]:
         yield
     finally:
         _product.reset(token)
+
+
+@contextlib.contextmanager
+def use_tokens(by: ByTokens) -> Iterator[None]:
+    """Traces the body with ``by`` around every ``project`` whose result no device has a summand of."""
+    token = _tokens.set(by)
+    try:
+        yield
+    finally:
+        _tokens.reset(token)
 
 
 def current_rules() -> Rules:
@@ -174,13 +188,18 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
     if mesh is None:
         # Tokens as one dimension: the weight's gradient then contracts one dimension and not two, which XLA:CPU
         # runs as a plain matrix product instead of copying the activations transposed (a third of the step's time).
-        tokens, product = x.shape[: x.ndim - contract], _product.get() or (lambda x, w, *_: x @ w)
-        flat = product(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
-        return flat.reshape(*tokens, *w.shape[contract:])
+        product = _product.get() or (lambda x, w, *_: x @ w)
+
+        def flat(x: Array) -> Array:
+            tokens = x.shape[: x.ndim - contract]
+            out = product(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
+            return out.reshape(*tokens, *w.shape[contract:])
+
+        return _tokens.get()(flat, x)
     there = current_rules().spec(out, mesh, what=what)
     summed = _mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract])
     if not summed & _mesh_axes(there):
-        return _dot(x, w, contract, there)
+        return _tokens.get()(lambda x: _dot(x, w, contract, there), x)
     if summed <= set(current_rules().rings):
         return _scattered(x, w, there, contract)
     # The axis that is summed over also splits the result: summands first and then their scattered sums, so that the
@@ -188,6 +207,34 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
     parts = jax.P(*_without(there, summed), unreduced=summed if _sums_can_wait(mesh) else frozenset())
     summands = _dot(x, w, contract, parts)
     return checkpoint_name(jax.sharding.reshard(summands, there), SCATTERED_SUM)
+
+
+def split_tokens(x: Array, share: float) -> tuple[Array, Array]:
+    """The first of a device's tokens in each row, such a share of them, and the others; ``x[B, S, ...]``."""
+    spec = _sequence_spec(x)
+    if spec is None:
+        k = round(share * x.shape[1])
+        return x[:, :k], x[:, k:]
+    halves = lambda x: (x[:, : (k := round(share * x.shape[1]))], x[:, k:])  # noqa: E731
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(halves, mesh=mesh, in_specs=spec, out_specs=(spec, spec), axis_names=set(split_sizes(mesh)))(x)
+
+
+def join_tokens(first: Array, rest: Array) -> Array:
+    """What ``split_tokens`` split."""
+    both = lambda *halves: jnp.concatenate(halves, axis=1)  # noqa: E731
+    if (spec := _sequence_spec(first)) is None:
+        return both(first, rest)
+    mesh = jax.sharding.get_abstract_mesh()
+    names = set(split_sizes(mesh))
+    return jax.shard_map(both, mesh=mesh, in_specs=(spec, spec), out_specs=spec, axis_names=names)(first, rest)
+
+
+def _sequence_spec(x: Array) -> PartitionSpec | None:
+    """The array's spec, if its sequence is split over devices."""
+    if current_mesh() is None or jax.typeof(x).sharding.spec.partitions[1] is None:
+        return None
+    return _spec_of(x)
 
 
 def _dot(x: Array, w: Array, contract: int, there: PartitionSpec) -> Array:

@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jaxllm.compiler import collectives
 from jaxllm.compiler.collectives import Collective
 from jaxllm.compiler.groups import Placement
+from jaxllm.compiler.host import Transfer, transfers
 from jaxllm.files import write_json
 from sharding import isolate
 from sharding.isolate import OutOfDeviceMemory, Progress
@@ -59,6 +60,7 @@ class CompileReport:
         collectives: largest total first.
         cycles: see ``jaxllm.compiler.collectives.Work``.
         unknown_loops: likewise.
+        transfers: between device and host, largest total first.
     """
 
     name: str
@@ -78,6 +80,7 @@ class CompileReport:
     collectives: tuple[Collective, ...]
     cycles: int | None
     unknown_loops: int
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -112,7 +115,8 @@ class CompileReport:
             TypeError: a field is missing, or there is one too many.
         """
         rows = tuple(Collective(**row) for row in data["collectives"])
-        return cls(**{**data, "collectives": rows})
+        moved = tuple(Transfer(**row) for row in data.get("transfers", ()))
+        return cls(**{**data, "collectives": rows, "transfers": moved})
 
     def __str__(self) -> str:
         kind = Topology.parse(self.topology).device_kind
@@ -130,6 +134,10 @@ class CompileReport:
         ]
         if not self.collectives:
             lines.append("  none")
+        for to, said in (("host", "copied to the host"), ("device", "copied from the host")):
+            if rows := [row for row in self.transfers if row.to == to]:
+                size = sum(row.total_bytes for row in rows)
+                lines += [f"{said + ', in one run':<33}{sum(row.count for row in rows):>8}{size / GIB:12.3f}"]
         if self.cycles is not None:
             lines += ["", f"computing, by the compiler's estimate: {self.cycles / 1e6:,.1f} M cycles"]
         if self.unknown_loops:
@@ -231,7 +239,8 @@ def report(
 ) -> CompileReport:
     """Reports on a program that was compiled for ``topology``."""
     memory: Any = compiled.memory_analysis()
-    work = collectives.read(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    work = collectives.read(text)
     return CompileReport(
         name=name,
         topology=topology.name,
@@ -250,6 +259,7 @@ def report(
         collectives=work.collectives,
         cycles=work.cycles,
         unknown_loops=work.unknown_loops,
+        transfers=transfers(text),
     )
 
 

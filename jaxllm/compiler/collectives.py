@@ -13,7 +13,7 @@ Loops are multiplied out. Forms are normalised, so that a plan's table of collec
 The TPU compiler writes the last two for groups that span more than one dimension of the torus, and for small arrays.
 "Summed" ones send what an all-reduce sends: twice the bytes of the collective that they stand for.
 
-Not seen: remote copies inside Pallas kernels, and copies between host and device.
+Not seen: remote copies inside Pallas kernels. Copies between host and device: ``jaxllm.compiler.host``.
 """
 
 from __future__ import annotations

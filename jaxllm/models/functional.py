@@ -23,7 +23,7 @@ import sharding
 from jaxllm.models import remat
 from jaxllm.models.context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
-from jaxllm.models.params import draw, sums_late, use
+from jaxllm.models.params import draw, on_device, sums_late, use
 from jaxllm.models.products import SEEN, Products
 from sharding import Rules
 
@@ -142,11 +142,14 @@ class Functional:
     def group(
         self, s: int, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], first: Any, ctx: Any
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked."""
+        """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked.
+
+        What of them is in the host's memory comes to the device for it.
+        """
         kind = self.config.products
         with sharding.use_rules(self.rules):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
-                own = {name: value for name, value in params[str(b)].items() if name != SEEN}
+                own = jax.tree.map(on_device, {name: value for name, value in params[str(b)].items() if name != SEEN})
                 product = None if kind == "plain" else Products(kind, params[str(b)].get(SEEN))
                 with sharding.use_product(product):
                     x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
@@ -184,7 +187,7 @@ class Functional:
         pieces = remat.by_segment(self.config.remat, self.config.segments)[s]
         carry = x, ctx
         if isinstance(params, tuple):
-            names: list[remat.Name] = [name for name, count in pieces for _ in range(count)]
+            names = [name for name, count in pieces for _ in range(count)]
             for repeat, (name, group_params) in enumerate(zip(names, params, strict=True)):
                 carry, _ = remat.checkpointed(name, group)(carry, (group_params, jnp.int32(repeat)))
             return carry

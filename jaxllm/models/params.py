@@ -36,7 +36,9 @@ def draw(
 ) -> Float[Array, "..."]:
     """The initial value of a declared weight, with ``stack`` leading dimensions, born in the sharding ``out``."""
     meta, abstract = param.get_metadata(), param.get_value()
-    return _draw(key, (*stack, *abstract.shape), abstract.dtype, meta["mean"], meta["std"], out)
+    here = None if out is None else NamedSharding(out.mesh, out.spec)
+    value = _draw(key, (*stack, *abstract.shape), abstract.dtype, meta["mean"], meta["std"], here)
+    return value if out is None or out.memory_kind == value.sharding.memory_kind else jax.device_put(value, out)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -70,3 +72,13 @@ def use(param: nnx.Param, dtype: jnp.dtype) -> Array:
 def at_least_f32(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of a numerically delicate region: float32, or float64 where the model runs in float64."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def on_host(x: Array) -> bool:
+    """Whether an array is in the host's memory (``pinned_host``)."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def on_device(x: Array) -> Array:
+    """``x``, brought to the device from the host's memory if it is there."""
+    return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x

@@ -11,52 +11,80 @@ full         the whole block, from its input (arXiv:1604.06174)
 sqrt         runs of about the square root of the layers, from the input of the first, and each block in them from
              its own (arXiv:1604.06174, section 4.1): a and b inputs are kept of a b layers, for a second
              computation of the forward pass
+offload      what "elementwise" keeps, and the block's input, wait in the host's memory
+offload:0.5  of the products with weights so that half of each row's tokens, and the others' are computed again: the
+             block's input, attention's output and what the feed-forward layer adds to wait for all (MEMO,
+             arXiv:2407.12117, section 4.1)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 import sharding
 from pallas_kernels.flash_attention import RESIDUALS
 
-Name = Literal["none", "elementwise", "attention", "full", "sqrt"]
+Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload"]
+Policy = str
+"""A ``Name``; of "offload" with the share of tokens, where it is not 1."""
 
 MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
 """Names under which a block's matrix products are known to ``jax.checkpoint``: all that "elementwise" keeps."""
 BEFORE_ATTENTION = tuple(name for name in MATMUL_RESULTS if name not in RESIDUALS[3:])
 """Of them all but what attention makes: its output and the sums of its softmax."""
 
+INPUT, PRODUCT = "block_input", "product"
+"""Names of what "offload" keeps besides: a block's input, and the products of a share of the tokens."""
+OFFLOADED = (INPUT, PRODUCT, *RESIDUALS[3:], "residual")
+
 
 class RematError(ValueError):
     """There is no such policy, or it does not fit the layers; the message says what does."""
 
 
-def parse(remat: str) -> tuple[tuple[Name, int | None], ...]:
+def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
     """Policies in the order of layers, and the layers of each; None for all that are left.
 
     Raises:
         RematError: the text says no such thing.
     """
-    out: list[tuple[Name, int | None]] = []
+    out: list[tuple[Policy, int | None]] = []
     for part in remat.split(","):
-        name, equals, count = part.strip().partition("=")
-        if name not in get_args(Name) or (equals and not (count.isdigit() and int(count))):
+        policy, equals, count = part.strip().partition("=")
+        if not _legal(policy) or (equals and not (count.isdigit() and int(count))):
             raise RematError(
-                f"model: remat = {remat!r}; give one of {', '.join(get_args(Name))}, or several with their numbers of "
-                'layers, such as "none=8,full=24".'
+                f"model: remat = {remat!r}; give one of {', '.join(get_args(Name))}, offload with the share of tokens "
+                '("offload:0.5"), or several with their numbers of layers, such as "none=8,full=24".'
             )
-        out.append((name, int(count) if equals else None))  # type: ignore[arg-type]
+        out.append((policy, int(count) if equals else None))
     if len(out) > 1 and any(count is None for _, count in out[:-1]):
         raise RematError(f"model: remat = {remat!r}; only the last policy can be without a number of layers.")
     return tuple(out)
 
 
-def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Name, int]]]:
+def _legal(policy: Policy) -> bool:
+    name, colon, share = policy.partition(":")
+    if not colon:
+        return name in get_args(Name)
+    try:
+        return name == "offload" and 0 <= float(share) <= 1
+    except ValueError:
+        return False
+
+
+def offloaded_share(policy: Policy) -> float | None:
+    """Of which share of tokens "offload" keeps products; None of other policies."""
+    name, _, share = policy.partition(":")
+    return float(share or 1) if name == "offload" else None
+
+
+def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Policy, int]]]:
     """Of each segment its policies in order, and the repeats of each.
 
     Args:
@@ -71,11 +99,11 @@ def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> lis
     rest = layers - counted
     if rest < 0 or (policies[-1][1] is not None and rest) or (policies[-1][1] is None and not rest):
         raise RematError(f"model: remat = {remat!r} is of {counted} layers, and the model has {layers}.")
-    names: list[Name] = [name for name, _ in policies]
+    names = [name for name, _ in policies]
     left = [rest if count is None else count for _, count in policies]
-    out: list[list[tuple[Name, int]]] = []
+    out: list[list[tuple[Policy, int]]] = []
     for group, repeats in segments:
-        pieces: list[tuple[Name, int]] = []
+        pieces: list[tuple[Policy, int]] = []
         while repeats:
             name, some = names[0], min(repeats, left[0] // len(group))
             if not some:
@@ -91,7 +119,7 @@ def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> lis
     return out
 
 
-def by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Name]:
+def by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Policy]:
     """Of each layer its policy."""
     pieces = zip(segments, by_segment(remat, segments), strict=True)
     return [name for (group, _), own in pieces for name, repeats in own for _ in range(repeats * len(group))]
@@ -109,7 +137,7 @@ def chunks(repeats: int) -> tuple[int, int]:
     return a, repeats // a
 
 
-def scan(name: Name, body: Any, carry: Any, xs: Any, repeats: int, unroll: int) -> Any:
+def scan(name: Policy, body: Any, carry: Any, xs: Any, repeats: int, unroll: int) -> Any:
     """``jax.lax.scan`` over ``repeats`` of a piece, whose backward pass computes again what the policy says."""
     if name == "sqrt":
         a, b = chunks(repeats)
@@ -123,7 +151,7 @@ def scan(name: Name, body: Any, carry: Any, xs: Any, repeats: int, unroll: int) 
     return jax.lax.scan(checkpointed(name, body), carry, xs, unroll=unroll)[0]
 
 
-def checkpointed(name: Name, body: Any) -> Any:
+def checkpointed(name: Policy, body: Any) -> Any:
     """A block, or a group of them, under a policy; of "sqrt" as of "full"."""
     policies = jax.checkpoint_policies
     if name in ("full", "sqrt"):
@@ -131,9 +159,35 @@ def checkpointed(name: Name, body: Any) -> Any:
     if name in ("elementwise", "attention"):
         kept = MATMUL_RESULTS if name == "elementwise" else BEFORE_ATTENTION
         return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+    if (share := offloaded_share(name)) is not None:
+        away = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[*OFFLOADED],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(_named(body, share), prevent_cse=False, policy=away)
     if sharding.axis_size("embed") > 1:
         return jax.checkpoint(body, prevent_cse=False, policy=all_but_gathered_weights)
     return body
+
+
+def _named(body: Any, share: float) -> Any:
+    """A block whose input and products are named for "offload"."""
+
+    def by_tokens(multiply: Callable[[Array], Array], x: Float[Array, "B S *in"]) -> Float[Array, "B S *out"]:
+        first, rest = sharding.split_tokens(x, share)
+        if not rest.size:
+            return checkpoint_name(multiply(x), PRODUCT)
+        if not first.size:
+            return multiply(x)
+        return sharding.join_tokens(checkpoint_name(multiply(first), PRODUCT), multiply(rest))
+
+    def named(carry: tuple[Array, Any], step: Any) -> Any:
+        with sharding.use_tokens(by_tokens):
+            return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step)
+
+    return named
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -19,6 +19,7 @@ from jaxllm.optim.schedules import schedule
 from jaxllm.optim.soap import scale_by_soap
 from jaxllm.optim.sophia import scale_by_sophia
 from jaxllm.optim.split import automatic, split_by_kind
+from jaxllm.optim.streamed import streamed
 
 
 def decay_mask(logical_axes: Any) -> Any:
@@ -29,8 +30,16 @@ def decay_mask(logical_axes: Any) -> Any:
     return map_matrices(lambda found: found is not None, logical_axes)
 
 
-def optimizer(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
+def optimizer(
+    config: OptimConfig, total_steps: int, logical_axes: Any, device_every: int = 0
+) -> optax.GradientTransformation:
     """The transformation for parameters with these logical axes.
+
+    Args:
+        config: of the rule.
+        total_steps: of the run, over which the schedule is spread.
+        logical_axes: of the parameters.
+        device_every: of ``jaxllm.train.host``, where layers' state is in the host's memory; 0: it is not.
 
     Of "sophia", ``update`` takes a ``curvature`` besides; of "schedule_free", gradients at ``gradient_point``.
     """
@@ -40,6 +49,12 @@ def optimizer(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax
     rate, mask = schedule(config.schedule, total_steps), decay_mask(logical_axes)
     if config.kind == "schedule_free":
         return optax.chain(clip, schedule_free(rate, config.b1, config.b2, config.eps, config.weight_decay, mask))
+    if device_every:
+
+        def make(axes: Any) -> optax.GradientTransformation:
+            return optax.chain(optax.identity(), _rule(config, axes), *_step(config, rate, decay_mask(axes)))
+
+        return streamed(make, clip, logical_axes, device_every)
     return narrow(optax.chain(clip, _rule(config, logical_axes), *_step(config, rate, mask)), config.rounding)
 
 

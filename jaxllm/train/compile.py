@@ -13,10 +13,9 @@ from jaxllm.compiler import aot
 from jaxllm.config import from_dict, to_dict
 from jaxllm.data import Batch
 from jaxllm.models import functional
-from jaxllm.optim import optimizer
 from jaxllm.parallel.flags import options
 from jaxllm.train.config import RunConfig
-from jaxllm.train.rule import step_of
+from jaxllm.train.rule import optimizer_of, step_of
 from jaxllm.train.run import fitting_mesh, gradients
 from jaxllm.train.state import abstract_state
 from jaxllm.train.step import jit_step
@@ -68,8 +67,8 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     """The run's jitted step, what it takes (a state and a batch, without values), and the mesh to trace it under."""
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
-    transform = optimizer(run.optim, run.steps, model.logical_axes())
-    abstract = abstract_state(model, transform, mesh)
+    transform = optimizer_of(run, model)
+    abstract = abstract_state(model, transform, mesh, run.host)
     own = step_of(run, model, gradients(run, model, mesh), transform)
     step = jit_step(own, abstract)
     shape = (run.data.batch_size, run.data.seq_len)

@@ -12,6 +12,7 @@ from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.train.host import HostConfig
 from jaxllm.train.routing import RoutingConfig
 
 
@@ -34,6 +35,7 @@ class RunConfig:
         seed: seed of the parameters and of the run's randomness.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp, fsdp_tp.
         parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
+        host: what of the optimizer and the parameters waits in the host's memory.
         distributed: how long several processes wait for each other.
         compiler_options: changes to the table of ``jaxllm.parallel.flags``: "NAME=VALUE", or "NAME=" for the compiler's
             own choice.
@@ -56,6 +58,7 @@ class RunConfig:
     seed: int = 0
     mesh: str = runtime_only("dp")
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})
+    host: HostConfig = field(default_factory=HostConfig, metadata={"runtime_only": True})
     distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={"runtime_only": True})
     compiler_options: tuple[str, ...] = runtime_only(())
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})

@@ -72,11 +72,12 @@ def forward_only(
         def moved(rule: optax.GradientTransformation, own: Any, state: Any, name: str, number: Any = 0) -> Any:
             grads = jax.tree.map(lambda z: slope.astype(z.dtype) * z, direction(key, own, name, number))
             updates, state = rule.update(grads, state, own)
-            norms = jnp.stack([optax.tree.norm(tree, squared=True).astype(dtype) for tree in (grads, updates)])
-            return optax.apply_updates(own, updates), state, norms
+            own = optax.apply_updates(own, updates)
+            norms = [optax.tree.norm(tree, squared=True).astype(dtype) for tree in (grads, updates, own)]
+            return own, state, jnp.stack(norms)
 
         new: dict[str, Any] = {"segments": {}}
-        opt_state["segments"], norms = dict(opt_state["segments"]), jnp.zeros(2, dtype)
+        opt_state["segments"], norms = dict(opt_state["segments"]), jnp.zeros(3, dtype)
         for name in ("embedding", "head"):
             new[name], opt_state[name], more = moved(rules[name], params[name], opt_state[name], name)
             norms += more

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import Functional, Segments
+from jaxllm.models.params import on_device, on_host
 from jaxllm.train.loss import LossSums, arrange, sharded_sums
 from jaxllm.train.state import TrainState
 from pallas_kernels.ring_attention import Layout
@@ -30,7 +31,7 @@ class Moved(NamedTuple):
     Attributes:
         sums: of the loss, before the step.
         params, opt_state: after it.
-        grad_norm, update_norm: of all gradients, and of what was added to the parameters.
+        grad_norm, update_norm, param_norm: of all gradients, of what was added to the parameters, and of these.
     """
 
     sums: LossSums
@@ -38,6 +39,7 @@ class Moved(NamedTuple):
     opt_state: Any
     grad_norm: Float[Array, ""]
     update_norm: Float[Array, ""]
+    param_norm: Float[Array, ""]
 
 
 Move = Callable[[TrainState, Any], Moved]
@@ -75,7 +77,7 @@ def fused(model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layo
         ends = {name: params[name] for name in ("embedding", "head")}
         (grads, dx), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(ends, x)
 
-        new, norms = dict(params["segments"]), jnp.zeros(2, dtype)
+        new, norms = dict(params["segments"]), jnp.zeros(3, dtype)
         opt_state["segments"] = dict(opt_state["segments"])
         for s in reversed(params["segments"]):
 
@@ -93,8 +95,7 @@ def fused(model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layo
         for name, own in ends.items():
             moved[name], opt_state[name], more = _moved(rules[name], own, opt_state[name], grads[name])
             norms += more
-        grad_norm, update_norm = jnp.sqrt(norms)
-        return Moved(sums, params | moved | {"segments": new}, opt_state, grad_norm, update_norm)
+        return Moved(sums, params | moved | {"segments": new}, opt_state, *jnp.sqrt(norms))
 
     return move
 
@@ -126,7 +127,7 @@ def _backward(
     inputs: Float[Array, "L B S D"],
     dx: Float[Array, "B S D"],
     unroll: int,
-) -> tuple[Any, Any, Float[Array, "B S D"], Float[Array, " 2"]]:
+) -> tuple[Any, Any, Float[Array, "B S D"], Float[Array, " 3"]]:
     """A segment's parameters and state moved, the gradient of its input, and ``_moved``'s norms.
 
     Stacks are carried, not stacked anew: they are moved in place.
@@ -144,32 +145,36 @@ def _backward(
 
     repeats = len(inputs)
     steps = inputs, jnp.arange(repeats, dtype=jnp.int32)
-    norms = jnp.zeros(2, jnp.promote_types(inputs.dtype, jnp.float32))
+    norms = jnp.zeros(3, jnp.promote_types(inputs.dtype, jnp.float32))
     carry, _ = jax.lax.scan(one, (params, state, dx, norms), steps, reverse=True, unroll=unroll or repeats)
     return carry
 
 
 def row(stack: Any, number: Array, before: Any = None) -> Any:
-    """A layer's part of a tree of stacked arrays; scalars, which all layers share, are those of ``before``."""
+    """A layer's part of a tree of stacked arrays, on the device; scalars, which layers share, are of ``before``."""
 
     def of(x: Array, shared: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, number, 1) if x.ndim else shared
+        return on_device(jax.lax.dynamic_slice_in_dim(x, number, 1)) if x.ndim else shared
 
     return jax.tree.map(of, stack, stack if before is None else before)
 
 
 def put(stack: Any, own: Any, number: Array) -> Any:
-    """``row`` put back."""
+    """``row`` put back, where the stack is."""
 
     def into(x: Array, own: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, own, number, 0) if x.ndim else own
+        if not x.ndim:
+            return own
+        if on_host(x):
+            own = jax.device_put(own, jax.memory.Space.Host)
+        return jax.lax.dynamic_update_slice_in_dim(x, own, number, 0)
 
     return jax.tree.map(into, stack, own)
 
 
 def _moved(rule: optax.GradientTransformation, params: Any, state: Any, grads: Any) -> tuple[Any, Any, Array]:
-    """Parameters after a step, the rule's state, and the squared norms of gradients and updates."""
+    """Parameters after a step, the rule's state, and the squared norms of gradients, updates and parameters."""
     grads = jax.tree.map(lambda g, p: sharding.scatter_sum(g, p).astype(p.dtype), grads, params)
     updates, state = rule.update(grads, state, params)
-    norms = jnp.stack([optax.tree.norm(tree, squared=True) for tree in (grads, updates)])
-    return optax.apply_updates(params, updates), state, norms
+    params = optax.apply_updates(params, updates)
+    return params, state, jnp.stack([optax.tree.norm(tree, squared=True) for tree in (grads, updates, params)])

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import ConfigError
 from jaxllm.models import Functional, MoeConfig
-from jaxllm.optim import schedule
+from jaxllm.optim import optimizer, schedule
 from jaxllm.optim.build import of_layers
 from jaxllm.optim.config import LAYERWISE
 from jaxllm.optim.layerwise import rules
@@ -19,6 +19,7 @@ from jaxllm.train.config import RunConfig
 from jaxllm.train.curvature import gauss_newton
 from jaxllm.train.forward_only import forward_only
 from jaxllm.train.fused import fused
+from jaxllm.train.host import STREAMED
 from jaxllm.train.loss import value_and_grad
 from jaxllm.train.numerics import numerics
 from jaxllm.train.step import Rule, Step, ValueAndGrad, moving_step, train_step
@@ -51,6 +52,12 @@ def step_of(
         plain = value_and_grad(model, zero=config.parallel.zero, **same)
         rule = Rule(curvature=gauss_newton(model, plain, config.optim.every, **same))
     return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, rule)
+
+
+def optimizer_of(config: RunConfig, model: Functional) -> optax.GradientTransformation:
+    """The run's optimizer."""
+    every = config.host.device_every if config.host.optimizer else 0
+    return optimizer(config.optim, config.steps, model.logical_axes(), every)
 
 
 def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
@@ -91,4 +98,39 @@ def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         raise ConfigError(
             f'{said} keeps a layer\'s input and computes the layer again: model.remat must be "full", not '
             f'"{config.model.remat}".'
+        )
+
+
+def check_host(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Refuses what cannot wait in the host's memory.
+
+    Raises:
+        ConfigError: names it, and what is legal.
+    """
+    host, optim = config.host, config.optim
+    if (host.optimizer or host.params) and mesh.shape.get("stage", 1) > 1:
+        raise ConfigError(
+            f"host.{'optimizer' if host.optimizer else 'params'} takes layers one after the other, which a pipeline's "
+            f"stages split: leave stage out of the mesh {config.mesh!r}."
+        )
+    if host.params and optim.kind not in LAYERWISE:
+        raise ConfigError(
+            f"host.params is of rules that never have all gradients, {', '.join(LAYERWISE)}: gradients of all layers "
+            f'would take the place of the parameters. optim.kind is "{optim.kind}".'
+        )
+    if not host.optimizer:
+        return
+    if optim.kind not in STREAMED or optim.rounding != "nearest":
+        raise ConfigError(
+            f"host.optimizer updates layer by layer, which {', '.join(STREAMED)} can with "
+            f'optim.rounding = "nearest"; here optim.kind = "{optim.kind}", optim.rounding = "{optim.rounding}".'
+        )
+    if host.device_every > 1 and optim.moments != "float32":
+        raise ConfigError(
+            f'host.device_every = {host.device_every}: the host updates moments in float32, not "{optim.moments}".'
+        )
+    if config.model.dtype == "float16":
+        raise ConfigError(
+            "host.optimizer: a step of float16 may be skipped, for which it would keep the state before it too: set "
+            "model.dtype to bfloat16."
         )

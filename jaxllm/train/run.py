@@ -15,7 +15,6 @@ from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.models import Functional, functional
 from jaxllm.observe.sinks import check as check_trackers
-from jaxllm.optim import optimizer
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.flags import options
 from jaxllm.parallel.legal import check_parameters, resolve
@@ -28,7 +27,7 @@ from jaxllm.train.numerics import numerics
 from jaxllm.train.pipelined import pipelined, planned
 from jaxllm.train.processes import own_part, put
 from jaxllm.train.receipt import versions
-from jaxllm.train.rule import check_rule, step_of
+from jaxllm.train.rule import check_host, check_rule, optimizer_of, step_of
 from jaxllm.train.saving import Place, Saver
 from jaxllm.train.state import TrainState, abstract_state
 from jaxllm.train.step import ValueAndGrad, jit_step
@@ -52,8 +51,8 @@ class Run:
         check_precision(config)
         self.model = functional(config.model, config.parallel.rules())
         self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
-        self.optimizer = optimizer(config.optim, config.steps, self.model.logical_axes())
-        self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
+        self.optimizer = optimizer_of(config, self.model)
+        self.abstract = abstract_state(self.model, self.optimizer, self.mesh, config.host)
         self.begin = beginning(config.init_from, config.model) if config.init_from else None
         begin = self.begin
         self.data: Dataset = load_dataset(config.data, begin and begin.tokenizer, begin and begin.template)
@@ -121,6 +120,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
     check_rule(config, mesh.abstract())
+    check_host(config, mesh.abstract())
     if dict(mesh.axes).get("stage", 1) == 1:
         for name in ("chunks", "depths", "offload"):
             if getattr(config.parallel, name):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import Functional, functional
-from jaxllm.optim import optimizer
 from jaxllm.parallel.pipeline.table import tabulate
 from jaxllm.parallel.pipeline.view import facts
 from jaxllm.parallel.table import Table, table
@@ -17,6 +16,7 @@ from jaxllm.parallel.table_view import size
 from jaxllm.parallel.traffic import expected
 from jaxllm.train.config import RunConfig
 from jaxllm.train.pipelined import planned
+from jaxllm.train.rule import optimizer_of
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.state import abstract_state
 
@@ -29,8 +29,8 @@ def sharding_table(config: RunConfig, num_devices: int) -> Table:
     """
     model = functional(config.model, config.parallel.rules())
     mesh = fitting_mesh(config, model, num_devices).abstract()
-    transform = optimizer(config.optim, config.steps, model.logical_axes())
-    state = abstract_state(model, transform, mesh)
+    transform = optimizer_of(config, model)
+    state = abstract_state(model, transform, mesh, config.host)
     found = table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import sharding
 from jaxllm.models import Functional
+from jaxllm.train.host import HostConfig, host_bytes
 from jaxllm.train.numerics import numerics
 
 
@@ -37,8 +38,17 @@ class TrainState:
     numerics: Any = None
 
 
-def abstract_state(model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> TrainState:
+def abstract_state(
+    model: Functional,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    host: HostConfig = HostConfig(),  # noqa: B008
+) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated: the target of init, restore and compilation.
+
+    Args:
+        model, optimizer, mesh: of the run.
+        host: what of it is in the host's memory.
 
     Raises:
         ShardingError: the model does not fit the mesh.
@@ -46,9 +56,10 @@ def abstract_state(model: Functional, optimizer: optax.GradientTransformation, m
     params = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     everywhere = NamedSharding(mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
+    params, opt_state = host.place(params, sharding.derived_abstract(optimizer.init, params, mesh))
     return TrainState(
         params=params,
-        opt_state=sharding.derived_abstract(optimizer.init, params, mesh),
+        opt_state=opt_state,
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
         numerics=jax.tree.map(
@@ -72,11 +83,26 @@ def init_state(
     with jax.set_mesh(mesh):
         if params is None:
             params = model.init(params_key, sharding.shardings_of(abstract.params))
+        elif host_bytes(abstract.params):
+            params = jax.tree.map(lambda p, there: jax.device_put(p, there.sharding), params, abstract.params)
         return TrainState(
             params=params,
-            opt_state=jax.jit(optimizer.init, out_shardings=sharding.shardings_of(abstract.opt_state))(params),
+            opt_state=_init_optimizer(optimizer, params, abstract.opt_state),
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
             # Not device_put: it takes no keys to devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
             numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), numerics(model.config)),
         )
+
+
+def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, abstract: Any) -> Any:
+    """The optimizer's first state; what goes to the host array by array, since a device may not hold it all."""
+    if not host_bytes((params, abstract)):
+        return jax.jit(optimizer.init, out_shardings=sharding.shardings_of(abstract))(params)
+    leaves, structure = jax.tree.flatten(abstract)
+
+    def one(number: int) -> jax.Array:
+        make = lambda params: jax.tree.leaves(optimizer.init(params))[number]  # noqa: E731
+        return jax.jit(make, out_shardings=leaves[number].sharding)(params)
+
+    return structure.unflatten([one(number) for number in range(len(leaves))])

@@ -86,7 +86,7 @@ def train_step(
                 precision = {"loss_scale": kept.scale, "skipped": skipped.astype(jnp.float32)}
             kept = kept.moved(finite, *seen)
 
-        metrics = _metrics(sums, rate(state.step), params, grad_norm, optax.tree.norm(updates))
+        metrics = _metrics(sums, rate(state.step), optax.tree.norm(params), grad_norm, optax.tree.norm(updates))
         metrics |= precision
         if model is not None and sums.routing is not None:
             metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.count, 1))
@@ -107,19 +107,21 @@ def moving_step(move: Move, rate: optax.Schedule) -> Step:
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         moved = move(state, batch)
-        metrics = _metrics(moved.sums, rate(state.step), moved.params, moved.grad_norm, moved.update_norm)
+        metrics = _metrics(moved.sums, rate(state.step), moved.param_norm, moved.grad_norm, moved.update_norm)
         return replace(state, params=moved.params, opt_state=moved.opt_state, step=state.step + 1), metrics
 
     return step
 
 
-def _metrics(sums: LossSums, rate: ArrayLike, params: Any, grad_norm: Array, update_norm: Array) -> dict[str, Any]:
+def _metrics(
+    sums: LossSums, rate: ArrayLike, param_norm: Array, grad_norm: Array, update_norm: Array
+) -> dict[str, Any]:
     count = jnp.maximum(sums.count, 1)
     return {
         "loss": sums.loss / count,
         "nll": sums.nll / count,
         "grad_norm": grad_norm,
-        "param_norm": optax.tree.norm(params),
+        "param_norm": param_norm,
         "update_norm": update_norm,
         "learning_rate": rate,
         "tokens": sums.count,

@@ -95,6 +95,21 @@ def test_square_root_keeps_the_inputs_of_runs():
     assert not any(len(s) > 4 for s in streams)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_offload_sends_a_share_of_the_tokens_to_the_host(share):
+    """Input, attention's output and sums, and the stream before the feed-forward layer of all tokens; products of some.
+
+    The others' products are done again: queries, keys, values, gate, up and what attention's output is projected to.
+    """
+    program = traced(f"offload:{share}")
+    away = [aval for aval in kept(program) if "host" in str(aval.memory_space).lower()]
+    embed, heads, kv_heads, mlp = 16, 2 * 8, 1 * 8, 24
+    of_all, of_some = 2 * embed + heads + 2, heads + 2 * kv_heads + 2 * mlp
+    assert sum(math.prod(aval.shape) for aval in away) == LAYERS * 2 * (5 * of_all + round(5 * share) * of_some)
+    here = [aval for aval in kept(program) if aval not in away and jnp.issubdtype(aval.dtype, jnp.floating)]
+    assert not any(math.prod(aval.shape) >= LAYERS * 2 * 5 * 8 for aval in here)
+
+
 def test_layers_can_have_policies_of_their_own():
     segments = ((("a",), 2), (("b", "c"), 3))
     assert remat.by_segment("full", segments) == [[("full", 2)], [("full", 3)]]
@@ -105,7 +120,9 @@ def test_layers_can_have_policies_of_their_own():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("some", "give one of none, elementwise, attention, full, sqrt"),
+        ("some", "give one of none, elementwise, attention, full, sqrt, offload"),
+        ("offload:2", "with the share of tokens"),
+        ("full:0.5", "with the share of tokens"),
         ("full=0,none", "give one of"),
         ("full,none=2", "only the last policy can be without"),
         ("full=4", "is of 4 layers, and the model has 8"),

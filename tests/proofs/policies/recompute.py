@@ -14,7 +14,10 @@ from jaxllm.train import value_and_grad
 from tests import quick, tiny
 from tests.proofs.harness import proof
 
-POLICIES = ("elementwise", "attention", "full", "sqrt", "none=1,full=3", "full=2,attention=1,elementwise=1")
+POLICIES = (
+    *("elementwise", "attention", "full", "sqrt", "offload", "offload:0.5"),
+    *("none=1,full=3", "full=2,attention=1,elementwise=1", "offload=1,offload:0.25=2,none=1"),
+)
 CONFIG = tiny.decoder(layers=4, qk_norm="head", norms="sandwich", remat="none")
 
 

@@ -1,0 +1,151 @@
+"""An optimizer whose state of layers waits in the host's memory, and is brought layer by layer for the update.
+
+While one layer is updated, the next one's state comes and the last one's goes. Of every ``device_every`` layers one is
+updated so, on the device; the others where their state is, by the host's processor, at the same time: their gradients
+and parameters go there and their updates come back (Deep Optimizer States, arXiv:2410.21316, section 4.1).
+
+Legend: L repeats of a segment's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental.compute_on import compute_on
+from jaxtyping import Array, Int
+
+Make = Callable[[Any], optax.GradientTransformation]
+
+
+def streamed(
+    make: Make, clip: optax.GradientTransformation, logical_axes: dict[str, Any], device_every: int
+) -> optax.GradientTransformation:
+    """What ``optax.chain(clip, ...)`` does, with the same state, layer by layer.
+
+    Args:
+        make: the chain without its ``clip``, of parameters with these logical axes; its state of a layer depends on
+            that layer alone.
+        clip: of all gradients together; keeps no state.
+        logical_axes: of the parameters.
+        device_every: of so many layers one is updated on the device.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        grads, _ = clip.update(updates, clip.init(params), params)
+        ends = [name for name in logical_axes if name != "segments"]
+        parts = [_part(tree, ends) for tree in (grads, state, params)]
+        moved, new = make(_part(logical_axes, ends)).update(*parts)
+        out: dict[str, Any] = {**moved, "segments": {}}  # type: ignore[dict-item]
+        for s in logical_axes["segments"]:
+            parts = [_part(tree, ["segments"], s) for tree in (grads, state, params)]
+            own, more = _by_layer(make(_part(logical_axes, ["segments"], s)), *parts, device_every=device_every)
+            out["segments"] |= own["segments"]
+            new = _merged(new, more)
+        return out, new
+
+    return optax.GradientTransformation(make(logical_axes).init, update)
+
+
+def _by_layer(
+    rule: optax.GradientTransformation, grads: Any, state: Any, params: Any, device_every: int
+) -> tuple[Any, Any]:
+    """A segment's updates and its state after them; the updates are written where the gradients were."""
+    leaves, structure = jax.tree.flatten(state)
+    repeats = len(jax.tree.leaves(grads)[0])
+
+    def state_of(rows: list[Array]) -> Any:
+        """With the counts, which are no layer's and the same before every layer."""
+        rest = iter(rows)
+        return structure.unflatten([next(rest) if leaf.ndim else leaf for leaf in leaves])
+
+    def rows_of(state: Any) -> list[Array]:
+        return [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+
+    def on_device(number: Array, updates: Any, here: list[Array]) -> tuple[Any, Any]:
+        return rule.update(_row(updates, number), state_of(here), _row(params, number))
+
+    def on_host(number: Array, updates: Any, stacks: list[Array]) -> tuple[Any, Any]:
+        given = _moved((_row(updates, number), _row(params, number)), jax.memory.Space.Host)
+        with compute_on("device_host"):
+            moved, new = jax.jit(rule.update)(
+                given[0], _moved(state_of(_row(stacks, number)), jax.memory.Space.Host), given[1]
+            )
+        return _moved(moved, jax.memory.Space.Device), new
+
+    def layers(updates: Any, stacks: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
+        """``groups`` times ``every`` layers, of each group the first on the device."""
+
+        def one(carry: tuple[Any, list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
+            updates, stacks, here = carry
+            coming = _moved(_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
+            own = on_device(number, updates, here)
+            done = [(i, *on_host(number + i, updates, stacks)) for i in range(1, every)]
+            if every > 1:  # or XLA copies the stacks, since the host may still be reading what is written in place
+                done, stacks, coming, own = jax.lax.optimization_barrier((done, stacks, coming, own))
+            for i, moved, new in [*done, (0, *own)]:
+                updates, stacks = _put(updates, moved, number + i), _put(stacks, rows_of(new), number + i)
+            return (updates, stacks, coming), None
+
+        numbers = first + every * jnp.arange(groups, dtype=jnp.int32)
+        here = _moved(_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
+        return jax.lax.scan(one, (updates, stacks, here), numbers)[0][:2]
+
+    whole = repeats // device_every
+    updates, stacks = layers(grads, rows_of(state), 0, whole, device_every)
+    if left := repeats - whole * device_every:
+        updates, stacks = layers(updates, stacks, repeats - left, left, 1)
+    counted = iter(
+        jax.tree.leaves(on_device(jnp.int32(0), grads, _moved(_row(rows_of(state), 0), jax.memory.Space.Device))[1])
+    )
+    kept = iter(stacks)
+    return updates, structure.unflatten([next(kept) if new.ndim else new for new in counted])
+
+
+def _row(tree: Any, number: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), tree)
+
+
+def _put(tree: Any, rows: Any, number: Array) -> Any:
+    def into(stack: Array, row: Array) -> Array:
+        there = jax.device_put(row, jax.typeof(stack).memory_space)
+        return jax.lax.dynamic_update_slice_in_dim(stack, there, number, 0)
+
+    return jax.tree.map(into, tree, rows)
+
+
+def _moved(tree: Any, to: jax.memory.Space) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, to), tree)
+
+
+def _part(tree: Any, names: list[str], segment: str | None = None) -> Any:
+    """What a tree of arrays, or of states that hold such trees, has of some ends of a model, or of a segment."""
+    if isinstance(tree, dict) and {"embedding", "segments", "head"} <= set(tree):
+        picked = {name: tree[name] for name in names}
+        return picked if segment is None else {"segments": {segment: tree["segments"][segment]}}
+    return _mapped(lambda one: _part(one, names, segment), tree)
+
+
+def _merged(a: Any, b: Any) -> Any:
+    """Two parts of a state as one."""
+    if isinstance(a, dict) and {"segments", "embedding"} & set(a) and {"segments", "embedding"} & set(b):
+        return a | b | {"segments": a.get("segments", {}) | b.get("segments", {})}
+    if isinstance(a, (dict, list, tuple)):
+        if isinstance(a, dict):
+            return {name: _merged(a[name], b[name]) for name in a}
+        parts = [_merged(x, y) for x, y in zip(a, b, strict=True)]
+        return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)
+    return a
+
+
+def _mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` of what a container holds; other things as they are."""
+    if isinstance(tree, dict):
+        return {name: fn(one) for name, one in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        parts = [fn(one) for one in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree

@@ -1,0 +1,115 @@
+"""What waits in the host's memory, in programs that the TPU compiler made: bytes, copies, and what runs beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxllm.compiler.aot import CompileReport
+from jaxllm.data import DataConfig
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
+from jaxllm.train import RunConfig
+from jaxllm.train.compile import compile_for
+from jaxllm.train.host import HostConfig
+from tests.optim.kinds import named
+from tests.proofs.harness import proof
+
+ON, DEVICES = "v5e:2x2", 4
+LAYERS, WIDTH, ROWS, LENGTH = 8, 512, 8, 1024
+TOKENS = ROWS * LENGTH // DEVICES
+
+
+class Case(NamedTuple):
+    """A way to offload, and the plain way beside it.
+
+    Attributes:
+        remat, kind, host: of the run.
+        plain: its ``remat``, with nothing on the host.
+        down, up: how often what waits there is copied to the device in a step, and back.
+        exposed: largest share of the bytes copied that nothing runs beside; None: not held to one.
+    """
+
+    remat: str
+    kind: str
+    host: HostConfig
+    plain: str
+    down: float
+    up: float
+    exposed: float | None
+
+
+STATE = HostConfig(optimizer=True)
+CASES = {
+    # Beside the first layer's copies to the host, and the last's back, runs what is before and after the loops.
+    "activations": Case("offload", "adamw", HostConfig(), "elementwise", 1, 1, 1 / LAYERS),
+    "activations of half the tokens": Case("offload:0.5", "adamw", HostConfig(), "elementwise", 1, 1, 1 / LAYERS),
+    # A layer's state comes beside the update of the one before; once more than there are layers.
+    "optimizer": Case("full", "adamw", STATE, "full", 1 + 1 / LAYERS, 1, None),
+    "optimizer, every other layer by the host": Case(
+        "full", "adamw", dataclasses.replace(STATE, device_every=2), "full", 1 / 2 + 1 / LAYERS, 1 / 2, None
+    ),
+    "parameters of lomo": Case("full", "lomo", HostConfig(params=True), "full", 2, 1, 0.05),
+    # Two forward passes and the update.
+    "parameters of mezo": Case("full", "mezo", HostConfig(params=True), "full", 3, 1, 0.05),
+}
+
+
+@functools.cache
+def compiled(remat: str, kind: str, host: HostConfig) -> CompileReport:
+    """The step, for a mesh that splits rows and weights."""
+    block = BlockConfig(AttentionConfig(4, 4, WIDTH // 4), MlpConfig(4 * WIDTH))
+    model = DecoderConfig(
+        vocab_size=1024, embed_dim=WIDTH, layers=LAYERS, pattern=(block,), dtype="bfloat16", remat=remat
+    )
+    data = DataConfig(batch_size=ROWS, seq_len=LENGTH)
+    return compile_for(
+        RunConfig(model=model, optim=named(kind), data=data, mesh=f"fsdp={DEVICES}", host=host, steps=10), ON
+    )
+
+
+def waiting(case: Case) -> int:
+    """Bytes of a device's part of what waits on the host, by formula."""
+    if case.remat.startswith("offload"):
+        share = float(case.remat.partition(":")[2] or 1)
+        of_all, of_some, sums = 3 * WIDTH, 3 * WIDTH + 2 * 4 * WIDTH, 4
+        return LAYERS * TOKENS * (2 * of_all + 4 * sums) + LAYERS * round(share * TOKENS) * 2 * of_some
+    block = BlockConfig(AttentionConfig(4, 4, WIDTH // 4), MlpConfig(4 * WIDTH))
+    model = functional(DecoderConfig(vocab_size=1024, embed_dim=WIDTH, layers=LAYERS, pattern=(block,)))
+    layers = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract()["segments"])) // DEVICES
+    return layers * (2 if case.host.optimizer else 1)
+
+
+@proof(
+    "policies",
+    cases=list(CASES),
+    sample=1,
+    costly=True,
+    bound={"host": 0.0, "down": 0.01, "up": 0.01, "stays on the device": 0.0, "exposed": 0.0},
+)
+def offload(name: str) -> dict[str, Any]:
+    """Bytes on the host and copied as said; the device is rid of them but for three layers'; copies run beside work.
+
+    The errors: of the bytes on the host; of those copied each way; what the device's memory falls short by; what share
+    of the copies over the one that is said nothing runs beside.
+    """
+    case = CASES[name]
+    report = compiled(case.remat, case.kind, case.host)
+    plain = compiled(case.plain, case.kind, HostConfig())
+    want = waiting(case)
+    activations = case.remat.startswith("offload")
+    found = report.host_bytes if activations else plain.argument_bytes - report.argument_bytes
+    saved = plain.total_bytes - report.total_bytes
+    kept = waiting(case._replace(remat="offload")) if activations else want  # "elementwise" keeps those of all tokens
+    sent = {to: sum(row.total_bytes for row in report.transfers if row.to == to) for to in ("device", "host")}
+    alone = sum(row.total_bytes for row in report.transfers if not row.beside) / sum(sent.values())
+    return {
+        "host": abs(found / want - 1),
+        "down": abs(sent["device"] / (case.down * want) - 1),
+        "up": abs(sent["host"] / (case.up * want) - 1),
+        "stays on the device": max(0.0, 1 - saved / (kept * (1 - 3 / LAYERS))),
+        "exposed": 0.0 if case.exposed is None else max(0.0, alone - case.exposed),
+    }

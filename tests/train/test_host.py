@@ -1,0 +1,87 @@
+"""State in the host's memory: the same numbers, before and after a restart; and what cannot wait there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxllm.config import ConfigError
+from jaxllm.train import train
+from jaxllm.train.host import HostConfig, host_bytes
+from jaxllm.train.run import Run
+from tests.optim.kinds import named
+from tests.train.runs import losses, run_config, stopped_at
+
+
+def config(folder, kind="adamw", **fields):
+    run = run_config(folder, **fields)
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, layers=3, remat="full"),
+        optim=named(kind, schedule=run.optim.schedule),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [
+        ("adamw", HostConfig(optimizer=True)),
+        ("adamw", HostConfig(optimizer=True, device_every=2)),
+        ("adafactor", HostConfig(optimizer=True)),
+        ("lomo", HostConfig(params=True)),
+        ("mezo", HostConfig(params=True)),
+    ],
+)
+def test_a_run_is_the_same(tmp_path, kind, host):
+    plain = train(config(tmp_path, kind, out=tmp_path / "plain"))
+    away = dataclasses.replace(config(tmp_path, kind), host=host)
+    assert host_bytes((Run(away).abstract.params, Run(away).abstract.opt_state)) > 0
+    done = train(away)
+    assert [step for step, *_ in losses(done.directory)] == [step for step, *_ in losses(plain.directory)]
+    for (_, *one), (_, *other) in zip(losses(done.directory), losses(plain.directory), strict=True):
+        assert one == pytest.approx(other, rel=2e-6)
+    assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)
+
+
+def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
+    """Where the state is, is no part of the run: it begins on the device, goes on on the host, and ends alike."""
+    whole = train(run_config(tmp_path, out=tmp_path / "whole"))
+    stopped = stopped_at(tmp_path, 6)
+    done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True)))
+    assert done.directory == stopped
+    for one, other in zip(losses(stopped), losses(whole.directory), strict=True):
+        assert one == pytest.approx(other, rel=2e-6)
+    assert json.loads((stopped / "config.json").read_text())["host"]["optimizer"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optim": named("muon"), "host": HostConfig(optimizer=True)}, "adamw, lion, adafactor, sgd can"),
+        ({"host": HostConfig(params=True)}, "lomo, adalomo, mezo: gradients of all layers"),
+        (
+            {"optim": named("adamw 8bit"), "host": HostConfig(optimizer=True, device_every=2)},
+            'updates moments in float32, not "8bit"',
+        ),
+    ],
+)
+def test_what_cannot_wait_on_the_host_is_refused(tmp_path, fields, said):
+    with pytest.raises(ConfigError, match=said):
+        Run(dataclasses.replace(run_config(tmp_path), **fields))
+
+
+def test_float16_keeps_its_state_on_the_device(tmp_path):
+    run = run_config(tmp_path)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="float16"), host=HostConfig(True))
+    with pytest.raises(ConfigError, match="a step of float16 may be skipped"):
+        Run(run)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"), [({"device_every": 0}, "give 1"), ({"device_every": 2}, "set host.optimizer")]
+)
+def test_strides_are_checked(fields, said):
+    with pytest.raises(ValueError, match=said):
+        HostConfig(**fields)
