@@ -35,6 +35,7 @@ def compile(argv: list[str]) -> int:
         save: Path | None = None,
         html: Path | None = None,
         anyway: bool = False,
+        within: float | None = None,
     ) -> int:
         """Memory of a device, what it sends, and the compiler's estimate of its work; no device is needed.
 
@@ -47,6 +48,8 @@ def compile(argv: list[str]) -> int:
             save: also write the report there, as JSON.
             html: write a page there: memory over the schedule, timeline, roofline, collectives.
             anyway: have the TPU compiler compile what does not fit, to see what takes the memory.
+            within: GiB of a device that the step may take: first finds the recomputation by layers (model.remat) that
+                computes least again within it, which takes half a dozen compilations.
         """
         from jaxllm.files import write_json
         from jaxllm.train.compile import compile_for
@@ -54,6 +57,8 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
+        if within is not None and (config := _recomputing(config, on, within)) is None:
+            return 1
         with tempfile.TemporaryDirectory() as folder:
             keep = Path(folder) / "program.json" if html is not None or anyway else None
             try:
@@ -77,8 +82,35 @@ def compile(argv: list[str]) -> int:
         return 1 if over and (anyway or not report.fits) else 0
 
     # What is not this command's is the run's.
-    known, settings = split_settings(argv, ("--on", "--save", "--html"), ("--anyway", "--no-anyway", "--help", "-h"))
+    known, settings = split_settings(
+        argv, ("--on", "--save", "--html", "--within"), ("--anyway", "--no-anyway", "--help", "-h")
+    )
     return tyro.cli(run, args=known, prog="jaxllm compile")
+
+
+def _recomputing(config: RunConfig, on: str, within: float) -> RunConfig | None:
+    """The run with the recomputation that fits into so many GiB, printed with what was measured; None if none does."""
+    from jaxllm.models.remat import RematError
+    from jaxllm.parallel.table_view import columns
+    from jaxllm.plan.recompute import solve
+    from jaxllm.train.compile import compile_for
+
+    def measure(remat: str) -> int:
+        run = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+        return compile_for(run, on, progress=_progress(f"remat {remat}: "), anyway=True).total_bytes
+
+    try:
+        solved = solve(config, round(within * 2**30), measure)
+    except RematError as error:
+        print(error)
+        return None
+    least = min(flops for _, flops in solved.named.values())
+    rows = [
+        (remat, f"{size / 2**30:.3f}", f"{100 * (flops / least - 1):.1f}%", "chosen" if remat == solved.remat else "")
+        for remat, (size, flops) in {**solved.named, **solved.tried}.items()
+    ]
+    print(columns(("model.remat", "GiB", "FLOPs more", ""), rows, "<>><"), end="\n\n")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=solved.remat))
 
 
 def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> Reading:

@@ -9,10 +9,10 @@ neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
-from jaxllm.models.remat import by_layer
+from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MoeConfig
+from jaxllm.models.remat import Policy, by_layer, offloaded_share
 
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
@@ -54,21 +54,34 @@ def train_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 
 
 def hardware_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """``train_flops_per_token`` and the matrix products that ``config.remat`` does again, layer by layer.
+    """``train_flops_per_token`` and the matrix products that ``config.remat`` does again, layer by layer."""
+    policies = zip(by_layer(config.remat, config.segments), config.blocks, strict=True)
+    again = sum(recomputed_flops(name, config, (block,), seq_len) for name, block in policies)
+    return train_flops_per_token(config, seq_len) + again
+
+
+def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[BlockConfig], seq_len: int) -> float:
+    """FLOPs of a token's matrix products that blocks under a policy of ``model.remat`` do again.
 
     "none" and "elementwise" keep the results of all, "attention" those with weights. "full" does a block's again, but
     for the last of a dense one: the gradients need what goes into it, not what comes out. "sqrt" has done the whole
-    forward pass again before that.
+    forward pass again before that. "offload" does the products of the tokens that do not wait on the host, but for the
+    last, and experts'.
     """
-    total = train_flops_per_token(config, seq_len)
-    for name, block in zip(by_layer(config.remat, config.segments), config.blocks, strict=True):
-        if name in ("none", "elementwise"):
-            continue
+    if policy in ("none", "elementwise"):
+        return 0.0
+    total = 0.0
+    for block in blocks:
         attended = 2.0 * block.attention.attended_dim * causal_mean(seq_len, block.attention.window)
-        if name == "attention":
-            total += attended
-            continue
-        whole = attended + _block_products(config, block)
         last = 0.0 if isinstance(block.mlp, MoeConfig) else 2.0 * config.embed_dim * block.mlp.hidden
-        total += whole * (2 if name == "sqrt" else 1) - last
+        if policy == "attention":
+            total += attended
+        elif (share := offloaded_share(policy)) is not None:
+            # The stream after attention waits for all, so what its output is multiplied by is not needed again.
+            attention = block.attention
+            width = attention.value_dim if isinstance(attention, LatentConfig) else attention.head_dim
+            to_stream = 2.0 * config.embed_dim * attention.heads * width
+            total += (1 - share) * (_block_products(config, block) - last - to_stream)
+        else:
+            total += (attended + _block_products(config, block)) * (2 if policy == "sqrt" else 1) - last
     return total

@@ -127,3 +127,7 @@ def test_a_gradient_does_again_what_is_counted():
 
     for remat in ("attention", "full", "sqrt"):
         assert counted(remat) - counted("none") == rows * seq_len * ours(remat)
+    for share in (0.0, 0.5, 1.0):  # of two tokens, one; and no attention
+        kept = dataclasses.replace(config, remat=f"offload:{share}")
+        more = hardware_flops_per_token(kept, seq_len) - train_flops_per_token(kept, seq_len)
+        assert counted(kept.remat) - counted("none") == rows * seq_len * more / config.layers

@@ -42,6 +42,8 @@ def test_a_run_is_the_same(tmp_path, kind, host):
     assert [step for step, *_ in losses(done.directory)] == [step for step, *_ in losses(plain.directory)]
     for (_, *one), (_, *other) in zip(losses(done.directory), losses(plain.directory), strict=True):
         assert one == pytest.approx(other, rel=2e-6)
+    assert done.evaluation
+    assert plain.evaluation
     assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)
 
 

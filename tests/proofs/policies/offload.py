@@ -50,7 +50,9 @@ CASES = {
     # A layer's state comes beside the update of the one before; once more than there are layers.
     "optimizer": Case("full", "adamw", STATE, "full", 1 + 1 / LAYERS, 1, None),
     "optimizer, every other layer by the host": Case(
-        "full", "adamw", dataclasses.replace(STATE, device_every=2), "full", 1 / 2 + 1 / LAYERS, 1 / 2, None
+        # Up go the state of the device's layers, and parameters and gradients of the host's: as many numbers.
+        *("full", "adamw", dataclasses.replace(STATE, device_every=2), "full"),
+        *(1 / 2 + 1 / LAYERS, 1 / 2 + 1 / 2, None),
     ),
     "parameters of lomo": Case("full", "lomo", HostConfig(params=True), "full", 2, 1, 0.05),
     # Two forward passes and the update.

@@ -1,0 +1,83 @@
+"""The solver against every assignment, on models whose programs are sums; and on ones whose programs are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jaxllm.data import DataConfig
+from jaxllm.models.remat import RematError, by_layer
+from jaxllm.plan.recompute import NAMED, cheapest, solve, written
+from jaxllm.train import RunConfig
+from jaxllm.train.flops import hardware_flops_per_token, recomputed_flops
+from tests import tiny
+
+KEPT = {"full": 0, "attention": 70, "elementwise": 90, "none": 200}
+BASE = 1000
+
+
+def config(layers: int, **fields) -> RunConfig:
+    return RunConfig(model=tiny.decoder(layers=layers, **fields), data=DataConfig(seq_len=64))
+
+
+def bytes_of(run: RunConfig, remat: str, bend: float = 1.0, mixed: int = 0) -> int:
+    """A program's bytes: a sum over layers, which a program may bend, and something for loops of several kinds."""
+    layers = by_layer(remat, run.model.segments)
+    total = sum(KEPT[name] for name in layers)
+    return round(BASE + total**bend + (mixed if len(set(layers)) > 1 else 0))
+
+
+@pytest.mark.parametrize("room", [0, 69, 70, 333, 500, 779, 780, 1000, 1999, 2000])
+def test_nothing_is_cheaper_in_the_room(room):
+    run = config(6)
+    costs = {name: [recomputed_flops(name, run.model, run.model.pattern, 64)] for name in NAMED}
+    counts = cheapest(run.model, KEPT, costs, room)
+    assert counts is not None
+    found = sum(n * costs[name][0] for name, n in counts[0])
+    legal = [
+        sum(costs[name][0] for name in names)
+        for names in itertools.combinations_with_replacement(NAMED, 6)
+        if sum(KEPT[name] for name in names) <= room
+    ]
+    assert found == pytest.approx(min(legal))
+    assert sum(n * KEPT[name] for name, n in counts[0]) <= room
+    assert len(by_layer(written(run.model, counts), run.model.segments)) == 6
+
+
+def test_nothing_fits_into_less_than_nothing():
+    run = config(4)
+    assert cheapest(run.model, KEPT, {name: [0.0] for name in NAMED}, -1) is None
+
+
+def least(run: RunConfig, budget: int, bend: float, mixed: int) -> float:
+    """FLOPs of the cheapest of all assignments that fit."""
+    orders = itertools.combinations_with_replacement(NAMED, run.model.layers)
+    texts = [",".join(f"{name}={names.count(name)}" for name in NAMED if name in names) for names in orders]
+    legal = [text for text in texts if bytes_of(run, text, bend, mixed) <= budget]
+    return min(hardware_flops_per_token(dataclasses.replace(run.model, remat=text), 64) for text in legal)
+
+
+@pytest.mark.parametrize("budget", [1100, 1300, 1450, 1700, 2200])
+@pytest.mark.parametrize(("bend", "mixed"), [(1.0, 0), (1.0, 60), (0.98, -40)])
+def test_what_programs_add_is_learnt(budget, bend, mixed):
+    run = config(12)
+    asked: list[str] = []
+
+    def measure(remat: str) -> int:
+        asked.append(remat)
+        return bytes_of(run, remat, bend, mixed)
+
+    solved = solve(run, budget, measure)
+    assert solved.bytes == bytes_of(run, solved.remat, bend, mixed) <= budget
+    fits = [flops for size, flops in solved.named.values() if size <= budget]
+    assert solved.flops <= min(fits)
+    assert solved.flops <= 1.02 * least(run, budget, bend, mixed)
+    assert len(asked) == len(set(asked)) <= len(NAMED) + 5
+
+
+def test_a_budget_below_the_least_is_refused():
+    run = config(4)
+    with pytest.raises(RematError, match="with every block computed again a step takes"):
+        solve(run, BASE - 1, lambda remat: bytes_of(run, remat))
