@@ -28,7 +28,6 @@ NAMED = ("full", "attention", "elementwise", "none")
 CLOSE = 0.95
 """Of the budget: nearer than that nothing more is tried."""
 TRIES = 5
-TIES = 1e-6
 
 Measure = Callable[[str], int]
 """Bytes that the step takes of a device with ``model.remat`` so."""
@@ -116,22 +115,22 @@ def cheapest(
     sizes = np.array([len(segments[s][0]) * kept[name] for s, name in pairs])
     of_segment = np.array([[float(s == one) for s, _ in pairs] for one in range(len(segments))])
     repeats = np.array([count for _, count in segments], float)
-    scale = max(1.0, float(np.abs(sizes).max()))  # of bytes; solvers like numbers near one
+    scale = max(1.0, float(np.abs(sizes).max()))  # of bytes, and of FLOPs: solvers like numbers near one
     price = np.array([costs[name][s] for s, name in pairs])
-    # Of two that compute the same products again the one that keeps more: it does less of what is no product.
-    price = price / max(1.0, float(price.max())) - TIES * sizes / scale
-    found = optimize.milp(
-        price,
-        integrality=np.ones(len(pairs)),
-        bounds=optimize.Bounds(0, np.inf),
-        constraints=[
-            optimize.LinearConstraint(of_segment, repeats, repeats),  # pyright: ignore[reportArgumentType]
-            optimize.LinearConstraint(sizes[None] / scale, -np.inf, room / scale),
-        ],
-        options={"mip_rel_gap": 0.0},
-    )
+    price = price / max(1.0, float(price.max()))
+    every = optimize.LinearConstraint(of_segment, repeats, repeats)  # pyright: ignore[reportArgumentType]
+    fits = optimize.LinearConstraint(sizes[None] / scale, -np.inf, room / scale)
+
+    def least(objective: np.ndarray, *more: optimize.LinearConstraint) -> optimize.OptimizeResult:
+        whole, bounds = np.ones(len(pairs)), optimize.Bounds(0, np.inf)
+        constraints = [every, fits, *more]
+        return optimize.milp(objective, integrality=whole, bounds=bounds, constraints=constraints)
+
+    found = least(price)
     if not found.success:
         return None
+    # Of those that do as few products again the one that keeps most: it does least of what is no product.
+    found = least(-sizes / scale, optimize.LinearConstraint(price[None], -np.inf, found.fun + 1e-6))
     numbers = {pair: round(x) for pair, x in zip(pairs, found.x, strict=True)}
     return [[(name, numbers[s, name]) for name in NAMED if numbers[s, name]] for s in range(len(segments))]
 
