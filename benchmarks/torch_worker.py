@@ -23,7 +23,7 @@ from benchmarks.setting import Product, Setting
 class TorchSide(worker.Side):
     """Eager."""
 
-    name = "torch"
+    name = "transformers + torch"
 
     def __init__(self, start: worker.Start):
         super().__init__(start)
@@ -103,7 +103,7 @@ class TorchSide(worker.Side):
 class CompiledSide(TorchSide):
     """By torch.compile."""
 
-    name = "torch, compiled"
+    name = "transformers + torch, compiled"
 
     def __init__(self, start: worker.Start):
         super().__init__(start)
