@@ -79,9 +79,9 @@ def _legal(policy: Policy) -> bool:
 
 
 def offloaded_share(policy: Policy) -> float | None:
-    """Of which share of tokens "offload" keeps products; None of other policies."""
+    """Of which share of tokens "offload" keeps products; None of other policies, and of several by layers."""
     name, _, share = policy.partition(":")
-    return float(share or 1) if name == "offload" else None
+    return float(share or 1) if name == "offload" and _legal(policy) else None
 
 
 def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Policy, int]]]:

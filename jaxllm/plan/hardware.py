@@ -15,8 +15,9 @@ Sources. Rates of 8-bit products: the sheets of `jaxllm.compiler.peaks`. ICI: cl
 bandwidth per chip, bidirectional" of each generation, over its links and two directions. Data-centre network of TPUs:
 jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200 (NVLink, half of the
 total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX systems). Hosts: PCIe of 16
-lanes, generation 4 (A100) and 5; of TPUs Google does not say, 16 GB/s are assumed (set host). Watts of TPU v4:
-arXiv:2304.01433, table 4; of other TPUs none are published. Dollars: list prices on demand of
+lanes, generation 4 (A100) and 5; of TPUs Google does not say, 16 GB/s are assumed (set host); their memory that of
+DGX systems, two processors of eight channels for eight GPUs (DDR4-3200 of A100, DDR5-4800 of H100, -5600 of B200).
+Watts of TPU v4: arXiv:2304.01433, table 4; of other TPUs none are published. Dollars: list prices on demand of
 cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
 """
 
@@ -60,6 +61,8 @@ class Hardware:
         hop: seconds that a message takes to a neighbour; to any device of a node, or of another one.
         tile: products' dimensions are rounded up to multiples of it.
         like: generation that programs are compiled for; "" if they cannot be.
+        host_memory: bytes/s that the host's processor reads and writes of its memory, a device's share; None where its
+            maker does not say.
         watts: of a device at work; None where its maker does not say.
         dollars_per_hour: of a device; None where there is no list price.
     """
@@ -77,6 +80,7 @@ class Hardware:
     hop: float
     tile: int
     like: str
+    host_memory: float | None = None
     watts: float | None = None
     dollars_per_hour: float | None = None
 
@@ -134,12 +138,14 @@ TABLE = {
             like="",
             gpu=True,
             tile=128,
+            int8=2.0,
             host=32e9,
+            host_memory=51.2e9,
             watts=400.0,
         ),
-        _known("h100", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, watts=700.0),
-        _known("h200", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, watts=700.0),
-        _known("b200", 900e9, 50e9, tile=128, int8=2.0, fp8=2.0, watts=1000.0),
+        _known("h100", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=76.8e9, watts=700.0),
+        _known("h200", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=76.8e9, watts=700.0),
+        _known("b200", 900e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=89.6e9, watts=1000.0),
     )
 }
 """By name. Links of a TPU7x are a chip's, shared by its two devices. An A100 can be planned for, not compiled for."""

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, MoeConfig
+from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.table import tabulate
+from jaxllm.plan import offload
 from jaxllm.plan.optimizer import check, state_bytes
 from jaxllm.plan.work import Work, gated
 from jaxllm.train import RunConfig
@@ -81,7 +83,7 @@ class Memory:
         weights: gathered ones.
         activations: what waits for the backward pass.
         working: what a layer, or the loss, needs for itself at the fullest moment.
-        host: activations that wait in the host's memory; not of the device.
+        host: what waits in the host's memory: activations, optimizer state, parameters; not of the device.
     """
 
     parameters: int
@@ -118,17 +120,21 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> Memory:
     parameters = sum(laid(w.shape) for w in work.weights) * wide
     copies = COPIES[platform]
     kept, host = _activations(work, copies)
+    state = state_bytes(work, parameters, laid)
+    of_layers = offload.of_layers(work)
+    away = [round(size * of_layers * on) for size, on in ((parameters, run.host.params), (state, run.host.optimizer))]
+    rows = min(1.0, offload.ROWS / run.model.layers)  # of what is away, so much is here at a time
     sums = copies.sums if dict(mesh.axes).get("data", 1) > 1 else 1.0
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
     return Memory(
-        parameters,
-        state_bytes(work, parameters, laid),
+        parameters - away[0],
+        state - away[1],
         4 * 4 * work.tokens * work.micro_batches,
         round(sums * _gradients(work)) + _ends(work),
         _gathered(work),
         kept * at_once,
-        round(_working(work, copies)),
-        host,
+        round(_working(work, copies) + rows * sum(away)),
+        host + sum(away),
     )
 
 
@@ -155,7 +161,7 @@ def _power_of_two(number: int) -> int:
 def saved_bytes(work: Work, block: BlockConfig) -> int:
     """What one micro-batch's forward pass of a block leaves for its backward pass, beside its input."""
     remat = work.run.model.remat
-    if remat == "full":
+    if remat == "full" or offloaded_share(remat) is not None:
         return 0
     inner = work.inner_widths(block)
     names = ["q", "k", "v", "out", "up", *(["gate"] if gated(block) else [])]
@@ -173,13 +179,17 @@ def saved_bytes(work: Work, block: BlockConfig) -> int:
 def kept_bytes(work: Work) -> float:
     """What one micro-batch's forward pass of a device's layers leaves for the backward pass."""
     groups = work.run.model.segments
-    of_group = lambda group: work.stream_bytes() + sum(saved_bytes(work, block) for block in group)  # noqa: E731
+    own = 0 if offloaded_share(work.run.model.remat) is not None else work.stream_bytes()
+    of_group = lambda group: own + sum(saved_bytes(work, block) for block in group)  # noqa: E731
     return sum(repeats / work.stages * of_group(group) for group, repeats in groups)
 
 
 def _activations(work: Work, copies: Copies) -> tuple[int, int]:
     """(bytes on the device, in the host's memory) of what waits for the backward pass."""
     of_layers = kept_bytes(work)
+    sent, largest = offload.sent_bytes(work)
+    if work.stages == 1 and sent:  # a layer's values come while those of the layer before are used
+        return round(2 * largest + 2 * work.stream_bytes()), round(sent)
     if work.stages == 1:
         return round(of_layers + 2 * work.stream_bytes()), 0  # and the last layer's result, normed and not
     plan = work.run.parallel

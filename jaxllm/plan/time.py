@@ -18,12 +18,13 @@ import jax.numpy as jnp
 
 from jaxllm.models import DecoderConfig, MoeConfig
 from jaxllm.models.products import Rounding, Scheme
+from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule import Costs
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.parallel.table import Expected
 from jaxllm.parallel.traffic import expected
-from jaxllm.plan import memory
+from jaxllm.plan import memory, offload
 from jaxllm.plan.calibration import DEFAULT, Calibration
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.plan.network import Network
@@ -132,7 +133,8 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     update = rates.stream(UPDATE_PASSES * parameters + 2 * state_bytes(work, parameters))
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
-    host = _host(work, cluster.hardware, calibration, compute)
+    state = offload.of_layers(work) * state_bytes(work, parameters)
+    host = _host(work, cluster.hardware, calibration, compute, state)
     busy = compute + waiting + kept + sum(near.values()) + sum(far.values()) + host
     return StepTime(
         compute,
@@ -182,6 +184,8 @@ class _Pass:
         if head:
             return 1.0  # the logits
         remat = self.work.run.model.remat
+        if (share := offloaded_share(remat)) is not None and not weight.expert:
+            return 0.0 if weight.name.endswith(("mlp/down", "attention/o")) else 1.0 - share
         if remat == "none" or (remat == "elementwise" and not weight.expert):
             return 0.0
         return 0.0 if weight.name.endswith("mlp/down") else 1.0  # nothing needs the last product again
@@ -233,10 +237,15 @@ def _handled(work: Work) -> float:
     return stored * (cast + micro * summed) + micro * used * 6 * work.width
 
 
-def _host(work: Work, hardware: Hardware, calibration: Calibration, compute: float) -> float:
-    """Exposed seconds of offloaded activations: away while layers run forward, back while they run backward."""
+def _host(work: Work, hardware: Hardware, calibration: Calibration, compute: float, state: float) -> float:
+    """Exposed seconds of copies to the host: activations go while layers run forward, and come while they run backward.
+
+    Optimizer state, so many bytes of it, travels when nothing else is done.
+    """
     sent = work.run.parallel.offload * memory.kept_bytes(work) * work.micro_batches / hardware.host
-    return 2 * max(0.0, sent - calibration.hidden * compute / 3)  # a third of the arithmetic is the forward pass
+    beside = 2 * max(0.0, sent - calibration.hidden * compute / 3)  # a third of the arithmetic is the forward pass
+    beside += max(0.0, offload.passes_of(work, hardware) - calibration.hidden * compute)
+    return beside + offload.update_of(work, hardware, state)
 
 
 def _carried_out(one: Expected, network: Network) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.parallel.table_view import columns
+from jaxllm.plan import offload
 from jaxllm.plan.compiled import Compiled
 from jaxllm.plan.cost import Cost
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.search import Found, Layout
+from jaxllm.plan.work import Work
 from sharding.topology import GIB
 
 
@@ -78,6 +80,9 @@ def explained(layout: Layout, cluster: Cluster) -> str:
     lines.append(f"  {'total':<44}{memory.total / GIB:10.3f} of {layout.limit / GIB:.2f}")
     if memory.host:
         lines.append(f"  {'in the memory of its host':<44}{memory.host / GIB:10.3f}")
+        forward = time.compute / 3 / layout.run.accumulate  # a third of the arithmetic
+        work = Work.of(layout.run, layout.mesh)
+        lines += [f"    {line}" for line in offload.said(work, cluster.hardware, forward)]
     return "\n".join(lines)
 
 

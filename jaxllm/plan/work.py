@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, MlpConfig, MoeConfig, functional
+from jaxllm.models.remat import offloaded_share
 from jaxllm.optim.matrices import STREAMS
 from jaxllm.parallel.pipeline.cut import Remat
 from jaxllm.parallel.plan import ParallelConfig
@@ -259,10 +260,9 @@ def check_remat(config: DecoderConfig) -> None:
     Raises:
         NotImplementedError: says what there is.
     """
-    if config.remat not in get_args(Remat):
-        raise NotImplementedError(
-            f'model.remat = "{config.remat}": plans have formulas for {", ".join(get_args(Remat))}, of all layers.'
-        )
+    if config.remat not in get_args(Remat) and offloaded_share(config.remat) is None:
+        legal = ", ".join((*get_args(Remat), "offload"))
+        raise NotImplementedError(f'model.remat = "{config.remat}": plans have formulas for {legal}, of all layers.')
 
 
 def gated(block: BlockConfig) -> bool:

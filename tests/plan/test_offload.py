@@ -1,0 +1,82 @@
+"""Formulas of what waits on the host: against brute force, and against the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxllm.models import functional
+from jaxllm.plan import memory, view
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.offload import Layer, block_bytes, device_every, largest_share, update_seconds
+from jaxllm.plan.search import predicted
+from jaxllm.plan.work import Work
+from jaxllm.train import RunConfig
+from jaxllm.train.host import HostConfig
+from jaxllm.train.run import fitting_mesh
+from recipes.llama3 import llama3_8b
+from sharding import MeshSpec
+
+MESH = "fsdp=8"
+
+
+def run(**fields) -> RunConfig:
+    config = llama3_8b()
+    model = dataclasses.replace(config.model, remat=fields.pop("remat", "full"))
+    data = dataclasses.replace(config.data, batch_size=8, seq_len=4096)
+    return dataclasses.replace(config, model=model, data=data, accumulate=1, mesh=MESH, **fields)
+
+
+def layout(config: RunConfig, on: str = "h100:1x8"):
+    mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), 8)
+    return predicted(config, mesh, Cluster.parse(on))
+
+
+def test_the_stride_is_where_link_and_host_are_even():
+    layer = Layer(state=6.0, gradients=1.0, host=3.0)
+    assert device_every(layer, 400) == 4
+    assert update_seconds(layer, 4, 4) == 9.0 == 6 + 3 * 1.0
+    assert device_every(Layer(state=1.0, gradients=1.0, host=100.0), 32) == 1
+    assert device_every(Layer(state=2.0, gradients=1.0, host=0.5), 32) == 32
+    # By hand, of three layers: 3 x 6; 6 and 9 of two groups; 6 and 2 of the link beside 6 of the host.
+    assert [update_seconds(layer, 3, n) for n in (1, 2, 3)] == [18.0, 7.0 + 6.0, 8.0]
+
+
+def test_the_share_is_what_a_forward_pass_hides():
+    assert largest_share(10.0, 40.0, seconds=3.0, host=10.0) == 0.5
+    assert largest_share(10.0, 40.0, seconds=0.5, host=10.0) == 0.0
+    assert largest_share(10.0, 40.0, seconds=9.0, host=10.0) == 1.0
+
+
+def test_state_on_the_host_is_not_on_the_device():
+    here, there = (
+        memory.predict(run(host=HostConfig(optimizer=o)), MeshSpec.parse(MESH), "gpu") for o in (False, True)
+    )
+    layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096)
+    assert there.host == pytest.approx(2 * 4 * layers / 8, rel=1e-3)
+    assert here.optimizer - there.optimizer == pytest.approx(there.host, abs=8)
+    assert here.total - there.total == pytest.approx(there.host * (1 - 3 / 32), rel=1e-3)
+
+
+def test_activations_on_the_host_are_what_the_formula_says():
+    """Of 4,096 tokens of a device: two streams, attention's output and sums; queries, keys, values, gate and up."""
+    found = memory.predict(run(remat="offload"), MeshSpec.parse(MESH), "gpu")
+    numbers = 3 * 4096 + 4096 + 2 * 1024 + 2 * 14336
+    assert found.host == 32 * 4096 * (2 * numbers + 4 * 32)
+    half = memory.predict(run(remat="offload:0.5"), MeshSpec.parse(MESH), "gpu")
+    assert found.host - half.host == pytest.approx(32 * 4096 * (4096 + 2 * 1024 + 2 * 14336))
+    work = Work.of(run(remat="offload"), MeshSpec.parse(MESH))
+    ((block, count),) = work.blocks.items()
+    assert count * sum(block_bytes(work, block)) == found.host
+
+
+def test_what_lives_where_is_said():
+    config = run(remat="offload:0.5", host=HostConfig(optimizer=True, device_every=2))
+    text = view.explained(layout(config), Cluster.parse("h100:1x8"))
+    assert "in the memory of its host" in text
+    assert "activations: products of 50% of the tokens; a forward pass hides" in text
+    assert "one of 2 updated on the device; fastest by formula:" in text
+    slower, plain = layout(config), layout(run(remat="elementwise"))
+    assert slower.time.host > 0 == plain.time.host
+    assert slower.memory.total < plain.memory.total
