@@ -133,8 +133,8 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
             raise OutOfDeviceMemory(cluster.name, 40 * 2**30, 31 * 2**30)
         sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes"), 2**30)
         names = {field.name: 0 for field in dataclasses.fields(CompileReport)}
-        fixed = {"name": "x", "topology": cluster.name, "jax": "", "compiler": "", "collectives": (), "hbm_bytes": None}
-        return Compiled(CompileReport(**{**names, **sizes, **fixed, "cycles": None}), 0.125)
+        fixed = {"name": "x", "topology": cluster.name, "jax": "", "compiler": "", "collectives": (), "transfers": ()}
+        return Compiled(CompileReport(**{**names, **sizes, **fixed, "cycles": None, "hbm_bytes": None}), 0.125)
 
     monkeypatch.setattr("jaxllm.plan.compiled.compile_layout", compile_layout)
     assert cli.main(["plan", "quickstart", "--on", "v6e:2x2", "--top", "2", *SMALL]) == 0
