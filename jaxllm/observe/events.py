@@ -7,6 +7,8 @@ twice or left out. The kinds, in the order of a start:
     initialised  fresh parameters are there          restored   those of a checkpoint are, after ``step`` steps
     compiled     the step is
     steps        steps ``first`` to ``last``; ``waited`` seconds of it for data, which no work of the device hid
+    spike        of step ``step`` was seen, and what was done: ``action``; of a rollback ``from`` which step it went on,
+                 from step ``to`` without ``batches``
     saved        a checkpoint of ``step``, or what of it the steps have to wait for
     evaluated    on held-out text
     finished, stopped, failed   the last of a start; a killed one has none
@@ -29,6 +31,7 @@ SECONDS_OF = {
     "started": "starting",
     "initialised": "initialising",
     "restored": "restoring",
+    "spike": "restoring",
     "compiled": "compiling",
     "steps": "steps",
     "saved": "saving",
@@ -99,7 +102,7 @@ class Goodput:
     Attributes:
         total: seconds.
         steps: seconds of steps that count: each step once, at the last start that did it, without waiting for data.
-        lost: seconds of steps that were done again after a restart.
+        lost: seconds of steps that were done again after a restart, or given up at a spike.
         waiting: seconds of counted steps that waited for data.
         down: seconds between the last event of a start and the beginning of the next.
         other: seconds by what they were spent on: starting, initialising, restoring, compiling, saving, evaluating,
@@ -163,6 +166,9 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
             counted.append((event["first"], event["last"], spent, min(spent, event["waited"])))
             last_step = event["last"]
         elif kind in SECONDS_OF:
+            if "from" in event:  # a spike that the run has gone back from
+                counted, again = _split(counted, event["from"])
+                lost, last_step = lost + again, event["from"]
             other[SECONDS_OF[kind]] += spent
         before = now
         if kind == "finished":

@@ -60,6 +60,11 @@ class Record:
             return f"failed: {last['why']}"
         return f"running, or killed: the last sign of it is {time.time() - last['time']:,.0f} s old"
 
+    @property
+    def spikes(self) -> list[dict[str, Any]]:
+        """Events of spikes of the loss, those that the run has gone back from among them."""
+        return [event for event in self.events if event["event"] == "spike"]
+
     def series(self, key: str) -> tuple[list[float], list[float | None]]:
         """Steps and the values of ``key``, of rows that have it."""
         rows = [row for row in self.steps if key in row]

@@ -148,6 +148,8 @@ def figures(run: Record) -> dict[str, str]:
     if account is not None:
         out["goodput"] = f"{100 * account.fraction:.1f}% of {duration(account.total)}"
         out["starts"] = str(account.starts)
+    if run.spikes:
+        out["spikes"] = str(len(run.spikes))
     return out
 
 
@@ -172,7 +174,7 @@ def loss_chart(runs: Sequence[Record]) -> str:
         if run.heldout:
             xs, ys = [row["step"] for row in run.heldout], [row["heldout_nll"] for row in run.heldout]
             lines.append(Line("held out" if alone else "", xs, ys, 1 if alone else n, "points"))
-    marks = restart_marks(runs[0]) if alone else ()
+    marks = [*restart_marks(runs[0]), *((one["step"], spike_line(one)) for one in runs[0].spikes)] if alone else ()
     unit = "nats per token" if alone else "nats per token, smoothed; points are held out"
     return f"<figure>{chart(lines, title='loss', unit=unit, marks=marks)}</figure>"
 
@@ -214,6 +216,15 @@ def restart_marks(run: Record) -> list[tuple[float, str]]:
     return [(at, f"started again after step {at}, {before - at} done again") for before, at in account.restarts]
 
 
+def spike_line(event: dict[str, Any]) -> str:
+    """A spike of the loss, and what was done."""
+    done = {"skip": "skipped", "lower_rate": "learning rate lowered"}.get(event["action"])
+    if done is None:
+        first, last = event["batches"]
+        done = f"back to step {event['from']}, from {event['to']} on without batches {first} to {last}"
+    return f"spike at step {event['step']}: {done}"
+
+
 TIMES = (
     "compiling", "steps done again", "steps", "down", "waiting for data", "evaluating",
     "initialising", "starting", "ending", "restoring", "saving",
@@ -248,6 +259,8 @@ def account(run: Record) -> str:
         ("Starts", table(again) if again else '<p class="soft">Never started again.</p>'),
         ("Checkpoints", table(listed[-12:]) if listed else '<p class="soft">None.</p>'),
     ]
+    if run.spikes:
+        lists.append(("Spikes", table([(spike_line(one), clock(one["time"])) for one in run.spikes])))
     columns = "".join(f'<div class="panel"><b>{name}</b>{inside}</div>' for name, inside in lists)
     bar = f'<div class="panel">{time_bar(run)}</div>'
     return f'<h2>Where the time went</h2><p>{escape(text)}</p>{bar}<div class="grid-of gap">{columns}</div>'
@@ -270,6 +283,7 @@ def text(run: Record) -> str:
             if size > 0
         ]
         lines += [f"  started again after step {at}, {before - at} done again" for before, at in found.restarts]
+    lines += [f"  {spike_line(one)}" for one in run.spikes]
     for name, summary in run.profiles.items():
         lines += [f"  profile {name}", *(f"    {line}" for line in summary.splitlines())]
     return "\n".join(lines)

@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxllm.train.config import RunConfig
     from jaxllm.train.evaluate import Evaluation, Evaluator
-    from jaxllm.train.loop import Finished, NonFiniteLossError, ResumeError, train
+    from jaxllm.train.loop import Finished, train
     from jaxllm.train.loss import loss_sums, value_and_grad
+    from jaxllm.train.recovery import NonFiniteLossError, SpikesError
+    from jaxllm.train.resume import ResumeError
     from jaxllm.train.routing import RoutingConfig
     from jaxllm.train.run import Run
+    from jaxllm.train.spikes import SpikeConfig
     from jaxllm.train.state import TrainState, abstract_state, init_state
     from jaxllm.train.step import jit_step, train_step
 
 _HOMES = {
     "config": ("RunConfig",),
     "evaluate": ("Evaluation", "Evaluator"),
-    "loop": ("Finished", "NonFiniteLossError", "ResumeError", "train"),
+    "loop": ("Finished", "train"),
     "loss": ("loss_sums", "value_and_grad"),
+    "recovery": ("NonFiniteLossError", "SpikesError"),
+    "resume": ("ResumeError",),
     "routing": ("RoutingConfig",),
     "run": ("Run",),
+    "spikes": ("SpikeConfig",),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("jit_step", "train_step"),
 }
@@ -34,6 +40,8 @@ __all__ = [
     "RoutingConfig",
     "Run",
     "RunConfig",
+    "SpikeConfig",
+    "SpikesError",
     "TrainState",
     "abstract_state",
     "init_state",

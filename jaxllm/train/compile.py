@@ -68,7 +68,7 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = optimizer_of(run, model)
-    abstract = abstract_state(model, transform, mesh, run.host)
+    abstract = abstract_state(model, transform, mesh, run.host, run.spikes)
     own = step_of(run, model, gradients(run, model, mesh), transform)
     step = jit_step(own, abstract)
     shape = (run.data.batch_size, run.data.seq_len)

@@ -14,6 +14,7 @@ from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.plan import ParallelConfig
 from jaxllm.train.host import HostConfig
 from jaxllm.train.routing import RoutingConfig
+from jaxllm.train.spikes import SpikeConfig
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RunConfig:
         accumulate: micro-batches per step, to bound memory; divides data.batch_size.
         z_loss: weight of the squared log-partition function in the loss.
         routing: how experts are kept in use, of a model that has some.
+        spikes: what is done where the loss or the gradients leap.
         seed: seed of the parameters and of the run's randomness.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp, fsdp_tp.
         parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
@@ -55,6 +57,7 @@ class RunConfig:
     accumulate: int = 1
     z_loss: float = 0.0
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     seed: int = 0
     mesh: str = runtime_only("dp")
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})

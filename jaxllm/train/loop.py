@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxllm.checkpoint import CheckpointCorruptError, StateProvider, providers
-from jaxllm.config import differences, from_dict, to_dict
+from jaxllm.checkpoint import StateProvider
+from jaxllm.config import to_dict
 from jaxllm.data import Prefetcher
 from jaxllm.models import param_count
 from jaxllm.observe.events import EventLog
@@ -27,18 +26,12 @@ from jaxllm.train.plot import draw_loss
 from jaxllm.train.processes import fingerprint, surroundings
 from jaxllm.train.receipt import make_receipt
 from jaxllm.train.recorder import WIDE, Recorder, facts
+from jaxllm.train.recovery import GoBack, check, finite, go_back
+from jaxllm.train.resume import start_state
 from jaxllm.train.run import Run
 from jaxllm.train.saving import Saver
-from jaxllm.train.state import TrainState, init_state
+from jaxllm.train.state import TrainState
 from jaxllm.train.view import View
-
-
-class ResumeError(ValueError):
-    """A run cannot go on with this configuration; the message lists what differs."""
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradients are not finite any more; the message says at which step and what is saved."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,7 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
     Raises:
         ResumeError: the directory holds a run with other mathematics.
         NonFiniteLossError: the loss diverged; the last checkpoint is from before.
+        SpikesError: it leapt more often than ``spikes`` bears.
         ConfigError, ShardingError, DataError, CheckpointError: what is wrong, where, and what would be legal.
         DistributedError: the processes that are to train together differ; says in what.
     """
@@ -121,12 +115,37 @@ def steps(
     events.write("compiled", seconds=round(seconds, 3))
     run.group.meet("compiled")  # collectives of the first step wait for no more than half a minute
     evaluate = evaluator(run) if config.eval_every else None
+    stop_together = StopTogether(run.mesh)
+    while True:
+        try:
+            return stretch(run, step, evaluate, state, first, saver, recorder, lambda: bool(stop_together(stopping)))
+        except GoBack as found:
+            spike, values = found.step, found.values
+        # Out here nothing holds the state that is given up, when another one is read.
+        state, first = go_back(run, recorder, saver, spike, values)
+
+
+def stretch(
+    run: Run,
+    step: Any,
+    evaluate: Evaluator | None,
+    state: TrainState,
+    first: int,
+    saver: Saver,
+    recorder: Recorder,
+    stopped: Callable[[], bool],
+) -> tuple[TrainState, int]:
+    """Steps ``first`` to the end or to a signal, one after the other.
+
+    Raises:
+        GoBack: at a spike that the run goes back from.
+    """
+    config, view, events = run.config, recorder.view, recorder.events
     view.start_clock()
     recorder.start_clock()
     pending: list[tuple[int, dict[str, Any]]] = []
     done = first
-    stop_together = StopTogether(run.mesh)
-    batches = Prefetcher(run.data.train, first, run.put, shard=run.part, num_shards=run.parts)
+    batches = Prefetcher(run.batches, first, run.put, shard=run.part, num_shards=run.parts)
     with batches, jax.set_mesh(run.mesh):
         values: dict[str, float] = {}
 
@@ -137,8 +156,7 @@ def steps(
                 return
             number, metrics = pending.pop()
             values = {key: float(value) for key, value in metrics.items() if key not in WIDE}
-            if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-                raise non_finite(values, number, saver)
+            check(run, recorder, saver, number, values)
             recorder.step(number, values, metrics)
 
         def computed() -> None:
@@ -153,14 +171,14 @@ def steps(
             pending.append((done, metrics))
             if said := recorder.profiler.after(done, computed):
                 view.say(said)
-            last = bool(stop_together(stopping)) or done == config.steps
+            last = stopped() or done == config.steps
             place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:
                 settle()  # nothing is saved before its loss was seen to be finite
             if place:
                 events.flush()
-                run.save(saver, place, done, state, values)
+                run.save(saver, place, done, state, {key: finite(value) for key, value in values.items()})
                 events.write("saved", step=done, place=place)
             if evaluating and evaluate is not None:
                 events.flush()
@@ -171,63 +189,6 @@ def steps(
             if last:
                 break
     return state, done
-
-
-def non_finite(values: dict[str, float], number: int, saver: Saver) -> NonFiniteLossError:
-    """The error of step ``number``; sets aside the checkpoint that gave it, so that the newest one is good."""
-    saver.wait()
-    # The loss of step n is that of the parameters after n - 1 steps, which were finite numbers when they were saved.
-    aside = saver.set_aside_after(number - 2)
-    good = saver.latest()
-    return NonFiniteLossError(
-        f"step {number}: loss {values['loss']}, gradient norm {values['grad_norm']}. Stopped. "
-        + (f"The checkpoint of step {good} is good. " if good is not None else "No checkpoint is good. ")
-        + (f"That of step {number - 1} leads here and is now {aside[0]}. " if aside else "")
-        + "Lower optim.schedule.peak, lengthen its warmup, or set optim.clip_norm; then start a new run."
-    )
-
-
-def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
-    """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
-    if saver.latest() is None:
-        params = None
-        if run.begin is not None:
-            params = run.begin.load(run.mesh, run.config.model.param_dtype)
-        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params), 0
-    with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
-        meta = saver.read_meta()
-        check_resumable(meta, run.config, run.directory.path)
-        providers.check(meta, run.also)
-    found = saver.resume(providers.with_arrays(run.abstract, run.also))
-    if found is None:  # another process emptied the directory between two lines
-        raise ResumeError(f"the checkpoints in {run.directory.checkpoints} are gone; start again.")
-    check_resumable(found.meta, run.config, run.directory.path)
-    providers.check(found.meta, run.also)
-    if found.meta["tokenizer"] != run.data.tokenizer.fingerprint:
-        raise ResumeError(
-            f"{run.directory.path} was trained with another tokenizer (fingerprint {found.meta['tokenizer'][:12]}; "
-            f"data.tokenizer = {run.config.data.tokenizer!r} now gives {run.data.tokenizer.fingerprint[:12]}). "
-            f"Use {run.directory.tokenizer}, or start a new run under another name."
-        )
-    state = providers.give_back(TrainState, found.state, found.meta, run.also)
-    return state, run.data.train.check_cursor(found.meta["cursor"])
-
-
-def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) -> None:
-    """Refuses a configuration whose mathematics differ from the saved one's.
-
-    Raises:
-        ResumeError: lists every such difference.
-    """
-    changed = differences(from_dict(RunConfig, meta["config"], "the checkpoint's config"), config)
-    maths = [str(d) for d in changed if not d.runtime_only]
-    if maths:
-        raise ResumeError(
-            f"{directory} holds a run with another configuration:\n  "
-            + "\n  ".join(maths)
-            + "\nThese change the mathematics, so going on would be neither run. "
-            "Set them back to go on, or choose another --name to start a new run."
-        )
 
 
 def describe(run: Run, view: View, first: int) -> None:

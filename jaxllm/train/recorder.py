@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -93,7 +94,8 @@ class Recorder:
         wait = self._waited.pop(number, 0.0)
         self.view.step(number, values)
         self.events.step(number, wait)
-        row: dict[str, Any] = {**values, "step_seconds": round(spent, 6), "data_wait": round(wait, 6)}
+        row: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        row |= {"step_seconds": round(spent, 6), "data_wait": round(wait, 6)}
         row |= {"memory_bytes": memory_bytes(), "tokens_per_second": self.view.tokens_per_second}
         if self._figures["peak_flops"]:
             for name, each in (("mfu", "flops_per_token"), ("hfu", "hardware_flops_per_token")):

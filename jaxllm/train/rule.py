@@ -51,7 +51,7 @@ def step_of(
         same: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
         plain = value_and_grad(model, zero=config.parallel.zero, **same)
         rule = Rule(curvature=gauss_newton(model, plain, config.optim.every, **same))
-    return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, rule)
+    return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, rule, config.spikes)
 
 
 def optimizer_of(config: RunConfig, model: Functional) -> optax.GradientTransformation:
@@ -67,6 +67,7 @@ def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         ConfigError: names it, and what is legal.
     """
     kind = config.optim.kind
+    _check_spikes(config)
     if kind not in (*LAYERWISE, "sophia"):
         return
     said = f'optim.kind = "{kind}"'
@@ -134,3 +135,20 @@ def check_host(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
             "host.optimizer: a step of float16 may be skipped, for which it would keep the state before it too: set "
             "model.dtype to bfloat16."
         )
+
+
+def _check_spikes(config: RunConfig) -> None:
+    action, kind = config.spikes.action, config.optim.kind
+    if action == "none":
+        return
+    said = f'spikes.action = "{action}"'
+    if kind in LAYERWISE:
+        raise ConfigError(f'{said} needs all gradients before an update, which optim.kind = "{kind}" has not: "none".')
+    if action in ("skip", "lower_rate") and config.host.optimizer:
+        raise ConfigError(f'{said} would keep the state before a step too: host.optimizer must be off, or "rollback".')
+    if action == "lower_rate" and kind == "schedule_free":
+        raise ConfigError(f'{said} scales updates, and those of optim.kind = "{kind}" are of averages: choose another.')
+    if action == "lower_rate" and config.optim.rounding != "nearest":
+        raise ConfigError(f'{said} scales updates that are rounded already: optim.rounding must be "nearest".')
+    if action == "rollback" and config.checkpoint.memory is not None:
+        raise ConfigError(f"{said} goes back to checkpoints on disk: checkpoint.memory must be None.")

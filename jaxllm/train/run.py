@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxllm.checkpoint import StateProvider, providers
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
+from jaxllm.data.passing import Passing
 from jaxllm.models import Functional, functional
 from jaxllm.observe.sinks import check as check_trackers
 from jaxllm.parallel.distributed import group
@@ -38,6 +39,10 @@ from sharding import MeshSpec
 class Run:
     """A run made ready: data opened, mesh built, shardings checked; nothing large allocated yet.
 
+    Attributes:
+        batches: what its steps take of the data.
+        spikes: those so far, as JSON (``jaxllm.train.recovery``).
+
     Raises:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
     """
@@ -52,11 +57,13 @@ class Run:
         self.model = functional(config.model, config.parallel.rules())
         self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
         self.optimizer = optimizer_of(config, self.model)
-        self.abstract = abstract_state(self.model, self.optimizer, self.mesh, config.host)
+        self.abstract = abstract_state(self.model, self.optimizer, self.mesh, config.host, config.spikes)
         self.begin = beginning(config.init_from, config.model) if config.init_from else None
         begin = self.begin
         self.data: Dataset = load_dataset(config.data, begin and begin.tokenizer, begin and begin.template)
         self.data.train.check_steps(config.steps)
+        self.batches = Passing(self.data.train)
+        self.spikes: list[dict[str, Any]] = []
         check_vocabulary(config, self.data.tokenizer)
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
@@ -87,7 +94,7 @@ class Run:
             compiled = step.lower(self.abstract, batch).compile(compiler_options=self.compiler_options or None)
         return compiled, time.monotonic() - start
 
-    def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, float]) -> None:
+    def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """The state, the providers', and the facts beside them."""
         meta = {**self.meta(step), "metrics": metrics, **providers.facts(self.also)}
         saver.save(place, step, providers.with_arrays(state, self.also), meta)
@@ -97,7 +104,8 @@ class Run:
         return {
             "config": to_dict(self.config),
             "source": None if self.begin is None or self.begin.source is None else dict(self.begin.source),
-            "cursor": self.data.train.cursor(step),
+            "cursor": self.batches.cursor(step),
+            "spikes": self.spikes,
             "tokenizer": self.data.tokenizer.fingerprint,
             "versions": versions(),
         }

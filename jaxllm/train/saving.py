@@ -124,6 +124,16 @@ class Saver:
                 _log.error("the last snapshot in memory had failed: %s", error)
         self._remember_end()
 
+    def newest(self, step: int) -> int | None:
+        """The newest checkpoint on disk of that step or one before, as process 0 sees it; contents unchecked."""
+        self.wait()
+        found = max((one for one in self.disk.steps() if one <= step), default=None)
+        return json.loads(self._group.tell("saver/newest", json.dumps(found)))
+
+    def oldest(self) -> int | None:
+        """The oldest."""
+        return json.loads(self._group.tell("saver/oldest", json.dumps(min(self.disk.steps(), default=None))))
+
     def set_aside_after(self, step: int) -> list[Any]:
         """As ``Checkpointer.set_aside_after``; snapshots in memory are let go."""
         if self.memory is not None:

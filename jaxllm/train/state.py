@@ -14,6 +14,7 @@ import sharding
 from jaxllm.models import Functional
 from jaxllm.train.host import HostConfig, host_bytes
 from jaxllm.train.numerics import numerics
+from jaxllm.train.spikes import SpikeConfig, watch
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +28,7 @@ class TrainState:
         step: steps done; int32 scalar.
         rng: key from which every step's randomness is folded; never advanced, so step k's is a function of k.
         numerics: what a precision keeps (``jaxllm.train.numerics``); None of most.
+        spikes: the last steps, where somebody looks for spikes (``jaxllm.train.spikes``); else None.
 
     Leaves are arrays, or shapes and shardings of them (``abstract_state``).
     """
@@ -36,6 +38,7 @@ class TrainState:
     step: Any
     rng: Any
     numerics: Any = None
+    spikes: Any = None
 
 
 def abstract_state(
@@ -43,12 +46,14 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
     host: HostConfig = HostConfig(),  # noqa: B008
+    spikes: SpikeConfig | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated: the target of init, restore and compilation.
 
     Args:
         model, optimizer, mesh: of the run.
         host: what of it is in the host's memory.
+        spikes: what is done about them; None: nothing.
 
     Raises:
         ShardingError: the model does not fit the mesh.
@@ -57,15 +62,18 @@ def abstract_state(
     everywhere = NamedSharding(mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, opt_state = host.place(params, sharding.derived_abstract(optimizer.init, params, mesh))
+
+    def whole(make: Any) -> Any:
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+
     return TrainState(
         params=params,
         opt_state=opt_state,
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
-        numerics=jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-            jax.eval_shape(lambda: numerics(model.config)),
-        ),
+        numerics=whole(lambda: numerics(model.config)),
+        spikes=whole(lambda: None if spikes is None else watch(spikes)),
     )
 
 
@@ -76,8 +84,13 @@ def init_state(
     seed: int,
     abstract: TrainState,
     params: Any = None,
+    spikes: SpikeConfig | None = None,
 ) -> TrainState:
-    """A fresh state, every array born in its shard; with ``params`` instead of random ones where they are given."""
+    """A fresh state, every array born in its shard; with ``params`` instead of random ones where they are given.
+
+    Args:
+        spikes: as of ``abstract``.
+    """
 
     params_key, run_key = jax.random.split(jax.random.key(seed))
     with jax.set_mesh(mesh):
@@ -92,6 +105,7 @@ def init_state(
             # Not device_put: it takes no keys to devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
             numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), numerics(model.config)),
+            spikes=None if spikes is None else jax.device_put(watch(spikes), abstract.step.sharding),
         )
 
 

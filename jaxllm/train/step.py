@@ -18,6 +18,7 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.train.fused import Move
 from jaxllm.train.loss import LossSums
 from jaxllm.train.routing import move_biases, routing_metrics
+from jaxllm.train.spikes import SpikeConfig, held
 from jaxllm.train.state import TrainState
 
 ValueAndGrad = Callable[..., tuple[Any, ...]]
@@ -46,6 +47,7 @@ def train_step(
     bias_rate: float = 0.0,
     layers: bool = False,
     rule: Rule | None = None,
+    spikes: SpikeConfig | None = None,
 ) -> Step:
     """Composes loss, gradients and update; jit the result once, donating the state.
 
@@ -53,47 +55,64 @@ def train_step(
 
     The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), update_norm (of what is
     added to the parameters), param_norm (after it), learning_rate, tokens; of a model with experts what
-    ``routing_metrics`` makes of them; in float16 loss_scale and whether the step was skipped, of which grad_norm is 0.
+    ``routing_metrics`` makes of them; in float16 loss_scale and whether the step was skipped, of which grad_norm is 0;
+    where spikes are looked for whether it is one, by how many deviations, and whether it was skipped.
 
     Args:
         model: the architecture, where it has experts whose load is to be seen.
         bias_rate: of ``RoutingConfig``.
         layers: the norms also of every parameter's every layer, as ``layers`` of the metrics.
         rule: what the optimizer asks of the step besides.
+        spikes: what is done about them, of a state that has ``spikes``.
     """
     asked = rule or Rule()
+    lowers, skips = (spikes is not None and spikes.action == name for name in ("lower_rate", "skip"))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         at = state.params if asked.point is None else asked.point(state.params, state.opt_state)
-        kept = state.numerics
+        kept, watch, said = state.numerics, state.spikes, {}
         given = (at, batch) if kept is None else (at, batch, kept)
         sums, grads, *seen = value_and_grad(*given)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
+        finite, skipped, learning_rate = jnp.isfinite(grad_norm), None, rate(state.step)
+        if kept is not None and kept.loss_scale is not None:
+            skipped = kept.skips(finite)
+            said["loss_scale"] = kept.scale
+        if watch is not None and spikes is not None:
+            learning_rate = rate(state.step - watch.skipped)
+            spike, score, watch = watch.after(spikes, sums.loss / jnp.maximum(sums.count, 1), grad_norm, skipped)
+            said |= {"spike": spike.astype(jnp.float32), "spike_score": score}
+            learning_rate = learning_rate * watch.rate
+        if skipped is not None:
+            grad_norm = jnp.where(skipped, 0.0, grad_norm)
         more = {} if asked.curvature is None else {"curvature": asked.curvature(state, batch)}
         update = optax.with_extra_args_support(optimizer).update
         updates, opt_state = update(grads, state.opt_state, state.params, **more)
+        if lowers and watch is not None:
+            lower = watch.rate
+            updates = jax.tree.map(lambda u: u * lower.astype(u.dtype), updates)
         params = optax.apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
             params = move_biases(model, bias_rate)(params, sums.routing)
-        precision: dict[str, Any] = {}
         if kept is not None:
-            finite = jnp.isfinite(grad_norm)
-            if kept.loss_scale is not None:
-                skipped, old = kept.skips(finite), (state.params, state.opt_state)
-                params, opt_state = jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, (params, opt_state))
-                updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
-                grad_norm = jnp.where(skipped, 0.0, grad_norm)
-                precision = {"loss_scale": kept.scale, "skipped": skipped.astype(jnp.float32)}
             kept = kept.moved(finite, *seen)
+        if skips:
+            kept = held(spike, state.numerics, kept)
+            skipped = spike if skipped is None else skipped | spike
+        if skipped is not None:
+            nothing = jax.tree.map(jnp.zeros_like, updates)
+            old = state.params, state.opt_state, nothing
+            params, opt_state, updates = held(skipped, old, (params, opt_state, updates))
+            said["skipped"] = skipped.astype(jnp.float32)
 
-        metrics = _metrics(sums, rate(state.step), optax.tree.norm(params), grad_norm, optax.tree.norm(updates))
-        metrics |= precision
+        metrics = _metrics(sums, learning_rate, optax.tree.norm(params), grad_norm, optax.tree.norm(updates)) | said
         if model is not None and sums.routing is not None:
             metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.count, 1))
         if layers:
             trees = {"grad": grads, "param": params, "update": updates}
             metrics["layers"] = {name: jax.tree.map_with_path(norms, tree) for name, tree in trees.items()}
-        return replace(state, params=params, opt_state=opt_state, step=state.step + 1, numerics=kept), metrics
+        after = {"params": params, "opt_state": opt_state, "numerics": kept, "spikes": watch}
+        return replace(state, step=state.step + 1, **after), metrics
 
     return step
 

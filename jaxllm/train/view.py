@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -67,6 +68,10 @@ class View:
         self.console.print(text, highlight=False, soft_wrap=True)
         sys.stdout.flush()
 
+    def back_to(self, step: int) -> None:
+        """The steps after ``step`` count no more, and are shown again."""
+        self._first = self._last_log = step
+
     def start_clock(self) -> None:
         """The first step begins now: compilation does not count against tokens per second."""
         self._times = deque([(self._first, time.monotonic())], maxlen=50)
@@ -115,11 +120,12 @@ class View:
 def sparkline(values: Any) -> str:
     """A row of bars, one per value, scaled to their range."""
     values = list(values)
-    if not values:
-        return ""
-    low, high = min(values), max(values)
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return "?" * len(values)
+    low, high = min(known), max(known)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((v - low) * scale)] if v == v else "?" for v in values)
+    return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else "?" for v in values)
 
 
 def duration(seconds: float) -> str:
