@@ -34,7 +34,7 @@ def _size(
         law: what splits it: Chinchilla's as refitted, as published, or Kaplan's.
         vocab_size: of the model.
         seq_len: tokens of a row.
-        unique: tokens there are; more are epochs over them.
+        unique: different tokens there are: what a run needs more are epochs over them, and the split allows for it.
         on: a topology, or several with commas between, to say what it costs there.
         mfu: share of a device's peak that a run reaches.
         hardware: a TOML or JSON file that changes or adds kinds of hardware.
@@ -44,7 +44,7 @@ def _size(
     from jaxllm.plan import hardware as table
     from jaxllm.plan.cost import spent
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.scaling import LAWS, count, shape, step_law, worth
+    from jaxllm.plan.scaling import LAWS, Parametric, count, repeated, shape, step_law, worth
 
     for name, value in (("flops", flops), ("vocab_size", vocab_size), ("seq_len", seq_len), ("unique", unique)):
         if value is not None and not 0 < value < math.inf:
@@ -54,7 +54,13 @@ def _size(
     known = table.TABLE if hardware is None else table.read(hardware)
     clusters = [Cluster.parse(name, known) for name in on.split(",") if name]
 
-    found = LAWS[law].best(flops)
+    chosen = LAWS[law]
+    found, scarce = chosen.best(flops), None
+    if unique is not None and found.tokens > unique:
+        if not isinstance(chosen, Parametric):
+            raise UsageError(f"--unique {unique}: --law {law} has no loss to weigh repeats by; choose another law.")
+        scarce = repeated(chosen, flops, unique)
+        found = scarce.size
     model = shape(found.parameters, vocab_size)
     whole, body = count(model)
     tokens = flops / 6 / whole
@@ -65,6 +71,8 @@ def _size(
     print(f"{flops:.3g} FLOP by {LAWS[law].source}:")
     loss = "" if found.loss is None else f", loss {found.loss:.2f} on the law's data"
     print(f"  {_big(found.parameters)} parameters, {_big(found.tokens)} tokens{loss}")
+    if unique is not None and scarce is not None:
+        print(f"  of these, {_big(unique)} different tokens: {scarce.lost:.3f} more than with as many fresh ones")
     for other in LAWS:
         if other != law:
             one = LAWS[other].best(flops)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jaxllm.data.repeats import worth
 from jaxllm.models.attention import AttentionConfig
 from jaxllm.models.decoder import BlockConfig, DecoderConfig
 from jaxllm.models.mlp import MlpConfig
@@ -70,6 +71,12 @@ class Parametric:
         tokens = flops / FLOPS / parameters
         return Size(parameters, tokens, self.loss(parameters, tokens))
 
+    def fitting(self, tokens: float) -> float:
+        """The N of the budget whose D that is."""
+        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
+        spent = (ratio * tokens) ** ((self.alpha + self.beta) / self.alpha)
+        return spent / tokens
+
 
 @dataclass(frozen=True)
 class Power:
@@ -102,16 +109,52 @@ def step_law(parameters: float, tokens: float) -> tuple[float, float]:
     return 1.79 * parameters**-0.713 * tokens**0.307, 0.58 * tokens**0.571
 
 
-REPEATS = 15.39
-"""R*_D of arXiv:2305.16264: after so many repeats more of them are worth little."""
+EXCESS = 5.309743
+"""R*_N of arXiv:2305.16264: parameters beyond what the different tokens ask for are worth less and less, and sooner
+than repeated tokens are."""
 
 
-def worth(tokens: float, unique: float) -> float:
-    """Fresh tokens that ``tokens`` drawn from ``unique`` ones are worth (arXiv:2305.16264, equation 5)."""
-    if tokens <= unique:
-        return tokens
-    repeats = tokens / unique - 1
-    return unique * (1 + REPEATS * (1 - math.exp(-repeats / REPEATS)))
+@dataclass(frozen=True)
+class Repeated:
+    """A model and its training on less data than there should be.
+
+    Attributes:
+        size: N, D and the loss that the law predicts for what they are worth.
+        worth: fresh tokens that D is worth.
+        lost: nats a token that the best split of the same budget would have less, were all tokens fresh.
+    """
+
+    size: Size
+    worth: float
+    lost: float
+
+
+def repeated(law: Parametric, flops: float, unique: float) -> Repeated:
+    """The N and D of least loss with 6 N D = C, where only so many tokens are different (arXiv:2305.16264, section 3).
+
+    L(N', D') of the law, with D' of equation 5 and N' of equation 6: excess parameters are those beyond the ones that
+    the law gives the different tokens, U_N. R*_D and R*_N are their fits, with exponents of their own data's law.
+    """
+    free = law.best(flops)
+    if free.tokens <= unique:
+        return Repeated(free, free.tokens, 0.0)
+    asked = law.fitting(unique)
+
+    def loss(log_n: float) -> float:
+        n = math.exp(log_n)
+        return law.loss(worth(n, asked, EXCESS), worth(flops / FLOPS / n, unique))
+
+    # Falls and then rises: more parameters are worth less and less, and so are more tokens.
+    low, high = math.log(free.parameters) - 12, math.log(flops / FLOPS / unique)
+    golden = (math.sqrt(5) - 1) / 2
+    while high - low > 1e-9:
+        a, b = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, b) if loss(a) <= loss(b) else (a, high)
+    found = loss(low)
+    parameters = math.exp(low)
+    tokens = flops / FLOPS / parameters
+    assert free.loss is not None
+    return Repeated(Size(parameters, tokens, found), worth(tokens, unique), found - free.loss)
 
 
 def count(config: DecoderConfig) -> tuple[int, int]:

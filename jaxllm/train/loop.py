@@ -14,7 +14,7 @@ import jax
 
 from jaxllm.checkpoint import StateProvider
 from jaxllm.config import to_dict
-from jaxllm.data import Prefetcher
+from jaxllm.data import Prefetcher, repeats
 from jaxllm.models import param_count
 from jaxllm.observe.events import EventLog
 from jaxllm.parallel.distributed import StopTogether, group
@@ -200,6 +200,8 @@ def describe(run: Run, view: View, first: int) -> None:
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
     view.say(run.data.summary)
+    for line in repeats.said(run.data.train, config.steps):
+        view.say(line)
     if first:
         view.say(f"Going on after step {first} in {run.directory.path}")
 

@@ -5,13 +5,25 @@ from __future__ import annotations
 import math
 
 import jax
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import cli
 from jaxllm.models import functional
-from jaxllm.plan.scaling import LAWS, Parametric, ScalingError, count, shape, step_law, worth
+from jaxllm.plan.scaling import (
+    EXCESS,
+    LAWS,
+    Parametric,
+    Repeated,
+    ScalingError,
+    count,
+    repeated,
+    shape,
+    step_law,
+    worth,
+)
 from jaxllm.size_cli import round_rows
 
 BUDGETS = st.floats(17, 26).map(lambda power: 10.0**power)
@@ -68,13 +80,47 @@ def test_step_law_at_what_its_paper_trained():
 
 
 def test_repeats_are_worth_less_and_less():
-    """arXiv:2305.16264: up to four epochs hardly less than fresh tokens; never more than 16.4 epochs."""
+    """arXiv:2305.16264: four epochs hardly less than fresh tokens; never more than 16.4, and little after 16."""
     assert worth(5e9, 1e10) == 5e9
-    assert worth(4e10, 1e10) == pytest.approx(4e10, rel=0.1)
-    assert worth(4e10, 1e10) < 4e10
+    assert 0.93 < worth(4e10, 1e10) / 4e10 < 0.94, "1 + 15.39 (1 - exp(-3 / 15.39)) = 3.73 of 4"
     values = [worth(epochs * 1e10, 1e10) for epochs in (1, 2, 4, 16, 64, 1e6)]
     assert values == sorted(values)
-    assert values[-1] == pytest.approx(16.39e10)
+    assert values[-1] == pytest.approx(16.387756e10)
+    assert worth(16e10, 1e10) - worth(15e10, 1e10) < 0.4e10
+    assert worth(1e12, 1e9, EXCESS) == pytest.approx(6.309743e9)
+
+
+@given(BUDGETS, st.sampled_from(["chinchilla", "hoffmann"]), st.floats(0.02, 3))
+@settings(max_examples=40)
+def test_the_split_with_little_data_is_that_of_a_search(flops, name, share):
+    """Against every split on a fine grid; equations 5 and 6 written out."""
+    law = LAWS[name]
+    assert isinstance(law, Parametric)
+    free = law.best(flops)
+    unique = share * free.tokens
+    found = repeated(law, flops, unique)
+    if share >= 1:
+        assert found == Repeated(free, free.tokens, 0.0)
+        return
+    grid = free.parameters * np.exp(np.linspace(-7, 7, 20_001))
+    # U_N: what the law trains on so many tokens, found by halving.
+    low, high = 1e3, 1e30
+    while high / low > 1 + 1e-12:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if law.best(middle).tokens < unique else (low, middle)
+    asked = law.best(low).parameters
+    tokens = flops / 6 / grid
+    n = np.where(grid > asked, asked * (1 + 5.309743 * (1 - np.exp(-(grid / asked - 1) / 5.309743))), grid)
+    d = np.where(tokens > unique, unique * (1 + 15.387756 * (1 - np.exp(-(tokens / unique - 1) / 15.387756))), tokens)
+    losses = law.floor + law.a / n**law.alpha + law.b / d**law.beta
+    best = int(np.argmin(losses))
+    assert found.size.loss == pytest.approx(losses[best], rel=1e-7)
+    assert found.size.loss <= losses[best] * (1 + 1e-12)
+    assert found.size.parameters == pytest.approx(grid[best], rel=0.01)
+    assert found.size.flops == pytest.approx(flops)
+    assert found.size.parameters <= free.parameters * (1 + 1e-6), "epochs before parameters"
+    assert found.lost == pytest.approx(losses[best] - free.loss, abs=1e-7)
+    assert found.worth == pytest.approx(worth(found.size.tokens, unique))
 
 
 @given(st.floats(0.3, 1e5))
@@ -88,13 +134,18 @@ def test_the_command(tmp_path, capsys):
     path = tmp_path / "sized.py"
     assert cli.main(["size", "--flops", "1e21", "--on", "v6e:8x8", "--unique", "2e10", "--save", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "2.78 B parameters, 60 B tokens" in said
-    assert "3.0 epochs" in said
+    assert "2.39 B parameters, 69.9 B tokens, loss 2.32" in said
+    assert "of these, 20 B different tokens: 0.014 more than with as many fresh ones" in said
+    assert "3.5 epochs of 20 B, worth 66.7 B fresh ones" in said
     assert "v6e:8x8 at 40% MFU" in said
     made = cli.find_recipe(f"{path}:sized")
     made = made() if callable(made) else made
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(functional(made.model).abstract())) == 2_797_872_640
-    assert made.data.batch_size == 96
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(functional(made.model).abstract())) == 2_357_252_480
+    assert made.data.batch_size == 128
+    assert cli.main(["size", "--flops", "1e21", "--unique", "1e12"]) == 0
+    assert "2.78 B parameters, 60 B tokens" in capsys.readouterr().out
+    assert cli.main(["size", "--flops", "1e21", "--unique", "1e9", "--law", "kaplan"]) == 2
+    assert "has no loss to weigh repeats by" in capsys.readouterr().err
     for wrong in (["--flops", "-1"], ["--flops", "1e12"], ["--flops", "1e21", "--on", "v9:8x8"]):
         assert cli.main(["size", *wrong]) == 2
     assert "smaller vocabulary" in capsys.readouterr().err
