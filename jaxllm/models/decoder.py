@@ -77,8 +77,9 @@ class DecoderConfig:
             "int8"; float8 with one scale an array, of its own largest number ("fp8_current") or of that of the last
             steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.products``.
         remat: what the backward pass computes again: "none", "elementwise" (norms, rotations, activations), "attention"
-            (that besides), "full" (each block from its input), "sqrt" (runs of blocks from the input of the first); or
-            several by layers, "none=8,full=24". See ``jaxllm.models.remat``.
+            (that besides), "full" (each block from its input), "sqrt" (runs of blocks from the input of the first);
+            "offload" (kept values wait on the host), "compact:0.25" (of products' inputs projections are kept); or several
+            by layers, "none=8,full=24". See ``jaxllm.models.remat``.
         unroll: how many groups of a scanned segment to unroll per step of the loop; 0 unrolls them all.
     """
 
@@ -126,6 +127,13 @@ class DecoderConfig:
                 f'model: products = "{self.products}" is of dense layers, and this model has experts; choose "plain".'
             )
         by_segment(self.remat, self.segments)  # refuses what does not fit
+        if "compact" in self.remat:
+            dense = all(isinstance(b.mlp, MlpConfig) and isinstance(b.attention, AttentionConfig) for b in self.blocks)
+            if self.products != "plain" or not dense:
+                raise ValueError(
+                    f'model: remat = "{self.remat}"; "compact" is of plain products of dense layers whose attention '
+                    'is not latent; choose "none" or "elementwise".'
+                )
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
 

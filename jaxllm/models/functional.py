@@ -10,6 +10,7 @@ Legend: B batch, S sequence, D embed, V vocab, L layers.
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,8 +151,10 @@ class Functional:
         with sharding.use_rules(self.rules):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
                 own = jax.tree.map(on_device, {name: value for name, value in params[str(b)].items() if name != SEEN})
-                product = None if kind == "plain" else Products(kind, params[str(b)].get(SEEN))
-                with sharding.use_product(product):
+                # Plain ones leave the product in force as it is: remat may have set one.
+                other = kind != "plain"
+                product = sharding.use_product(Products(kind, params[str(b)].get(SEEN))) if other else nullcontext()
+                with product:
                     x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
         return x, ctx
 
@@ -223,7 +226,8 @@ class Functional:
         self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Hidden states before the head, and the context after this step: training, prefill and decode alike."""
-        return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
+        with remat.seeded(self.config.remat, tokens):
+            return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
 
 
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:

@@ -15,24 +15,29 @@ offload      what "elementwise" keeps, and the block's input, wait in the host's
 offload:0.5  of the products with weights so that half of each row's tokens, and the others' are computed again: the
              block's input, attention's output and what the feed-forward layer adds to wait for all (MEMO,
              arXiv:2407.12117, section 4.1)
+compact:0.25 every intermediate value is kept but the inputs of products with weights, of which a random projection to a
+             quarter of their numbers is, for an estimate of the weights' gradients (``jaxllm.models.compact``)
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.models.compact import Compact, seed_of
 from pallas_kernels.flash_attention import RESIDUALS
 
-Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload"]
+Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload", "compact"]
 Policy = str
-"""A ``Name``; of "offload" with the share of tokens, where it is not 1."""
+"""A ``Name``; of "offload" with the share of tokens where it is not 1, of "compact" with that of kept numbers."""
 
 MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
 """Names under which a block's matrix products are known to ``jax.checkpoint``: all that "elementwise" keeps."""
@@ -58,9 +63,11 @@ def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
     for part in remat.split(","):
         policy, equals, count = part.strip().partition("=")
         if not _legal(policy) or (equals and not (count.isdigit() and int(count))):
+            names = ", ".join(name for name in get_args(Name) if name != "compact")
             raise RematError(
-                f"model: remat = {remat!r}; give one of {', '.join(get_args(Name))}, offload with the share of tokens "
-                '("offload:0.5"), or several with their numbers of layers, such as "none=8,full=24".'
+                f"model: remat = {remat!r}; give one of {names}, offload with the share of tokens "
+                '("offload:0.5"), compact with that of numbers kept ("compact:0.25"), or several with their numbers of '
+                'layers, such as "none=8,full=24".'
             )
         out.append((policy, int(count) if equals else None))
     if len(out) > 1 and any(count is None for _, count in out[:-1]):
@@ -71,9 +78,9 @@ def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
 def _legal(policy: Policy) -> bool:
     name, colon, share = policy.partition(":")
     if not colon:
-        return name in get_args(Name)
+        return name in get_args(Name) and name != "compact"
     try:
-        return name == "offload" and 0 <= float(share) <= 1
+        return (name == "offload" and 0 <= float(share) <= 1) or (name == "compact" and 0 < float(share) < 1)
     except ValueError:
         return False
 
@@ -82,6 +89,12 @@ def offloaded_share(policy: Policy) -> float | None:
     """Of which share of tokens "offload" keeps products; None of other policies, and of several by layers."""
     name, _, share = policy.partition(":")
     return float(share or 1) if name == "offload" and _legal(policy) else None
+
+
+def compact_share(policy: Policy) -> float | None:
+    """Of a product's input how many numbers "compact" keeps, as a share; None of other policies."""
+    name, _, share = policy.partition(":")
+    return float(share) if name == "compact" else None
 
 
 def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Policy, int]]]:
@@ -167,6 +180,8 @@ def checkpointed(name: Policy, body: Any) -> Any:
             offload_dst="pinned_host",
         )
         return jax.checkpoint(_named(body, share), prevent_cse=False, policy=away)
+    if (share := compact_share(name)) is not None:
+        body = _compact(body, share)
     if sharding.axis_size("embed") > 1:
         return jax.checkpoint(body, prevent_cse=False, policy=all_but_gathered_weights)
     return body
@@ -188,6 +203,38 @@ def _named(body: Any, share: float) -> Any:
             return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step)
 
     return named
+
+
+_seed: ContextVar[Array | None] = ContextVar("remat_seed", default=None)
+
+
+@contextlib.contextmanager
+def seeded(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
+    """Traces the body with the batch's seed, where a policy draws by it."""
+    if not any(compact_share(policy) is not None for policy, _ in parse(remat)):
+        yield
+        return
+    token = _seed.set(seed_of(tokens))
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def _compact(body: Any, share: float) -> Any:
+    """A block, or a group, whose products keep a projection; ``step`` ends with the number of the repeat."""
+    seed = _seed.get()
+    if seed is None:
+        raise RematError(
+            f'model: remat = "compact:{share}" draws by the batch, and the batch\'s tokens are not known here.'
+        )
+
+    def compacted(carry: Any, step: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), step[-1])
+        with sharding.use_product(Compact(share, key)):
+            return body(carry, step)
+
+    return compacted
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:

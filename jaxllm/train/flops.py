@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MoeConfig
-from jaxllm.models.remat import Policy, by_layer, offloaded_share
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig, compact
+from jaxllm.models.remat import Policy, by_layer, compact_share, offloaded_share
 
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
@@ -66,7 +66,7 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
     "none" and "elementwise" keep the results of all, "attention" those with weights. "full" does a block's again, but
     for the last of a dense one: the gradients need what goes into it, not what comes out. "sqrt" has done the whole
     forward pass again before that. "offload" does the products of the tokens that do not wait on the host, but for the
-    last, and experts'.
+    last, and experts'. "compact" projects what it keeps of each product's input, and back.
     """
     if policy in ("none", "elementwise"):
         return 0.0
@@ -76,6 +76,8 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
         last = 0.0 if isinstance(block.mlp, MoeConfig) else 2.0 * config.embed_dim * block.mlp.hidden
         if policy == "attention":
             total += attended
+        elif (part := compact_share(policy)) is not None:
+            total += 4.0 * sum(count * inner * compact.width(part, inner) for inner, count in _inputs(config, block))
         elif (share := offloaded_share(policy)) is not None:
             # The stream after attention waits for all, so what its output is multiplied by is not needed again.
             attention = block.attention
@@ -85,3 +87,12 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
         else:
             total += (attended + _block_products(config, block)) * (2 if policy == "sqrt" else 1) - last
     return total
+
+
+def _inputs(config: DecoderConfig, block: BlockConfig) -> list[tuple[int, int]]:
+    """(numbers of a token, products with them) of a dense block's inputs of products."""
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, AttentionConfig)
+    assert isinstance(mlp, MlpConfig)
+    up = 2 if mlp.gated else 1
+    return [(config.embed_dim, 3 + up), (attention.heads * attention.head_dim, 1), (mlp.hidden, 1)]

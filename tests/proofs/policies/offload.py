@@ -60,17 +60,20 @@ CASES = {
 }
 
 
-@functools.cache
-def compiled(remat: str, kind: str, host: HostConfig) -> CompileReport:
-    """The step, for a mesh that splits rows and weights."""
+def run(remat: str, kind: str, host: HostConfig) -> RunConfig:
+    """A mesh that splits rows and weights."""
     block = BlockConfig(AttentionConfig(4, 4, WIDTH // 4), MlpConfig(4 * WIDTH))
     model = DecoderConfig(
         vocab_size=1024, embed_dim=WIDTH, layers=LAYERS, pattern=(block,), dtype="bfloat16", remat=remat
     )
     data = DataConfig(batch_size=ROWS, seq_len=LENGTH)
-    return compile_for(
-        RunConfig(model=model, optim=named(kind), data=data, mesh=f"fsdp={DEVICES}", host=host, steps=10), ON
-    )
+    return RunConfig(model=model, optim=named(kind), data=data, mesh=f"fsdp={DEVICES}", host=host, steps=10)
+
+
+@functools.cache
+def compiled(remat: str, kind: str, host: HostConfig) -> CompileReport:
+    """The step."""
+    return compile_for(run(remat, kind, host), ON)
 
 
 def waiting(case: Case) -> int:
