@@ -78,8 +78,8 @@ class DecoderConfig:
             steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.products``.
         remat: what the backward pass computes again: "none", "elementwise" (norms, rotations, activations), "attention"
             (that besides), "full" (each block from its input), "sqrt" (runs of blocks from the input of the first);
-            "offload" (kept values wait on the host), "compact:0.25" (of products' inputs projections are kept); or several
-            by layers, "none=8,full=24". See ``jaxllm.models.remat``.
+            "offload" (kept values wait on the host), "compact:0.25" (projections of products' inputs are kept); or
+            several by layers, "none=8,full=24". See ``jaxllm.models.remat``.
         unroll: how many groups of a scanned segment to unroll per step of the loop; 0 unrolls them all.
     """
 
