@@ -13,7 +13,7 @@ from jaxllm.train.compile import compile_for
 from tests.proofs.harness import proof
 
 ON, DEVICES = "v5e:2x2", 4
-LAYERS, WIDTH, ROWS, LENGTH = 12, 512, 16, 1024
+LAYERS, WIDTH, ROWS, LENGTH = 24, 512, 8, 1024
 
 
 def config() -> RunConfig:
@@ -33,21 +33,21 @@ def measure(remat: str) -> int:
 
 @proof(
     "policies",
-    cases=[0.15, 0.4, 0.6, 0.85],
+    cases=[0.3, 0.5, 0.7, 0.9],
     sample=1,
     costly=True,
     bound={"over the budget": 0.0, "left": 0.05, "FLOPs over the best named": 0.0},
 )
 def solver(share: float) -> dict[str, float]:
-    """A budget so far between the least and the most that the named policies take, kept, and used up to 5%.
+    """A budget so far between what "full" and what "elementwise" takes, kept, and used up to 5%.
 
-    What is computed again is less than under every named policy that fits.
+    Every named policy that fits computes more again.
     """
-    least, most = measure("full"), measure("none")
+    least, most = measure("full"), measure("elementwise")
     budget = round(least + share * (most - least))
     solved = solve(config(), budget, measure)
     best = min(flops for size, flops in solved.named.values() if size <= budget)
-    assert solved.remat not in solved.named, "the budgets are between those of named policies"
+    assert solved.flops < best, "between two named policies a mixture computes less again"
     return {
         "over the budget": max(0.0, measure(solved.remat) / budget - 1),
         "left": 1 - measure(solved.remat) / budget,
