@@ -302,7 +302,8 @@ def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
 def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(stopped, finished, tmp_path):
     """The learning rate is sane for seven steps and then is not."""
     with pytest.MonkeyPatch.context() as explode:
-        explode.setattr(run, "optimizer", lambda config, *rest: run_optimizer(huge(config), *rest))
+        wild = lambda config, model: run_optimizer_of(dataclasses.replace(config, optim=huge(config.optim)), model)  # noqa: E731
+        explode.setattr(run, "optimizer_of", wild)
         with pytest.raises(NonFiniteLossError) as raised:
             train(run_config(finished, every=1, out=tmp_path))
     rows = losses(stopped)
@@ -318,7 +319,7 @@ def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(st
     assert f"That of step {step - 1} leads here and is now {aside}" in message
 
 
-run_optimizer = run.optimizer
+run_optimizer_of = run.optimizer_of
 
 
 def huge(config):
