@@ -53,11 +53,11 @@ def together_run() -> RunConfig:
 
 def signal_at(step: int, number: signal.Signals, once: str | None = None) -> None:
     """This process gets a signal when it has seen the metrics of ``step``; if ``once``, no process after it does."""
-    show = View.step
+    show, last = View.step, step
 
-    def shown(self: View, at: int, metrics: dict[str, float]) -> None:
-        show(self, at, metrics)
-        if at == step and (once is None or not Path(once).exists()):
+    def shown(self: View, step: int, metrics: dict[str, float]) -> None:
+        show(self, step, metrics)
+        if step == last and (once is None or not Path(once).exists()):
             if once is not None:
                 Path(once).touch()
             os.kill(os.getpid(), number)
