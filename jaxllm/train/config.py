@@ -90,6 +90,11 @@ class RunConfig:
                 f'model.products = "{self.model.products}" does not go around a ring; give '
                 'parallel.overlap = "compiler".'
             )
+        if self.parallel.overlap == "ring" and any(name in self.model.remat for name in ("offload", "compact")):
+            raise ValueError(
+                f'model.remat = "{self.model.remat}" is not told of products that go around a ring; give '
+                'parallel.overlap = "compiler", or another remat.'
+            )
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")
         if self.data.batch_size % self.accumulate:

@@ -74,6 +74,18 @@ def test_what_cannot_wait_on_the_host_is_refused(tmp_path, fields, said):
         Run(dataclasses.replace(run_config(tmp_path), **fields))
 
 
+@pytest.mark.parametrize("remat", ["offload", "compact:0.5", "none=1,offload:0.5=2"])
+def test_products_in_a_ring_are_not_kept_so(tmp_path, remat):
+    """They would be accepted and ignored: a ring's products do not go through what keeps them."""
+    run = config(tmp_path)
+    with pytest.raises(ValueError, match="is not told of products that go around a ring"):
+        dataclasses.replace(
+            run,
+            model=dataclasses.replace(run.model, remat=remat),
+            parallel=dataclasses.replace(run.parallel, overlap="ring", sequence=True),
+        )
+
+
 def test_float16_keeps_its_state_on_the_device(tmp_path):
     run = run_config(tmp_path)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="float16"), host=HostConfig(True))
