@@ -34,7 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint import CheckpointConfig, Checkpointer, hashing
+from jaxllm.checkpoint import CheckpointConfig, Checkpointer
+from jaxllm.checkpoint.storage import leaf_hashing
 
 LEAVES = 8
 
@@ -63,7 +64,7 @@ def plain_write(buffer: np.ndarray, file: Path) -> None:
 
 def hashed(buffer: np.ndarray, threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(hashing.hash_bytes, hashing.cut(buffer, hashing.BLOCK)))
+        list(pool.map(leaf_hashing.hash_bytes, leaf_hashing.cut(buffer, leaf_hashing.BLOCK)))
 
 
 def both(buffer: np.ndarray, file: Path) -> None:

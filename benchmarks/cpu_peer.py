@@ -23,8 +23,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.interleaved import (
+    OURS,
+    THEIRS,
+    Contender,
+    Worker,
+    cpu_name,
+    in_turn,
+    markdown,
+    on_cores,
+    ratio,
+    versions,
+)
 from benchmarks.setting import Setting
-from benchmarks.turns import OURS, THEIRS, Contender, Worker, cpu_name, in_turn, markdown, on_cores, ratio, versions
 
 BATCHES = (1, 16)
 

@@ -40,7 +40,7 @@ class Curve:
 
     Attributes:
         command: what was run.
-        receipt: of the run (jaxllm.train.receipt): commit, versions, seed and all settings, hash of the data, result.
+        receipt: of the run (jaxllm.train.records.receipt): commit, versions, seed and all settings, hash of the data, result.
         losses: of each step, nats per token.
     """
 
@@ -58,7 +58,7 @@ def run(name: str) -> Curve:
     """Runs a command and keeps its curve."""
     from jaxllm import cli
     from jaxllm.files import write_json
-    from jaxllm.train.directory import RunDirectory
+    from jaxllm.train.records.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory() as out:
         status = cli.main([*shlex.split(COMMANDS[name])[1:], "--out", out])

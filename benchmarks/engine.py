@@ -27,15 +27,15 @@ class HostStub:
     """A device whose steps take a given time and give the token 1, so that what is measured is the host."""
 
     def __init__(self, config: Any, seconds: float):
-        from jaxllm.infer.device import Spec
-        from jaxllm.infer.paged import LayerGroup
-        from jaxllm.models.context import Cached
+        from jaxllm.infer.runner.model_runner import Spec
+        from jaxllm.infer.runner.paged_cache import LayerGroup
+        from jaxllm.models.attention_context import Cached
 
         self.config, self.seconds, self.free = config, seconds, 0.0
         self.spec = Spec((LayerGroup(Cached(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048)
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Any:
-        from jaxllm.infer.step import Shape
+        from jaxllm.infer.runner.engine_step import Shape
 
         sizes = self.config.decode_buckets if decode else self.config.prompt_buckets
         size = next(size for size in sizes if size >= (requests if decode else tokens))
@@ -125,7 +125,7 @@ def main() -> int:
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rounds of both sides in turn; medians and the ratios of pairs."""
     from jaxllm.infer import load_model
-    from jaxllm.infer.measure import Bench, memory_bandwidth
+    from jaxllm.infer.decode_benchmark import Bench, memory_bandwidth
 
     loaded, bandwidth = load_model(options.model, dtype=options.dtype), memory_bandwidth()
     threads = len(os.sched_getaffinity(0))

@@ -5,7 +5,7 @@
 
 The step is the engine's decode program of the recipe llama3_8b in bfloat16. What the attention kernel fetches is
 added as the keys and values held, read once, for its loops depend on data; everything else is read from the compiled
-program's text (`jaxllm.compiler.traffic`). What a call does before its first step (some weights get another layout) is
+program's text (`jaxllm.compiler.hbm_traffic`). What a call does before its first step (some weights get another layout) is
 told by itself: a call of the engine makes up to eight steps while nobody waits. Layers lie in stacks, as they are
 trained, or apart (`jaxllm.models.layers_apart`).
 """
@@ -26,11 +26,11 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxllm.compiler import traffic
-    from jaxllm.infer.measure import token_bytes
-    from jaxllm.infer.paged import layer_groups
-    from jaxllm.infer.placing import serving_model
-    from jaxllm.infer.step import Shape, Step
+    from jaxllm.compiler import hbm_traffic
+    from jaxllm.infer.decode_benchmark import token_bytes
+    from jaxllm.infer.runner.engine_step import Shape, Step
+    from jaxllm.infer.runner.paged_cache import layer_groups
+    from jaxllm.infer.runner.serving_mesh import serving_model
     from jaxllm.models import functional, layers_apart
     from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b
@@ -60,8 +60,8 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
         program = step.lower(params, (Slots(pool),), last, packed).compile()
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
-    found = traffic.read(text)
-    step_bytes = traffic.read(text, turns=2).bytes - found.bytes
+    found = hbm_traffic.read(text)
+    step_bytes = hbm_traffic.read(text, turns=2).bytes - found.bytes
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if not config.tied:
         weights -= params["embedding"]["table"].size * 2  # of which a row a token is read

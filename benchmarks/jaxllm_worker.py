@@ -18,10 +18,10 @@ from jaxllm.data import Batch
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer
-from jaxllm.parallel.flags import options
+from jaxllm.parallel.compiler_flags import options
 from jaxllm.train import abstract_state, init_state, jit_step
-from jaxllm.train.rule import step_of
 from jaxllm.train.run import gradients
+from jaxllm.train.step.step_builder import step_of
 from sharding import MeshSpec
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxllm.models import functional
-from jaxllm.plan import search
+from jaxllm.plan import layout_search
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
 from jaxllm.train.run import fitting_mesh
@@ -68,7 +68,7 @@ def predicted(recipe: Callable[[], RunConfig], on: str) -> Row:
     """The row of a table, by formula and records."""
     run, cluster = recipe(), Cluster.parse(on)
     mesh = fitting_mesh(run, functional(run.model, run.parallel.rules()), cluster.devices)
-    layout = search.predicted(run, mesh, cluster)
+    layout = layout_search.predicted(run, mesh, cluster)
     share = compiled().get((recipe.__name__, on))
     hbm = cluster.hardware.hbm_bytes
     return Row(

@@ -7,7 +7,7 @@
     MFU = model FLOPs per token x tokens per second / peak FLOP/s
     model FLOPs per token = 3 x (2 x weights that a token meets + 4 x heads x head_dim x tokens it attends to)
 
-The FLOPs are ``jaxllm.train.flops``'s (arXiv:2204.02311, appendix B), of both sides the same: causal attention counts
+The FLOPs are ``jaxllm.train.model_flops``'s (arXiv:2204.02311, appendix B), of both sides the same: causal attention counts
 what is attended to, recomputation counts nothing. The peak is the data sheet's of dense bfloat16, of fp8 too; of a CPU,
 the rate of the fastest of the step's matrix products alone, in either library.
 
@@ -39,9 +39,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.as_run import decoder
-from benchmarks.setting import Setting
-from benchmarks.train_plan import SHAPES, Planned, fitted, planned, topology_of
-from benchmarks.turns import (
+from benchmarks.interleaved import (
     COMPILED,
     OURS,
     THEIRS,
@@ -55,8 +53,10 @@ from benchmarks.turns import (
     ratio,
     versions,
 )
-from jaxllm.compiler.peaks import peak_of
-from jaxllm.train.flops import train_flops_per_token
+from benchmarks.setting import Setting
+from benchmarks.train_plan import SHAPES, Planned, fitted, planned, topology_of
+from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.train.model_flops import train_flops_per_token
 from jaxllm.train.precision import PRECISIONS
 from sharding.topology import GIB, Topology
 

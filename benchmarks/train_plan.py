@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.as_run import as_run
 from benchmarks.setting import Setting
-from jaxllm.plan.memory import predict
-from jaxllm.train.compile import compile_for
+from jaxllm.plan.formulas.memory_estimate import predict
+from jaxllm.train.compile_step import compile_for
 from sharding import MeshSpec
 from sharding.isolate import OutOfDeviceMemory
 from sharding.topology import GENERATIONS, Topology
@@ -29,7 +29,7 @@ class Planned:
     """A setting's step on a device, by formula and as its compiler planned it.
 
     Attributes:
-        formula_bytes: by ``jaxllm.plan.memory``; None of a CPU.
+        formula_bytes: by ``jaxllm.plan.formulas.memory_estimate``; None of a CPU.
         compiled_bytes: of the program; None where nothing was compiled, or the compiler refused it.
         budget: bytes there are; None where that is not known.
         compiled: whether the compiler was asked.

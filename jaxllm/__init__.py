@@ -12,6 +12,7 @@ Rooms are imported when they are first used: ``import jaxllm`` itself costs next
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxllm import _renamed
 from jaxllm._platform import prefer_cpu_without_accelerator
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ __all__ = [
 ]
 
 prefer_cpu_without_accelerator()
+_renamed.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,9 @@ import dataclasses
 
 import matplotlib.pyplot as plt
 
-from jaxllm.plan import search, view
-from jaxllm.plan.cost import cost
+from jaxllm.plan import layout_search
+from jaxllm.plan import plan_view
+from jaxllm.plan.training_cost import cost
 from jaxllm.plan.hardware import Cluster
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
@@ -21,10 +22,10 @@ from sharding import MeshSpec
 
 # %%
 cluster = Cluster.parse("v6e:8x8")
-found = search.search(llama3_8b(), cluster)
+found = layout_search.search(llama3_8b(), cluster)
 layouts = found.layouts[:8]
 print(f"{found.tried} layouts tried, {len(found.layouts)} meshes fit")
-print(view.ranking(layouts, cluster))
+print(plan_view.ranking(layouts, cluster))
 
 # %% [markdown]
 # Where the time goes, from the fastest layout down:
@@ -33,15 +34,15 @@ print(view.ranking(layouts, cluster))
 figure, axis = plt.subplots(figsize=(9, 3.5))
 labels = [f"{layout.mesh} {layout.run.model.remat}" for layout in layouts]
 left = [0.0] * len(layouts)
-for part in view.parts(layouts[0]):
-    seconds = [view.parts(layout)[part] for layout in layouts]
+for part in plan_view.parts(layouts[0]):
+    seconds = [plan_view.parts(layout)[part] for layout in layouts]
     axis.barh(labels, seconds, left=left, label=part)
     left = [a + b for a, b in zip(left, seconds, strict=True)]
 axis.invert_yaxis()
 axis.set_xlabel("seconds of a step")
 axis.legend()
 # %%
-print(view.explained(layouts[0], cluster))
+print(plan_view.explained(layouts[0], cluster))
 
 # %% [markdown]
 # The same run on other machines, as it is (fully sharded, everything recomputed), for 15 trillion tokens:
@@ -50,7 +51,7 @@ print(view.explained(layouts[0], cluster))
 mfu = {}
 for name in ("v5e:8x8", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x4x4", "h100:8x8", "h200:8x8"):
     there = Cluster.parse(name)
-    layout = search.predicted(llama3_8b(), MeshSpec.parse("fsdp=64"), there)
+    layout = layout_search.predicted(llama3_8b(), MeshSpec.parse("fsdp=64"), there)
     mfu[name] = 100 * layout.time.mfu(there.hardware.flops)
     spent = cost(layout, there, 15e12)
     dollars = "price not known" if spent.dollars is None else f"${spent.dollars:,.0f}"
@@ -67,7 +68,7 @@ plt.ylabel("predicted MFU, %")
 for length in (8192, 32768, 131072):
     run = llama3_8b()
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=length, batch_size=2**19 // length))
-    best = search.search(run, cluster).layouts
+    best = layout_search.search(run, cluster).layouts
     said = f"{best[0].mesh}, {best[0].time.seconds:.2f} s" if best else "nothing fits"
     print(f"rows of {length:>7,}: {said}")
 

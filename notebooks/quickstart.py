@@ -32,7 +32,7 @@ finished = jaxllm.train.train(run)
 print(f"{finished.evaluation.bits_per_byte:.2f} bits per byte on held-out plays")
 
 # %%
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 
 rows = [row for row in RunDirectory(finished.directory).read_metrics() if "nll" in row]
 plt.figure(figsize=(7, 3))

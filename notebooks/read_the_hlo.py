@@ -12,12 +12,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import matplotlib.pyplot as plt
 
-from jaxllm.compiler import live, walker
-from jaxllm.compiler.groups import Placement
+from jaxllm.compiler import live_ranges
+from jaxllm.compiler import program_walker
+from jaxllm.compiler.replica_groups import Placement
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional, param_count
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import step_on
+from jaxllm.train.compile_step import step_on
 from sharding.topology import Topology
 
 # %% [markdown]
@@ -38,7 +39,7 @@ print("\n".join(line[:110] for line in text[text.index("\nENTRY ") :].splitlines
 # XLA's own count sees the body of a loop once, and layers are a loop. The walker multiplies loops out:
 
 # %%
-program = walker.read(text, Placement.of(mesh))
+program = program_walker.read(text, Placement.of(mesh))
 tokens = run.data.batch_size * run.data.seq_len
 parameters = param_count(functional(model).abstract())
 analysis = compiled.cost_analysis()
@@ -66,7 +67,7 @@ plt.xlabel("GFLOP a device, by what asked for it")
 # Memory over the schedule, and what it is at its highest:
 
 # %%
-memory = live.read(text)
+memory = live_ranges.read(text)
 plt.figure(figsize=(7, 3))
 plt.plot(memory.total / 2**20)
 plt.xlabel("instruction of the schedule")

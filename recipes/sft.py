@@ -41,6 +41,6 @@ def sft_smollm2() -> RunConfig:
 
 
 if __name__ == "__main__":
-    from jaxllm.cli import run_recipe
+    from jaxllm.cli.recipe_arguments import run_recipe
 
     raise SystemExit(run_recipe(sft_smollm2))

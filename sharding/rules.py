@@ -172,4 +172,4 @@ DEFAULT = Rules(
 """Megatron's split of heads, feed-forward and vocabulary over ``tensor``; the sequence over ``context``, where
 attention goes around a ring, and ``ulysses``; experts over ``expert``. Parameters are stored split over ``fsdp`` and
 all else that splits tokens, for their gradients are summed there; only ``data`` has replicas (hybrid sharding: ``data``
-between slices, ``fsdp`` inside). ``jaxllm.parallel.plan`` says what else can be chosen."""
+between slices, ``fsdp`` inside). ``jaxllm.parallel.parallel_config`` says what else can be chosen."""

@@ -364,13 +364,14 @@ def test_ctrl_c_is_one_line(capsys):
 CONVERT = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxllm import cli, model_cli
+from jaxllm import cli
+from jaxllm.cli.commands import convert
 def slow_bar(*words):  # waits at the first tensor
     def at(*where):
         print("now", flush=True)
         time.sleep(60)
-    return model_cli.contextlib.nullcontext(at)
-model_cli.progress_bar = slow_bar
+    return convert.contextlib.nullcontext(at)
+convert.progress_bar = slow_bar
 sys.exit(cli.main(["convert", sys.argv[1], sys.argv[2], "--to", "hf"]))
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import cli, data
-from jaxllm.data_cli import COMMANDS
+from jaxllm.cli.commands.data import COMMANDS
 from jaxllm.text import load_tokenizer
 from tests.test_cli import run
 

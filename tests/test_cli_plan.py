@@ -31,7 +31,7 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     def compile_for(config, on, progress, keep, anyway):
         raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)
 
-    monkeypatch.setattr("jaxllm.train.compile.compile_for", compile_for)
+    monkeypatch.setattr("jaxllm.train.compile_step.compile_for", compile_for)
     assert cli.main(["compile", "llama3_8b", "--on", "v6e:2x2", "--data.batch-size", "4"]) == 1
     said = capsys.readouterr().out
     sizes = {label: float(size) for label, size in re.findall(r"^  (\D+?) +([\d.]+)$", said, re.MULTILINE)}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compiler.peaks import peak_of
+from jaxllm.compiler.device_peaks import peak_of
 
 PARTS = ("forward", "backward")
 

@@ -17,30 +17,37 @@ from jaxllm.checkpoint.errors import CheckpointCorruptError as CheckpointCorrupt
 from jaxllm.checkpoint.errors import CheckpointError as CheckpointError
 from jaxllm.checkpoint.errors import CheckpointMismatchError as CheckpointMismatchError
 from jaxllm.checkpoint.errors import CheckpointNotFoundError as CheckpointNotFoundError
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxllm.checkpoint.checkpoint_writer import StreamedLeaf
     from jaxllm.checkpoint.checkpointer import Checkpointer
-    from jaxllm.checkpoint.looking import Resumed
-    from jaxllm.checkpoint.manifest import LeafRecord, Manifest
-    from jaxllm.checkpoint.memory.snapshots import Snapshots
-    from jaxllm.checkpoint.providers import StateProvider
+    from jaxllm.checkpoint.memory.memory_snapshots import Snapshots
+    from jaxllm.checkpoint.multihost_checkpointer import SharedCheckpointer
+    from jaxllm.checkpoint.readonly import Resumed
     from jaxllm.checkpoint.restore import Reading, Source
-    from jaxllm.checkpoint.shared import SharedCheckpointer
-    from jaxllm.checkpoint.writer import StreamedLeaf
+    from jaxllm.checkpoint.state_providers import StateProvider
+    from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
 
-# Orbax takes 0.4 s to import: a program that only needs the config, such as `--help`, does not pay for it.
-_LAZY = {
-    "Checkpointer": "jaxllm.checkpoint.checkpointer",
-    "LeafRecord": "jaxllm.checkpoint.manifest",
-    "Manifest": "jaxllm.checkpoint.manifest",
-    "Reading": "jaxllm.checkpoint.restore",
-    "Resumed": "jaxllm.checkpoint.looking",
-    "StateProvider": "jaxllm.checkpoint.providers",
-    "SharedCheckpointer": "jaxllm.checkpoint.shared",
-    "Snapshots": "jaxllm.checkpoint.memory.snapshots",
-    "Source": "jaxllm.checkpoint.restore",
-    "StreamedLeaf": "jaxllm.checkpoint.writer",
-}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.checkpoint.checkpoint_writer": ("StreamedLeaf",),
+        "jaxllm.checkpoint.checkpointer": ("Checkpointer",),
+        "jaxllm.checkpoint.memory.memory_snapshots": ("Snapshots",),
+        "jaxllm.checkpoint.multihost_checkpointer": ("SharedCheckpointer",),
+        "jaxllm.checkpoint.readonly": ("Resumed",),
+        "jaxllm.checkpoint.restore": (
+            "Reading",
+            "Source",
+        ),
+        "jaxllm.checkpoint.state_providers": ("StateProvider",),
+        "jaxllm.checkpoint.storage.checkpoint_manifest": (
+            "LeafRecord",
+            "Manifest",
+        ),
+    },
+)
 
 __all__ = [
     "CheckpointBusyError",
@@ -61,11 +68,3 @@ __all__ = [
     "StateProvider",
     "StreamedLeaf",
 ]
-
-
-def __getattr__(name: str):
-    if name in _LAZY:
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint import hashing, snapshot, store, writer
-from jaxllm.checkpoint import manifest as manifest_lib
+from jaxllm.checkpoint import checkpoint_writer, snapshot
+from jaxllm.checkpoint.checkpoint_reader import META
+from jaxllm.checkpoint.checkpoint_writer import Budget, StreamedLeaf
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.files import Files
-from jaxllm.checkpoint.looking import Looking, Resumed
-from jaxllm.checkpoint.manifest import FileRecord, LeafRecord, Manifest
-from jaxllm.checkpoint.reader import META
+from jaxllm.checkpoint.readonly import Looking, Resumed
 from jaxllm.checkpoint.snapshot import Copy, Leaf
-from jaxllm.checkpoint.writer import Budget, StreamedLeaf
+from jaxllm.checkpoint.storage import array_store, leaf_hashing
+from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
+from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord, Manifest
+from jaxllm.checkpoint.storage.file_systems import Files
 
 __all__ = ["Checkpointer", "Resumed"]
 
@@ -107,7 +108,7 @@ class Checkpointer(Looking):
         """
         if (text := self._admit(step, meta)) is None:
             return False
-        self._write(int(step), text, writer.streamed(leaves), one_at_a_time=True)
+        self._write(int(step), text, checkpoint_writer.streamed(leaves), one_at_a_time=True)
         return True
 
     def wait(self) -> None:
@@ -203,9 +204,9 @@ class Checkpointer(Looking):
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
         """Writes the arrays into a folder, and returns when they are on disk."""
         files = self._directory.files
-        described = writer.describe(files, folder, leaves)
-        written = writer.write_parts(files, folder, leaves, budget)
-        return writer.records_of(leaves, written), described | writer.files_of(written)
+        described = checkpoint_writer.describe(files, folder, leaves)
+        written = checkpoint_writer.write_parts(files, folder, leaves, budget)
+        return checkpoint_writer.records_of(leaves, written), described | checkpoint_writer.files_of(written)
 
     def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf], one_at_a_time: bool = False) -> None:
         """Writes and commits one checkpoint; then applies retention."""
@@ -213,10 +214,12 @@ class Checkpointer(Looking):
             folder = self._directory.begin(step)
             budget = Budget(1 if one_at_a_time else self.config.host_bytes)
             records, files = self._put(folder, leaves, budget)
-            files[META] = writer.write_file(self._directory.files, folder, META, meta.encode())
-            manifest = Manifest(step, records, dict(sorted(files.items())), hashing.BLOCK)
-            writer.write_file(self._directory.files, folder, manifest_lib.NAME, manifest.to_json().encode())
-            self._directory.commit(step, [name for name in (*files, manifest_lib.NAME) if not store.is_chunk(name)])
+            files[META] = checkpoint_writer.write_file(self._directory.files, folder, META, meta.encode())
+            manifest = Manifest(step, records, dict(sorted(files.items())), leaf_hashing.BLOCK)
+            checkpoint_writer.write_file(self._directory.files, folder, manifest_lib.NAME, manifest.to_json().encode())
+            self._directory.commit(
+                step, [name for name in (*files, manifest_lib.NAME) if not array_store.is_chunk(name)]
+            )
         except Exception as error:
             self._directory.abandon(step)
             others = [s for s in self.steps() if s != step]

@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
+from jaxllm.checkpoint.checkpoint_reader import Leaf, Progress
+from jaxllm.checkpoint.checkpoint_writer import StreamedLeaf
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.manifest import LeafRecord, dtype_of
-from jaxllm.checkpoint.reader import Leaf, Progress
 from jaxllm.checkpoint.restore import Source, stacked, unstacked
-from jaxllm.checkpoint.writer import StreamedLeaf
+from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, dtype_of
 
 Layers = Literal["stacked", "single"]
 PIECE = 2**25

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from jaxllm.checkpoint.checkpoint_reader import Leaf
 from jaxllm.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from jaxllm.checkpoint.manifest import LeafRecord
-from jaxllm.checkpoint.reader import Leaf
-from jaxllm.checkpoint.stored import Index
+from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord
+from jaxllm.checkpoint.storage.stored_leaf import Index
 
 _SHOWN = 6  # mismatching leaves listed in full before "and N more"
 

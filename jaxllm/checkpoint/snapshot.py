@@ -18,9 +18,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxllm.checkpoint import store
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.tree import leaf_paths
+from jaxllm.checkpoint.storage import array_store
+from jaxllm.checkpoint.storage.leaf_paths import leaf_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def whole(
     """A leaf that one process writes as one chunk; `key` is the dtype and implementation of typed keys."""
     outer = shape[:-1] if key else shape
     name, impl = key or (str(dtype), None)
-    return Leaf(outer, name, impl, shape, dtype, shape, {store.only_chunk(shape): pieces})
+    return Leaf(outer, name, impl, shape, dtype, shape, {array_store.only_chunk(shape): pieces})
 
 
 Copy = Literal["device", "host", "none"]
@@ -145,12 +145,12 @@ def _shards(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[tuple[int, ...],
     for path, array in arrays.items():
         own = [(s.index, s.data) for s in array.addressable_shards if s.replica_id == 0 and s.data is not None]
         if array.is_fully_addressable:
-            out[path] = array.shape, {store.only_chunk(array.shape): own}
+            out[path] = array.shape, {array_store.only_chunk(array.shape): own}
         elif array.is_fully_replicated:
             local = array.addressable_data(0)
             everywhere = tuple(slice(None) for _ in array.shape)
             # Which process it is that writes decides the caller: all of them can.
-            out[path] = array.shape, {store.only_chunk(array.shape): [(everywhere, local)]}
+            out[path] = array.shape, {array_store.only_chunk(array.shape): [(everywhere, local)]}
         else:
             chunk = array.sharding.shard_shape(array.shape)
             everywhere = tuple(slice(None) for _ in chunk)

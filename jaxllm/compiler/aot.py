@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 
 from jaxllm.compiler import collectives
 from jaxllm.compiler.collectives import Collective
-from jaxllm.compiler.groups import Placement
-from jaxllm.compiler.host import Transfer, transfers
+from jaxllm.compiler.host_transfers import Transfer, transfers
+from jaxllm.compiler.replica_groups import Placement
 from jaxllm.files import write_json
 from sharding import isolate
 from sharding.isolate import OutOfDeviceMemory, Progress

@@ -13,7 +13,7 @@ Loops are multiplied out. Forms are normalised, so that a plan's table of collec
 The TPU compiler writes the last two for groups that span more than one dimension of the torus, and for small arrays.
 "Summed" ones send what an all-reduce sends: twice the bytes of the collective that they stand for.
 
-Not seen: remote copies inside Pallas kernels. Copies between host and device: ``jaxllm.compiler.host``.
+Not seen: remote copies inside Pallas kernels. Copies between host and device: ``jaxllm.compiler.host_transfers``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.compiler import hlo
-from jaxllm.compiler.groups import group_size
+from jaxllm.compiler.replica_groups import group_size
 
 KINDS = (
     "all-gather",

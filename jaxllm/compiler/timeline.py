@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxllm.compiler.walker import Done, Exchange, Fetch, Loop, Op, Program, Start, Step
+from jaxllm.compiler.program_walker import Done, Exchange, Fetch, Loop, Op, Program, Start, Step
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@
 Names are imported when they are first used, so importing this package costs nothing.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxllm.data.baseline import BigramBaseline, bigram_baseline, bigram_baseline_of
     from jaxllm.data.batch import Batch
     from jaxllm.data.config import DataConfig, SourceConfig
     from jaxllm.data.dataset import CursorMismatch, HeldoutDataset, TokenDataset
@@ -20,51 +20,53 @@ if TYPE_CHECKING:
     from jaxllm.data.mixture import MixtureDataset
     from jaxllm.data.preferences import PreferenceBatch, PreferenceDataset, load_preferences
     from jaxllm.data.prefetch import Prefetcher
-    from jaxllm.data.tokens import open_tokens, write_tokens
+    from jaxllm.data.quality.bigram_baseline import BigramBaseline, bigram_baseline, bigram_baseline_of
+    from jaxllm.data.token_files import open_tokens, write_tokens
     from jaxllm.files import DataError
     from jaxllm.text import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
 
-# Tokenizers live in jaxllm.text; they are named here too, since every data set has one.
-_HOMES = {
-    "jaxllm.files": ("DataError",),
-    "jaxllm.text": (
-        "ByteTokenizer",
-        "StreamDecoder",
-        "Tokenizer",
-        "load_tokenizer",
-    ),
-    "jaxllm.data.baseline": (
-        "BigramBaseline",
-        "bigram_baseline",
-        "bigram_baseline_of",
-    ),
-    "jaxllm.data.batch": ("Batch",),
-    "jaxllm.data.config": (
-        "DataConfig",
-        "SourceConfig",
-    ),
-    "jaxllm.data.dataset": (
-        "CursorMismatch",
-        "HeldoutDataset",
-        "TokenDataset",
-    ),
-    "jaxllm.data.loader": (
-        "Dataset",
-        "load_dataset",
-    ),
-    "jaxllm.data.mixture": ("MixtureDataset",),
-    "jaxllm.data.preferences": (
-        "PreferenceBatch",
-        "PreferenceDataset",
-        "load_preferences",
-    ),
-    "jaxllm.data.prefetch": ("Prefetcher",),
-    "jaxllm.data.tokens": (
-        "open_tokens",
-        "write_tokens",
-    ),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.data.batch": ("Batch",),
+        "jaxllm.data.config": (
+            "DataConfig",
+            "SourceConfig",
+        ),
+        "jaxllm.data.dataset": (
+            "CursorMismatch",
+            "HeldoutDataset",
+            "TokenDataset",
+        ),
+        "jaxllm.data.loader": (
+            "Dataset",
+            "load_dataset",
+        ),
+        "jaxllm.data.mixture": ("MixtureDataset",),
+        "jaxllm.data.preferences": (
+            "PreferenceBatch",
+            "PreferenceDataset",
+            "load_preferences",
+        ),
+        "jaxllm.data.prefetch": ("Prefetcher",),
+        "jaxllm.data.quality.bigram_baseline": (
+            "BigramBaseline",
+            "bigram_baseline",
+            "bigram_baseline_of",
+        ),
+        "jaxllm.data.token_files": (
+            "open_tokens",
+            "write_tokens",
+        ),
+        "jaxllm.files": ("DataError",),
+        "jaxllm.text": (
+            "ByteTokenizer",
+            "StreamDecoder",
+            "Tokenizer",
+            "load_tokenizer",
+        ),
+    },
+)
 
 __all__ = [
     "Batch",
@@ -91,13 +93,3 @@ __all__ = [
     "open_tokens",
     "write_tokens",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

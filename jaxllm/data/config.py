@@ -6,7 +6,7 @@ from typing import Literal
 from jaxllm.config import runtime_only
 from jaxllm.data import corpus
 from jaxllm.data.sources.chitchat import NAME as CHITCHAT
-from jaxllm.data.sources.text import SEPARATOR
+from jaxllm.data.sources.text_files import SEPARATOR
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens"]
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens")

@@ -16,8 +16,8 @@ from jaxtyping import Int, Integer
 
 from jaxllm.data import shuffle
 from jaxllm.data.batch import Batch
-from jaxllm.data.packing import Plan
-from jaxllm.data.tokens import TokenDocuments
+from jaxllm.data.sequence_packing import Plan
+from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import at, digest
 from jaxllm.text import Tokenizer
 

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxllm.data import corpus, shuffle
-from jaxllm.data.chat import ChatEncoder, Encoder, TextEncoder
+from jaxllm.data.chat_encoding import ChatEncoder, Encoder, TextEncoder
 from jaxllm.data.config import TEXT_FIELD, DataConfig, SourceConfig
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
 from jaxllm.data.mixture import NAME as MIXTURE_ORDER
 from jaxllm.data.mixture import MixtureDataset, Source, shares
-from jaxllm.data.packing import Plan, pack_concat, pack_documents
+from jaxllm.data.sequence_packing import Plan, pack_concat, pack_documents
 from jaxllm.data.sources.chitchat import NAME as CHITCHAT
 from jaxllm.data.sources.chitchat import Chitchat, find_chitchat
 from jaxllm.data.sources.documents import BadRecords, Documents, hold_out
-from jaxllm.data.sources.files import File, find_files, kind_of
 from jaxllm.data.sources.records import RecordFiles
-from jaxllm.data.sources.text import TextFiles, bundled
+from jaxllm.data.sources.remote_files import File, find_files, kind_of
+from jaxllm.data.sources.text_files import TextFiles, bundled
+from jaxllm.data.token_files import TokenDocuments, open_tokens
 from jaxllm.data.tokenise import Progress, tokenised
-from jaxllm.data.tokens import TokenDocuments, open_tokens
 from jaxllm.files import DataError, at, cache_root
 from jaxllm.text import ByteTokenizer, ChatTemplate, Tokenizer, load_template, load_tokenizer
 
@@ -273,7 +273,7 @@ def tokenizer_of(name: str, documents: Callable[[], Documents] | None, cache_dir
         return load_tokenizer(name)
     if not size.isdecimal():
         raise ValueError(f"data.tokenizer is {name!r}; a trained one is 'bpe:SIZE', for example 'bpe:2048'")
-    from jaxllm.text.bpe import cached_bpe  # the library it needs takes time to import
+    from jaxllm.text.bpe_training import cached_bpe  # the library it needs takes time to import
 
     train = documents()
     texts = (document.text for document in train)

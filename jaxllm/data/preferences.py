@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxllm.data import shuffle
 from jaxllm.data.batch import Batch
-from jaxllm.data.chat import ChatEncoder, Encoded
+from jaxllm.data.chat_encoding import ChatEncoder, Encoded
 from jaxllm.data.dataset import Cursor, TokenDataset
-from jaxllm.data.packing import one_per_row
+from jaxllm.data.sequence_packing import one_per_row
 from jaxllm.data.sources.documents import BadRecords
-from jaxllm.data.sources.files import File, find_files, kind_of
 from jaxllm.data.sources.records import RecordFiles, check_messages, valid_unicode
-from jaxllm.data.tokens import TokenDocuments
+from jaxllm.data.sources.remote_files import File, find_files, kind_of
+from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import DataError, at, digest
 from jaxllm.text import ChatTemplate, Tokenizer
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.data.chat import ChatEncoder, Encoded, Encoder, TextEncoder
+from jaxllm.data.chat_encoding import ChatEncoder, Encoded, Encoder, TextEncoder
 from jaxllm.data.sources.documents import BadRecords, Document, Documents
-from jaxllm.data.sources.files import Remote
-from jaxllm.data.tokens import TokenDocuments, open_tokens, sidecar, write_tokens
+from jaxllm.data.sources.remote_files import Remote
+from jaxllm.data.token_files import TokenDocuments, open_tokens, sidecar, write_tokens
 from jaxllm.files import DataError, at, digest, read_json, write_json
 from jaxllm.text import ChatTemplate, load_tokenizer
 

@@ -1,23 +1,37 @@
 """Models from elsewhere and back: one table of weights a family, both ways."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.hub.errors import HubError
-    from jaxllm.hub.families import decoder_config
-    from jaxllm.hub.gguf_model import find_smollm2, load_gguf
+    from jaxllm.hub.families.families import decoder_config
+    from jaxllm.hub.gguf.gguf_model import find_smollm2, load_gguf
     from jaxllm.hub.huggingface import HubModel, export_hf, load_hf
-    from jaxllm.hub.source import Source, find_model, open_source
+    from jaxllm.hub.model_source import Source, find_model, open_source
 
-_HOMES = {
-    "errors": ("HubError",),
-    "families": ("decoder_config",),
-    "gguf_model": ("find_smollm2", "load_gguf"),
-    "huggingface": ("HubModel", "export_hf", "load_hf"),
-    "source": ("Source", "find_model", "open_source"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.hub.errors": ("HubError",),
+        "jaxllm.hub.families.families": ("decoder_config",),
+        "jaxllm.hub.gguf.gguf_model": (
+            "find_smollm2",
+            "load_gguf",
+        ),
+        "jaxllm.hub.huggingface": (
+            "HubModel",
+            "export_hf",
+            "load_hf",
+        ),
+        "jaxllm.hub.model_source": (
+            "Source",
+            "find_model",
+            "open_source",
+        ),
+    },
+)
 
 __all__ = [
     "HubError",
@@ -31,13 +45,3 @@ __all__ = [
     "load_hf",
     "open_source",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -24,11 +24,11 @@ import sharding
 from jaxllm.files import release
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.families import decoder_config, family
-from jaxllm.hub.mapping import Part, Table, Theirs, layout
-from jaxllm.hub.packing import Weights, place_packed, staying_packed
-from jaxllm.hub.quantised import dequantised, without_quantisation
+from jaxllm.hub.families.families import decoder_config, family
+from jaxllm.hub.packed_weights import Weights, place_packed, staying_packed
+from jaxllm.hub.quantised_checkpoints import dequantised, without_quantisation
 from jaxllm.hub.safetensors import Lazy, Progress
+from jaxllm.hub.weight_mapping import Part, Table, Theirs, layout
 from jaxllm.models import DecoderConfig, Packed, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")

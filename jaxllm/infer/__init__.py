@@ -1,39 +1,57 @@
 """Inference with the training forward."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxllm.convert.load import LoadedModel, ModelNotFoundError, load_model
     from jaxllm.infer.async_engine import AsyncEngine, EngineStopped
-    from jaxllm.infer.cache import DenseCache, empty_cache
-    from jaxllm.infer.chat import Chat
-    from jaxllm.infer.config import EngineConfig
-    from jaxllm.infer.engine import Engine
+    from jaxllm.infer.chat_session import Chat
+    from jaxllm.infer.engine.engine import Engine
+    from jaxllm.infer.engine.sequence import Request
+    from jaxllm.infer.engine.stream_output import Piece
+    from jaxllm.infer.engine_config import EngineConfig
     from jaxllm.infer.grammar import Grammar
     from jaxllm.infer.llm import LLM, Completion, Output, for_one
-    from jaxllm.infer.load import LoadedModel, ModelNotFoundError, load_model
-    from jaxllm.infer.manifest import RecompileError
-    from jaxllm.infer.paged import PagedCache
-    from jaxllm.infer.pieces import Piece
-    from jaxllm.infer.sampling import SamplingParams
-    from jaxllm.infer.sequence import Request
+    from jaxllm.infer.runner.dense_cache import DenseCache, empty_cache
+    from jaxllm.infer.runner.paged_cache import PagedCache
+    from jaxllm.infer.runner.program_cache import RecompileError
+    from jaxllm.infer.sampling_params import SamplingParams
 
-_HOMES = {
-    "async_engine": ("AsyncEngine", "EngineStopped"),
-    "cache": ("DenseCache", "empty_cache"),
-    "chat": ("Chat",),
-    "config": ("EngineConfig",),
-    "engine": ("Engine",),
-    "grammar": ("Grammar",),
-    "llm": ("LLM", "Completion", "Output", "for_one"),
-    "load": ("LoadedModel", "ModelNotFoundError", "load_model"),
-    "manifest": ("RecompileError",),
-    "paged": ("PagedCache",),
-    "pieces": ("Piece",),
-    "sampling": ("SamplingParams",),
-    "sequence": ("Request",),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.convert.load": (
+            "LoadedModel",
+            "ModelNotFoundError",
+            "load_model",
+        ),
+        "jaxllm.infer.async_engine": (
+            "AsyncEngine",
+            "EngineStopped",
+        ),
+        "jaxllm.infer.chat_session": ("Chat",),
+        "jaxllm.infer.engine.engine": ("Engine",),
+        "jaxllm.infer.engine.sequence": ("Request",),
+        "jaxllm.infer.engine.stream_output": ("Piece",),
+        "jaxllm.infer.engine_config": ("EngineConfig",),
+        "jaxllm.infer.grammar": ("Grammar",),
+        "jaxllm.infer.llm": (
+            "Completion",
+            "LLM",
+            "Output",
+            "for_one",
+        ),
+        "jaxllm.infer.runner.dense_cache": (
+            "DenseCache",
+            "empty_cache",
+        ),
+        "jaxllm.infer.runner.paged_cache": ("PagedCache",),
+        "jaxllm.infer.runner.program_cache": ("RecompileError",),
+        "jaxllm.infer.sampling_params": ("SamplingParams",),
+    },
+)
 
 __all__ = [
     "LLM",
@@ -57,13 +75,3 @@ __all__ = [
     "for_one",
     "load_model",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

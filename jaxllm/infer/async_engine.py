@@ -8,11 +8,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from jaxllm.infer.engine import Engine
-from jaxllm.infer.pieces import Piece
-from jaxllm.infer.policy import Service
-from jaxllm.infer.sampling import SamplingParams
-from jaxllm.infer.sequence import Request
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.engine.policies import Service
+from jaxllm.infer.engine.sequence import Request
+from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.sampling_params import SamplingParams
 
 
 class EngineStopped(RuntimeError):

@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 
+from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.files import DataError, cache_root
-from jaxllm.infer.config import EngineConfig
-from jaxllm.infer.device import Device
-from jaxllm.infer.engine import Engine
-from jaxllm.infer.limits import hard_limit
-from jaxllm.infer.load import LoadedModel, load_model
-from jaxllm.infer.pieces import Piece
-from jaxllm.infer.placing import mesh_of
-from jaxllm.infer.policy import Policy
-from jaxllm.infer.sampling import SamplingParams
-from jaxllm.infer.sequence import Request
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.engine.policies import Policy
+from jaxllm.infer.engine.sequence import Request
+from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.length_limits import hard_limit
+from jaxllm.infer.runner.model_runner import Device
+from jaxllm.infer.runner.serving_mesh import mesh_of
+from jaxllm.infer.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 

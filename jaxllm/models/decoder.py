@@ -15,14 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.attention import Attention, AttentionConfig
-from jaxllm.models.context import AttentionContext, LayerIndex, RoutingContext
-from jaxllm.models.latent import LatentAttention, LatentConfig
-from jaxllm.models.mlp import Mlp, MlpConfig
-from jaxllm.models.moe import Moe, MoeConfig
-from jaxllm.models.norm import Norm, NormKind
+from jaxllm.models.attention_context import AttentionContext, LayerIndex, RoutingContext
+from jaxllm.models.layers.attention import Attention, AttentionConfig
+from jaxllm.models.layers.mla import LatentAttention, LatentConfig
+from jaxllm.models.layers.mlp import Mlp, MlpConfig
+from jaxllm.models.layers.norm import Norm, NormKind
+from jaxllm.models.low_precision_matmul import Rounding
+from jaxllm.models.moe.moe import Moe, MoeConfig
 from jaxllm.models.params import normal, use
-from jaxllm.models.products import Rounding
 from jaxllm.models.remat import by_segment
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
@@ -75,7 +75,7 @@ class DecoderConfig:
         dtype: what matrix multiplications run in; norms, softmax and loss run in at least float32.
         products: what factors of products with a block's weights are rounded to in training: "plain", not at all;
             "int8"; float8 with one scale an array, of its own largest number ("fp8_current") or of that of the last
-            steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.products``.
+            steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.low_precision_matmul``.
         remat: what the backward pass computes again: "none", "elementwise" (norms, rotations, activations), "attention"
             (that besides), "full" (each block from its input), "sqrt" (runs of blocks from the input of the first);
             "offload" (kept values wait on the host), "compact:0.25" (projections of products' inputs are kept); or

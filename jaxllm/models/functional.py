@@ -22,10 +22,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import sharding
 from jaxllm.models import remat
-from jaxllm.models.context import AttentionContext, LayerIndex
+from jaxllm.models.attention_context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
+from jaxllm.models.low_precision_matmul import SEEN, Products
 from jaxllm.models.params import draw, on_device, sums_late, use
-from jaxllm.models.products import SEEN, Products
 from sharding import Rules
 
 Params = dict[str, Any]
@@ -162,7 +162,7 @@ class Functional:
         """Parameters with what "fp8_delayed" has seen of each block's products, which is theirs to take gradients of.
 
         Args:
-            seen: by segment and block, ``jaxllm.models.products.state``; None: parameters as they are.
+            seen: by segment and block, ``jaxllm.models.low_precision_matmul.state``; None: parameters as they are.
         """
         if seen is None:
             return params

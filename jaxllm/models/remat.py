@@ -16,7 +16,7 @@ offload:0.5  of the products with weights so that half of each row's tokens, and
              block's input, attention's output and what the feed-forward layer adds to wait for all (MEMO,
              arXiv:2407.12117, section 4.1)
 compact:0.25 every intermediate value is kept but the inputs of products with weights, of which a random projection to a
-             quarter of their numbers is, for an estimate of the weights' gradients (``jaxllm.models.compact``)
+             quarter of their numbers is, for an estimate of the weights' gradients (``jaxllm.models.compact_matmul``)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.compact import Compact, seed_of
+from jaxllm.models.compact_matmul import Compact, seed_of
 from pallas_kernels.flash_attention import RESIDUALS
 
 Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload", "compact"]

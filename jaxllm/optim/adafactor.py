@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxllm.optim.matrices import Matrix, map_matrices, mean, own_dims
+from jaxllm.optim.matrix_params import Matrix, map_matrices, mean, own_dims
 
 DECAY = 0.8
 LARGEST_RMS = 1.0

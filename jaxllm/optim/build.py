@@ -7,19 +7,19 @@ from typing import Any
 import optax
 
 from jaxllm.optim.adafactor import scale_by_adafactor
-from jaxllm.optim.blockwise import kept_as
+from jaxllm.optim.adam8bit import kept_as
+from jaxllm.optim.bfloat16_params import narrow
 from jaxllm.optim.config import LAYERWISE, OptimConfig
-from jaxllm.optim.layerwise import layerwise, scale_by_size
+from jaxllm.optim.layerwise_rules import layerwise, scale_by_size
 from jaxllm.optim.low_rank import scale_by_low_rank
-from jaxllm.optim.matrices import map_matrices
+from jaxllm.optim.matrix_params import map_matrices
 from jaxllm.optim.muon import scale_by_muon_or_adam
-from jaxllm.optim.narrow import narrow
+from jaxllm.optim.param_groups import automatic, split_by_kind
 from jaxllm.optim.schedule_free import schedule_free
 from jaxllm.optim.schedules import schedule
 from jaxllm.optim.soap import scale_by_soap
 from jaxllm.optim.sophia import scale_by_sophia
-from jaxllm.optim.split import automatic, split_by_kind
-from jaxllm.optim.streamed import streamed
+from jaxllm.optim.streamed_state import streamed
 
 
 def decay_mask(logical_axes: Any) -> Any:
@@ -39,7 +39,7 @@ def optimizer(
         config: of the rule.
         total_steps: of the run, over which the schedule is spread.
         logical_axes: of the parameters.
-        device_every: of ``jaxllm.train.host``, where layers' state is in the host's memory; 0: it is not.
+        device_every: of ``jaxllm.train.host_offload``, where layers' state is in the host's memory; 0: it is not.
 
     Of "sophia", ``update`` takes a ``curvature`` besides; of "schedule_free", gradients at ``gradient_point``.
     """

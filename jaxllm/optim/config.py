@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from jaxllm.optim.blockwise import Moments
-from jaxllm.optim.narrow import Rounding
+from jaxllm.optim.adam8bit import Moments
+from jaxllm.optim.bfloat16_params import Rounding
 from jaxllm.optim.schedules import ScheduleConfig
 
 Kind = Literal[
@@ -79,16 +79,16 @@ class OptimConfig:
             stead (``jaxllm.optim.schedule_free``: arXiv:2405.15682).
             "sophia": 8 bytes; a clipped step over an estimate of the Hessian's diagonal, Gauss-Newton-Bartlett, from
             labels that the model draws: every ``refresh`` steps one more forward and backward pass. Its paper has b1 =
-            0.965, b2 = 0.99 (``jaxllm.optim.sophia``, ``jaxllm.train.curvature``: arXiv:2305.14342).
+            0.965, b2 = 0.99 (``jaxllm.optim.sophia``, ``jaxllm.train.step.sophia_hessian``: arXiv:2305.14342).
             "lomo": none; gradient descent, each layer moved in the backward pass, before the next gradient exists
-            (``jaxllm.train.fused``: arXiv:2306.09782).
+            (``jaxllm.train.step.lomo``: arXiv:2306.09782).
             "adalomo": 4 bytes for each row and column of a matrix; likewise, Adafactor's step times the parameter's
             size (arXiv:2310.10195).
             "mezo": none; two forward passes and no backward one, for tuning a trained model
-            (``jaxllm.train.forward_only``: arXiv:2305.17333; ZO2, arXiv:2503.12668).
+            (``jaxllm.train.step.mezo``: arXiv:2305.17333; ZO2, arXiv:2503.12668).
             "sgd": 4 bytes; momentum b1.
         moments: "float32", or "8bit": blocks of at most 256 with a scale each, 2 bytes and 8 for a block instead of 8
-            bytes, of matrices within layers (``jaxllm.optim.blockwise``: 8-bit Adam, arXiv:2110.02861; 8-bit GaLore).
+            bytes, of matrices within layers (``jaxllm.optim.adam8bit``: 8-bit Adam, arXiv:2110.02861; 8-bit GaLore).
         b1, b2: decay of the first and second moment. Lion: of the update's momentum and the kept one. Muon: 0.95 is the
             momentum of matrices whatever these are, which are AdamW's for the others.
         eps: added to the root of the second moment; of Adafactor to squares of gradients.
@@ -98,7 +98,7 @@ class OptimConfig:
         weight_decay: decoupled decay of matrices and embeddings; gains and biases are left alone.
         rounding: of parameters in bfloat16, to the "nearest" number; or of them and the rule's state, which is then in
             bfloat16 as well, up or down at random ("stochastic"), or to two numbers that are added ("collage"; AdamW,
-            Lion, SGD). See ``jaxllm.optim.narrow``.
+            Lion, SGD). See ``jaxllm.optim.bfloat16_params``.
         clip_norm: gradients of a larger global norm are scaled down to it; None for no clipping.
     """
 

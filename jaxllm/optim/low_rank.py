@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.optim.blockwise import Moments, kept_as
-from jaxllm.optim.matrices import Matrix, flat, mean, sides, thin, unflat
-from jaxllm.optim.split import automatic, split_by_kind
+from jaxllm.optim.adam8bit import Moments, kept_as
+from jaxllm.optim.matrix_params import Matrix, flat, mean, sides, thin, unflat
+from jaxllm.optim.param_groups import automatic, split_by_kind
 
 LowRank = Literal["galore", "apollo", "apollo_mini"]
 LIFTED = 0.25

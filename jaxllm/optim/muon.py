@@ -9,8 +9,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxllm.optim.matrices import Matrix
-from jaxllm.optim.split import automatic, split_by_kind
+from jaxllm.optim.matrix_params import Matrix
+from jaxllm.optim.param_groups import automatic, split_by_kind
 
 MOMENTUM = 0.95
 RMS = 0.2

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.optim.matrices import Matrix, flat, thin, unflat
-from jaxllm.optim.split import automatic, split_by_kind
+from jaxllm.optim.matrix_params import Matrix, flat, thin, unflat
+from jaxllm.optim.param_groups import automatic, split_by_kind
 
 LARGEST = 10_000
 """Side that has a basis."""

@@ -1,6 +1,6 @@
 """Sophia (arXiv:2305.14342, algorithm 3): a momentum over a diagonal of the Hessian, each number clipped to 1.
 
-The diagonal is given from outside every few steps (``jaxllm.train.curvature``: the paper's Gauss-Newton-Bartlett
+The diagonal is given from outside every few steps (``jaxllm.train.step.sophia_hessian``: the paper's Gauss-Newton-Bartlett
 estimate). optax.contrib.sophia makes its own by Hutchinson's estimator, a product with the Hessian: it needs the loss
 as a function inside of ``update``, and derivatives of derivatives, which fused losses and pipelines have not.
 """
@@ -45,7 +45,7 @@ def scale_by_sophia(b1: float, b2: float, eps: float) -> optax.GradientTransform
     ) -> tuple[Any, SophiaState]:
         del params, others
         if curvature is None:
-            raise TypeError('"sophia": update needs a curvature (jaxllm.train.curvature).')
+            raise TypeError('"sophia": update needs a curvature (jaxllm.train.step.sophia_hessian).')
         first = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.first)
         hessian = jax.tree.map(
             lambda new, h: jnp.where(curvature.fresh, b2 * h + (1 - b2) * new, h), curvature.diagonal, state.hessian

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.parallel.cluster import Cluster
-from jaxllm.parallel.watch import Watch
+from jaxllm.parallel.cluster_environment import Cluster
+from jaxllm.parallel.heartbeat import Watch
 
 PATIENCE = 24 * 3600.0
 """Seconds to wait for a process that lives: the watch ends this one when another vanishes."""

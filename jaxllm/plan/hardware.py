@@ -1,6 +1,6 @@
 """Devices and the links between them, by data sheet: what times and costs are computed from.
 
-Arithmetic and memory are those of ``jaxllm.compiler.peaks`` and ``sharding.topology``; here are the links, and what a
+Arithmetic and memory are those of ``jaxllm.compiler.device_peaks`` and ``sharding.topology``; here are the links, and what a
 device draws and costs. A file changes entries or adds some (``read``):
 
     [v6e]
@@ -11,7 +11,7 @@ device draws and costs. A file changes entries or adds some (``read``):
     like = "h100"              # compiled for, and all that is not said here
     link = 200e9
 
-Sources. Rates of 8-bit products: the sheets of `jaxllm.compiler.peaks`. ICI: cloud.google.com/tpu/docs, "interconnect
+Sources. Rates of 8-bit products: the sheets of `jaxllm.compiler.device_peaks`. ICI: cloud.google.com/tpu/docs, "interconnect
 bandwidth per chip, bidirectional" of each generation, over its links and two directions. Data-centre network of TPUs:
 jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200 (NVLink, half of the
 total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX systems). Hosts: PCIe of 16
@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm.compiler.peaks import Peak, peak_of
+from jaxllm.compiler.device_peaks import Peak, peak_of
 from jaxllm.config import closest
-from jaxllm.parallel.legal import factorings
+from jaxllm.parallel.mesh_search import factorings
 from sharding import ShardingError
 from sharding.topology import GENERATIONS, Topology
 

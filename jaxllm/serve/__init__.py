@@ -1,30 +1,44 @@
 """A server that OpenAI's clients can talk to."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.serve.app import Service, create_app
     from jaxllm.serve.backend import Backend, Load, Served
     from jaxllm.serve.config import ServeConfig
-    from jaxllm.serve.run import Server, engine_of, serve
+    from jaxllm.serve.server import Server, engine_of, serve
 
-_HOMES = {
-    "app": ("Service", "create_app"),
-    "backend": ("Backend", "Load", "Served"),
-    "config": ("ServeConfig",),
-    "run": ("Server", "engine_of", "serve"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.serve.app": (
+            "Service",
+            "create_app",
+        ),
+        "jaxllm.serve.backend": (
+            "Backend",
+            "Load",
+            "Served",
+        ),
+        "jaxllm.serve.config": ("ServeConfig",),
+        "jaxllm.serve.server": (
+            "Server",
+            "engine_of",
+            "serve",
+        ),
+    },
+)
 
-__all__ = ["Backend", "Load", "ServeConfig", "Served", "Server", "Service", "create_app", "engine_of", "serve"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = [
+    "Backend",
+    "Load",
+    "ServeConfig",
+    "Served",
+    "Server",
+    "Service",
+    "create_app",
+    "engine_of",
+    "serve",
+]

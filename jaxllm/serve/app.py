@@ -26,19 +26,25 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from jaxllm.serve import responses as shapes
+from jaxllm.serve.api import response_schemas as shapes
+from jaxllm.serve.api.chat_completions import Chat
+from jaxllm.serve.api.embeddings import embed
+from jaxllm.serve.api.errors import ApiError, dumps, of_validation
+from jaxllm.serve.api.event_stream import ClientGone, EventStream, unless_gone
+from jaxllm.serve.api.prompt_encoding import chat_ids, chat_text, prompts_of, text_ids
+from jaxllm.serve.api.request_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from jaxllm.serve.api.text_completions import Completions
 from jaxllm.serve.backend import Backend
-from jaxllm.serve.chat import Chat
-from jaxllm.serve.completions import Completions
 from jaxllm.serve.config import ServeConfig
-from jaxllm.serve.embeddings import embed
-from jaxllm.serve.errors import ApiError, dumps, of_validation
-from jaxllm.serve.gate import Gate, error_response
 from jaxllm.serve.generation import Desk
-from jaxllm.serve.metrics import Metrics
-from jaxllm.serve.prompts import chat_ids, chat_text, prompts_of, text_ids
-from jaxllm.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from jaxllm.serve.stream import ClientGone, EventStream, unless_gone
+from jaxllm.serve.middleware import Gate, error_response
+from jaxllm.serve.server_metrics import Metrics
 
 _WORDS = {
     400: "The request is not legal.", 401: "The key is missing or wrong.", 404: "There is no such thing.",

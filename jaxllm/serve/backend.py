@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxllm.infer.async_engine import AsyncEngine
-from jaxllm.infer.engine import Engine
-from jaxllm.infer.pieces import Piece
-from jaxllm.infer.policy import FirstCome, Priority, Service
-from jaxllm.infer.sampling import SamplingParams
-from jaxllm.serve.embedding import Embedder, Pooling
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.engine.policies import FirstCome, Priority, Service
+from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.serve.embedder import Embedder, Pooling
 from jaxllm.serve.utilisation import Use, uses
 from jaxllm.text import ChatTemplate, Tokenizer
 

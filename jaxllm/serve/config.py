@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxllm.serve.formats import FORMATS
+from jaxllm.serve.tools.tool_formats import FORMATS
 
 
 @dataclass(frozen=True)

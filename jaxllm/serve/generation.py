@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.infer.async_engine import EngineStopped
-from jaxllm.infer.pieces import Piece
-from jaxllm.infer.policy import Service
-from jaxllm.infer.sampling import SamplingParams
+from jaxllm.infer.engine.policies import Service
+from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
-from jaxllm.serve.errors import ApiError
-from jaxllm.serve.metrics import Metrics
-from jaxllm.serve.tools import Dialect
+from jaxllm.serve.server_metrics import Metrics
+from jaxllm.serve.tools.tool_choice import Dialect
 
 
 @dataclass(frozen=True)

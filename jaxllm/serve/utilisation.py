@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.compiler.peaks import Peak, peak_of
-from jaxllm.infer.device import Device
-from jaxllm.infer.engine import Engine
-from jaxllm.infer.metrics import Bucket
+from jaxllm.compiler.device_peaks import Peak, peak_of
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.engine.engine_metrics import Bucket
+from jaxllm.infer.runner.model_runner import Device
 from jaxllm.models import DecoderConfig, MoeConfig
-from jaxllm.train.flops import forward_flops_per_token
+from jaxllm.train.model_flops import forward_flops_per_token
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,35 @@
 Names are imported when they are first used, so importing this package costs nothing.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxllm.text.byte import ByteTokenizer
-    from jaxllm.text.gguf import tokenizer_from_gguf
-    from jaxllm.text.load import load_tokenizer
-    from jaxllm.text.template import ChatTemplate, TemplateError, load_template, template_from_gguf
+    from jaxllm.text.byte_tokenizer import ByteTokenizer
+    from jaxllm.text.chat_template.chat_template import ChatTemplate, TemplateError, load_template, template_from_gguf
+    from jaxllm.text.gguf_tokenizer import tokenizer_from_gguf
     from jaxllm.text.tokenizer import StreamDecoder, Tokenizer
+    from jaxllm.text.tokenizer_loading import load_tokenizer
 
-_HOMES = {
-    "byte": ("ByteTokenizer",),
-    "gguf": ("tokenizer_from_gguf",),
-    "load": ("load_tokenizer",),
-    "template": ("ChatTemplate", "TemplateError", "load_template", "template_from_gguf"),
-    "tokenizer": ("StreamDecoder", "Tokenizer"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.text.byte_tokenizer": ("ByteTokenizer",),
+        "jaxllm.text.chat_template.chat_template": (
+            "ChatTemplate",
+            "TemplateError",
+            "load_template",
+            "template_from_gguf",
+        ),
+        "jaxllm.text.gguf_tokenizer": ("tokenizer_from_gguf",),
+        "jaxllm.text.tokenizer_loading": ("load_tokenizer",),
+        "jaxllm.text.tokenizer": (
+            "StreamDecoder",
+            "Tokenizer",
+        ),
+    },
+)
 
 __all__ = [
     "ByteTokenizer",
@@ -33,13 +44,3 @@ __all__ = [
     "template_from_gguf",
     "tokenizer_from_gguf",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.files import DataError, at
-from jaxllm.text import definition
-from jaxllm.text.definition import SPACE
-from jaxllm.text.layout import CONFIG_FILE, read_stop_ids, token_name
-from jaxllm.text.library import LibraryTokenizer
+from jaxllm.text import tokenizer_json
+from jaxllm.text.hf_tokenizer import LibraryTokenizer
+from jaxllm.text.tokenizer_files import CONFIG_FILE, read_stop_ids, token_name
+from jaxllm.text.tokenizer_json import SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of piece; GGUF files use the same numbers."""
@@ -37,7 +37,7 @@ class Pieces:
     def added(self, *, rstrip: bool = False) -> list[dict[str, Any]]:
         """The pieces that are found in the text itself: those a user defined, and special tokens."""
         return [
-            definition.added_token(index, text, special=kind != USER_DEFINED, rstrip=rstrip)
+            tokenizer_json.added_token(index, text, special=kind != USER_DEFINED, rstrip=rstrip)
             for index, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True))
             if kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
@@ -145,13 +145,13 @@ def bpe_definition(
         if kind == UNUSED and any(text[:cut] in ranks and text[cut:] in ranks for cut in range(1, len(text))):
             raise DataError(f"{where}: the piece {text!r} is marked unused, but merges lead to it; not supported")
     unknown = pieces.texts[pieces.kinds.index(UNKNOWN)] if UNKNOWN in pieces.kinds else None
-    merges = definition.merges_of(ranks, vocab)
-    return definition.tokenizer_json(
-        definition.bpe(vocab, merges, unknown=unknown, byte_fallback=byte_fallback),
+    merges = tokenizer_json.merges_of(ranks, vocab)
+    return tokenizer_json.tokenizer_json(
+        tokenizer_json.bpe(vocab, merges, unknown=unknown, byte_fallback=byte_fallback),
         added=pieces.added(rstrip=rstrip),
         normalizer=normalizer,
         pre_tokenizer=None,
-        decoder=definition.spaces_decoder(prefix),
+        decoder=tokenizer_json.spaces_decoder(prefix),
         bos=bos,
     )
 
@@ -177,19 +177,19 @@ def _unigram_definition(
             vocab.append([text, score])
     # The library would take `<0x41>` in a text for the byte's piece.
     apart = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior": "Isolated", "invert": False}
-    return definition.tokenizer_json(
+    return tokenizer_json.tokenizer_json(
         {"type": "Unigram", "unk_id": pieces.kinds.index(UNKNOWN), "vocab": vocab, "byte_fallback": byte_fallback},
         added=[one for one in pieces.added() if one["special"]],
         normalizer=normalizer,
         pre_tokenizer=apart if byte_fallback else None,
-        decoder=definition.spaces_decoder(prefix),
+        decoder=tokenizer_json.spaces_decoder(prefix),
         bos=bos,
     )
 
 
 def _normalizer(prefix: bool, squeeze: bool) -> dict[str, Any]:
     """SentencePiece's order: spaces at the ends and in a row, the space before, spaces to `SPACE`."""
-    last = definition.prefixed_spaces(prefix)
+    last = tokenizer_json.prefixed_spaces(prefix)
     rules = ((r"\A +| +\z", ""), (" {2,}", " ")) if squeeze else ()
     first = [{"type": "Replace", "pattern": {"Regex": regex}, "content": content} for regex, content in rules]
     return {**last, "normalizers": [*first, *last["normalizers"]]}

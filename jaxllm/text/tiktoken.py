@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.files import DataError, at
-from jaxllm.text import definition, splits
-from jaxllm.text.byte import byte_alphabet
-from jaxllm.text.layout import CONFIG_FILE, read_stop_ids, token_name
-from jaxllm.text.library import LibraryTokenizer
+from jaxllm.text import pretokenizers, tokenizer_json
+from jaxllm.text.byte_tokenizer import byte_alphabet
+from jaxllm.text.hf_tokenizer import LibraryTokenizer
+from jaxllm.text.tokenizer_files import CONFIG_FILE, read_stop_ids, token_name
 
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 
@@ -82,10 +82,10 @@ def open_tiktoken(file: Path, data: bytes, config: Mapping[str, Any], split: str
     if split is None and known is None:
         raise DataError(
             f"{where}: {len(ranks):,} tokens of no vocabulary that is known, so it is not known how text is split; "
-            f"give `split`, one of {', '.join(splits.SPLITS)}"
+            f"give `split`, one of {', '.join(pretokenizers.SPLITS)}"
         )
-    if split is not None and split not in splits.SPLITS:
-        raise DataError(f"{where}: no split {split!r}; legal: {', '.join(splits.SPLITS)}")
+    if split is not None and split not in pretokenizers.SPLITS:
+        raise DataError(f"{where}: no split {split!r}; legal: {', '.join(pretokenizers.SPLITS)}")
     if known is not None and split not in (None, known.split):
         raise DataError(f"{where}: this vocabulary splits as {known.split!r} does, not as {split!r}; leave `split` out")
     split = split or (known.split if known else "")
@@ -128,10 +128,10 @@ def _added(config: Mapping[str, Any], known: _Published | None, where: str) -> d
     listed = config.get("added_tokens_decoder")
     if listed is None:
         specials = known.specials if known else {}
-        return {index: definition.added_token(index, name, special=True) for index, name in specials.items()}
+        return {index: tokenizer_json.added_token(index, name, special=True) for index, name in specials.items()}
     try:
         return {
-            int(index): definition.added_token(int(index), one["content"], special=bool(one.get("special", True)))
+            int(index): tokenizer_json.added_token(int(index), one["content"], special=bool(one.get("special", True)))
             for index, one in listed.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -154,14 +154,14 @@ def _definition(
     # Ids that nothing has are given names, since the library numbers added tokens without gaps.
     last_rank = max(ranks.values())
     for index in set(range(max([last_rank, *added]))) - set(ranks.values()) - added.keys():
-        added[index] = definition.added_token(index, f"<|unused_{index}|>", special=True)
+        added[index] = tokenizer_json.added_token(index, f"<|unused_{index}|>", special=True)
     inside = {one["content"]: index for index, one in added.items() if index < last_rank}
-    merges = definition.merges_of(spelt, spelt)
-    return definition.tokenizer_json(
-        definition.bpe(spelt | inside, merges, whole_words=True),
+    merges = tokenizer_json.merges_of(spelt, spelt)
+    return tokenizer_json.tokenizer_json(
+        tokenizer_json.bpe(spelt | inside, merges, whole_words=True),
         added=list(added.values()),
-        normalizer=splits.normalizer(split),
-        pre_tokenizer=splits.pre_tokenizer(split),
-        decoder=definition.BYTE_LEVEL,
+        normalizer=pretokenizers.normalizer(split),
+        pre_tokenizer=pretokenizers.pre_tokenizer(split),
+        decoder=tokenizer_json.BYTE_LEVEL,
         bos=bos,
     )

@@ -1,35 +1,57 @@
 """Training: state, loss, step, loop."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.train.config import RunConfig
     from jaxllm.train.evaluate import Evaluation, Evaluator
     from jaxllm.train.loop import Finished, train
-    from jaxllm.train.loss import loss_sums, value_and_grad
-    from jaxllm.train.recovery import NonFiniteLossError, SpikesError
-    from jaxllm.train.resume import ResumeError
-    from jaxllm.train.routing import RoutingConfig
+    from jaxllm.train.recovery.resume import ResumeError
+    from jaxllm.train.recovery.rollback import NonFiniteLossError, SpikesError
     from jaxllm.train.run import Run
-    from jaxllm.train.spikes import SpikeConfig
-    from jaxllm.train.state import TrainState, abstract_state, init_state
-    from jaxllm.train.step import jit_step, train_step
+    from jaxllm.train.step.loss import loss_sums, value_and_grad
+    from jaxllm.train.step.loss_spikes import SpikeConfig
+    from jaxllm.train.step.routing_losses import RoutingConfig
+    from jaxllm.train.step.train_state import TrainState, abstract_state, init_state
+    from jaxllm.train.step.training_step import jit_step, train_step
 
-_HOMES = {
-    "config": ("RunConfig",),
-    "evaluate": ("Evaluation", "Evaluator"),
-    "loop": ("Finished", "train"),
-    "loss": ("loss_sums", "value_and_grad"),
-    "recovery": ("NonFiniteLossError", "SpikesError"),
-    "resume": ("ResumeError",),
-    "routing": ("RoutingConfig",),
-    "run": ("Run",),
-    "spikes": ("SpikeConfig",),
-    "state": ("TrainState", "abstract_state", "init_state"),
-    "step": ("jit_step", "train_step"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.train.config": ("RunConfig",),
+        "jaxllm.train.evaluate": (
+            "Evaluation",
+            "Evaluator",
+        ),
+        "jaxllm.train.loop": (
+            "Finished",
+            "train",
+        ),
+        "jaxllm.train.recovery.resume": ("ResumeError",),
+        "jaxllm.train.recovery.rollback": (
+            "NonFiniteLossError",
+            "SpikesError",
+        ),
+        "jaxllm.train.run": ("Run",),
+        "jaxllm.train.step.loss": (
+            "loss_sums",
+            "value_and_grad",
+        ),
+        "jaxllm.train.step.loss_spikes": ("SpikeConfig",),
+        "jaxllm.train.step.routing_losses": ("RoutingConfig",),
+        "jaxllm.train.step.train_state": (
+            "TrainState",
+            "abstract_state",
+            "init_state",
+        ),
+        "jaxllm.train.step.training_step": (
+            "jit_step",
+            "train_step",
+        ),
+    },
+)
 
 __all__ = [
     "Evaluation",
@@ -51,13 +73,3 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

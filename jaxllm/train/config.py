@@ -11,10 +11,10 @@ from jaxllm.models.decoder import DecoderConfig
 from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
-from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.train.host import HostConfig
-from jaxllm.train.routing import RoutingConfig
-from jaxllm.train.spikes import SpikeConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.train.host_offload import HostConfig
+from jaxllm.train.step.loss_spikes import SpikeConfig
+from jaxllm.train.step.routing_losses import RoutingConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RunConfig:
         parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
         host: what of the optimizer and the parameters waits in the host's memory.
         distributed: how long several processes wait for each other.
-        compiler_options: changes to the table of ``jaxllm.parallel.flags``: "NAME=VALUE", or "NAME=" for the compiler's
+        compiler_options: changes to the table of ``jaxllm.parallel.compiler_flags``: "NAME=VALUE", or "NAME=" for the compiler's
             own choice.
         checkpoint: when to save and what to keep.
         log_every: steps between two lines of the log where there is no live view.

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.models import Functional
-from jaxllm.train.loss import LossSums, loss_sums
-from jaxllm.train.processes import put
+from jaxllm.train.run_processes import put
+from jaxllm.train.step.loss import LossSums, loss_sums
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,24 @@ import jax
 
 from jaxllm.checkpoint import StateProvider
 from jaxllm.config import to_dict
-from jaxllm.data import Prefetcher, repeats
+from jaxllm.data import Prefetcher, repeated_data
 from jaxllm.models import param_count
-from jaxllm.observe.events import EventLog
+from jaxllm.observe.event_log import EventLog
+from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import StopTogether, group
-from jaxllm.parallel.flags import described
 from jaxllm.train.config import RunConfig
 from jaxllm.train.evaluate import Evaluation, Evaluator
-from jaxllm.train.pipelined import pipelined_sums, planned
-from jaxllm.train.plot import draw_loss
-from jaxllm.train.processes import fingerprint, surroundings
-from jaxllm.train.receipt import make_receipt
-from jaxllm.train.recorder import WIDE, Recorder, facts
-from jaxllm.train.recovery import GoBack, check, finite, go_back
-from jaxllm.train.resume import start_state
+from jaxllm.train.records.live_view import View
+from jaxllm.train.records.loss_plot import draw_loss
+from jaxllm.train.records.receipt import make_receipt
+from jaxllm.train.records.recorder import WIDE, Recorder, facts
+from jaxllm.train.recovery.resume import start_state
+from jaxllm.train.recovery.rollback import GoBack, check, finite, go_back
+from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
-from jaxllm.train.saving import Saver
-from jaxllm.train.state import TrainState
-from jaxllm.train.view import View
+from jaxllm.train.run_processes import fingerprint, surroundings
+from jaxllm.train.step.pipelined_loss import pipelined_sums, planned
+from jaxllm.train.step.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def describe(run: Run, view: View, first: int) -> None:
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
     view.say(run.data.summary)
-    for line in repeats.said(run.data.train, config.steps):
+    for line in repeated_data.said(run.data.train, config.steps):
         view.say(line)
     if first:
         view.say(f"Going on after step {first} in {run.directory.path}")

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.models.decoder import DTypeName
-from jaxllm.models.products import Rounding, Scheme
+from jaxllm.models.low_precision_matmul import Rounding, Scheme
 from jaxllm.optim import optimizer
-from jaxllm.optim.narrow import Rounding as UpdateRounding
+from jaxllm.optim.bfloat16_params import Rounding as UpdateRounding
 from jaxllm.train.config import RunConfig
-from jaxllm.train.flops import causal_mean
-from jaxllm.train.numerics import numerics
+from jaxllm.train.model_flops import causal_mean
+from jaxllm.train.step.numerics import numerics
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Precision:
     Attributes:
         param_dtype: parameters, gradients as they are added up, and the optimizer's moments.
         dtype: the one visible cast: weights and activations, but for float32 norms, softmax and loss. Of "float16" the
-            loss is scaled (``jaxllm.train.numerics``).
+            loss is scaled (``jaxllm.train.step.numerics``).
         products: what factors of products with a block's weights are rounded to.
         rounding: of updates of parameters in bfloat16.
     """
@@ -88,7 +88,7 @@ class Stated:
 
     Attributes:
         parameters, optimizer, gradients: bytes a parameter, of those stored; the optimizer's counters are left out.
-        numerics: bytes of ``jaxllm.train.numerics``, in all.
+        numerics: bytes of ``jaxllm.train.step.numerics``, in all.
         flops: of a token's training step (recomputation left out), by the dtype that its factors are in.
     """
 

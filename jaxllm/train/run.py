@@ -10,28 +10,28 @@ from typing import Any, get_args
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxllm.checkpoint import StateProvider, providers
+from jaxllm.checkpoint import StateProvider, state_providers
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
-from jaxllm.data.passing import Passing
+from jaxllm.data.skip_batches import Passing
 from jaxllm.models import Functional, functional
-from jaxllm.observe.sinks import check as check_trackers
+from jaxllm.observe.metric_sinks import check as check_trackers
+from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
-from jaxllm.parallel.flags import options
-from jaxllm.parallel.legal import check_parameters, resolve
-from jaxllm.parallel.pipeline.cut import Remat
-from jaxllm.train.begin import beginning
+from jaxllm.parallel.mesh_search import check_parameters, resolve
+from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
-from jaxllm.train.directory import RunDirectory
-from jaxllm.train.loss import value_and_grad
-from jaxllm.train.numerics import numerics
-from jaxllm.train.pipelined import pipelined, planned
-from jaxllm.train.processes import own_part, put
-from jaxllm.train.receipt import versions
-from jaxllm.train.rule import check_host, check_rule, optimizer_of, step_of
-from jaxllm.train.saving import Place, Saver
-from jaxllm.train.state import TrainState, abstract_state
-from jaxllm.train.step import ValueAndGrad, jit_step
+from jaxllm.train.init_from import beginning
+from jaxllm.train.records.receipt import versions
+from jaxllm.train.records.run_directory import RunDirectory
+from jaxllm.train.recovery.saving import Place, Saver
+from jaxllm.train.run_processes import own_part, put
+from jaxllm.train.step.loss import value_and_grad
+from jaxllm.train.step.numerics import numerics
+from jaxllm.train.step.pipelined_loss import pipelined, planned
+from jaxllm.train.step.step_builder import check_host, check_rule, optimizer_of, step_of
+from jaxllm.train.step.train_state import TrainState, abstract_state
+from jaxllm.train.step.training_step import ValueAndGrad, jit_step
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec
 
@@ -41,7 +41,7 @@ class Run:
 
     Attributes:
         batches: what its steps take of the data.
-        spikes: those so far, as JSON (``jaxllm.train.recovery``).
+        spikes: those so far, as JSON (``jaxllm.train.recovery.rollback``).
 
     Raises:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
@@ -96,8 +96,8 @@ class Run:
 
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """The state, the providers', and the facts beside them."""
-        meta = {**self.meta(step), "metrics": metrics, **providers.facts(self.also)}
-        saver.save(place, step, providers.with_arrays(state, self.also), meta)
+        meta = {**self.meta(step), "metrics": metrics, **state_providers.facts(self.also)}
+        saver.save(place, step, state_providers.with_arrays(state, self.also), meta)
 
     def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint carries beside the state."""

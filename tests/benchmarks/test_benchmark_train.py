@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks import train, train_plan
 from benchmarks.as_run import as_run, decoder
+from benchmarks.interleaved import OURS, Contender, Failed, Restarted, in_turn, ratio
 from benchmarks.setting import Setting
 from benchmarks.train_plan import SHAPES, Planned, fitted, most, planned, topology_of
-from benchmarks.turns import OURS, Contender, Failed, Restarted, in_turn, ratio
 from jaxllm.config import ConfigError
-from jaxllm.train.flops import train_flops_per_token
+from jaxllm.train.model_flops import train_flops_per_token
 from recipes.gpt2 import gpt2_124m
 from recipes.llama3 import llama3_1b, llama3_8b
 from sharding.topology import GIB

@@ -58,7 +58,7 @@ def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], No
         What to call where there is no trap: it says that this process has come to a point.
     """
     from jaxllm.checkpoint import snapshot
-    from jaxllm.checkpoint.files import Local
+    from jaxllm.checkpoint.storage.file_systems import Local
 
     count = itertools.count(1)
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, MemoryConfig
-from jaxllm.checkpoint.interval import best_interval, between_failures, steps_between
-from jaxllm.checkpoint.memory.erasure import coefficients, decode, encode
-from jaxllm.checkpoint.memory.held import Held, Holder, HolderLost
-from jaxllm.checkpoint.memory.holder import send
-from jaxllm.checkpoint.memory.snapshots import Snapshots, Stripes
+from jaxllm.checkpoint.memory.erasure_coding import coefficients, decode, encode
+from jaxllm.checkpoint.memory.memory_snapshots import Snapshots, Stripes
+from jaxllm.checkpoint.memory.peer_server import send
+from jaxllm.checkpoint.memory.peer_storage import Held, Holder, HolderLost
+from jaxllm.checkpoint.save_interval import best_interval, between_failures, steps_between
 from jaxllm.checkpoint.snapshot import Leaf
 from jaxllm.parallel.distributed import Group
 from tests.checkpoint.together import leaves_of

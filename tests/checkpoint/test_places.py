@@ -20,12 +20,11 @@ from jaxllm.checkpoint import (
     CheckpointMismatchError,
     Reading,
     Source,
-    files,
-    hashing,
+    checkpoint_writer,
     snapshot,
-    writer,
 )
-from jaxllm.checkpoint.writer import Budget
+from jaxllm.checkpoint.checkpoint_writer import Budget
+from jaxllm.checkpoint.storage import file_systems, leaf_hashing
 from tests import environment
 from tests.checkpoint.states import abstract_on, assert_same, make_state
 from tests.checkpoint.together import save_together
@@ -61,7 +60,7 @@ def test_dead_saves_in_an_object_store(tmp_path, monkeypatch):
     place = next(PLACES)
     with Checkpointer(place) as checkpointer:
         checkpointer.save(1, make_state(0, 1), {})
-    monkeypatch.setattr(writer, "write_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(checkpoint_writer, "write_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
     with Checkpointer(place) as checkpointer:
         checkpointer.save(2, make_state(0, 2), {})
         with pytest.raises(CheckpointError, match=r"No space left.* Step 1 is the newest"):
@@ -80,13 +79,13 @@ def test_a_missing_package_is_named():
 @pytest.mark.parametrize("block", [24, 100, 2**26])
 @pytest.mark.parametrize("size", [1, 3])
 def test_slices_of_any_layout_and_the_hash_of_all(place, monkeypatch, rng, block, size):
-    monkeypatch.setattr(hashing, "BLOCK", block)
+    monkeypatch.setattr(leaf_hashing, "BLOCK", block)
     array = rng.standard_normal((12, 10, 2))
     chunks = {"w": (4, 5, 2)} if size > 1 else {}
     save_together(place, size, 1, {"w": array, "x": array[0]}, chunks, {})
     with Checkpointer(place, read_only=True) as reader:
         reader.verify()
-        assert reader.manifest().leaves["w"].hash == hashing.hash_array(array)
+        assert reader.manifest().leaves["w"].hash == leaf_hashing.hash_array(array)
         for _ in range(5):
             ends = [sorted(rng.integers(0, n + 1, 2)) for n in array.shape]
             index = tuple(slice(int(a), int(b)) for a, b in ends)
@@ -94,7 +93,7 @@ def test_slices_of_any_layout_and_the_hash_of_all(place, monkeypatch, rng, block
 
 
 def test_no_more_is_read_than_a_slice_lies_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(hashing, "BLOCK", 2**12)
+    monkeypatch.setattr(leaf_hashing, "BLOCK", 2**12)
     array = np.arange(2**14, dtype=np.float64).reshape(128, 128)
     save_together(str(tmp_path / "one"), 1, 1, {"w": array}, {}, {})
     save_together(str(tmp_path / "two"), 2, 1, {"w": array}, {"w": (64, 64)}, {})
@@ -198,7 +197,7 @@ def test_a_copy_needs_room(monkeypatch):
 @pytest.mark.parametrize("refuses", [False, True])
 def test_large_writes_past_the_page_cache(refuses, tmp_path, monkeypatch):
     """Pieces of any size, in any order of sizes, on a file system that can or cannot: the file has their bytes."""
-    monkeypatch.setattr(files, "DIRECT", 2 * files.ALIGNED)
+    monkeypatch.setattr(file_systems, "DIRECT", 2 * file_systems.ALIGNED)
     write, direct = os.write, []
 
     def writing(handle: int, data: Any) -> int:
@@ -207,14 +206,20 @@ def test_large_writes_past_the_page_cache(refuses, tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, "as some file systems do")
         return write(handle, data)
 
-    monkeypatch.setattr(files.os, "write", writing)
-    monkeypatch.setattr(files._Past, "_buffers", threading.local())
+    monkeypatch.setattr(file_systems.os, "write", writing)
+    monkeypatch.setattr(file_systems._Past, "_buffers", threading.local())
     rng = np.random.default_rng(environment.seed())
-    sizes = [5 * files.ALIGNED + 7, 3, files.ALIGNED - 10, 4 * files.ALIGNED, *rng.integers(1, 9 * files.ALIGNED, 6)]
+    sizes = [
+        5 * file_systems.ALIGNED + 7,
+        3,
+        file_systems.ALIGNED - 10,
+        4 * file_systems.ALIGNED,
+        *rng.integers(1, 9 * file_systems.ALIGNED, 6),
+    ]
     pieces = [rng.bytes(size) for size in sizes]
-    with files.Local(tmp_path).create("x") as file:
+    with file_systems.Local(tmp_path).create("x") as file:
         for piece in pieces:
             assert file.write(memoryview(piece)) == len(piece)
     assert (tmp_path / "x").read_bytes() == b"".join(pieces)
-    assert direct == [2 * files.ALIGNED] * len(direct)
+    assert direct == [2 * file_systems.ALIGNED] * len(direct)
     assert len(direct) == 1 if refuses else len(direct) >= 4

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.compiler import aot, collectives, live, walker
-from jaxllm.compiler.groups import Placement
+from jaxllm.compiler import aot, collectives, live_ranges, program_walker
+from jaxllm.compiler.replica_groups import Placement
 from sharding import MeshSpec
 from sharding.topology import Topology
 
@@ -188,8 +188,8 @@ def walked(topology: Topology, layers: int, width: int, rows: int) -> dict[str, 
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=0).lower(weights, place(rows * mesh.size, width)).compile()
     text, memory = compiled.as_text() or "", aot.report(compiled, topology)
-    program = walker.read(text, Placement.of(mesh))
-    found = live.read(text)
+    program = program_walker.read(text, Placement.of(mesh))
+    found = live_ranges.read(text)
     return {
         "flops": program.flops,
         "cycles": program.cycles,

@@ -7,8 +7,8 @@ import pytest
 from jaxllm.compiler import collectives
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.compiler.collectives import Collective
-from jaxllm.compiler.groups import group_size
 from jaxllm.compiler.hlo import HloError
+from jaxllm.compiler.replica_groups import group_size
 from sharding.isolate import run_isolated
 from tests.compiler.programs import COLUMNS, ROWS
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm.compiler import live
+from jaxllm.compiler import live_ranges
 
 SQUARE = (256, 256)
 
@@ -50,19 +50,19 @@ def test_the_peak_is_the_compilers(name):
     """Within 5% and a kilobyte: the compiler rounds each array up, and finds more kernels that may work in place."""
     function, *shapes = PROGRAMS[name]
     program = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
-    memory = live.read(program.as_text() or "")
+    memory = live_ranges.read(program.as_text() or "")
     analysis = program.memory_analysis()
     assert analysis is not None
     allocated = analysis.temp_size_in_bytes
     assert abs(memory.temp_bytes - allocated) <= 0.05 * allocated + 1024, (memory.temp_bytes, allocated)
     assert sum(memory.at_peak().values()) == memory.peak_bytes == memory.total.max()
-    assert all(kind in live.KINDS for kind in memory.live)
+    assert all(kind in live_ranges.KINDS for kind in memory.live)
 
 
 def test_what_the_forward_pass_keeps_is_named():
     function, *shapes = PROGRAMS["gradients of a scan"]
     text = jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
-    kept = live.read(text or "").at_peak()["saved for the backward pass"]
+    kept = live_ranges.read(text or "").at_peak()["saved for the backward pass"]
     assert kept >= 6 * 1024 * 256 * 4, "each layer's input"
 
 
@@ -99,7 +99,7 @@ ENTRY %main (a: f32[256]) -> (f32[256], f32[256]) {
 
 def test_by_hand():
     """At the fullest: the loop's state of 1 and 4 KiB and, inside a turn, 2 KiB; its next state is in place."""
-    memory = live.read(BY_HAND)
+    memory = live_ranges.read(BY_HAND)
     assert memory.peak_bytes == (1 + 4 + 2) * 1024
     assert memory.steps[memory.peak] in ("wide", "next")
     at = dict(zip(memory.steps, memory.total.tolist(), strict=True))
@@ -122,4 +122,4 @@ def test_by_hand():
     ],
 )
 def test_padding(shape, size):
-    assert live.padded_bytes(shape) == size
+    assert live_ranges.padded_bytes(shape) == size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.compiler.peaks import clock_of, peak_of
+from jaxllm.compiler.device_peaks import clock_of, peak_of
 from sharding.topology import GENERATIONS
 
 CHIPS = {"v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12}

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxllm.compiler import live, walker
+from jaxllm.compiler import live_ranges, program_walker
 from jaxllm.compiler.aot import CompileReport
-from jaxllm.compiler.reading import Reading
+from jaxllm.compiler.program_report import Reading
 from jaxllm.compiler.timeline import Rates
 from tests.compiler.test_walker import PLACES, SAID, made_up
 from tests.serve.browser import CHROMIUM, Page
@@ -20,7 +20,7 @@ SHAPES = {"rect", "line", "path", "circle", "polygon"}
 
 def reading(estimate: str = SAID, platform: str = "h100:1x8", rates: bool = True) -> Reading:
     text = made_up(estimate)
-    program, memory = walker.read(text, PLACES), live.read(text)
+    program, memory = program_walker.read(text, PLACES), live_ranges.read(text)
     report = CompileReport(
         name="a <step> & more", topology=platform, num_devices=8, jax="0", compiler="xla 1", lower_seconds=1.0,
         compile_seconds=2.0, argument_bytes=4096, output_bytes=0, alias_bytes=0, temp_bytes=memory.temp_bytes,

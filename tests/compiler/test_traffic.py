@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxllm.compiler import traffic
+from jaxllm.compiler import hbm_traffic
 
 PROGRAM = """HloModule made_up, num_partitions=1
 
@@ -60,7 +60,7 @@ BODY = PROGRAM[PROGRAM.index("%body") : PROGRAM.index("%condition")]
 
 def test_a_made_up_program():
     """800 of b twice; the update 400 and its index; seven turns of a row, an index, a vector read and one written."""
-    found = traffic.read(PROGRAM)
+    found = hbm_traffic.read(PROGRAM)
     assert found.bytes == 800 + (400 + 4) + 7 * (400 + 4 + 400 + 400)
     assert (found.data_loops, found.kernels) == (0, 0)
 
@@ -68,8 +68,8 @@ def test_a_made_up_program():
 def test_loops_that_depend_on_data_are_counted_by_number():
     unknown = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"7"}}', "")
     assert unknown != PROGRAM
-    assert traffic.read(unknown).bytes == 800 + 404 + 1204, "one turn of the outermost"
-    assert traffic.read(unknown, turns=5).bytes == 800 + 404 + 5 * 1204
+    assert hbm_traffic.read(unknown).bytes == 800 + 404 + 1204, "one turn of the outermost"
+    assert hbm_traffic.read(unknown, turns=5).bytes == 800 + 404 + 5 * 1204
 
 
 def test_a_loop_in_such_a_loop_is_left_out():
@@ -79,7 +79,7 @@ def test_a_loop_in_such_a_loop_is_left_out():
         "  %inner = (s32[], f32[10,100]{1,0}, f32[100]{0}) while(%s), condition=%condition, body=%deep\n"
         "  %y = f32[100]{0} get-tuple-element(%inner), index=2\n",
     ).replace("%condition (c:", BODY.replace("%body", "%deep") + "\n%condition (c:")
-    found = traffic.read(nested, turns=3)
+    found = hbm_traffic.read(nested, turns=3)
     assert (found.bytes, found.data_loops) == (800 + 404, 3)
 
 
@@ -89,10 +89,10 @@ def test_a_piece_fetched_ahead_is_read_once():
         "  %ahead = ((f32[10,100]{1,0}), f32[3,100]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:3], [0:100]}\n"
         "  %there = f32[3,100]{1,0:S(1)} slice-done(%ahead)\n  %written =",
     )
-    assert traffic.read(fetched).bytes - traffic.read(PROGRAM).bytes == 3 * 400
+    assert hbm_traffic.read(fetched).bytes - hbm_traffic.read(PROGRAM).bytes == 3 * 400
 
 
 def test_a_compiled_product_reads_its_matrix_once():
     shapes = jax.ShapeDtypeStruct((1, 512), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
     text = jax.jit(lambda x, w: x @ w).lower(*shapes).compile().as_text()
-    assert 1 <= traffic.read(text).bytes / (4 * (512 + 512 * 256 + 256)) < 1.05
+    assert 1 <= hbm_traffic.read(text).bytes / (4 * (512 + 512 * 256 + 256)) < 1.05

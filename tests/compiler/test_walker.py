@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compiler import traffic, walker
-from jaxllm.compiler.groups import Placement, groups
+from jaxllm.compiler import hbm_traffic, program_walker
 from jaxllm.compiler.hlo import HloError
+from jaxllm.compiler.program_walker import Cost, Done, Exchange, Loop, Op, Program, Start
+from jaxllm.compiler.replica_groups import Placement, groups
 from jaxllm.compiler.timeline import Rates, ring_seconds, timeline
-from jaxllm.compiler.walker import Cost, Done, Exchange, Loop, Op, Program, Start
 
 
 def compiled(function, *shapes, dtype=jnp.float32):
@@ -19,7 +19,7 @@ def compiled(function, *shapes, dtype=jnp.float32):
 
 
 def flops(function, *shapes) -> int:
-    return walker.read(compiled(function, *shapes).as_text() or "").flops
+    return program_walker.read(compiled(function, *shapes).as_text() or "").flops
 
 
 def analysis(program) -> dict[str, float]:
@@ -96,7 +96,7 @@ def test_flops_are_those_of_xla(draw, rng):
     for _ in range(4):
         function, shapes = draw(rng)
         program = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
-        found = walker.read(program.as_text() or "").flops
+        found = program_walker.read(program.as_text() or "").flops
         assert found == analysis(program).get("flops", 0), shapes
 
 
@@ -111,14 +111,14 @@ def test_unrolled_equals_scanned():
     program = compiled(unrolled, *SQUARE)
     elementwise = 7 * 8 * 24  # tanh, which XLA counts apart, as transcendentals
     assert analysis(program)["flops"] in (7 * MATMUL, 7 * MATMUL + elementwise)
-    assert walker.read(program.as_text() or "").flops == 7 * MATMUL == flops(*BY_HAND["a scan"][:1], *SQUARE)
+    assert program_walker.read(program.as_text() or "").flops == 7 * MATMUL == flops(*BY_HAND["a scan"][:1], *SQUARE)
 
 
 @pytest.mark.parametrize("name", ["a product", "a scan", "a scan in a scan", "rematerialised"])
 def test_bytes_are_those_of_the_traffic(name):
     function, shapes, _ = BY_HAND[name]
     text = compiled(function, *shapes).as_text() or ""
-    assert walker.read(text).bytes == traffic.read(text).bytes > 0
+    assert program_walker.read(text).bytes == hbm_traffic.read(text).bytes > 0
 
 
 HEAD = """HloModule made_up, is_scheduled=true, num_partitions=8
@@ -158,25 +158,25 @@ def made_up(estimate: str = "", known: str = KNOWN) -> str:
 
 
 def test_a_kernel_that_says_nothing_is_listed_by_name():
-    program = walker.read(made_up())
+    program = program_walker.read(made_up())
     assert program.unknown == {"z": 5}
     assert program.flops == 5 * 2 * 8 * 8 * 128
 
 
 def test_a_kernel_is_counted_as_it_says_or_as_it_is_told():
-    said, told = walker.read(made_up(SAID)), walker.read(made_up(), costs={"z": Cost(70, 90)})
+    said, told = program_walker.read(made_up(SAID)), program_walker.read(made_up(), costs={"z": Cost(70, 90)})
     assert said.unknown == told.unknown == {}
     assert said.flops == told.flops == 5 * (2 * 8 * 8 * 128 + 70)
     assert said.bytes == told.bytes == 5 * ((2 * 8 * 128 + 64) * 4 + 90)
 
 
 def test_loops_of_unknown_length_are_counted_and_can_be_told():
-    program = walker.read(made_up(SAID, "a=b"), turns=3)
+    program = program_walker.read(made_up(SAID, "a=b"), turns=3)
     assert (program.unknown_loops, program.flops) == (1, 3 * (2 * 8 * 8 * 128 + 70))
 
 
 def test_collectives_have_their_axes_and_their_overlap():
-    program = walker.read(made_up(SAID), PLACES)
+    program = program_walker.read(made_up(SAID), PLACES)
     (gather, turns), (reduce, _) = program.exchanges
     assert turns == 5
     assert (gather.kind, gather.axes, gather.islands, gather.asynchronous) == (
@@ -195,7 +195,7 @@ def test_collectives_have_their_axes_and_their_overlap():
 
 def test_the_timeline_by_hand():
     """A gather of 10 s hides behind 4 s + 3 s of kernels, 3 s show; a sum of 2 s shows; five turns."""
-    program = walker.read(made_up(SAID), PLACES)
+    program = program_walker.read(made_up(SAID), PLACES)
     product, kernel = (op for op, _ in program.ops)
 
     def send(exchange):
@@ -273,7 +273,7 @@ def test_a_part_of_an_axis():
 
 def test_what_is_no_program():
     with pytest.raises(HloError, match="not the text"):
-        walker.read("hello")
+        program_walker.read("hello")
     product = made_up().replace("dot(%x, %x), lhs_contracting_dims={1}", "convolution(%x, %x), window={}")
     with pytest.raises(HloError, match="a convolution without dim_labels"):
-        walker.read(product)
+        program_walker.read(product)

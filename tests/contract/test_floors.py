@@ -24,39 +24,21 @@ FLOORS = [
     {
         "jaxllm.config",
         "jaxllm.files",
-        "jaxllm.picture",
+        "jaxllm.lazy",
+        "jaxllm.svg",
         "jaxllm.sharding",
         "jaxllm.kernels",
         "jaxllm._platform",
-        "jaxllm._compat",
+        "jaxllm._renamed",
     },
     {"jaxllm.models"},
     {"jaxllm.compiler"},
     {"jaxllm.text"},
     {"jaxllm.parallel", "jaxllm.hub", "jaxllm.data", "jaxllm.optim", "jaxllm.checkpoint", "jaxllm.observe"},
+    {"jaxllm.convert"},
     {"jaxllm.train", "jaxllm.infer"},
     {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
-    {
-        "jaxllm.cli",
-        "jaxllm.command",
-        "jaxllm.model_cli",
-        "jaxllm.data_cli",
-        "jaxllm.checkpoint_cli",
-        "jaxllm.pipeline_cli",
-        "jaxllm.plan_cli",
-        "jaxllm.roofline_cli",
-        "jaxllm.report_cli",
-        "jaxllm.size_cli",
-        "jaxllm.launch",
-        "jaxllm.launch_cli",
-        "jaxllm.serve_cli",
-        "jaxllm.__main__",
-        "recipes",
-        "tpu_scripts",
-        "benchmarks",
-        "notebooks",
-        "jaxllm",
-    },
+    {"jaxllm.cli", "recipes", "tpu_scripts", "benchmarks", "notebooks", "jaxllm"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 TOP = len(FLOORS) - 1
@@ -104,7 +86,7 @@ def module_name(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    """`jaxllm.train.step` -> `jaxllm.train`; `sharding.mesh` -> `sharding`."""
+    """`jaxllm.train.step.training_step` -> `jaxllm.train`; `sharding.mesh` -> `sharding`."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "jaxllm" else parts[0]
 

@@ -7,12 +7,12 @@ import pytest
 import transformers
 
 from jaxllm import data
-from jaxllm.data.chat import ChatEncoder
+from jaxllm.data.chat_encoding import ChatEncoder
 from jaxllm.data.sources.documents import conversation
 from jaxllm.files import DataError
 from jaxllm.hub import find_smollm2, open_source
 from jaxllm.text import ByteTokenizer, ChatTemplate, load_tokenizer
-from jaxllm.text.bpe import train_bpe
+from jaxllm.text.bpe_training import train_bpe
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.data.dataset import CursorMismatch, TokenDataset, make_heldout
-from jaxllm.data.packing import pack_concat, pack_documents
-from jaxllm.data.tokens import TokenDocuments
+from jaxllm.data.sequence_packing import pack_concat, pack_documents
+from jaxllm.data.token_files import TokenDocuments
 from jaxllm.text import ByteTokenizer
 
 

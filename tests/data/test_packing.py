@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.data import packing
-from jaxllm.data.packing import pack_concat, pack_documents
+from jaxllm.data import sequence_packing
+from jaxllm.data.sequence_packing import pack_concat, pack_documents
 
 PACKINGS = {"concat": pack_concat, "documents": pack_documents}
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 60)), min_size=1, max_size=40)
@@ -20,7 +20,7 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.arange(length.sum(), dtype=np.uint16), np.cumsum(length) - length, length
 
 
-def all_rows(plan: packing.Plan, tokens: np.ndarray):
+def all_rows(plan: sequence_packing.Plan, tokens: np.ndarray):
     return plan.gather(tokens, np.arange(plan.rows))
 
 
@@ -97,7 +97,7 @@ def test_best_fit_equals_the_textbook_loop(lengths, capacity):
         if fitting:
             rooms.remove(min(fitting))
         rooms.append((min(fitting) if fitting else capacity) - length)
-    row = packing._best_fit(np.array(lengths, np.int64), capacity)
+    row = sequence_packing._best_fit(np.array(lengths, np.int64), capacity)
     filled = np.bincount(row, weights=lengths)
     assert sorted(capacity - filled) == sorted(rooms)
 
@@ -150,7 +150,7 @@ def test_copying_pieces_equals_gathering_places(pack, lengths, seq_len, masked, 
     found = []
     for long_piece in (0, 1 << 40):  # always, never
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packing, "_LONG_PIECE", long_piece)
+            patch.setattr(sequence_packing, "_LONG_PIECE", long_piece)
             found.append(plan.gather(tokens, rows, trained))
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxllm.data.dataset import TokenDataset
-from jaxllm.data.packing import pack_concat
 from jaxllm.data.prefetch import Prefetcher
-from jaxllm.data.tokens import TokenDocuments
+from jaxllm.data.sequence_packing import pack_concat
+from jaxllm.data.token_files import TokenDocuments
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import pytest
 
 from jaxllm.data import corpus
 from jaxllm.data.quality.contamination import find_contamination
+from jaxllm.data.quality.corpus_stats import language, languages, lengths_of
 from jaxllm.data.quality.dedup import PLACES, find_duplicates, rows_per_band, signature
-from jaxllm.data.quality.stats import language, languages, lengths_of
-from jaxllm.data.quality.words import ngrams, words
+from jaxllm.data.quality.word_shingles import ngrams, words
 
 WORDS = [f"w{n}" for n in range(4000)]
 

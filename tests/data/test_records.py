@@ -13,8 +13,8 @@ from pyarrow import ipc
 from jaxllm import data
 from jaxllm.data.sources import chitchat
 from jaxllm.data.sources.documents import BadRecords
-from jaxllm.data.sources.files import Remote, find_files, kind_of
 from jaxllm.data.sources.records import RecordFiles
+from jaxllm.data.sources.remote_files import Remote, find_files, kind_of
 from jaxllm.files import DataError
 from tests.proofs.data.bad_input import WRITERS
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.data import DataConfig, SourceConfig, load_dataset
-from jaxllm.data.repeats import epochs, said, worth
+from jaxllm.data.repeated_data import epochs, said, worth
 from tests.train.runs import write_text
 
 

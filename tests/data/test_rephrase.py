@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import data
-from jaxllm.data.rephrase import STYLES, Endpoint, EndpointError, rephrase, text_hash
+from jaxllm.data.quality.rephrase import STYLES, Endpoint, EndpointError, rephrase, text_hash
 from jaxllm.data.sources.documents import Document
 from jaxllm.files import DataError
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from jaxllm.data import corpus
 from jaxllm.data.sources.documents import hold_out
-from jaxllm.data.sources.files import find_files, kind_of
 from jaxllm.data.sources.records import JsonlFiles
-from jaxllm.data.sources.text import TextFiles, bundled
+from jaxllm.data.sources.remote_files import find_files, kind_of
+from jaxllm.data.sources.text_files import TextFiles, bundled
 from jaxllm.files import DataError
 
 

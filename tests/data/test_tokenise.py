@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxllm.data import tokenise
-from jaxllm.data.chat import ChatEncoder, TextEncoder
+from jaxllm.data.chat_encoding import ChatEncoder, TextEncoder
 from jaxllm.data.sources.documents import BadRecords
 from jaxllm.data.sources.records import JsonlFiles, RecordFiles
+from jaxllm.data.token_files import open_tokens, write_tokens
 from jaxllm.data.tokenise import tokenised
-from jaxllm.data.tokens import open_tokens, write_tokens
 from jaxllm.files import DataError
 from jaxllm.text import ByteTokenizer, ChatTemplate
 from tests.data.test_chat import CHATML
@@ -104,7 +104,7 @@ def test_conversations_that_cannot_be_encoded_are_named_or_counted(tmp_path, wor
 
 
 def test_masks_of_some_documents_are_refused(tmp_path):
-    from jaxllm.data.chat import Encoded
+    from jaxllm.data.chat_encoding import Encoded
 
     mixed = [Encoded(np.array([1, 2]), np.array([True, False])), np.array([3])]
     with pytest.raises(ValueError, match="1 of 2 documents have a mask"):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.data.chat import TextEncoder
+from jaxllm.data.chat_encoding import TextEncoder
 from jaxllm.data.sources.records import JsonlFiles
-from jaxllm.data.sources.text import TextFiles
+from jaxllm.data.sources.text_files import TextFiles
+from jaxllm.data.token_files import open_tokens, sidecar, write_tokens
 from jaxllm.data.tokenise import tokenised
-from jaxllm.data.tokens import open_tokens, sidecar, write_tokens
 from jaxllm.files import DataError, atomic
 from jaxllm.text import ByteTokenizer
 

@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Ggml
 
-from jaxllm.hub.families import decoder_config, family
+from jaxllm.hub.families.families import decoder_config, family
 from jaxllm.hub.huggingface import paths
-from jaxllm.hub.mapping import layout
 from jaxllm.hub.safetensors import open_model, write_model
+from jaxllm.hub.weight_mapping import layout
 from jaxllm.models import functional
 
 ARCHS = {

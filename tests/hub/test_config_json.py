@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, load_hf
-from jaxllm.hub.config_json import config_json
+from jaxllm.hub.families.config_json import config_json
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,

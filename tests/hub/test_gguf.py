@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.hub import HubError
-from jaxllm.hub.gguf import Gguf, open_gguf
+from jaxllm.hub.gguf.gguf_file import Gguf, open_gguf
 
 PLAIN = {
     "f32": np.float32,

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import sharding
 from jaxllm.hub import HubError, load_hf
-from jaxllm.hub.gguf import GgufTensor, open_gguf
-from jaxllm.hub.gguf_config import decimal, hf_config
-from jaxllm.hub.gguf_model import Changed, find_smollm2, hf_tensors, load_gguf, minus_one, unpermute
+from jaxllm.hub.gguf.gguf_config import decimal, hf_config
+from jaxllm.hub.gguf.gguf_file import GgufTensor, open_gguf
+from jaxllm.hub.gguf.gguf_model import Changed, find_smollm2, hf_tensors, load_gguf, minus_one, unpermute
 from jaxllm.hub.safetensors import open_model
 from tests import quick, tiny
 from tests.hub.gguf_writer import save, write

@@ -18,7 +18,7 @@ import pytest
 
 import sharding
 from jaxllm.hub import HubError, decoder_config, export_hf, load_hf
-from jaxllm.hub.families import FAMILIES
+from jaxllm.hub.families.families import FAMILIES
 from jaxllm.hub.safetensors import open_model, write_model
 from jaxllm.models import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tests.hub import peers

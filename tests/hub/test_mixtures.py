@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxllm.convert.convert import convert
 from jaxllm.hub import HubError, decoder_config, load_hf
 from jaxllm.hub.safetensors import INDEX, open_model, write_model
-from jaxllm.infer.convert import convert
 from tests.hub import peers
 from tests.hub.test_huggingface import same_files
 

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxllm.convert.inspection import inspect_model
 from jaxllm.hub import HubError, decoder_config, export_hf, load_hf, open_source
-from jaxllm.hub.quantised import blocks_of_fp8, blocks_of_mxfp4, decode_mxfp4, without_quantisation
+from jaxllm.hub.quantised_checkpoints import blocks_of_fp8, blocks_of_mxfp4, decode_mxfp4, without_quantisation
 from jaxllm.hub.safetensors import open_model, write_model
-from jaxllm.infer.inspection import inspect_model
 from tests.hub import peers
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [4, 3]}

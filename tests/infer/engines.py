@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.pages import NONE
-from jaxllm.infer.scheduler import Scheduler
+from jaxllm.infer.engine.page_allocator import NONE
+from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import EngineConfig
-from jaxllm.infer.device import Spec
-from jaxllm.infer.paged import LayerGroup
-from jaxllm.infer.pages import NONE
-from jaxllm.infer.step import Shape
+from jaxllm.infer.engine.page_allocator import NONE
+from jaxllm.infer.runner.engine_step import Shape
+from jaxllm.infer.runner.model_runner import Spec
+from jaxllm.infer.runner.paged_cache import LayerGroup
 from tests.infer.engines import LONGEST, VOCAB
 
 
 class PaperDevice:
-    """Does what ``jaxllm.infer.device.Device`` does, for a model whose next token is a hash of all before it."""
+    """Does what ``jaxllm.infer.runner.model_runner.Device`` does, for a model whose next token is a hash of all before it."""
 
     def __init__(self, config: EngineConfig, groups: tuple[LayerGroup, ...], pages: int):
         size = config.page_size or LONGEST

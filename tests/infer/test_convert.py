@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer
+from jaxllm.convert.convert import convert, copy_words
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, load_gguf, load_hf
 from jaxllm.hub.safetensors import open_model, write_model
 from jaxllm.infer import load_model
-from jaxllm.infer.convert import convert, copy_words
 from jaxllm.text import ByteTokenizer, ChatTemplate, load_template, load_tokenizer
 from tests import environment, quick, tiny
 from tests.hub import gguf_writer, peers
@@ -269,8 +269,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PEAK = """
 import sys
 import jax.numpy as jnp
-from jaxllm.infer.convert import convert
-import jaxllm.checkpoint.writer, orbax.checkpoint
+from jaxllm.convert.convert import convert
+import jaxllm.checkpoint.checkpoint_writer, orbax.checkpoint
 
 def memory(field):
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
@@ -301,7 +301,7 @@ def test_ctrl_c_leaves_nothing(large: Path, tmp_path: Path) -> None:
     code = (
         # A process started in the background of a script ignores the signal until told otherwise.
         "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from jaxllm.infer.convert import convert\n"
+        "from jaxllm.convert.convert import convert\n"
         "def slowly(what, done, total):\n    print(done, flush=True)\n    time.sleep(0.2)\n"
         "convert(sys.argv[1], sys.argv[2], sys.argv[3], progress=slowly)\n"
     )

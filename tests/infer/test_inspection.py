@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxllm.convert.inspection import alike, inspect_model
+from jaxllm.convert.inspection_view import show
 from jaxllm.hub import HubError, load_hf
-from jaxllm.hub.gguf import GgufTensor
+from jaxllm.hub.gguf.gguf_file import GgufTensor
 from jaxllm.hub.safetensors import open_model, write_model
 from jaxllm.infer import load_model
-from jaxllm.infer.inspection import alike, inspect_model
-from jaxllm.infer.inspection_view import show
 from jaxllm.models import param_count
 from jaxllm.text import ByteTokenizer, ChatTemplate
 from tests.hub import gguf_writer, peers

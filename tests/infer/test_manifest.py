@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import RecompileError
-from jaxllm.infer.manifest import Manifest, Program, source_digest
-from jaxllm.infer.step import Layout
+from jaxllm.infer.runner.engine_step import Layout
+from jaxllm.infer.runner.program_cache import Manifest, Program, source_digest
 from tests import quick
 
 

@@ -11,15 +11,15 @@ import pytest
 
 import sharding
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.paged import LayerGroup
-from jaxllm.infer.placing import placements, serving_model, serving_rules
-from jaxllm.infer.ranking import Ranking
-from jaxllm.infer.replicas import Replicas
-from jaxllm.infer.scheduler import Scheduler
-from jaxllm.infer.sequence import Sequence
+from jaxllm.infer.engine.policy_state import Ranking
+from jaxllm.infer.engine.replica_schedulers import Replicas
+from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.infer.runner.serving_mesh import placements, serving_model, serving_rules
 from jaxllm.models import functional
-from jaxllm.models.context import Cached
-from jaxllm.serve.embedding import Embedder
+from jaxllm.models.attention_context import Cached
+from jaxllm.serve.embedder import Embedder
 from tests import quick
 from tests.infer import engines
 from tests.infer.engines import LONGEST

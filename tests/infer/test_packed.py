@@ -14,7 +14,7 @@ import pytest
 import sharding
 from jaxllm.data import Batch
 from jaxllm.hub import HubError, open_source
-from jaxllm.hub.packing import Weights
+from jaxllm.hub.packed_weights import Weights
 from jaxllm.models import Segments, functional
 from jaxllm.train import value_and_grad
 from tests import quick

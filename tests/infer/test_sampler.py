@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.sampler import BLOCK, Rows, filtered, logprobs, ranks, sample
+from jaxllm.infer.runner.sampler import BLOCK, Rows, filtered, logprobs, ranks, sample
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.0, -np.inf])
 # Quantile 1 - 1e-7 of chi-square with 6 degrees of freedom: one false alarm in ten million seeds.

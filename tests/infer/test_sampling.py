@@ -13,26 +13,31 @@ import pytest
 import torch
 import transformers
 
-from jaxllm.infer import Engine, Request, SamplingParams, shaping
+from jaxllm.infer import Engine, Request, SamplingParams
 from jaxllm.infer.grammar import mask_width
-from jaxllm.infer.sampler import Rows, filtered
-from jaxllm.infer.shaping import MASKED, SAMPLES, SHAPED, WORD, Asked, State
+from jaxllm.infer.runner import logits_processors
+from jaxllm.infer.runner.logits_processors import MASKED, SAMPLES, SHAPED, WORD, Asked, State
+from jaxllm.infer.runner.sampler import Rows, filtered
 from tests.infer import engines, writers
 
 VOCAB = engines.VOCAB
-shaped, grown, seat = jax.jit(shaping.shaped), jax.jit(shaping.grown), jax.jit(shaping.seat)
+shaped, grown, seat = (
+    jax.jit(logits_processors.shaped),
+    jax.jit(logits_processors.grown),
+    jax.jit(logits_processors.seat),
+)
 
 
 def slots_of(texts: list[tuple[list[int], list[int]]], **asked: Any) -> State:
     """State of slots 0, 1, ... that ask for the same, each with its prompt and text."""
-    state = tuple(shaping.empty_state(len(texts), VOCAB))
+    state = tuple(logits_processors.empty_state(len(texts), VOCAB))
     asked = {"bias": {}, "allowed": None, "words": (), "stops": ()} | asked
     for slot, (prompt, text) in enumerate(texts):
-        layout = shaping.row_layout(VOCAB)
+        layout = logits_processors.row_layout(VOCAB)
         packed = np.zeros(layout.size, np.int32)
         x = layout.views(packed)
         x["slot"][...] = slot
-        shaping.fill_row(x, prompt, text, **asked)
+        logits_processors.fill_row(x, prompt, text, **asked)
         state = seat(state, packed)
     return State(*state)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxllm.infer.trust import trust
+from jaxllm.infer.rollout_mismatch import trust
 
 
 def test_equal_ones_are_trusted():

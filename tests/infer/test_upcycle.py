@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxllm.convert.convert import convert
 from jaxllm.hub import HubError, load_hf
-from jaxllm.infer.convert import convert
 from jaxllm.models import MoeConfig
 from tests import quick
 from tests.hub import peers

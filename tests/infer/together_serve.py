@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tests.environment  # noqa: F401
-from jaxllm.parallel.cluster import detect
+from jaxllm.parallel.cluster_environment import detect
 from jaxllm.parallel.distributed import DistributedConfig, running
 
 
@@ -62,7 +62,7 @@ def others(model: str) -> Any:
 def moved(model: str) -> Any:
     """The same on all processes, split as training splits them."""
     import sharding
-    from jaxllm.infer.placing import put
+    from jaxllm.infer.runner.serving_mesh import put
     from jaxllm.models import functional
     from tests.infer import engines
 

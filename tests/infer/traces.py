@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
-from jaxllm.infer.paged import LayerGroup
-from jaxllm.infer.policy import Policy, Service
-from jaxllm.infer.sequence import Request
-from jaxllm.infer.step import Shape
-from jaxllm.models.context import Cached
+from jaxllm.infer.engine.policies import Policy, Service
+from jaxllm.infer.engine.sequence import Request
+from jaxllm.infer.runner.engine_step import Shape
+from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.models.attention_context import Cached
 from tests.infer.engines import VOCAB
 from tests.infer.paper import PaperDevice
 

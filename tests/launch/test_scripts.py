@@ -138,8 +138,8 @@ def test_several_slices_are_one_request():
 
 
 def test_a_jobset_is_what_the_processes_read():
-    """Its variables are those of ``jaxllm.parallel.cluster``."""
-    from jaxllm.parallel.cluster import detect
+    """Its variables are those of ``jaxllm.parallel.cluster_environment``."""
+    from jaxllm.parallel.cluster_environment import detect
 
     yaml = dry("jobset.sh", "run", {"GPUS": "4"})
     names = set(re.findall(r"name: ([A-Z_]+)", yaml))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.cli import main
-from jaxllm.launch import Patience, Process, Supervisor, described, local
+from jaxllm.parallel.supervisor import Patience, Process, Supervisor, described, local
 
 QUICK = Patience(restarts=5, pause=0.02, longest=0.05, grace=5.0)
 
@@ -92,7 +92,7 @@ def test_a_stop_is_passed_on_and_waited_for(tmp_path, number):
         f"signal.signal({int(number)}, stop); pathlib.Path('{tmp_path}/up' + sys.argv[1]).touch(); time.sleep(60)\n"
     )
     mine = f"""
-from jaxllm.launch import *
+from jaxllm.parallel.supervisor import *
 make = lambda: [Process(({sys.executable!r}, "-c", {child!r}, str(n))) for n in range(2)]
 raise SystemExit(Supervisor(make, Patience(grace=0.1)).run())
 """
@@ -113,7 +113,7 @@ def test_a_process_that_was_stopped_by_hand_stays_stopped():
 
 
 def test_processes_of_one_machine_find_each_other(monkeypatch, rng):
-    from jaxllm.parallel.cluster import detect
+    from jaxllm.parallel.cluster_environment import detect
 
     number = random.Random(int(rng.integers(2**32))).randint(2, 9)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxllm.models import LatentConfig, functional
-from jaxllm.models.compact import compact_product, seed_of
+from jaxllm.models.compact_matmul import compact_product, seed_of
 from jaxllm.train import value_and_grad
-from jaxllm.train.flops import hardware_flops_per_token, train_flops_per_token
+from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from tests import quick, tiny
 from tests.models.jaxprs import equations
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import sharding
 from jaxllm.infer import empty_cache
-from jaxllm.infer.paged import PagedCache, layer_groups
+from jaxllm.infer.runner.paged_cache import PagedCache, layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, functional
 from pallas_kernels.paged_attention import Slots
 from tests import quick

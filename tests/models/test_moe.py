@@ -13,9 +13,9 @@ import pytest
 
 from jaxllm.config import ConfigError, from_dict, to_dict
 from jaxllm.models import DecoderConfig, MoeConfig, RouterConfig, Segments, functional
-from jaxllm.models.dispatch import _experts_of, sum_of_experts, sum_within_capacity
-from jaxllm.models.router import route
-from jaxllm.train.flops import forward_flops_per_token
+from jaxllm.models.moe.expert_dispatch import _experts_of, sum_of_experts, sum_within_capacity
+from jaxllm.models.moe.router import route
+from jaxllm.train.model_flops import forward_flops_per_token
 from pallas_kernels.grouped_matmul import grouped_matmul
 from tests import quick, tiny
 

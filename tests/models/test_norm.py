@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.models.norm import rms_normalize
+from jaxllm.models.layers.norm import rms_normalize
 from tests.models import numpy_llama
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import sharding
 from jaxllm.models import DecoderConfig
-from jaxllm.models.products import BLOCK, HISTORY, Products, Scheme, remember, rounded_product
+from jaxllm.models.low_precision_matmul import BLOCK, HISTORY, Products, Scheme, remember, rounded_product
 from tests import quick, tiny
 
 KINDS = ["int8", "fp8_current", "fp8_delayed", "fp8_block"]

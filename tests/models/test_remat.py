@@ -13,7 +13,7 @@ import pytest
 
 import sharding
 from jaxllm.models import functional, remat
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import value_and_grad
 from tests import tiny
 from tests.models.jaxprs import equations

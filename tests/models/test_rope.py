@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.models import Llama3Scaling, RopeConfig
-from jaxllm.models.rope import rotate, rotation
-from jaxllm.models.rope_scaling import geometric
+from jaxllm.models.layers.rope import rotate, rotation
+from jaxllm.models.layers.rope_scaling import geometric
 from tests.models import numpy_llama
 
 

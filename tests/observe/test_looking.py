@@ -16,11 +16,11 @@ import pytest
 
 from jaxllm.files import DataError, read_rows
 from jaxllm.observe.config import ObserveConfig
-from jaxllm.observe.events import goodput, read_events
-from jaxllm.observe.sinks import SinkError, Sinks, check
-from jaxllm.observe.trace import Op, read_trace, summarise
+from jaxllm.observe.event_log import goodput, read_events
+from jaxllm.observe.metric_sinks import SinkError, Sinks, check
+from jaxllm.observe.profile_summary import Op, read_trace, summarise
 from jaxllm.train import train
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
 from tests.train.runs import STEPS, run_config, signal_at
 
@@ -278,7 +278,7 @@ def test_no_profile_is_said(tmp_path):
 
 
 def test_the_signal_has_its_old_meaning_after_a_run(tmp_path):
-    from jaxllm.observe.profile import Profiler
+    from jaxllm.observe.profiler import Profiler
 
     old = signal.getsignal(signal.SIGUSR2)
     with Profiler(Path(tmp_path), range(0)).listening():

@@ -11,9 +11,9 @@ from typing import Any, get_args
 import jax
 
 from jaxllm.optim import OptimConfig, ScheduleConfig
-from jaxllm.optim.blockwise import blocked
+from jaxllm.optim.adam8bit import blocked
 from jaxllm.optim.config import LAYERWISE, USES, Kind
-from jaxllm.optim.matrices import matrix_of
+from jaxllm.optim.matrix_params import matrix_of
 from tests import environment
 
 DOCS = environment.ROOT / "docs" / "optimizers.md"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.optim.blockwise import Blocks, blocked, codebook, dequantise, quantise
+from jaxllm.optim.adam8bit import Blocks, blocked, codebook, dequantise, quantise
 
 
 @pytest.mark.parametrize("signed", [True, False])

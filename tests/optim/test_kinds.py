@@ -14,14 +14,14 @@ from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
-from jaxllm.optim.matrices import Matrix, matrix_of
+from jaxllm.optim.matrix_params import Matrix, matrix_of
 from jaxllm.optim.schedule_free import gradient_point
 from jaxllm.optim.sophia import Curvature
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, train_step
-from jaxllm.train.loss import value_and_grad
-from jaxllm.train.rule import step_of
 from jaxllm.train.run import fitting_mesh
+from jaxllm.train.step.loss import value_and_grad
+from jaxllm.train.step.step_builder import step_of
 from tests import quick, tiny
 from tests.optim.kinds import KINDS, arrays_bytes, named, table_bytes
 

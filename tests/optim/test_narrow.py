@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
-from jaxllm.optim.narrow import narrow, round_up_or_down, split
+from jaxllm.optim.bfloat16_params import narrow, round_up_or_down, split
 from tests import quick
 
 AXES = {"w": ("embed", "mlp"), "gain": ("embed",)}

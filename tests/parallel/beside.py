@@ -9,7 +9,7 @@ import jax
 from jaxllm.compiler import hlo
 from jaxllm.config import from_dict
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compiler_options, step_on
+from jaxllm.train.compile_step import compiler_options, step_on
 from sharding.topology import Topology
 
 

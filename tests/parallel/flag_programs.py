@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.parallel.flags import FLAGS, options
+from jaxllm.parallel.compiler_flags import FLAGS, options
 from sharding import MeshSpec
 from sharding.topology import Topology
 

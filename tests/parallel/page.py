@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.parallel.table_view import size
+from jaxllm.parallel.sharding_table_view import size
 from sharding.topology import Topology
 from tests import environment
 from tests.proofs import stored

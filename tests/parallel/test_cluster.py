@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.parallel.cluster import Cluster, ClusterError, detect, first_host
+from jaxllm.parallel.cluster_environment import Cluster, ClusterError, detect, first_host
 
 SLURM = {
     "SLURM_JOB_ID": "4097",

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.data import Batch
-from jaxllm.parallel import distributed, watch
-from jaxllm.parallel.cluster import Cluster
+from jaxllm.parallel import distributed, heartbeat
+from jaxllm.parallel.cluster_environment import Cluster
 from jaxllm.parallel.distributed import DistributedConfig, DistributedError, Group, StopTogether, group, running
 from jaxllm.train import RunConfig
-from jaxllm.train.processes import covering_part, fingerprint, own_part, put
+from jaxllm.train.run_processes import covering_part, fingerprint, own_part, put
 from sharding import MeshSpec
 
 
@@ -177,7 +177,7 @@ def test_put_places_a_batch_as_device_put_does(rng):
 )
 def test_the_last_word(rank, words):
     """Of a process that ends without a goodbye; with one, nothing is said."""
-    command = [sys.executable, "-I", "-S", "-c", watch._LAST_WORD, rank, "4", "127.0.0.1:9", "Start again."]
+    command = [sys.executable, "-I", "-S", "-c", heartbeat._LAST_WORD, rank, "4", "127.0.0.1:9", "Start again."]
     for said, expected in (("goodbye\n", ""), ("", f"error: process {rank} of 4 has ended: {words}")):
         done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=60)
         assert expected in done.stderr

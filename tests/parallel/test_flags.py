@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.parallel.flags import FLAGS, described, options
+from jaxllm.parallel.compiler_flags import FLAGS, described, options
 from sharding.isolate import run_isolated
 from sharding.topology import GENERATIONS
 

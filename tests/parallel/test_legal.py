@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.models import functional
-from jaxllm.parallel.legal import check_parameters, factorings, nearest, resolve
+from jaxllm.parallel.mesh_search import check_parameters, factorings, nearest, resolve
 from jaxllm.train import RunConfig
 from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b

@@ -17,19 +17,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxllm.config import ConfigError
 from jaxllm.data import Batch, DataConfig
 from jaxllm.models import functional
-from jaxllm.parallel.pipeline.cut import cut
-from jaxllm.parallel.pipeline.generators import make
-from jaxllm.parallel.pipeline.layout import places, spread
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.schedule import ScheduleError, forward_only
-from jaxllm.parallel.pipeline.table import KINDS, allot, tabulate
-from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.parallel.table_view import size
+from jaxllm.parallel.pipeline.schedule_generators import make
+from jaxllm.parallel.pipeline.schedule_table import KINDS, allot, tabulate
+from jaxllm.parallel.pipeline.stage_layout import places, spread
+from jaxllm.parallel.pipeline.stage_split import cut
+from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train import RunConfig, loss_sums
-from jaxllm.train.loss import value_and_grad
-from jaxllm.train.pipelined import pipelined, pipelined_sums, planned
-from jaxllm.train.routing import RoutingConfig
 from jaxllm.train.run import fitting_mesh, gradients
-from jaxllm.train.shard import sharding_table
+from jaxllm.train.run_sharding import sharding_table
+from jaxllm.train.step.loss import value_and_grad
+from jaxllm.train.step.pipelined_loss import pipelined, pipelined_sums, planned
+from jaxllm.train.step.routing_losses import RoutingConfig
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.state import abstract_params
 from tests import quick, tiny

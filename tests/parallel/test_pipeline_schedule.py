@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.parallel.pipeline.generators import NAMES, VEES, make, peak_of_vee
 from jaxllm.parallel.pipeline.schedule import Costs, Op, ScheduleError, check
-from jaxllm.parallel.pipeline.view import draw, text
+from jaxllm.parallel.pipeline.schedule_generators import NAMES, VEES, make, peak_of_vee
+from jaxllm.parallel.pipeline.schedule_view import draw, text
 
 
 @st.composite

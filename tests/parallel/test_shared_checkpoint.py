@@ -18,11 +18,11 @@ from jaxllm.checkpoint import (
     Checkpointer,
     CheckpointError,
     SharedCheckpointer,
-    shared,
+    multihost_checkpointer,
     snapshot,
 )
-from jaxllm.checkpoint.hashing import hash_array
 from jaxllm.checkpoint.snapshot import Leaf, capture
+from jaxllm.checkpoint.storage.leaf_hashing import hash_array
 from jaxllm.parallel.distributed import Group
 from sharding import MeshSpec
 from tests.parallel.test_distributed import Store
@@ -101,14 +101,14 @@ def test_a_missing_shard_ends_the_save_in_both_and_leaves_nothing(tmp_path, monk
 
 
 def test_a_disk_that_one_cannot_write_is_told_by_both(tmp_path, monkeypatch):
-    write = shared.write_shards
+    write = multihost_checkpointer.write_shards
 
     def fails(of: SharedCheckpointer, folder: str, leaves: Any) -> Any:
         if "1.0" in leaves["params/w"].parts:
             return write(of, f"{folder}/elsewhere", leaves)
         return write(of, folder, leaves)
 
-    monkeypatch.setattr(shared, "write_shards", fails)
+    monkeypatch.setattr(multihost_checkpointer, "write_shards", fails)
     for error in save(tmp_path, monkeypatch, [1]):
         assert isinstance(error, CheckpointError)
         assert "process 1: FileNotFoundError" in str(error)

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.cli import main
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.optim import optimizer
-from jaxllm.parallel.table import Expected, device_bytes, notation
-from jaxllm.parallel.table_view import size, text
+from jaxllm.parallel.sharding_table import Expected, device_bytes, notation
+from jaxllm.parallel.sharding_table_view import size, text
 from jaxllm.train import RunConfig, abstract_state, init_state
-from jaxllm.train.shard import sharding_table
+from jaxllm.train.run_sharding import sharding_table
 from sharding import MeshSpec
 from tests import tiny
 

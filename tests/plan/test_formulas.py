@@ -13,15 +13,15 @@ from jaxllm.config import ConfigError
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.optim.config import LAYERWISE
-from jaxllm.parallel.table import device_bytes
-from jaxllm.plan import memory, time
-from jaxllm.plan.calibration import DEFAULT
+from jaxllm.parallel.sharding_table import device_bytes
+from jaxllm.plan.formulas import memory_estimate, step_time
+from jaxllm.plan.formulas.calibration import DEFAULT
+from jaxllm.plan.formulas.device_work import Work
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.search import REMATS, search
-from jaxllm.plan.work import Work
+from jaxllm.plan.layout_search import REMATS, search
 from jaxllm.train import RunConfig
-from jaxllm.train.flops import train_flops_per_token
-from jaxllm.train.shard import sharding_table
+from jaxllm.train.model_flops import train_flops_per_token
+from jaxllm.train.run_sharding import sharding_table
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 from tests import environment
@@ -55,12 +55,12 @@ def drawn(trial: int) -> RunConfig:
     return dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=64, seq_len=1024))
 
 
-def on(run: RunConfig, mesh: str, topology: str, **changes) -> tuple[memory.Memory, time.StepTime]:
+def on(run: RunConfig, mesh: str, topology: str, **changes) -> tuple[memory_estimate.Memory, step_time.StepTime]:
     """Prediction of a run on a mesh."""
     cluster, spec = Cluster.parse(topology), MeshSpec.parse(mesh)
     model = dataclasses.replace(run.model, **changes)
     run = dataclasses.replace(run, model=model, mesh=mesh)
-    return memory.predict(run, spec, cluster.topology.platform), time.predict(run, cluster, spec)
+    return memory_estimate.predict(run, spec, cluster.topology.platform), step_time.predict(run, cluster, spec)
 
 
 TOPOLOGIES = {4: ("v6e:2x2", "h100:1x4"), 8: ("v6e:2x4", "h100:1x8"), 16: ("v6e:4x4", "h100:2x8")}
@@ -91,7 +91,7 @@ def test_state_is_that_of_the_sharding_table(trial):
 )
 def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shape, laid):
     """As the compiler laid out DeepSeek-V3 on 512 chips, where the shape is one of its."""
-    assert memory.tiled(shape) == math.prod(laid)
+    assert memory_estimate.tiled(shape) == math.prod(laid)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +126,7 @@ def test_plans_are_what_an_optimizer_can_do():
         assert (layout.run.accumulate, layout.run.model.remat, layout.run.parallel.zero) == (1, "full", 3)
         assert "stage" not in layout.run.mesh
         same = dataclasses.replace(layout.run, optim=OptimConfig())
-        assert layout.memory.gradients < memory.predict(same, layout.mesh, "tpu").gradients
+        assert layout.memory.gradients < memory_estimate.predict(same, layout.mesh, "tpu").gradients
     with pytest.raises(ConfigError, match='"mezo" has no backward pass'):
         search(dataclasses.replace(run, optim=named("mezo")), Cluster.parse("v6e:2x4"))
 
@@ -203,7 +203,7 @@ def test_a_pipelines_bubble_shrinks_with_micro_batches():
     cluster, mesh = Cluster.parse("h100:1x8"), MeshSpec.parse("stage=2,fsdp=4")
     shares = []
     for micro in (2, 4, 8):
-        took = time.predict(dataclasses.replace(run, accumulate=micro), cluster, mesh)
+        took = step_time.predict(dataclasses.replace(run, accumulate=micro), cluster, mesh)
         shares.append(took.bubble / took.seconds)
     assert shares[0] > shares[1] > shares[2] > 0
     assert shares[0] == pytest.approx(1 / 3, abs=0.1)  # (P-1)/(M+P-1)
@@ -216,5 +216,5 @@ def test_slow_links_cost_and_fast_ones_do_not():
     took = []
     for link in (1e9, 100e9, math.inf):
         hardware = dataclasses.replace(cluster.hardware, link=link)
-        took.append(time.predict(run, dataclasses.replace(cluster, hardware=hardware), mesh).seconds)
+        took.append(step_time.predict(run, dataclasses.replace(cluster, hardware=hardware), mesh).seconds)
     assert took[0] > took[1] > took[2]

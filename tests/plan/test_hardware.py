@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from jaxllm.compiler.peaks import peak_of
+from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.plan.formulas.collective_time import Network
 from jaxllm.plan.hardware import TABLE, Cluster, HardwareError, read
-from jaxllm.plan.network import Network
 from sharding import MeshSpec, ShardingError
 from sharding.topology import GENERATIONS
 

@@ -10,11 +10,11 @@ import pytest
 
 from jaxllm import cli
 from jaxllm.config import to_dict
-from jaxllm.observe.trace import Summary
-from jaxllm.plan import time
-from jaxllm.plan.calibration import DEFAULT
+from jaxllm.observe.profile_summary import Summary
+from jaxllm.plan.formulas import step_time
+from jaxllm.plan.formulas.calibration import DEFAULT
 from jaxllm.plan.hardware import TABLE, Cluster
-from jaxllm.plan.measured import fitted
+from jaxllm.plan.measured_calibration import fitted
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 
@@ -27,7 +27,7 @@ def run():
     return dataclasses.replace(llama3_8b(), mesh=str(MESH), parallel=plan)
 
 
-def seen(step: time.StepTime, slower: float, links: float) -> Summary:
+def seen(step: step_time.StepTime, slower: float, links: float) -> Summary:
     """A profile of devices that compute ``slower`` and send ``links`` times as long as predicted."""
     computing = STEPS * slower * (step.compute + step.memory)
     sent = STEPS * links * sum(sum(part.values()) for part in (step.near, step.far, step.hidden))
@@ -37,9 +37,9 @@ def seen(step: time.StepTime, slower: float, links: float) -> Summary:
 
 @pytest.mark.parametrize(("slower", "links"), [(1.0, 1.0), (1.3, 1.0), (1.0, 1.7), (1.2, 1.4)])
 def test_what_was_seen_is_predicted(slower, links):
-    before = time.predict(run(), CLUSTER, MESH)
+    before = step_time.predict(run(), CLUSTER, MESH)
     found = fitted(seen(before, slower, links), before, DEFAULT)
-    after = time.predict(run(), CLUSTER, MESH, found)
+    after = step_time.predict(run(), CLUSTER, MESH, found)
     assert after.compute + after.memory == pytest.approx(slower * (before.compute + before.memory), rel=0.01)
     sent = [sum(sum(part.values()) for part in (step.near, step.far, step.hidden)) for step in (before, after)]
     assert sent[1] == pytest.approx(links * sent[0], rel=0.01)
@@ -47,7 +47,7 @@ def test_what_was_seen_is_predicted(slower, links):
 
 
 def test_no_share_is_more_than_the_data_sheet():
-    before = time.predict(run(), CLUSTER, MESH)
+    before = step_time.predict(run(), CLUSTER, MESH)
     found = fitted(seen(before, 0.1, 0.1), before, DEFAULT)
     assert max(dataclasses.asdict(found).values()) == 1.0
 
@@ -55,7 +55,7 @@ def test_no_share_is_more_than_the_data_sheet():
 @pytest.fixture
 def profiled(tmp_path):
     """A run on 64 chips with a profile of three steps, as its directory has it."""
-    step = time.predict(run(), CLUSTER, MESH)
+    step = step_time.predict(run(), CLUSTER, MESH)
     (tmp_path / "config.json").write_text(json.dumps(to_dict(run())))
     (tmp_path / "metrics.jsonl").write_text("")
     started = {"event": "started", "time": 0.0, "devices": 64, "device_kind": "TPU v6 lite"}

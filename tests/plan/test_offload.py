@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 
 from jaxllm.models import functional
-from jaxllm.plan import memory, view
+from jaxllm.plan import plan_view
+from jaxllm.plan.formulas import memory_estimate
+from jaxllm.plan.formulas.device_work import Work
+from jaxllm.plan.formulas.offload_time import Layer, block_bytes, device_every, largest_share, update_seconds
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.offload import Layer, block_bytes, device_every, largest_share, update_seconds
-from jaxllm.plan.search import predicted
-from jaxllm.plan.work import Work
+from jaxllm.plan.layout_search import predicted
 from jaxllm.train import RunConfig
-from jaxllm.train.host import HostConfig
+from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
@@ -51,7 +52,7 @@ def test_the_share_is_what_a_forward_pass_hides():
 
 def test_state_on_the_host_is_not_on_the_device():
     here, there = (
-        memory.predict(run(host=HostConfig(optimizer=o)), MeshSpec.parse(MESH), "gpu") for o in (False, True)
+        memory_estimate.predict(run(host=HostConfig(optimizer=o)), MeshSpec.parse(MESH), "gpu") for o in (False, True)
     )
     layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096)
     assert there.host == pytest.approx(2 * 4 * layers / 8, rel=1e-3)
@@ -61,10 +62,10 @@ def test_state_on_the_host_is_not_on_the_device():
 
 def test_activations_on_the_host_are_what_the_formula_says():
     """Of 4,096 tokens of a device: two streams, attention's output and sums; queries, keys, values, gate and up."""
-    found = memory.predict(run(remat="offload"), MeshSpec.parse(MESH), "gpu")
+    found = memory_estimate.predict(run(remat="offload"), MeshSpec.parse(MESH), "gpu")
     numbers = 3 * 4096 + 4096 + 2 * 1024 + 2 * 14336
     assert found.host == 32 * 4096 * (2 * numbers + 4 * 32)
-    half = memory.predict(run(remat="offload:0.5"), MeshSpec.parse(MESH), "gpu")
+    half = memory_estimate.predict(run(remat="offload:0.5"), MeshSpec.parse(MESH), "gpu")
     assert found.host - half.host == pytest.approx(32 * 4096 * (4096 + 2 * 1024 + 2 * 14336))
     work = Work.of(run(remat="offload"), MeshSpec.parse(MESH))
     ((block, count),) = work.blocks.items()
@@ -73,7 +74,7 @@ def test_activations_on_the_host_are_what_the_formula_says():
 
 def test_what_lives_where_is_said():
     config = run(remat="offload:0.5", host=HostConfig(optimizer=True, device_every=2))
-    text = view.explained(layout(config), Cluster.parse("h100:1x8"))
+    text = plan_view.explained(layout(config), Cluster.parse("h100:1x8"))
     assert "in the memory of its host" in text
     assert "activations: products of 50% of the tokens; a forward pass hides" in text
     assert "one of 2 updated on the device; fastest by formula:" in text

@@ -9,9 +9,9 @@ import pytest
 
 from jaxllm.data import DataConfig
 from jaxllm.models.remat import RematError, by_layer
-from jaxllm.plan.recompute import NAMED, cheapest, solve, written
+from jaxllm.plan.remat_solver import NAMED, cheapest, solve, written
 from jaxllm.train import RunConfig
-from jaxllm.train.flops import hardware_flops_per_token, recomputed_flops
+from jaxllm.train.model_flops import hardware_flops_per_token, recomputed_flops
 from tests import tiny
 
 KEPT = {"full": 0, "attention": 70, "elementwise": 90, "none": 200}

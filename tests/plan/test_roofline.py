@@ -8,10 +8,10 @@ import json
 import pytest
 
 from jaxllm import cli
+from jaxllm.plan.formulas.device_work import leaves_of
+from jaxllm.plan.formulas.op_roofline import PHASES, roofline
 from jaxllm.plan.hardware import TABLE
-from jaxllm.plan.roofline import PHASES, roofline
-from jaxllm.plan.work import leaves_of
-from jaxllm.train.flops import causal_mean, forward_flops_per_token, hardware_flops_per_token
+from jaxllm.train.model_flops import causal_mean, forward_flops_per_token, hardware_flops_per_token
 from recipes.deepseek import deepseek_v3
 from recipes.llama3 import llama3_8b
 from recipes.mixtral import mixtral_8x22b

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import cli
+from jaxllm.cli.commands.size import round_rows
 from jaxllm.models import functional
-from jaxllm.plan.scaling import (
+from jaxllm.plan.scaling_laws import (
     EXCESS,
     LAWS,
     Parametric,
@@ -24,7 +25,6 @@ from jaxllm.plan.scaling import (
     step_law,
     worth,
 )
-from jaxllm.size_cli import round_rows
 
 BUDGETS = st.floats(17, 26).map(lambda power: 10.0**power)
 

@@ -10,12 +10,13 @@ import pytest
 from jaxllm import cli
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.models import functional
-from jaxllm.plan import memory, search
-from jaxllm.plan.calibration import DEFAULT
-from jaxllm.plan.compiled import Compiled
+from jaxllm.plan import layout_search
+from jaxllm.plan.compiled_layout import Compiled
+from jaxllm.plan.formulas import memory_estimate
+from jaxllm.plan.formulas.calibration import DEFAULT
+from jaxllm.plan.formulas.device_work import Work
 from jaxllm.plan.hardware import TABLE, Cluster
-from jaxllm.plan.save import write_recipe
-from jaxllm.plan.work import Work
+from jaxllm.plan.plan_export import write_recipe
 from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b
 from recipes.mixtral import mixtral_8x22b
@@ -42,9 +43,9 @@ def cut(run, layers: int, rows: int):
 )
 def test_what_is_found_is_legal_fits_and_is_in_order(run, on):
     cluster = Cluster.parse(on)
-    found = search.search(run, cluster)
+    found = layout_search.search(run, cluster)
     assert found.layouts
-    assert found.layouts == search.search(run, cluster).layouts
+    assert found.layouts == layout_search.search(run, cluster).layouts
     seconds = [layout.time.seconds for layout in found.layouts]
     assert seconds == sorted(seconds)
     for layout in found.layouts:
@@ -55,9 +56,9 @@ def test_what_is_found_is_legal_fits_and_is_in_order(run, on):
 
 def test_its_first_is_no_slower_than_any_plan_that_fits():
     cluster, run = Cluster.parse("v6e:2x2"), cut(llama3_8b(), 2, 8)
-    best = search.search(run, cluster).layouts[0]
-    for mesh in search.meshes(run, cluster):
-        for remat in search.REMATS:
+    best = layout_search.search(run, cluster).layouts[0]
+    for mesh in layout_search.meshes(run, cluster):
+        for remat in layout_search.REMATS:
             model = dataclasses.replace(run.model, remat=remat)
             laid = dataclasses.replace(run, model=model, mesh=str(mesh))
             try:
@@ -66,29 +67,29 @@ def test_its_first_is_no_slower_than_any_plan_that_fits():
                 continue
             if dict(mesh.axes).get("stage", 1) > 1:
                 continue
-            other = search.predicted(laid, mesh, cluster)
+            other = layout_search.predicted(laid, mesh, cluster)
             assert not other.fits or best.time.seconds <= other.time.seconds * (1 + 1e-9)
 
 
 def test_offloading_is_tried_where_a_pipeline_can():
     cluster, run = Cluster.parse("h100:1x4"), cut(llama3_8b(), 8, 16)
     shares = {}
-    for mesh in search.meshes(run, cluster):
-        for family in search._families(run, mesh):
+    for mesh in layout_search.meshes(run, cluster):
+        for family in layout_search._families(run, mesh):
             shares.setdefault("stage" in dict(mesh.axes), set()).update(laid.parallel.offload for laid in family)
-    assert shares == {True: set(search.OFFLOADS), False: {0.0}}
+    assert shares == {True: set(layout_search.OFFLOADS), False: {0.0}}
 
 
 def test_offloading_frees_the_device_and_waits_for_a_slow_host():
     run = dataclasses.replace(cut(llama3_8b(), 8, 16), accumulate=8, mesh="stage=4")
     mesh = MeshSpec.parse(run.mesh)
     away = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, offload=1.0))
-    plain, fast = (search.predicted(laid, mesh, Cluster.parse("h100:1x4")) for laid in (run, away))
+    plain, fast = (layout_search.predicted(laid, mesh, Cluster.parse("h100:1x4")) for laid in (run, away))
     table = {"h100": dataclasses.replace(TABLE["h100"], host=1e9)}
-    slow = search.predicted(away, mesh, Cluster.parse("h100:1x4", table))
+    slow = layout_search.predicted(away, mesh, Cluster.parse("h100:1x4", table))
     assert plain.memory.host == 0 < fast.memory.host
     assert fast.memory.total < plain.memory.total
-    kept = memory.kept_bytes(Work.of(away, mesh))
+    kept = memory_estimate.kept_bytes(Work.of(away, mesh))
     assert kept == 4 * 8192 * 4096 * 2, "the inputs of a stage's two layers, for two rows"
     hidden = DEFAULT.hidden * slow.time.compute / 3
     assert slow.time.host == pytest.approx(2 * (8 * kept / 1e9 - hidden))
@@ -136,7 +137,7 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
         fixed = {"name": "x", "topology": cluster.name, "jax": "", "compiler": "", "collectives": (), "transfers": ()}
         return Compiled(CompileReport(**{**names, **sizes, **fixed, "cycles": None, "hbm_bytes": None}), 0.125)
 
-    monkeypatch.setattr("jaxllm.plan.compiled.compile_layout", compile_layout)
+    monkeypatch.setattr("jaxllm.plan.compiled_layout.compile_layout", compile_layout)
     assert cli.main(["plan", "quickstart", "--on", "v6e:2x2", "--top", "2", *SMALL]) == 0
     said = capsys.readouterr().out
     assert len({mesh for mesh, _ in asked}) == 2
@@ -161,6 +162,6 @@ def test_mistakes_say_what_is_legal(argv, says, capsys):
 
 def test_a_saved_recipe_is_the_layouts_run(tmp_path):
     cluster = Cluster.parse("h100:1x4")
-    layout = search.search(quickstart(), cluster).layouts[0]
+    layout = layout_search.search(quickstart(), cluster).layouts[0]
     name = write_recipe(tmp_path / "mine.py", layout, cluster)
     assert cli.find_recipe(name)() == layout.run

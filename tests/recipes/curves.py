@@ -15,7 +15,7 @@ import pytest
 from benchmarks.curves import Curve, read
 from jaxllm.config import from_dict
 from jaxllm.train import RunConfig, train
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 from tests.train import runs
 
 BOUND = 2e-3

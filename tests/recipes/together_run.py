@@ -19,8 +19,8 @@ from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.parallel.distributed import DistributedConfig
-from jaxllm.train import RunConfig, processes
-from jaxllm.train.view import View
+from jaxllm.train import RunConfig, run_processes
+from jaxllm.train.records.live_view import View
 
 
 def together_run() -> RunConfig:
@@ -30,8 +30,8 @@ def together_run() -> RunConfig:
     if "step" in mine:
         signal_at(mine["step"], signal.Signals[mine["signal"]], mine.get("once"))
     if "jax" in mine:
-        versions = processes.versions
-        processes.versions = lambda: {**versions(), "jax": mine["jax"]}
+        versions = run_processes.versions
+        run_processes.versions = lambda: {**versions(), "jax": mine["jax"]}
     block = BlockConfig(AttentionConfig(heads=8, kv_heads=8, head_dim=4), MlpConfig(hidden=32))
     return RunConfig(
         name="together",

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.pieces import Piece
-from jaxllm.infer.policy import Service
-from jaxllm.infer.sequence import Finish
-from jaxllm.infer.sequence import Sequence as Continuation
+from jaxllm.infer.engine.policies import Service
+from jaxllm.infer.engine.sequence import Finish
+from jaxllm.infer.engine.sequence import Sequence as Continuation
+from jaxllm.infer.engine.stream_output import Piece
 from jaxllm.serve import Backend, Load, ServeConfig, Served, Server
-from jaxllm.serve.embedding import Embedder
-from jaxllm.serve.run import Opener
+from jaxllm.serve.embedder import Embedder
+from jaxllm.serve.server import Opener
 from jaxllm.text import ChatTemplate
-from jaxllm.text.byte import ByteTokenizer
+from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests import quick, tiny
 
 TEMPLATE = ChatTemplate(

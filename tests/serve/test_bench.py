@@ -9,7 +9,7 @@ import pytest
 from jaxllm.cli import main
 from jaxllm.files import DataError
 from jaxllm.serve import ServeConfig
-from jaxllm.serve.bench import Seen, drawn, read_trace, summary
+from jaxllm.serve.load_benchmark import Seen, drawn, read_trace, summary
 from tests.serve import servers
 
 

@@ -10,30 +10,31 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
 from jaxllm.infer import Grammar, SamplingParams
-from jaxllm.serve import ServeConfig, requests
-from jaxllm.serve.chat import Chat
-from jaxllm.serve.completions import Completions
-from jaxllm.serve.errors import ApiError, of_validation
-from jaxllm.serve.fields import not_served
+from jaxllm.serve import ServeConfig
+from jaxllm.serve.api import request_schemas
+from jaxllm.serve.api.chat_completions import Chat
+from jaxllm.serve.api.errors import ApiError, of_validation
+from jaxllm.serve.api.request_fields import not_served
+from jaxllm.serve.api.text_completions import Completions
 from jaxllm.serve.generation import Desk
-from jaxllm.serve.metrics import Metrics
+from jaxllm.serve.server_metrics import Metrics
 from tests.serve.servers import FixedRate
 
 PUBLISHED = {
-    requests.ChatRequest: chat_create_params.CompletionCreateParamsStreaming,
-    requests.CompletionRequest: completion_create_params.CompletionCreateParamsStreaming,
-    requests.StreamOptions: chat.ChatCompletionStreamOptionsParam,
-    requests.SystemMessage: chat.ChatCompletionDeveloperMessageParam,
-    requests.UserMessage: chat.ChatCompletionUserMessageParam,
-    requests.AssistantMessage: chat.ChatCompletionAssistantMessageParam,
-    requests.ToolMessage: chat.ChatCompletionToolMessageParam,
-    requests.ToolCall: chat.ChatCompletionMessageFunctionToolCallParam,
-    requests.Tool: chat.ChatCompletionFunctionToolParam,
-    requests.FunctionDefinition: shared_params.FunctionDefinition,
-    requests.NamedTool: chat.ChatCompletionNamedToolChoiceParam,
-    requests.AllowedTools: chat.ChatCompletionAllowedToolChoiceParam,
-    requests.AllowedSet: chat.ChatCompletionAllowedToolsParam,
-    requests.TextPart: chat.ChatCompletionContentPartTextParam,
+    request_schemas.ChatRequest: chat_create_params.CompletionCreateParamsStreaming,
+    request_schemas.CompletionRequest: completion_create_params.CompletionCreateParamsStreaming,
+    request_schemas.StreamOptions: chat.ChatCompletionStreamOptionsParam,
+    request_schemas.SystemMessage: chat.ChatCompletionDeveloperMessageParam,
+    request_schemas.UserMessage: chat.ChatCompletionUserMessageParam,
+    request_schemas.AssistantMessage: chat.ChatCompletionAssistantMessageParam,
+    request_schemas.ToolMessage: chat.ChatCompletionToolMessageParam,
+    request_schemas.ToolCall: chat.ChatCompletionMessageFunctionToolCallParam,
+    request_schemas.Tool: chat.ChatCompletionFunctionToolParam,
+    request_schemas.FunctionDefinition: shared_params.FunctionDefinition,
+    request_schemas.NamedTool: chat.ChatCompletionNamedToolChoiceParam,
+    request_schemas.AllowedTools: chat.ChatCompletionAllowedToolChoiceParam,
+    request_schemas.AllowedSet: chat.ChatCompletionAllowedToolsParam,
+    request_schemas.TextPart: chat.ChatCompletionContentPartTextParam,
 }
 OURS = {
     *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids"),
@@ -52,8 +53,8 @@ def desk() -> Desk:
 
 
 def asked(model: type[BaseModel], **fields: Any) -> Chat | Completions:
-    body = model.model_validate({**(CHAT if model is requests.ChatRequest else TEXT), **fields})
-    return (Chat if model is requests.ChatRequest else Completions)(desk(), body, {}, {})
+    body = model.model_validate({**(CHAT if model is request_schemas.ChatRequest else TEXT), **fields})
+    return (Chat if model is request_schemas.ChatRequest else Completions)(desk(), body, {}, {})
 
 
 def params(model: type[BaseModel], **fields: Any) -> SamplingParams:
@@ -65,7 +66,7 @@ def test_no_published_field_is_absent(model):
     published = set(PUBLISHED[model].__annotations__)
     ours = set(model.model_fields)
     assert published - ours == set()
-    if model in (requests.ChatRequest, requests.CompletionRequest):
+    if model in (request_schemas.ChatRequest, request_schemas.CompletionRequest):
         assert ours - published <= OURS
     else:
         assert ours - published <= {"reasoning_content"}
@@ -112,7 +113,7 @@ SHARED = {
     "structured_outputs": ({"regex": "a+"}, lambda a: a.jobs[0].params.grammar, Grammar.regex("a+")),
 }
 HONOURED = {
-    requests.ChatRequest: SHARED
+    request_schemas.ChatRequest: SHARED
     | {
         "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
         "max_completion_tokens": (6, lambda a: a.jobs[0].params.max_tokens, 6),
@@ -129,7 +130,7 @@ HONOURED = {
             b"<system>be kind\n<assistant>",
         ),
     },
-    requests.CompletionRequest: SHARED
+    request_schemas.CompletionRequest: SHARED
     | {
         "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
         "logprobs": (2, lambda a: a.jobs[0].params.logprobs, 2),
@@ -139,11 +140,11 @@ HONOURED = {
     },
 }
 ELSEWHERE = {
-    requests.ChatRequest: {
+    request_schemas.ChatRequest: {
         *("model", "stream", "stream_options", "user", "safety_identifier", "top_logprobs", "chat_template_kwargs"),
         *("tools", "tool_choice", "parallel_tool_calls"),
     },
-    requests.CompletionRequest: {"model", "stream", "stream_options", "user"},
+    request_schemas.CompletionRequest: {"model", "stream", "stream_options", "user"},
 }
 """Seen by tests of their own: answers, the log, templates."""
 
@@ -165,25 +166,25 @@ def test_an_honoured_field_reaches_the_engine(model, name):
 
 
 def test_values_that_need_each_other():
-    assert params(requests.ChatRequest, logprobs=True, top_logprobs=4).logprobs == 4
-    assert params(requests.CompletionRequest, echo=True, max_tokens=0).max_tokens == 0
-    assert params(requests.CompletionRequest, echo=True, logprobs=2).prompt_logprobs == 2
-    assert params(requests.ChatRequest, response_format={"type": "text"}).grammar is None
-    made = params(requests.ChatRequest, response_format={"type": "json_object"}).grammar
+    assert params(request_schemas.ChatRequest, logprobs=True, top_logprobs=4).logprobs == 4
+    assert params(request_schemas.CompletionRequest, echo=True, max_tokens=0).max_tokens == 0
+    assert params(request_schemas.CompletionRequest, echo=True, logprobs=2).prompt_logprobs == 2
+    assert params(request_schemas.ChatRequest, response_format={"type": "text"}).grammar is None
+    made = params(request_schemas.ChatRequest, response_format={"type": "json_object"}).grammar
     assert made == Grammar.json_schema({"type": "object"})
     for fields in ({"structured_outputs": {}}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
         with pytest.raises(ApiError) as caught:
-            params(requests.ChatRequest, **fields)
+            params(request_schemas.ChatRequest, **fields)
         assert caught.value.param == "structured_outputs"
-    assert params(requests.CompletionRequest).max_tokens == 16
-    assert params(requests.ChatRequest).max_tokens == FixedRate().max_len - len("<user>hi\n<assistant>")
+    assert params(request_schemas.CompletionRequest).max_tokens == 16
+    assert params(request_schemas.ChatRequest).max_tokens == FixedRate().max_len - len("<user>hi\n<assistant>")
 
 
 @pytest.mark.parametrize("value", [True, "1", 1.5, float("nan"), -1, 10**30])
 def test_types_are_strict(value):
     with pytest.raises(ValidationError):
-        requests.ChatRequest.model_validate({**CHAT, "max_tokens": value})
+        request_schemas.ChatRequest.model_validate({**CHAT, "max_tokens": value})
 
 
 def test_json_has_one_kind_of_number():
-    assert params(requests.ChatRequest, max_tokens=3.0).max_tokens == 3
+    assert params(request_schemas.ChatRequest, max_tokens=3.0).max_tokens == 3

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.evals import Scorer
 from jaxllm.infer import LLM
-from jaxllm.text.byte import ByteTokenizer
+from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests.serve import servers
 
 

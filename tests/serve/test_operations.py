@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from jaxllm.infer import Engine
-from jaxllm.infer.pieces import Piece
-from jaxllm.infer.policy import Priority
+from jaxllm.infer.engine.policies import Priority
+from jaxllm.infer.engine.stream_output import Piece
 from jaxllm.serve import Backend, ServeConfig, Server
 from tests.infer.engines import check_books
 from tests.serve import servers

@@ -10,17 +10,18 @@ import jsonschema
 import openai
 import pytest
 
+from jaxllm.infer.engine.detokenizer import Reader
 from jaxllm.infer.grammar import Grammar, Grammars
-from jaxllm.infer.reader import Reader
-from jaxllm.serve import ServeConfig, requests
-from jaxllm.serve.chat import Chat
-from jaxllm.serve.errors import ApiError
-from jaxllm.serve.formats import FORMATS, format_of
+from jaxllm.serve import ServeConfig
+from jaxllm.serve.api import request_schemas
+from jaxllm.serve.api.chat_completions import Chat
+from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.generation import Desk
-from jaxllm.serve.metrics import Metrics
-from jaxllm.serve.reading import Reading, Way, merged
+from jaxllm.serve.server_metrics import Metrics
+from jaxllm.serve.tools.output_parser import Reading, Way, merged
+from jaxllm.serve.tools.tool_formats import FORMATS, format_of
 from jaxllm.text import ChatTemplate
-from jaxllm.text.byte import ByteTokenizer
+from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests import environment
 from tests.serve import servers
 from tests.serve.driving import TOOLS, answered
@@ -167,7 +168,7 @@ def test_special_tokens_that_are_marks_are_spelt_out():
     ):
         backend = servers.FixedRate(template=ChatTemplate(TEMPLATES[text], BOS, EOS))
         vars(backend.tokenizer)["special_names"] = {**backend.tokenizer.special_names, **names}
-        body = requests.ChatRequest.model_validate({**HELLO, **fields})
+        body = request_schemas.ChatRequest.model_validate({**HELLO, **fields})
         assert Chat(Desk(backend, ServeConfig(), Metrics("m")), body, {}, {}).jobs[0].params.spelt == spelt
     reader = Reader(backend.tokenizer, spelt=(259,))
     assert [reader.push(token)[0] for token in (97, 259, 260, 98)] == ["a", "<think>", "", "b"]
@@ -235,7 +236,7 @@ def test_thoughts_reach_the_client():
 
 
 def asked(template: ChatTemplate = servers.TEMPLATE, parser: str | None = None, **fields: Any) -> Chat:
-    body = requests.ChatRequest.model_validate({**HELLO, "model": "m", **fields})
+    body = request_schemas.ChatRequest.model_validate({**HELLO, "model": "m", **fields})
     desk = Desk(servers.FixedRate(template=template), ServeConfig(tool_parser=parser), Metrics("m"))
     return Chat(desk, body, {}, {})
 

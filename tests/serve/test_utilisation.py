@@ -8,9 +8,9 @@ import httpx
 import jax
 import pytest
 
-from jaxllm.compiler import peaks
+from jaxllm.compiler import device_peaks
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.metrics import Bucket, Metrics
+from jaxllm.infer.engine.engine_metrics import Bucket, Metrics
 from jaxllm.serve.utilisation import uses
 from tests.serve import servers
 
@@ -79,7 +79,7 @@ def test_metrics_tell_shares_where_the_peak_is_known(engine, monkeypatch):
     with servers.running(servers.tiny_backend) as (_, url):
         plain = told(url)
         assert not any("mfu" in name or "mbu" in name for name in plain)
-        monkeypatch.setitem(peaks.PEAKS, "cpu", peaks.Peak(1e12, 1e9))
+        monkeypatch.setitem(device_peaks.PEAKS, "cpu", device_peaks.Peak(1e12, 1e9))
         known = told(url)
     buckets = {name.split('bucket="')[1] for name in plain}
     assert len(buckets) == 2

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from jaxllm.files import DataError
 from jaxllm.text import StreamDecoder, load_tokenizer
-from jaxllm.text.definition import merges_of
+from jaxllm.text.tokenizer_json import merges_of
 from tests.text.test_sentencepiece import model
 from tests.text.test_tiktoken import PATTERNS
 from tests.text.texts import CORPUS, texts

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from jaxllm.files import DataError
-from jaxllm.text import ChatTemplate, TemplateError, load_template, meter, template_from_gguf
+from jaxllm.text import ChatTemplate, TemplateError, load_template, template_from_gguf
+from jaxllm.text.chat_template import template_limits
 from tests.text import templates
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -106,21 +107,21 @@ ATTACKS = {
     "no type": ("{{ 'a' + 1 }}", "TypeError"),
     "no syntax": ("a\n{% if %}", r"\(line 2\)"),
     "no filter": ("{{ 1 | nothing }}", "No filter named 'nothing'"),
-    "a long source": ("x" * (meter.MAX_SOURCE + 1), "characters long"),
+    "a long source": ("x" * (template_limits.MAX_SOURCE + 1), "characters long"),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_a_template_may_not_do(name, monkeypatch):
-    monkeypatch.setattr(meter, "MAX_STEPS", 60_000)  # the tests' type checks are slow
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 60_000)  # the tests' type checks are slow
     source, message = ATTACKS[name]
     with pytest.raises(TemplateError, match=message):
         render(source)
 
 
 def test_time_is_limited_off_the_main_thread_too(monkeypatch):
-    monkeypatch.setattr(meter, "MAX_STEPS", 10**12)
-    monkeypatch.setattr(meter, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 10**12)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     caught = []
 
     def work():
@@ -146,7 +147,7 @@ def test_a_long_conversation_is_within_the_limits():
 
 
 def test_renderings_do_not_share_their_limits(monkeypatch):
-    monkeypatch.setattr(meter, "MAX_STEPS", 2000)
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 2000)
     template = ChatTemplate("{% for i in range(900) %}{{ i }}{% endfor %}")
     assert len({template.render(HELLO) for _ in range(5)}) == 1
 

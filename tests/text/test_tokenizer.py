@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxllm.files import DataError
 from jaxllm.text import ByteTokenizer, StreamDecoder, load_tokenizer
-from jaxllm.text.bpe import cached_bpe, train_bpe
+from jaxllm.text.bpe_training import cached_bpe, train_bpe
 
 TEXTS = [
     "the cat sat on the mat and the hat. " * 20,

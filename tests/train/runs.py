@@ -16,8 +16,8 @@ from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.train import RunConfig, train
-from jaxllm.train.directory import RunDirectory
-from jaxllm.train.view import View
+from jaxllm.train.records.live_view import View
+from jaxllm.train.records.run_directory import RunDirectory
 
 STEPS = 12
 WORDS = (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models import functional
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import train, value_and_grad
 from jaxllm.train.run import Run
 from sharding import MeshSpec, shardings_of

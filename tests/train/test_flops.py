@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, Segments, functional
-from jaxllm.train.flops import (
+from jaxllm.train.model_flops import (
     causal_mean,
     forward_flops_per_token,
     hardware_flops_per_token,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.train import train
-from jaxllm.train.host import HostConfig, host_bytes
+from jaxllm.train.host_offload import HostConfig, host_bytes
 from jaxllm.train.run import Run
 from tests.optim.kinds import named
 from tests.train.runs import losses, run_config, stopped_at

@@ -19,10 +19,10 @@ from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig, train, train_step, value_and_grad
-from jaxllm.train.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, numerics
 from jaxllm.train.precision import PRECISIONS, Precision, bytes_of, in_precision, stated
 from jaxllm.train.run import gradients
-from jaxllm.train.state import TrainState, abstract_state
+from jaxllm.train.step.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, numerics
+from jaxllm.train.step.train_state import TrainState, abstract_state
 from sharding import MeshSpec
 from tests import quick, tiny
 from tests.models.jaxprs import equations

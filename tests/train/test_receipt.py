@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm import cli
 from jaxllm.config import ConfigError
-from jaxllm.train.receipt import ReceiptError, commit, compare, read_receipt, reproduction, versions
+from jaxllm.train.records.receipt import ReceiptError, commit, compare, read_receipt, reproduction, versions
 from tests import environment
 
 

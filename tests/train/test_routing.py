@@ -11,9 +11,9 @@ import pytest
 
 import sharding
 from jaxllm.models import BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RouterConfig, Segments, functional
-from jaxllm.models.router import Routing
+from jaxllm.models.moe.router import Routing
 from jaxllm.train import value_and_grad
-from jaxllm.train.routing import RoutingConfig, RoutingSums, Tally, move_biases, routing_metrics
+from jaxllm.train.step.routing_losses import RoutingConfig, RoutingSums, Tally, move_biases, routing_metrics
 from tests import quick, tiny
 from tests.train import runs
 

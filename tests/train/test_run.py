@@ -22,7 +22,7 @@ from jaxllm.config import ConfigError, from_dict
 from jaxllm.data import CursorMismatch, DataConfig, load_dataset
 from jaxllm.models import functional
 from jaxllm.train import NonFiniteLossError, ResumeError, RunConfig, TrainState, loop, run, train
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 from sharding import ShardingError
 from tests import environment, tiny
 from tests.train import runs
@@ -159,7 +159,7 @@ def test_a_second_signal_of_a_kind_acts_as_usual():
 RECIPE = """
 import time
 from pathlib import Path
-from jaxllm.train.view import View
+from jaxllm.train.records.live_view import View
 from tests.train.runs import run_config
 
 show = View.step

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, MemoryConfig
-from jaxllm.checkpoint.memory.held import Holder
+from jaxllm.checkpoint.memory.peer_storage import Holder
 from jaxllm.parallel.distributed import Group
 from jaxllm.train import train
-from jaxllm.train.saving import MEASURED, Saver
-from jaxllm.train.view import View
+from jaxllm.train.records.live_view import View
+from jaxllm.train.recovery.saving import MEASURED, Saver
 from tests.train.runs import STEPS, losses, run_config
 
 PLACES = (f"memory://training-{n}" for n in itertools.count())

@@ -18,12 +18,12 @@ from jaxllm.checkpoint import Checkpointer, MemoryConfig
 from jaxllm.config import ConfigError
 from jaxllm.data.dataset import TokenDataset
 from jaxllm.models import functional
-from jaxllm.observe.record import read_record
-from jaxllm.observe.report import report, text
+from jaxllm.observe.html_report import report, text
+from jaxllm.observe.run_record import read_record
 from jaxllm.optim import OptimConfig
 from jaxllm.train import RunConfig, SpikeConfig, SpikesError, train
 from jaxllm.train import run as ready
-from jaxllm.train.spikes import LEAST, watch
+from jaxllm.train.step.loss_spikes import LEAST, watch
 from tests import tiny
 from tests.train.runs import losses, run_config, signal_at
 

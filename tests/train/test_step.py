@@ -17,8 +17,8 @@ import pytest
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import abstract_state, init_state, train_step, value_and_grad
-from jaxllm.train.loss import LossSums
-from jaxllm.train.step import jit_step
+from jaxllm.train.step.loss import LossSums
+from jaxllm.train.step.training_step import jit_step
 from sharding import MeshSpec
 from tests import quick, tiny
 

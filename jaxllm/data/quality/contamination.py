@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxllm.data.quality.words import ngrams, words
+from jaxllm.data.quality.word_shingles import ngrams, words
 
 RUN = 13
 LEAST_WORDS = 5

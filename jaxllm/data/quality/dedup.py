@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
-from jaxllm.data.quality.words import mix, ngrams, words
+from jaxllm.data.quality.word_shingles import mix, ngrams, words
 
 PLACES = 128
 RUN = 5

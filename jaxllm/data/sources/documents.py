@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.data.sources.files import File
+from jaxllm.data.sources.remote_files import File
 from jaxllm.files import DataError, digest
 
 
 class Document(NamedTuple):
     """A text and where it begins (`row`: line of a text file, row of a table, sample of an archive; from 1).
 
-    Of a conversation the text is JSON: {"messages": [...], "tools": [...]}, see `jaxllm.data.chat`.
+    Of a conversation the text is JSON: {"messages": [...], "tools": [...]}, see `jaxllm.data.chat_encoding`.
     """
 
     text: str

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import IO, Any, cast
 
 from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation
-from jaxllm.data.sources.files import PACKED, File, chunks, content_sha256, decoded, lines, name_of
+from jaxllm.data.sources.remote_files import PACKED, File, chunks, content_sha256, decoded, lines, name_of
 from jaxllm.files import DataError, at, digest
 
 Row = tuple[int, Any]

@@ -14,7 +14,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer, hashing
+from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer
+from jaxllm.checkpoint.storage import leaf_hashing
 from tests.checkpoint.together import save_together
 from tests.proofs.harness import proof
 
@@ -56,7 +57,7 @@ def bit_flips(seed: int) -> None:
     """Of one process, of three with leaves in chunks, in an object store; restored whole, by leaf, or by slice."""
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
-    block, hashing.BLOCK = hashing.BLOCK, BLOCK
+    block, leaf_hashing.BLOCK = leaf_hashing.BLOCK, BLOCK
     logger = logging.getLogger("jaxllm.checkpoint")
     logger.disabled = True
     try:
@@ -75,7 +76,7 @@ def bit_flips(seed: int) -> None:
                 fsspec.filesystem("memory").put(str(copy), place, recursive=True)
             check(place, name)
     finally:
-        hashing.BLOCK = block
+        leaf_hashing.BLOCK = block
         logger.disabled = False
 
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from jaxllm.checkpoint import Checkpointer
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 from tests.checkpoint.test_memory import Hosts
 from tests.proofs.harness import proof
 from tests.proofs.parallelism.processes import LIMIT, PROCESSES, STEPS, TOGETHER, Processes, errors

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.checkpoint import CheckpointConfig, Checkpointer, hashing
+from jaxllm.checkpoint import CheckpointConfig, Checkpointer
 from jaxllm.checkpoint.relayout import Layout, relaid, sources_of
+from jaxllm.checkpoint.storage import leaf_hashing
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
 from jaxllm.train.run import gradients
 from sharding import MeshSpec, shardings_of
@@ -130,7 +131,7 @@ def reshard_matrix(seed: int) -> dict[str, float]:
     kind = rng.choice(sorted(MODELS))
     one, other = rng.sample(pool(kind), 2)
     first, second = run_of(one, kind), run_of(other, kind)
-    block, hashing.BLOCK = hashing.BLOCK, rng.choice([96, 1000, 2**26])
+    block, leaf_hashing.BLOCK = leaf_hashing.BLOCK, rng.choice([96, 1000, 2**26])
     try:
         with tempfile.TemporaryDirectory() as folder:
             state, _ = first.steps(first.begin(), 0, BEFORE)
@@ -143,7 +144,7 @@ def reshard_matrix(seed: int) -> dict[str, float]:
             again = saved(Path(folder) / "second", found).manifest()
             assert {path: leaf.hash for path, leaf in again.leaves.items()} == hashes, (one, other)
     finally:
-        hashing.BLOCK = block
+        leaf_hashing.BLOCK = block
     _, want = first.steps(state, BEFORE, AFTER)
     _, got = second.steps(found, BEFORE, AFTER)
     return {"ten losses": max(abs(a / b - 1) for a, b in zip(got, want, strict=True))}

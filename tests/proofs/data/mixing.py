@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxllm.data.mixture import MixtureDataset, Source
-from jaxllm.data.packing import pack_concat
-from jaxllm.data.tokens import TokenDocuments
+from jaxllm.data.sequence_packing import pack_concat
+from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import DataError
 from tests.proofs.harness import proof
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.data import Batch
-from jaxllm.data.packing import pack_concat, pack_documents
+from jaxllm.data.sequence_packing import pack_concat, pack_documents
 from jaxllm.models import Segments, functional
-from jaxllm.train.loss import loss_sums
+from jaxllm.train.step.loss import loss_sums
 from sharding import MeshSpec
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof

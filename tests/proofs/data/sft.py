@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import from_dict
+from jaxllm.convert.convert import convert
 from jaxllm.data import load_dataset
 from jaxllm.infer import load_model
-from jaxllm.infer.convert import convert
 from jaxllm.models import Segments, functional
 from jaxllm.train import Evaluator, RunConfig
-from jaxllm.train.begin import beginning
+from jaxllm.train.init_from import beginning
 from sharding import MeshSpec
 from tests import environment
 from tests.proofs.harness import proof

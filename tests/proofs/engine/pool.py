@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxllm.infer import EngineConfig, SamplingParams
-from jaxllm.infer.engine import Engine
-from jaxllm.infer.paged import LayerGroup
-from jaxllm.infer.step import Shape
-from jaxllm.models.context import Cached
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.runner.engine_step import Shape
+from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.models.attention_context import Cached
 from tests.infer import engines
 from tests.infer.paper import PaperDevice
 from tests.proofs.harness import proof

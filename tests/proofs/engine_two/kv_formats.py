@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxllm.data import corpus
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
-from jaxllm.infer.config import KvDtype
-from jaxllm.infer.measure import token_bytes
+from jaxllm.infer.decode_benchmark import token_bytes
+from jaxllm.infer.engine_config import KvDtype
 from pallas_kernels.paged_attention import PageFormat, Slots
 from tests import environment
 from tests.infer import engines, meshes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.compiler import walker
+from jaxllm.compiler import program_walker
 from jaxllm.infer import EngineConfig
 from tests.infer import engines, meshes
 from tests.proofs.engine_two.meshes import sharded_is_unsharded
@@ -42,6 +42,6 @@ def split_prompts_are_shared_work(model: str) -> dict[str, float]:
         made = engines.build(sizes, model, "float32") if ways == 1 else meshes.over(f"context={ways}", model, sizes)
         device = made.device
         program = device.programs[device.choose(1, 32, decode=False, full=False).name]  # type: ignore[attr-defined]
-        taken[ways] = walker.read(program.compiled.as_text()).flops
+        taken[ways] = program_walker.read(program.compiled.as_text()).flops
     by_two, by_four = 2 * (taken[1] - taken[2]), 4 / 3 * (taken[1] - taken[4])
     return {"share": abs(by_two / by_four - 1), "whole": 1 - by_four / taken[1]}

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from jaxllm.infer import Engine
-from jaxllm.infer.policy import MADE, Deadline, Fair, FirstCome, Grouped, Policy, Priority, Shortest
+from jaxllm.infer.engine.policies import MADE, Deadline, Fair, FirstCome, Grouped, Policy, Priority, Shortest
 from tests.infer import traces
 from tests.infer.engines import VOCAB
 from tests.infer.traces import SIZES, Arrival

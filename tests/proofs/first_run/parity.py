@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
-from jaxllm.train.routing import RoutingConfig
 from jaxllm.train.run import gradients
+from jaxllm.train.step.routing_losses import RoutingConfig
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxllm.models import functional, param_count
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from recipes.llama3 import llama3_8b
 from tests import tiny
 from tests.proofs.harness import proof

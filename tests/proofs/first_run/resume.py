@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint import Checkpointer
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
 from tests.proofs.harness import proof
 

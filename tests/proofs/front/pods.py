@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from recipes.gpt2 import gpt2_124m
 from recipes.llama3 import llama3_1b, llama3_8b, llama3_8b_128k
 from recipes.qwen import qwen3_30b_a3b

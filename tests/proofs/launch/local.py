@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 from jaxllm.checkpoint import Checkpointer
-from jaxllm.observe.record import read_record
-from jaxllm.train.directory import RunDirectory
+from jaxllm.observe.run_record import read_record
+from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
 from tests.proofs.harness import proof
 from tests.proofs.parallelism.processes import LIMIT, PROCESSES, RECIPE, STEPS, TOGETHER

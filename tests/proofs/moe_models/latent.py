@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.infer.paged import PagedCache, layer_groups
-from jaxllm.infer.step import empty_pools
+from jaxllm.infer.runner.engine_step import empty_pools
+from jaxllm.infer.runner.paged_cache import PagedCache, layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, RopeConfig, YarnScaling, functional
 from tests import quick
 from tests.proofs.harness import proof

@@ -15,7 +15,7 @@ from jaxllm.data import Batch
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
-from jaxllm.train.compile import compile_for, compiler_options, step_on
+from jaxllm.train.compile_step import compile_for, compiler_options, step_on
 from jaxllm.train.run import fitting_mesh, gradients
 from recipes.deepseek import deepseek_v3
 from recipes.qwen import qwen3_235b_a22b

@@ -14,8 +14,8 @@ import optax
 from jaxllm.data import Batch
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, RouterConfig, functional
 from jaxllm.train import loss_sums, train_step, value_and_grad
-from jaxllm.train.routing import RoutingConfig, routing_metrics
-from jaxllm.train.state import TrainState
+from jaxllm.train.step.routing_losses import RoutingConfig, routing_metrics
+from jaxllm.train.step.train_state import TrainState
 from tests import quick
 from tests.proofs.harness import proof
 

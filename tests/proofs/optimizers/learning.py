@@ -14,8 +14,8 @@ from jaxllm.data import Batch, DataConfig, load_dataset
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig, TrainState
-from jaxllm.train.loss import value_and_grad
-from jaxllm.train.rule import step_of
+from jaxllm.train.step.loss import value_and_grad
+from jaxllm.train.step.step_builder import step_of
 from tests.optim.kinds import KINDS, named
 from tests.proofs.harness import proof
 

@@ -14,7 +14,7 @@ from jaxllm.config import from_dict, to_dict
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for, compiler_options, step_on
+from jaxllm.train.compile_step import compile_for, compiler_options, step_on
 from sharding.isolate import run_isolated
 from sharding.topology import Topology
 from tests.optim.kinds import named

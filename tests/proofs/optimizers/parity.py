@@ -15,10 +15,10 @@ from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import ScheduleConfig, optimizer
 from jaxllm.optim.config import LAYERWISE, REFRESH
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state
-from jaxllm.train.rule import step_of
 from jaxllm.train.run import fitting_mesh, gradients
+from jaxllm.train.step.step_builder import step_of
 from sharding import shardings_of
 from tests import quick, tiny
 from tests.optim.kinds import KINDS, named

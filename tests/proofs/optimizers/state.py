@@ -8,7 +8,7 @@ from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import step_on
+from jaxllm.train.compile_step import step_on
 from sharding.topology import Topology
 from tests import tiny
 from tests.optim.kinds import KINDS, arrays_bytes, named, table_bytes

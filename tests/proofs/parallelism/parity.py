@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 from jaxllm.models import Segments, functional
-from jaxllm.models.router import Routing
-from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.train.loss import arrange
+from jaxllm.models.moe.router import Routing
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.train.step.loss import arrange
 from pallas_kernels.ring_attention.layout import LAYOUTS, order
 from sharding import MeshSpec, shardings_of, use_rules
 from sharding.state import abstract_params

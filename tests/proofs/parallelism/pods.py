@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from recipes.llama3 import llama3_8b, llama3_8b_1m, llama3_70b, llama3_405b
 from recipes.mixtral import mixtral_8x22b
 from sharding.topology import Topology

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.checkpoint import Checkpointer
 from jaxllm.train import train
-from jaxllm.train.directory import RunDirectory
+from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
 from tests.proofs.harness import proof
 from tests.recipes.together_run import together_run

@@ -10,10 +10,10 @@ from typing import Any
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.config import to_dict
 from jaxllm.models import MoeConfig, functional
-from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.parallel.traffic import expected
+from jaxllm.parallel.collective_traffic import expected
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from jaxllm.train.run import fitting_mesh
 from sharding.isolate import run_isolated
 from sharding.topology import Topology

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.parallel.pipeline.generators import NAMES, default_chunks
+from jaxllm.parallel.pipeline.schedule_generators import NAMES, default_chunks
 from pallas_kernels.ring_attention.layout import LAYOUTS
 from tests import environment
 from tests.proofs.first_run.parity import compare

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.data import Batch, DataConfig
 from jaxllm.models import DecoderConfig, functional
-from jaxllm.parallel.pipeline.generators import NAMES, VEES, default_chunks, make, peak_of_vee
-from jaxllm.parallel.pipeline.table import tabulate
-from jaxllm.parallel.plan import ParallelConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.parallel.pipeline.schedule_generators import NAMES, VEES, default_chunks, make, peak_of_vee
+from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from jaxllm.train.run import gradients
 from recipes.llama3 import llama3_70b, llama3_405b
 from sharding import MeshSpec

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from jaxllm.plan import memory
+from jaxllm.plan.formulas import memory_estimate
 from jaxllm.plan.hardware import Cluster
 from sharding import MeshSpec
 from tests.proofs.harness import proof
 from tests.proofs.plan.points import POINTS, compile_arguments, compile_point, stored
 
 
-def predicted(name: str) -> memory.Memory:
+def predicted(name: str) -> memory_estimate.Memory:
     """Of a point."""
     point = POINTS[name]
     cluster = Cluster.parse(point.on)
     mesh = MeshSpec.parse(point.run.mesh).resolve(cluster.devices)
-    return memory.predict(point.run, mesh, cluster.topology.platform)
+    return memory_estimate.predict(point.run, mesh, cluster.topology.platform)
 
 
 @proof("plan", cases=tuple(POINTS), sample=2, bound={"arguments": 1e-3, "total": 0.10})

@@ -1,6 +1,6 @@
 """Utilisations that others have published, beside what the formulas say of their configurations. All are predicted.
 
-One calibration (``jaxllm.plan.calibration``) for all rows. What a row's own policy computes again is a share of a
+One calibration (``jaxllm.plan.formulas.calibration``) for all rows. What a row's own policy computes again is a share of a
 block's products, between remat = "elementwise" (none) and "full" (all): the prediction is interpolated. The paper's GPT
 of 530B is left out: its 35 stages do not divide a width by which parameters could be stored here.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
-from jaxllm.parallel.plan import ParallelConfig
-from jaxllm.plan import time
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.plan.formulas import step_time
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
 from recipes.llama3 import llama3_8b, llama3_70b, llama3_405b
@@ -114,9 +114,9 @@ def predicted(row: Row) -> float:
     """Per cent, by formula."""
     cluster, mesh = Cluster.parse(row.on), MeshSpec.parse(row.run.mesh)
 
-    def seconds(remat: str) -> time.StepTime:
+    def seconds(remat: str) -> step_time.StepTime:
         model = dataclasses.replace(row.run.model, remat=remat)  # type: ignore[arg-type]
-        return time.predict(dataclasses.replace(row.run, model=model), cluster, mesh)
+        return step_time.predict(dataclasses.replace(row.run, model=model), cluster, mesh)
 
     least, most = seconds("elementwise"), seconds("full")
     between = least.seconds + row.again * (most.seconds - least.seconds)

@@ -21,7 +21,7 @@ from jaxllm.compiler.aot import CompileReport
 from jaxllm.config import from_dict, to_dict
 from jaxllm.files import write_json
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for, step_on
+from jaxllm.train.compile_step import compile_for, step_on
 from recipes.llama3 import llama3_8b
 from sharding.isolate import run_isolated
 from sharding.topology import Topology

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.compiler import timeline, walker
-from jaxllm.compiler.groups import Placement
+from jaxllm.compiler import program_walker, timeline
+from jaxllm.compiler.replica_groups import Placement
 from jaxllm.config import from_dict, to_dict
 from jaxllm.files import write_json
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
-from jaxllm.plan import time
-from jaxllm.plan.calibration import DEFAULT
+from jaxllm.plan.formulas import step_time
+from jaxllm.plan.formulas.calibration import DEFAULT
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.rates import rates_of
+from jaxllm.plan.timeline_rates import rates_of
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compiler_options, step_on
+from jaxllm.train.compile_step import compiler_options, step_on
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 from sharding.isolate import run_isolated
@@ -81,7 +81,7 @@ def compiled_here(topology: Topology, config: dict[str, Any]) -> dict[str, float
     step, arguments, mesh = step_on(topology, run)
     with jax.set_mesh(mesh):
         text = step.lower(*arguments).compile(compiler_options=compiler_options(topology, run)).as_text()
-    program = walker.read(text, Placement.of(mesh))
+    program = program_walker.read(text, Placement.of(mesh))
     spec = MeshSpec(tuple((name, size) for name, size in mesh.shape.items()))
     plain = rates_of(Cluster.parse(topology.name), spec)
     rates = dataclasses.replace(plain, send=lambda exchange: plain.send(exchange) / DEFAULT.links)
@@ -103,7 +103,7 @@ def stored() -> dict[str, dict[str, float]]:
 def predicted(name: str) -> float:
     """Seconds of a layout by formula."""
     run = LAYOUTS[name]
-    return time.predict(run, Cluster.parse(ON), MeshSpec.parse(run.mesh)).seconds
+    return step_time.predict(run, Cluster.parse(ON), MeshSpec.parse(run.mesh)).seconds
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float:

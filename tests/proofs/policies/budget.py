@@ -7,9 +7,9 @@ import functools
 
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
-from jaxllm.plan.recompute import solve
+from jaxllm.plan.remat_solver import solve
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from tests.proofs.harness import proof
 
 ON, DEVICES = "v5e:2x2", 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jaxllm.train.compile import compile_for
+from jaxllm.train.compile_step import compile_for
 from tests.proofs.harness import proof
 from tests.proofs.policies import offload
 from tests.proofs.policies.reference import RUN, evaluated, trained

@@ -13,8 +13,8 @@ from jaxllm.compiler.aot import CompileReport
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.train import RunConfig
-from jaxllm.train.compile import compile_for
-from jaxllm.train.host import HostConfig
+from jaxllm.train.compile_step import compile_for
+from jaxllm.train.host_offload import HostConfig
 from tests.optim.kinds import named
 from tests.proofs.harness import proof
 

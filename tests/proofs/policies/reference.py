@@ -15,8 +15,8 @@ from jaxllm.data import Batch, DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import RunConfig, loss_sums, train_step, value_and_grad
-from jaxllm.train.numerics import numerics
-from jaxllm.train.state import TrainState
+from jaxllm.train.step.numerics import numerics
+from jaxllm.train.step.train_state import TrainState
 from tests import quick
 
 ROWS, LENGTH, STEPS, HELD_OUT = 16, 32, 300, 1024

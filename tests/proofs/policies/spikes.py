@@ -12,8 +12,8 @@ import numpy as np
 from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import SpikeConfig, train_step, value_and_grad
-from jaxllm.train.spikes import watch
-from jaxllm.train.state import TrainState
+from jaxllm.train.step.loss_spikes import watch
+from jaxllm.train.step.train_state import TrainState
 from tests import quick
 from tests.proofs.harness import proof
 from tests.proofs.policies.reference import RUN, batch_at

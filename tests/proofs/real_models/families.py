@@ -19,7 +19,7 @@ from jaxllm.hub import export_hf, load_hf
 from jaxllm.hub.huggingface import load_tensors
 from jaxllm.infer import empty_cache
 from jaxllm.models import MoeConfig, Segments, functional
-from jaxllm.models.router import Routing
+from jaxllm.models.moe.router import Routing
 from jaxllm.train import value_and_grad
 from tests import quick
 from tests.hub import peers

@@ -17,8 +17,9 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Ggml
 
-from jaxllm.hub import ggml, load_gguf, load_hf, open_source
-from jaxllm.hub.gguf_model import find_smollm2
+from jaxllm.hub import load_gguf, load_hf, open_source
+from jaxllm.hub.gguf import ggml_formats
+from jaxllm.hub.gguf.gguf_model import find_smollm2
 from jaxllm.hub.safetensors import open_model, write_model
 from tests import environment, quick
 from tests.hub import gguf_writer, peers
@@ -155,7 +156,7 @@ def gguf_quants(seed: int) -> None:
         data = blocks(kind, int(rng.integers(1, 400)), rng)
         theirs = gguf.quants.dequantize(data[None], Ggml[kind.name])
         assert decoded(kind, data).tobytes() == theirs.tobytes(), kind.name
-    assert {kind.name for kind in ggml.KINDS.values() if kind.decode} == {kind.name for kind in QUANTISED}
+    assert {kind.name for kind in ggml_formats.KINDS.values() if kind.decode} == {kind.name for kind in QUANTISED}
 
 
 TEXT = """The tallest trees of the forest stood along the river, where the ground was wet all year. In spring the \
@@ -199,7 +200,7 @@ def _log_likelihoods(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 PEAK = """
 import sys
 import jax, jax.numpy as jnp
-from jaxllm.hub.gguf_model import find_smollm2, load_gguf
+from jaxllm.hub.gguf.gguf_model import find_smollm2, load_gguf
 
 def memory(field):
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from jaxllm.serve import ServeConfig, Server
-from jaxllm.serve.run import Opener
+from jaxllm.serve.server import Opener
 from tests import environment
 from tests.infer.engines import check_books
 from tests.proofs.harness import proof

@@ -1,0 +1,228 @@
+"""Reading checkpoints: nothing leaves this file unverified."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from jaxllm.checkpoint.storage import array_store, leaf_hashing
+from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
+from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
+from jaxllm.checkpoint.storage.step_directories import Directory
+from jaxllm.checkpoint.storage.stored_leaf import Damage, Index, StoredLeaf
+
+META = "meta.json"
+
+Progress = Callable[[str, int, int], None]
+"""progress(leaf, bytes done, bytes in all)"""
+
+
+class Leaf:
+    """A leaf of a checkpoint that a caller reads; damage becomes the error that names it."""
+
+    def __init__(self, reader: Reader, step: int, stored: StoredLeaf):
+        self._reader, self._step, self._stored = reader, step, stored
+        self.record, self.shape, self.dtype = stored.record, stored.shape, stored.dtype
+
+    def read(self, index: Index | None = None) -> np.ndarray:
+        """A slice of the values, verified; all by default."""
+        with self._reader.named(self._step, self._stored.path):
+            return self._stored.read(index)
+
+    def mapped(self) -> np.ndarray:
+        """All values, verified, as a read-only view of the file where there is one."""
+        with self._reader.named(self._step, self._stored.path):
+            return self._stored.mapped()
+
+    def verify(self) -> None:
+        """Reads everything and compares it with the leaf's hash."""
+        with self._reader.named(self._step, self._stored.path):
+            self._stored.verify()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._stored.bytes_read
+
+
+class Reader:
+    """Verified contents of the checkpoints in one directory, and the messages about damaged ones."""
+
+    def __init__(self, directory: Directory):
+        self._directory = directory
+        self._files = directory.files
+
+    def existing(self, step: int | None) -> int:
+        """`step`, or the newest if None.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        steps = self._directory.steps()
+        if step is None:
+            if not steps:
+                raise CheckpointNotFoundError(f"there is no checkpoint in {self._files}.")
+            return steps[-1]
+        if step not in steps:
+            raise self._not_found(step)
+        return step
+
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint of `step` holds.
+
+        Raises:
+            CheckpointNotFoundError: no such step.
+            CheckpointCorruptError: the manifest is damaged.
+        """
+        try:
+            text = bytes(self._files.read(f"{self._directory.folder(step)}/{manifest_lib.NAME}"))
+            manifest = Manifest.from_json(text)
+        except FileNotFoundError:
+            raise self._not_found(step) from None
+        except OSError as error:
+            raise CheckpointError(f"the manifest of {self.where(step)} cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._corrupt(step, str(error), file=manifest_lib.NAME) from error
+        if manifest.step != step:
+            raise self._corrupt(step, f"it was saved as step {manifest.step}", file=manifest_lib.NAME)
+        return manifest
+
+    def meta(self, step: int, manifest: Manifest) -> dict[str, Any]:
+        """The JSON saved along."""
+        return json.loads(self._small(step, manifest, META))
+
+    def leaves(self, step: int, manifest: Manifest, wanted: Collection[str]) -> dict[str, Leaf]:
+        """The wanted leaves, to be read; their files are there and whole, and those that describe them are verified.
+
+        Raises:
+            CheckpointCorruptError: naming leaf and file.
+        """
+        names: dict[str, list[str]] = {path: [] for path in wanted}
+        for name in manifest.files:
+            owner = manifest.owners.get(array_store.folder_of(name))
+            if owner is None and name != META:
+                self._small(step, manifest, name)  # what describes the tree
+            elif owner in names:
+                names[owner].append(name)
+
+        def one(path: str) -> Leaf:
+            parts, head = {}, None
+            for name in names[path]:
+                last = name.rsplit("/", 1)[1]
+                if last == array_store.HEAD:
+                    head = self._small(step, manifest, name)
+                else:
+                    self._check_size(step, manifest, name)
+                    parts[last] = manifest.files[name]
+            folder, record = self._directory.folder(step), manifest.leaves[path]
+            with self.named(step, path):
+                stored = StoredLeaf(self._files, folder, path, record, parts, head, manifest.block)
+            return Leaf(self, step, stored)
+
+        with ThreadPoolExecutor(leaf_hashing.HASHERS) as pool:
+            return dict(zip(names, pool.map(one, names), strict=True))
+
+    def verify(self, step: int, progress: Progress | None = None) -> None:
+        """Reads everything of a checkpoint and compares it with its manifest."""
+        manifest = self.manifest(step)
+        self.meta(step, manifest)
+        leaves = self.leaves(step, manifest, manifest.leaves)
+        in_order(leaves, manifest.leaves, lambda path: leaves[path].verify(), progress)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the manifest is sound and every file has its size; contents are not read."""
+        try:
+            manifest = self.manifest(step)
+            sizes = self._files.walk(self._directory.folder(step))
+        except (CheckpointError, OSError):
+            return False
+        return all(sizes.get(name) == record.bytes for name, record in manifest.files.items())
+
+    def where(self, step: int) -> str:
+        """The checkpoint's name in messages."""
+        return f"the checkpoint of step {step} in {self._files}"
+
+    @contextlib.contextmanager
+    def named(self, step: int, leaf: str) -> Iterator[None]:
+        """Damage that is found inside is that of a leaf."""
+        try:
+            yield
+        except Damage as error:
+            file = error.file and f"{array_store.leaf_folder(leaf)}/{error.file}"
+            raise self._corrupt(step, error.what, leaf=leaf, file=file) from error
+        except FileNotFoundError as error:
+            raise self._corrupt(step, "a file of it is missing", leaf=leaf) from error
+        except OSError as error:
+            raise CheckpointError(f"leaf {leaf} of {self.where(step)} cannot be read: {error}") from error
+
+    def _small(self, step: int, manifest: Manifest, name: str) -> bytes:
+        """A file that holds no array data, verified."""
+        leaf = self._check_size(step, manifest, name)
+        try:
+            data = bytes(self._files.read(f"{self._directory.folder(step)}/{name}"))
+        except OSError as error:
+            raise CheckpointError(f"{name} of {self.where(step)} cannot be read: {error}") from error
+        if leaf_hashing.hash_bytes(data) != manifest.files[name].hash:
+            raise self._corrupt(step, "its bytes do not match the manifest", leaf=leaf, file=name)
+        return data
+
+    def _check_size(self, step: int, manifest: Manifest, name: str) -> str | None:
+        """The leaf that a file belongs to; the file has the size that it was saved with."""
+        leaf = manifest.owners.get(array_store.folder_of(name))
+        expected = manifest.files.get(name)
+        if expected is None:
+            raise self._corrupt(step, f"it lists no {name}", file=manifest_lib.NAME)
+        try:
+            size = self._files.size(f"{self._directory.folder(step)}/{name}")
+        except OSError as error:
+            raise CheckpointError(f"{name} of {self.where(step)} cannot be read: {error}") from error
+        if size is None:
+            raise self._corrupt(step, "it is missing", leaf=leaf, file=name)
+        if size != expected.bytes:
+            raise self._corrupt(step, f"it has {size} bytes instead of {expected.bytes}", leaf=leaf, file=name)
+        return leaf
+
+    def _corrupt(self, step: int, what: str, *, leaf: str | None = None, file: str | None = None):
+        """The error for a damaged checkpoint: where, what, and which others there are."""
+        place = ", ".join(text for text in (leaf and f"leaf {leaf}", file and f"file {file}") if text)
+        others = [s for s in self._directory.steps() if s != step]
+        advice = (
+            f"Restore another step instead, such as restore(step={others[-1]}) (here: {_list(others)}), "
+            "or let resume() find the newest good one."
+            if others
+            else "There is no other checkpoint here."
+        )
+        finding = f"{self.where(step)} is corrupt: {place}: {what}."
+        return CheckpointCorruptError(finding, advice, step=step, leaf=leaf, file=file)
+
+    def _not_found(self, step: int) -> CheckpointNotFoundError:
+        present = self._directory.steps()
+        held = f"it holds {_list(present)}" if present else "it holds none"
+        return CheckpointNotFoundError(f"there is no checkpoint of step {step} in {self._files}: {held}.")
+
+
+def in_order(
+    leaves: Collection[str],
+    records: Mapping[str, LeafRecord],
+    work: Callable[[str], Any],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """`work` of every leaf, several at a time."""
+    total, done = sum(records[path].nbytes for path in leaves), 0
+    out = {}
+    with ThreadPoolExecutor(leaf_hashing.HASHERS) as pool:
+        for path, result in zip(leaves, pool.map(work, leaves), strict=True):
+            out[path] = result
+            done += records[path].nbytes
+            if progress is not None:
+                progress(path, done, total)
+    return out
+
+
+def _list(steps: Collection[int]) -> str:
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps))

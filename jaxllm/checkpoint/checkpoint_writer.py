@@ -1,0 +1,197 @@
+"""Writing the arrays of a checkpoint: hashed and written at the same time, with a bound on what waits in memory."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from jaxllm.checkpoint.snapshot import Leaf, whole
+from jaxllm.checkpoint.storage import array_store, leaf_hashing
+from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
+from jaxllm.checkpoint.storage.file_systems import Files
+from jaxllm.checkpoint.storage.leaf_hashing import as_bytes, cut, hash_bytes
+
+LARGE = 2**23
+"""Bytes from which on a file is waited for alone; smaller ones all together, in the end."""
+WRITERS = 4
+"""Files that are written at a time: while one waits for the disk, others go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedLeaf:
+    """A leaf that need not be in memory as a whole.
+
+    pieces: its values, one after another in C order, in pieces of any size.
+    key: dtype and implementation of typed keys; the rest is then that of their data.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Iterable[np.ndarray]
+    key: tuple[str, str] | None = None
+
+
+def streamed(leaves: Mapping[str, StreamedLeaf]) -> dict[str, Leaf]:
+    """Leaves that come in pieces, to be written as others are."""
+    return {
+        p: whole(tuple(leaf.shape), np.dtype(leaf.dtype), lambda leaf=leaf: leaf.pieces, leaf.key)
+        for p, leaf in leaves.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What was written of a leaf: one chunk.
+
+    blocks: hashes of the blocks of its bytes.
+    hash: of its bytes as a whole, where the leaf is in several chunks.
+    """
+
+    bytes: int
+    blocks: list[str]
+
+    @property
+    def hash(self) -> str:
+        return leaf_hashing.join(self.blocks)
+
+
+class Budget:
+    """Bytes in host memory at a time: `with budget(n)` waits until there is room, or nothing else is there."""
+
+    def __init__(self, most: int):
+        self._most, self._used = most, 0
+        self._change = threading.Condition()
+
+    @contextlib.contextmanager
+    def __call__(self, size: int) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: self._used == 0 or self._used + size <= self._most)
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._change:
+                self._used -= size
+                self._change.notify_all()
+
+
+def describe(files: Files, folder: str, leaves: Mapping[str, Leaf]) -> dict[str, FileRecord]:
+    """Makes the folders of leaves and writes every file that holds no array data."""
+    described = array_store.description(
+        {
+            p: (leaf.array_shape, array_store.stored_dtype(leaf.array_dtype), leaf.chunk)
+            for p, leaf in filled(leaves).items()
+        }
+    )
+    for name in sorted({name.rsplit("/", 1)[0] for name in described} | {array_store.FOLDER}):
+        files.make(f"{folder}/{name}")
+    with ThreadPoolExecutor(WRITERS) as pool:
+        return dict(pool.map(lambda item: (item[0], write_file(files, folder, *item)), described.items()))
+
+
+def write_file(files: Files, folder: str, name: str, data: bytes) -> FileRecord:
+    """Writes a small file of a checkpoint, hashed."""
+    with files.create(f"{folder}/{name}") as out:
+        out.write(data)
+    return FileRecord(len(data), hash_bytes(data))
+
+
+def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: Budget) -> dict[str, dict[str, Part]]:
+    """Writes what this process has of every leaf, and returns when it is on disk.
+
+    Returns:
+        Path -> chunk -> what was written.
+
+    Raises:
+        ValueError: the pieces of a leaf are not of its type, or too few or too many.
+    """
+    jobs = [(path, name) for path, leaf in filled(leaves).items() for name in leaf.parts]
+    with ThreadPoolExecutor(WRITERS) as pool, ThreadPoolExecutor(leaf_hashing.HASHERS) as hashers:
+
+        def write(job: tuple[str, str]) -> Part:
+            path, chunk = job
+            leaf = leaves[path]
+            size = math.prod(leaf.chunk) * leaf.array_dtype.itemsize
+            name = f"{folder}/{array_store.leaf_folder(path)}/{chunk}"
+            with budget(size), files.create(name) as out:
+                part = _write(out.write, leaf.parts[chunk](), path, leaf, size, hashers)
+            if size >= LARGE:
+                files.sync([name])  # while others are written and hashed
+            return part
+
+        running = [pool.submit(write, job) for job in jobs]
+        done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+        if failed := [future for future in done if future.exception()]:
+            pool.shutdown(wait=False, cancel_futures=True)
+            failed[0].result()
+        out: dict[str, dict[str, Part]] = {path: {} for path in leaves}
+        for (path, chunk), future in zip(jobs, running, strict=True):
+            out[path][chunk] = future.result()
+    small = [name for name, file in files_of(out).items() if file.bytes < LARGE]
+    files.sync(f"{folder}/{name}" for name in small)
+    return out
+
+
+def records_of(leaves: Mapping[str, Leaf], written: Mapping[str, Mapping[str, Part]]) -> dict[str, LeafRecord]:
+    """What the manifest says of leaves that one process wrote."""
+    out = {}
+    for path, leaf in leaves.items():
+        blocks = next((part.blocks for part in written[path].values()), [hash_bytes(b"")])
+        out[path] = record(leaf, blocks)
+    return out
+
+
+def files_of(written: Mapping[str, Mapping[str, Part]], hashed: bool = False) -> dict[str, FileRecord]:
+    """What the manifest says of the files of array data; with a hash of their own where the leaf's is not enough."""
+    return {
+        f"{array_store.leaf_folder(path)}/{name}": FileRecord(part.bytes, part.hash if hashed else None)
+        for path, parts in written.items()
+        for name, part in parts.items()
+    }
+
+
+def record(leaf: Leaf, blocks: list[str]) -> LeafRecord:
+    """A leaf's entry in the manifest, from the hashes of its blocks."""
+    several = tuple(blocks) if len(blocks) > 1 else ()
+    return LeafRecord(leaf.shape, leaf.dtype, leaf_hashing.join(blocks), leaf.key_impl, several)
+
+
+def filled(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Those that have a file: a leaf without elements has none."""
+    return {path: leaf for path, leaf in leaves.items() if 0 not in leaf.array_shape}
+
+
+def _write(
+    put: Callable[..., object],
+    pieces: Iterable[np.ndarray],
+    path: str,
+    leaf: Leaf,
+    size: int,
+    hashers: ThreadPoolExecutor,
+) -> Part:
+    """Writes one chunk, each piece while it is hashed."""
+    hasher, written = leaf_hashing.BlockHasher(), 0
+    for piece in pieces:
+        if piece.dtype != leaf.array_dtype:
+            raise ValueError(f"leaf {path} is {leaf.array_dtype}, and a piece of it is {piece.dtype}.")
+        for part in cut(as_bytes(piece), leaf_hashing.PIECE):
+            hashed = hashers.submit(hasher.update, part)
+            rest = part.data
+            while len(rest):  # an unbuffered file may take a part
+                count = put(rest)
+                rest = rest[count if isinstance(count, int) else len(rest) :]
+            hashed.result()
+            written += len(part)
+        if written > size:
+            break
+        del piece, part, rest, hashed  # before the next one is made
+    if written != size:
+        raise ValueError(f"leaf {path} has {size} bytes, and its pieces have {written}.")
+    return Part(size, hasher.blocks())

@@ -1,0 +1,238 @@
+"""Snapshots in memory: checkpoints whose files are in holders, and what erasure coding keeps of them on other hosts.
+
+Every process writes its part of a snapshot into the holder of its own host. Then it cuts these files, one after
+another, into pieces, and sends each piece to the holders that keep parity of that piece's stripe. With N hosts and
+parity m there are N stripes; stripe g has its parity on the hosts g, g+1, .. g+m-1 (mod N) and its data on the others,
+so that all hold as much, and any m hosts may be lost with all that they hold. The manifest, which makes a snapshot of
+the files, is in every holder and is written last.
+
+    Reliable and Efficient In-Memory Fault Tolerance of Large Language Model Pretraining (separate processes, erasure
+    coding); GEMINI (SOSP 2023: peers' memory before disk).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.config import CheckpointConfig, MemoryConfig
+from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.memory.erasure_coding import coefficients, decode
+from jaxllm.checkpoint.memory.peer_storage import EVERYWHERE, Held, Holder, HolderLost
+from jaxllm.checkpoint.multihost_checkpointer import Group, SharedCheckpointer
+from jaxllm.checkpoint.snapshot import Leaf
+from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
+from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
+
+Table = list[tuple[str, int]]
+"""Names and bytes of a host's files of one snapshot, in order."""
+
+
+class Stripes:
+    """Which host has what of each stripe.
+
+    Args:
+        hosts: how many.
+        parity: hosts that may be lost.
+    """
+
+    def __init__(self, hosts: int, parity: int):
+        self.hosts, self.parity = hosts, min(parity, hosts - 1)
+
+    def parity_hosts(self, stripe: int) -> list[int]:
+        return [(stripe + i) % self.hosts for i in range(self.parity)]
+
+    def data_hosts(self, stripe: int) -> list[int]:
+        return [host for host in range(self.hosts) if host not in self.parity_hosts(stripe)]
+
+    def pieces(self, host: int, size: int) -> list[tuple[int, int, int]]:
+        """(stripe, begin, end) of a host's bytes."""
+        stripes = [g for g in range(self.hosts) if host in self.data_hosts(g)]
+        each = -(-size // len(stripes))
+        return [(g, min(n * each, size), min((n + 1) * each, size)) for n, g in enumerate(stripes)]
+
+
+class Named:
+    """A group whose topics are a snapshot's own: a checkpoint may be under way at the same time."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def gather(self, topic: str, text: str) -> list[str]:
+        return self._group.gather(f"memory/{topic}", text)
+
+    def tell(self, topic: str, text: str = "") -> str:
+        return self._group.tell(f"memory/{topic}", text)
+
+
+class Snapshots(SharedCheckpointer):
+    """A `SharedCheckpointer` into the holders' memory, of the newest state only.
+
+    Opening it starts this host's holder if it does not run, and rebuilds what lost hosts had of the newest snapshot.
+
+    Args:
+        folder: for the holders' addresses; all hosts see it.
+        config: parity, and how long holders wait.
+        group: the processes, one a host.
+        saving, host_bytes: as of a `CheckpointConfig`.
+    """
+
+    def __init__(
+        self, folder: Path, config: MemoryConfig, group: Group, *, saving: Any = "auto", host_bytes: int = 2**32
+    ):
+        group = Named(group)
+        self._held = Held(folder, group.rank, group.size)
+        self._stripes = Stripes(group.size, config.parity)
+        self._held.own.ensure(config.linger)
+        group.gather("start", "")
+        group.tell("start")
+        _rebuild(self._held, self._stripes, group)
+        super().__init__(self._held, CheckpointConfig(keep_last=1, saving=saving, host_bytes=host_bytes), group)
+
+    def close(self) -> None:
+        """As `Checkpointer.close`; the holders stay."""
+        try:
+            super().close()
+        finally:
+            self._held.close()
+
+    def forget(self) -> None:
+        """Ends this host's holder: the run is complete, or its snapshots count no more."""
+        self.wait()
+        with contextlib.suppress(HolderLost):
+            self._held.own.ask("end")
+
+    def _records(
+        self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+    ) -> dict[str, LeafRecord]:
+        """Also sends parity. A leaf in several processes has no hash of its own: its chunks have."""
+        self._together("parity", lambda: _protect(self._held, self._stripes, folder))
+        return {path: LeafRecord(leaf.shape, leaf.dtype, "", leaf.key_impl) for path, leaf in leaves.items()}
+
+
+def _protect(held: Held, stripes: Stripes, folder: str) -> None:
+    """Sends this host's pieces to where parity of them is kept."""
+    if not stripes.parity:
+        return
+    table = _table(held.own, folder)
+    about = {"files": table}
+    for stripe, begin, end in stripes.pieces(held.rank, sum(size for _, size in table)):
+        piece = _bytes(held.own, table, begin, end)
+        column = stripes.data_hosts(stripe).index(held.rank)
+        factors = coefficients(stripes.hosts - stripes.parity, stripes.parity)[:, column]
+        for row, host in enumerate(stripes.parity_hosts(stripe)):
+            name, who = _sum_name(folder, stripe, row), str(held.rank)
+            held.holders[host].ask("add", piece, name=name, who=who, about=about, coefficient=int(factors[row]))
+
+
+def _rebuild(held: Held, stripes: Stripes, group: Group) -> None:
+    """Gives this host's holder back what it had of the newest snapshot; drops a snapshot that cannot be rebuilt."""
+    folder = _newest(held) if group.rank == 0 else None
+    folder = json.loads(group.tell("newest", json.dumps(folder)))
+    if folder is None:
+        return
+    try:
+        lost = _missing(held, stripes, folder)
+    except OSError as error:
+        lost = str(error)
+    said = [json.loads(one) for one in group.gather("lost", json.dumps(lost))]
+    hosts = json.loads(group.tell("lost", json.dumps([rank for rank, one in enumerate(said) if one])))
+    problem = ""
+    if held.rank in hosts:
+        try:
+            if not isinstance(lost, list):
+                raise CheckpointError(f"nothing says what host {held.rank} had: {lost}")
+            _rebuild_own(held, stripes, folder, [(name, size) for name, size in lost], hosts)
+        except (OSError, ValueError, CheckpointError) as error:
+            problem = str(error)
+    problems = [one for one in group.gather("rebuilt", problem) if one]
+    if json.loads(group.tell("rebuilt", json.dumps(bool(problems)))):
+        held.own.ask("drop", name=folder)
+
+
+def _newest(held: Held) -> str | None:
+    """The newest snapshot's folder."""
+    whole = [name for name in held.names() if held.size(f"{name}/{manifest_lib.NAME}") is not None]
+    return max(whole, default=None)
+
+
+def _missing(held: Held, stripes: Stripes, folder: str) -> Table | None:
+    """The files that this host had and its holder lacks; None if it has all.
+
+    Raises:
+        HolderLost: nobody knows.
+    """
+    there = _table(held.own, folder)
+    here = held.own.ask("get", name=f"{folder}/{manifest_lib.NAME}", begin=0, end=1)[0]
+    if here:
+        return None
+    for stripe in range(stripes.hosts):
+        for row, host in enumerate(stripes.parity_hosts(stripe)):
+            about, _ = held.holders[host].ask("sum", name=_sum_name(folder, stripe, row))
+            if about and str(held.rank) in about:
+                return [(name, size) for name, size in about[str(held.rank)]["files"]]
+    raise HolderLost(f"no parity is left; {len(there)} files are here")
+
+
+def _rebuild_own(held: Held, stripes: Stripes, folder: str, table: Table, lost: list[int]) -> None:
+    size = sum(count for _, count in table)
+    out = np.empty(size, np.uint8)
+    count = stripes.hosts - stripes.parity
+    for stripe, begin, end in stripes.pieces(held.rank, size):
+        known: dict[int, np.ndarray] = {}
+        length, tables = 0, {}
+        for row, host in enumerate(stripes.parity_hosts(stripe)):
+            if host in lost:
+                continue
+            about, total = held.holders[host].ask("sum", name=_sum_name(folder, stripe, row))
+            if about is not None and len(about) == count:
+                known[count + row], length, tables = total, len(total), about
+        for column, host in enumerate(stripes.data_hosts(stripe)):
+            if host in lost or str(host) not in tables:
+                continue
+            theirs = [(name, n) for name, n in tables[str(host)]["files"]]
+            first, last = next((b, e) for g, b, e in stripes.pieces(host, sum(n for _, n in theirs)) if g == stripe)
+            known[column] = np.zeros(length, np.uint8)
+            known[column][: last - first] = _bytes(held.holders[host], theirs, first, last)
+        mine = stripes.data_hosts(stripe).index(held.rank)
+        out[begin:end] = decode(known, count, stripes.parity)[mine][: end - begin]
+    begin = 0
+    for name, count in table:
+        held.own.ask("put", out[begin : begin + count], name=name)
+        begin += count
+    for last in EVERYWHERE:
+        data = held.read(f"{folder}/{last}")
+        held.own.ask("put", data, name=f"{folder}/{last}")
+
+
+def _table(holder: Holder, folder: str) -> Table:
+    sizes, _ = holder.ask("sizes", name=f"{folder}/")
+    return [(name, size) for name, size in sorted(sizes.items()) if name.rsplit("/", 1)[-1] not in EVERYWHERE]
+
+
+def _bytes(holder: Holder, table: Table, begin: int, end: int) -> np.ndarray:
+    """A range of a host's files, one after another.
+
+    Raises:
+        HolderLost: one of them is not there.
+    """
+    parts, at = [], 0
+    for name, size in table:
+        low, high = max(begin, at), min(end, at + size)
+        if low < high:
+            found, data = holder.ask("get", name=name, begin=low - at, end=high - at)
+            if not found:
+                raise HolderLost(f"{name} is not in the holder of host {holder.rank}")
+            parts.append(data)
+        at += size
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def _sum_name(folder: str, stripe: int, row: int) -> str:
+    return f"{folder}/parity/{stripe}.{row}"

@@ -1,0 +1,159 @@
+"""The process that holds snapshots in its memory: a few commands over TCP, no jax, no file.
+
+    python -m jaxllm.checkpoint.memory.peer_server ADDRESS_FILE LINGER
+
+It outlives the trainer that started it: it is a child of nobody, in a session of its own, and ends when it is told, or
+when nobody has spoken to it for LINGER seconds. Where it listens is written to ADDRESS_FILE, which its user alone can
+read, with a secret that every request must bring.
+
+A message is the length of its head (4 bytes, big-endian), the head as JSON, and as many raw bytes as the head says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import socketserver
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.memory.erasure_coding import times
+from jaxllm.files import atomic
+
+LONGEST_HEAD = 2**26
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray]:
+    """A message's head and bytes.
+
+    Raises:
+        ConnectionError: the other side has gone.
+    """
+    (length,) = struct.unpack(">I", _exactly(connection, 4).tobytes())
+    if length > LONGEST_HEAD:
+        raise ConnectionError(f"a head of {length} bytes: this is no message of a holder")
+    head = json.loads(_exactly(connection, length).tobytes())
+    return head, _exactly(connection, head.get("bytes", 0))
+
+
+def send(connection: socket.socket, head: dict[str, Any], data: np.ndarray | None = None) -> None:
+    """Sends a message."""
+    data = np.empty(0, np.uint8) if data is None else np.ascontiguousarray(data)
+    text = json.dumps(head | {"bytes": data.nbytes}).encode()
+    connection.sendall(struct.pack(">I", len(text)) + text)
+    connection.sendall(data.data)
+
+
+def _exactly(connection: socket.socket, count: int) -> np.ndarray:
+    out = np.empty(count, np.uint8)
+    view, done = out.data, 0
+    while done < count:
+        got = connection.recv_into(view[done:])
+        if not got:
+            raise ConnectionError("the other side has gone")
+        done += got
+    return out
+
+
+class Store:
+    """Files by name, and sums of pieces by name. Every method is one request."""
+
+    def __init__(self):
+        self._files: dict[str, np.ndarray] = {}
+        self._sums: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        with self._lock:
+            self._files[head["name"]] = data
+        return True, None
+
+    def get(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """Bytes of a file; None if there is none."""
+        found = self._files.get(head["name"])
+        return found is not None, None if found is None else found[head["begin"] : head["end"]]
+
+    def sizes(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """Names of files, with their bytes."""
+        with self._lock:
+            return {n: f.nbytes for n, f in self._files.items() if n.startswith(head["name"])}, None
+
+    def drop(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """Removes the file of a name, and all below it."""
+        name = head["name"]
+        with self._lock:
+            for held in (self._files, self._sums):
+                for one in [n for n in held if n == name or n.startswith(f"{name}/")]:
+                    del held[one]
+        return True, None
+
+    def add(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """Adds a piece, times its coefficient, to a sum; again by the same contributor is an error."""
+        with self._lock:
+            total, about = self._sums.get(head["name"], (np.empty(0, np.uint8), {}))
+            if head["who"] in about:
+                return False, None
+            if len(data) > len(total):
+                total = np.concatenate([total, np.zeros(len(data) - len(total), np.uint8)])
+            total[: len(data)] ^= times(head["coefficient"], data)
+            self._sums[head["name"]] = total, about | {head["who"]: head["about"]}
+        return True, None
+
+    def sum(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """A sum, and what its contributors said of their pieces; None if there is none."""
+        with self._lock:
+            total, about = self._sums.get(head["name"], (None, None))
+        return about, total
+
+
+def serve(address_file: str, linger: float) -> None:
+    """Listens until it is told to end, or nobody speaks."""
+    store, secret = Store(), secrets.token_hex(16)
+    heard = [time.monotonic()]
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            try:
+                while True:
+                    head, data = receive(self.request)
+                    if not secrets.compare_digest(str(head.get("secret")), secret):
+                        return
+                    heard[0] = time.monotonic()
+                    if head["do"] == "end":
+                        send(self.request, {"result": True})
+                        os._exit(0)
+                    result, out = getattr(store, head["do"])(head, data) if head["do"] in REQUESTS else (None, None)
+                    send(self.request, {"result": result}, out)
+            except ConnectionError:
+                return
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+    with Server(("", 0), Handler) as server:
+        about = {"host": socket.gethostname(), "port": server.server_address[1], "secret": secret, "pid": os.getpid()}
+        os.umask(0o077)
+        with atomic(Path(address_file)) as file:
+            file.write(json.dumps(about).encode())
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        while time.monotonic() - heard[0] < linger:
+            time.sleep(min(1.0, linger / 4))
+
+
+REQUESTS = ("put", "get", "sizes", "drop", "add", "sum")
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # the one who started it waits for this, and never for the holder
+    os.setsid()
+    serve(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,182 @@
+"""The memory of all holders as one place for files: each file lies in one host's holder, and some in every one's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxllm.checkpoint.checkpoint_reader import META
+from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.memory.peer_server import receive, send
+from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
+
+EVERYWHERE = (META, manifest_lib.NAME)
+"""Files that every holder has: they say what the others are."""
+START_TIMEOUT = 60.0
+TALK_TIMEOUT = 60.0
+
+
+class HolderLost(OSError):
+    """A holder does not answer any more."""
+
+
+class Holder:
+    """The holder of one host, spoken to from any.
+
+    Args:
+        address_file: where it says how it is reached.
+    """
+
+    def __init__(self, rank: int, address_file: Path):
+        self.rank, self._file = rank, address_file
+        self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def ensure(self, linger: float) -> bool:
+        """Starts it if it does not run; whether it was running."""
+        if self.alive():
+            return True
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.unlink(missing_ok=True)
+        subprocess.run(
+            [sys.executable, "-m", "jaxllm.checkpoint.memory.peer_server", str(self._file), str(linger)],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + START_TIMEOUT
+        while not self.alive():
+            if time.monotonic() > until:
+                raise CheckpointError(f"the process that holds snapshots in memory did not start ({self._file}).")
+            time.sleep(0.02)
+        return False
+
+    def alive(self) -> bool:
+        try:
+            self.ask("sizes", name="-")
+        except OSError:
+            return False
+        return True
+
+    def ask(self, do: str, data: np.ndarray | None = None, **head: Any) -> tuple[Any, np.ndarray]:
+        """A request and its answer.
+
+        Raises:
+            HolderLost: it does not answer.
+        """
+        with self._lock:
+            try:
+                address = json.loads(self._file.read_bytes())
+                if self._connection is None:
+                    self._connection = self._connect(address)
+                send(self._connection, {"do": do, "secret": address["secret"], **head}, data)
+                answer, out = receive(self._connection)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise HolderLost(f"the holder of snapshots of host {self.rank} does not answer: {error}") from error
+        return answer["result"], out
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self, address: dict[str, Any]) -> socket.socket:
+        host = "127.0.0.1" if address["host"] == socket.gethostname() else address["host"]
+        connection = socket.create_connection((host, address["port"]), TALK_TIMEOUT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+
+class Held:
+    """Files in the holders' memory. What a process creates is in its own host's; reading finds it in any.
+
+    Args:
+        folder: of the holders' address files, which all hosts see.
+        rank, size: this host, and how many there are.
+    """
+
+    renames = False
+
+    def __init__(self, folder: Path, rank: int, size: int):
+        self.folder, self.rank = folder, rank
+        self.holders = [Holder(number, folder / f"{number}.json") for number in range(size)]
+
+    def __str__(self) -> str:
+        return f"the memory of {len(self.holders)} hosts ({self.folder})"
+
+    def close(self) -> None:
+        """Ends the connections; the holders stay."""
+        for holder in self.holders:
+            holder.close()
+
+    @property
+    def own(self) -> Holder:
+        return self.holders[self.rank]
+
+    def make(self, name: str) -> None:
+        """Folders are names here."""
+
+    def names(self, folder: str = "") -> list[str]:
+        below = f"{folder}/" if folder else ""
+        return sorted({name[len(below) :].split("/")[0] for name in self._sizes(below)})
+
+    def walk(self, folder: str) -> dict[str, int]:
+        return {name[len(folder) + 1 :]: size for name, size in sorted(self._sizes(f"{folder}/").items())}
+
+    def size(self, name: str) -> int | None:
+        return self._sizes(name).get(name)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        first = [self.own, *(holder for holder in self.holders if holder is not self.own)]
+        for holder in first:
+            with contextlib.suppress(HolderLost):
+                found, data = holder.ask("get", name=name, begin=begin, end=end)
+                if found:
+                    return data
+        raise FileNotFoundError(f"{name} is in no holder")
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        out = io.BytesIO()
+        yield out
+        data = np.frombuffer(out.getbuffer(), np.uint8)
+        everywhere = name.rsplit("/", 1)[-1] in EVERYWHERE
+        for holder in self.holders if everywhere else [self.own]:
+            holder.ask("put", data, name=name)
+
+    def rename(self, name: str, to: str) -> None:
+        """Moves one file, in every holder that has it."""
+        for holder in self.holders:
+            with contextlib.suppress(HolderLost):
+                found, data = holder.ask("get", name=name, begin=0, end=None)
+                if found:
+                    holder.ask("put", data, name=to)
+                    holder.ask("drop", name=name)
+
+    def remove(self, name: str) -> None:
+        for holder in self.holders:
+            with contextlib.suppress(HolderLost):
+                holder.ask("drop", name=name)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Memory has no disk."""
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for holder in self.holders:
+            with contextlib.suppress(HolderLost):
+                found |= holder.ask("sizes", name=name)[0]
+        return found

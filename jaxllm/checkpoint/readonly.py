@@ -1,0 +1,255 @@
+"""Looking at checkpoints and restoring them: everything that only reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from jaxllm.checkpoint.checkpoint_reader import Leaf, Progress, Reader, in_order
+from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError
+from jaxllm.checkpoint.restore import EXACT, Reading, check_match, place, require_arrays
+from jaxllm.checkpoint.storage import leaf_paths
+from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
+from jaxllm.checkpoint.storage.file_systems import Files, Local
+from jaxllm.checkpoint.storage.step_directories import Directory
+
+_log = logging.getLogger("jaxllm.checkpoint")
+_T = TypeVar("_T")
+
+
+class Resumed(NamedTuple):
+    """What `Checkpointer.resume` found."""
+
+    step: int
+    state: Any
+    meta: dict[str, Any]
+
+
+class Looking:
+    """The checkpoints of one place, read and verified."""
+
+    def __init__(self, directory: str | os.PathLike | Files):
+        self._directory = Directory(directory)
+        self._reader = Reader(self._directory)
+        self.directory = self._at("")
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending. One being saved or deleted is not among them."""
+        return self._directory.steps()
+
+    def set_aside(self) -> list[str]:
+        """Names of the folders that were set aside, as damaged or by `set_aside_after`."""
+        return self._directory.leftovers()
+
+    def latest(self) -> int | None:
+        """The newest complete checkpoint's step, its contents unchecked; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def read_meta(self, step: int | None = None) -> dict[str, Any]:
+        """The `meta` saved with a step (default: the newest), verified."""
+        step = self._reader.existing(step)
+        return self._reader.meta(step, self._reader.manifest(step))
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """Every leaf's shape, dtype and hash, without reading an array.
+
+        Raises:
+            CheckpointNotFoundError: no such step.
+            CheckpointCorruptError: the manifest is damaged.
+        """
+        return self._reader.manifest(self._reader.existing(step))
+
+    def verify(self, step: int | None = None, progress: Progress | None = None) -> None:
+        """Reads everything of a checkpoint and compares it with its manifest.
+
+        Raises:
+            CheckpointCorruptError: naming the leaf or file.
+        """
+        self._reader.verify(self._reader.existing(step), progress)
+
+    def latest_good(self) -> int | None:
+        """The newest step that passes `verify`; None if the directory holds no checkpoint at all.
+
+        Corrupt newer ones are reported (logged as errors) and, by a writer, renamed to `corrupt_*`.
+
+        Raises:
+            CheckpointCorruptError: checkpoints exist and none is good: starting afresh is the user's decision.
+        """
+        found = self._newest_good(self.verify)
+        return None if found is None else found[0]
+
+    def restore(
+        self, abstract_state: Any = None, step: int | None = None, reading: Reading = EXACT
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reads and verifies a checkpoint and puts it where `abstract_state` says.
+
+        Args:
+            abstract_state: pytree of `jax.ShapeDtypeStruct` or jax arrays, whose shardings (of any mesh; none means the
+                default device) the result takes, or numpy arrays for leaves to be left in host memory. None: nested
+                dicts of numpy arrays, whatever was saved.
+            step: default: the newest.
+            reading: other names, another dtype, a part of it.
+
+        Returns:
+            (state, meta).
+
+        Raises:
+            CheckpointNotFoundError: no such step.
+            CheckpointCorruptError: naming step, leaf or file, and the other steps.
+            CheckpointMismatchError: other leaves, shapes or dtypes than saved.
+        """
+        step = self._reader.existing(step)
+        manifest = self._reader.manifest(step)
+        meta = self._reader.meta(step, manifest)
+        return self._restore(step, manifest, manifest.leaves, abstract_state, reading), meta
+
+    def restore_params(
+        self,
+        abstract_params: Any = None,
+        step: int | None = None,
+        *,
+        prefix: str = "params",
+        reading: Reading = EXACT,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reads one subtree of the state only, such as the parameters without the optimizer's state.
+
+        Args:
+            abstract_params: as in `restore`, for the subtree.
+            step: default: the newest.
+            prefix: the subtree's path in the saved state, such as `params` or `opt_state/0`.
+            reading: as in `restore`; its paths are those of the whole state.
+
+        Returns:
+            (subtree, meta).
+
+        Raises:
+            CheckpointError: as in `restore`.
+        """
+        step = self._reader.existing(step)
+        manifest = self._reader.manifest(step)
+        inside = {p: leaf for p, leaf in manifest.leaves.items() if p == prefix or p.startswith(prefix + "/")}
+        if not inside:
+            tops = sorted({p.split("/")[0] for p in manifest.leaves})
+            where = self._reader.where(step)
+            raise CheckpointError(f"{where} has nothing below {prefix!r}: it holds {', '.join(tops)}.")
+        meta = self._reader.meta(step, manifest)
+        return self._restore(step, manifest, inside, abstract_params, reading, prefix), meta
+
+    def map_leaves(self, step: int | None = None, *, prefix: str = "params") -> dict[str, np.ndarray]:
+        """One subtree's leaves by their path in it, verified, as read-only views of the checkpoint's files.
+
+        What is read of them is in memory only while it is used (`jaxllm.files.release`).
+
+        Args:
+            step: default: the newest.
+            prefix: as in `restore_params`; a subtree that was not saved has no leaves.
+
+        Raises:
+            CheckpointNotFoundError: no such step.
+            CheckpointCorruptError: naming leaf and file.
+        """
+        leaves = self.open_leaves(step, prefix=prefix)
+        return {path.removeprefix(prefix + "/"): leaf.mapped() for path, leaf in leaves.items()}
+
+    def open_leaves(self, step: int | None = None, *, prefix: str = "") -> dict[str, Leaf]:
+        """The leaves of a checkpoint, to be read slice by slice, each verified as it is read.
+
+        Args:
+            step: default: the newest.
+            prefix: the path of a subtree; empty for all.
+        """
+        step = self._reader.existing(step)
+        manifest = self._reader.manifest(step)
+        inside = [path for path in manifest.leaves if not prefix or path.startswith(prefix + "/")]
+        return self._reader.leaves(step, manifest, inside)
+
+    def resume(self, abstract_state: Any) -> Resumed | None:
+        """Restores the newest good checkpoint, as `restore` does, reading it once.
+
+        A corrupt newer one is stepped over: logged as an error and, by a writer, renamed to `corrupt_*`.
+        A mismatch is an error at once.
+
+        Returns:
+            None if the directory holds no checkpoint.
+
+        Raises:
+            CheckpointCorruptError: checkpoints exist and none is good.
+            CheckpointMismatchError: other leaves, shapes or dtypes than saved.
+        """
+        found = self._newest_good(lambda step: self.restore(abstract_state, step))
+        return None if found is None else Resumed(found[0], *found[1])
+
+    def _restore(
+        self,
+        step: int,
+        manifest: Manifest,
+        saved: Mapping[str, LeafRecord],
+        abstract: Any,
+        reading: Reading,
+        prefix: str = "",
+    ) -> Any:
+        """Reads leaves among `saved` (below `prefix`) and builds the tree that `abstract` asks for."""
+        if abstract is None:
+            targets: dict[str, Any] = {p: np.empty(0, leaf.stored_dtype) for p, leaf in saved.items()}
+        else:
+            targets = {_join(prefix, p): leaf for p, leaf in leaf_paths.leaf_paths(abstract).items()}
+            require_arrays(targets)
+            check_match(targets, saved, self._reader.where(step), reading)
+        sources = {path: reading.source(path) for path in targets}
+        found = {path: source for path, source in sources.items() if set(source.paths) <= saved.keys()}
+        leaves = self._reader.leaves(step, manifest, dict.fromkeys(p for s in found.values() for p in s.paths))
+
+        def put(path: str) -> Any:
+            return place(path, found[path], leaves, targets[path])
+
+        # Keys go through compiled functions, which the processes of a group call in the same order.
+        keys = [path for path, source in found.items() if saved[source.paths[0]].key_impl is not None]
+        plain = [path for path in found if path not in keys]
+        records = {path: saved[found[path].paths[0]] for path in plain}
+        placed = targets | in_order(plain, records, put) | {path: put(path) for path in keys}
+        if abstract is None:
+            return leaf_paths.nest({p[len(prefix) :].lstrip("/") or "value": leaf for p, leaf in placed.items()})
+        return jax.tree.unflatten(jax.tree.structure(abstract), placed.values())
+
+    def _newest_good(self, attempt: Callable[[int], _T]) -> tuple[int, _T] | None:
+        """The newest step for which `attempt` meets no corruption, and its result; reports the others loudly."""
+        bad: list[CheckpointCorruptError] = []
+        for step in reversed(self.steps()):
+            try:
+                result = attempt(step)
+            except CheckpointCorruptError as error:
+                bad.append(error)
+                continue
+            for error in bad:
+                where = self._found_bad(error.step)
+                _log.error("CORRUPT CHECKPOINT, going back to step %d: %s%s", step, error.finding, where)
+            return step, result
+        if not bad:
+            return None
+        raise CheckpointCorruptError(
+            f"none of the {len(bad)} checkpoints in {self._directory} is good. The newest: {bad[0].finding}",
+            "To start from scratch, move the directory away.",
+            step=bad[0].step,
+            leaf=bad[0].leaf,
+            file=bad[0].file,
+        ) from bad[0]
+
+    def _found_bad(self, step: int) -> str:
+        """What becomes of a damaged checkpoint, in words."""
+        return ""
+
+    def _at(self, name: str) -> Path | str:
+        files = self._directory.files
+        return files.path / name if isinstance(files, Local) else f"{files}/{name}".rstrip("/")
+
+
+def _join(prefix: str, path: str) -> str:
+    if not prefix:
+        return path
+    return prefix if path == "value" else f"{prefix}/{path}"

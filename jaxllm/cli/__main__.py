@@ -1,0 +1,6 @@
+"""``python -m jaxllm.cli``: the ``jaxllm`` command."""
+
+from jaxllm.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Commands of ``jaxllm``: one module each."""

@@ -1,0 +1,366 @@
+"""``jaxllm data``: looking at data, tokenising and packing it, cleaning it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from jaxllm.config import closest
+from jaxllm.data.config import Format
+
+if TYPE_CHECKING:
+    from jaxllm.data.config import SourceConfig
+    from jaxllm.data.sources.documents import Document, Documents
+    from jaxllm.data.token_files import TokenDocuments
+    from jaxllm.text import ChatTemplate, Tokenizer
+
+
+@dataclass(frozen=True)
+class Input:
+    """What to read."""
+
+    source: tyro.conf.Positional[tuple[str, ...]]
+    """Files or URLs, the folder of a saved Hugging Face data set, shakespeare, or chitchat."""
+    source_format: Format = "auto"
+    """What kind of file; auto goes by the ending of the name."""
+    content: Literal["text", "chat"] = "text"
+    """chat: conversations, through the chat template of --model."""
+    text_field: str = "text"
+    """Files of records: the field that holds the text; of conversations the messages."""
+    skip_bad_records: bool = False
+    """Count records that cannot be used, and leave them out, instead of stopping at the first."""
+
+    def config(self) -> SourceConfig:
+        from jaxllm.data import SourceConfig
+        from jaxllm.files import DataError
+
+        if not self.source:
+            raise DataError("which files? Name them after the command, or shakespeare, or chitchat")
+        return SourceConfig(
+            "source",
+            self.source,
+            source_format=self.source_format,
+            content=self.content,
+            text_field=self.text_field,
+        )
+
+    def documents(self) -> Documents:
+        from jaxllm.data.loader import open_documents
+
+        return open_documents(self.config(), skip_bad_records=self.skip_bad_records)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Which tokenizer."""
+
+    tokenizer: str = ""
+    """byte, or the path of a tokenizer; bpe:SIZE trains one on the source."""
+    model: str = ""
+    """Instead: a model whose tokenizer and chat template to take, for example smollm2."""
+
+    def open(self, source: Input) -> tuple[Tokenizer, ChatTemplate | None]:
+        from jaxllm.data.loader import tokenizer_of
+        from jaxllm.files import DataError
+        from jaxllm.text import load_template, load_tokenizer
+
+        if bool(self.tokenizer) == bool(self.model):
+            raise DataError("give one of --tokenizer and --model")
+        if self.model:
+            from jaxllm.hub import find_model, open_source
+
+            path = find_model(self.model)
+            if (path / "checkpoints").is_dir():
+                return load_tokenizer(path / "tokenizer"), load_template(path / "tokenizer")
+            found = open_source(path)
+            return found.tokenizer, found.template
+        template = load_template(self.tokenizer) if Path(self.tokenizer).exists() else None
+        return tokenizer_of(self.tokenizer, source.documents), template
+
+
+Reads = Annotated[Input, tyro.conf.arg(name="")]
+Tokenizes = Annotated[Words, tyro.conf.arg(name="")]
+
+
+def data(argv: list[str]) -> int:
+    """Look into data, tokenize, pack and clean it: `jaxllm data COMMAND FILES`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: jaxllm data COMMAND FILES ... [--setting value ...]\n\ncommands:")
+        for name, function in COMMANDS.items():
+            print(f"  {name:14} {(function.__doc__ or '').splitlines()[0]}")
+        print("\n`jaxllm data COMMAND --help` explains a command.")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"jaxllm data: no command {argv[0]!r}.{closest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}.",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    return tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"jaxllm data {argv[0]}")
+
+
+def inspect(read: Reads, show: int = 2) -> int:
+    """Counts documents and bad records, and shows the first documents.
+
+    Args:
+        show: how many documents to show.
+    """
+    from jaxllm.data.quality.corpus_stats import lengths_of
+
+    documents = read.documents()
+    shown: list[Document] = []
+    lengths, files = [], Counter()
+    with bar("reading") as progress:
+        for document in documents:
+            lengths.append(len(document.text))
+            files[str(document.file)] += 1
+            if len(shown) < show:
+                shown.append(document)
+            if len(lengths) % 1000 == 0:
+                progress(len(lengths), sum(lengths[-1000:]))
+    for file, count in files.items():
+        print(f"{file}: {count:,} documents")
+    known = lengths_of(lengths)
+    print(f"{known.count:,} documents, {known.total:,} characters; p50 {known.p50:,}, p90 {known.p90:,}, "
+          f"p99 {known.p99:,}, longest {known.most:,}")  # fmt: skip
+    report_bad(documents.bad.count, documents.bad.listed)
+    for document in shown:
+        print(f"\n--- {document.file}:{document.row}\n{document.text[:600]}" + "..." * (len(document.text) > 600))
+    return 0
+
+
+def tokenize(read: Reads, words: Tokenizes, out: Path, workers: int = 0) -> int:
+    """Writes a token file, which data.source takes: OUT.bin and OUT.bin.json.
+
+    Goes on where it was stopped, in the same cache.
+
+    Args:
+        out: the file to write; ends in .bin.
+        workers: processes that tokenise; 0 is this one.
+    """
+    from jaxllm.data import write_tokens
+    from jaxllm.files import DataError
+
+    if out.suffix != ".bin":
+        raise DataError(f"{out}: a token file's name ends in .bin")
+    tokens, tokenizer = tokenised_with_bar(read, words, workers)
+    write_tokens(out, tokens.encoded(), tokenizer, about=tokens.about)
+    print(f"{out}: {len(tokens.starts):,} documents, {tokens.total:,} tokens")
+    tokenizer.save(out.with_suffix(""))
+    print(f"{out.with_suffix('')}: its tokenizer, for data.tokenizer")
+    return 0
+
+
+def pack(read: Reads, words: Tokenizes, seq_len: int = 4096, picture: Path | None = None, workers: int = 0) -> int:
+    """Shows how full rows become, by each packing.
+
+    Args:
+        seq_len: tokens in a row.
+        picture: a PNG to draw: lengths and how full the rows are.
+        workers: processes that tokenise; 0 is this one.
+    """
+    from jaxllm.data.loader import PACKINGS
+
+    tokens, _ = tokenised_with_bar(read, words, workers)
+    lengths = tokens.lengths
+    if read.content == "chat":
+        cut = int((lengths > seq_len + 1).sum())
+        tokens = tokens.cut_to(seq_len + 1)
+        print(f"{cut:,} of {len(lengths):,} conversations are longer than a row and are cut to it")
+    names = [name for name in PACKINGS if name == "documents" or read.content == "text"]
+    plans = {name: PACKINGS[name](tokens.starts, tokens.lengths, seq_len) for name in names}
+    for name, plan in plans.items():
+        print(f"{name:10} {plan.rows:,} rows of {seq_len:,}: {1 - plan.padding:.2%} full, {plan.padding:.2%} padding, "
+              f"{plan.pairs / max(1, plan.rows):,.0f} targets a row")  # fmt: skip
+    if picture is not None:
+        from jaxllm.data.quality.length_plot import draw_lengths
+
+        draw_lengths(lengths, plans, picture, tokens.name)
+        print(picture)
+    return 0
+
+
+def stats(read: Reads, words: Tokenizes) -> int:
+    """Lengths, languages, characters and tokens of documents."""
+    from jaxllm.data.quality.corpus_stats import language, lengths_of
+
+    characters, spoken = [], Counter()
+    documents = read.documents()
+    for document in documents:
+        characters.append(len(document.text))
+        spoken[language(document.text)] += 1
+    rows = {"characters": lengths_of(characters)}
+    if words.tokenizer or words.model:
+        tokens, _ = tokenised_with_bar(read, words, 0)
+        rows["tokens"] = lengths_of(tokens.lengths)
+    print(f"{documents.name}: {len(characters):,} documents")
+    for name, known in rows.items():
+        print(f"  {name:10} {known.total:,}; shortest {known.least:,}, p50 {known.p50:,}, p90 {known.p90:,}, "
+              f"p99 {known.p99:,}, longest {known.most:,}")  # fmt: skip
+    print("  languages  " + ", ".join(f"{name} {n / len(characters):.1%}" for name, n in spoken.most_common()))
+    report_bad(documents.bad.count, documents.bad.listed)
+    return 0
+
+
+def dedup(read: Reads, out: Path, threshold: float = 0.8, exact: bool = False) -> int:
+    """Writes the documents without repetitions, as JSON lines.
+
+    Args:
+        out: the JSONL file to write.
+        threshold: estimated Jaccard similarity of runs of five words from which on two documents are one.
+        exact: only equal texts.
+    """
+    from jaxllm.data.quality.dedup import find_duplicates
+
+    documents = read.documents()
+    found = find_duplicates((one.text for one in documents), threshold=None if exact else threshold)
+    kept = write_chosen(documents, found.keep, out, read)
+    print(f"{len(found.keep):,} documents: {found.exact:,} repeat another's words, {found.near:,} nearly do; "
+          f"{out}: {kept:,} documents")  # fmt: skip
+    return 0
+
+
+def contamination(
+    read: Reads,
+    evals: tuple[str, ...],
+    evals_field: str = "text",
+    run: int = 13,
+    out: Path | None = None,
+) -> int:
+    """Looks for the items of evaluations in the documents; the exit status is 1 where any is found.
+
+    Args:
+        evals: files of the evaluation, an item a record.
+        evals_field: the field that holds an item's text.
+        run: words in a row that must be alike.
+        out: a JSONL file to write, of the documents without any of it.
+    """
+    import numpy as np
+
+    from jaxllm.data import SourceConfig
+    from jaxllm.data.loader import open_documents
+    from jaxllm.data.quality.contamination import find_contamination
+
+    documents = read.documents()
+    items = [one.text for one in open_documents(SourceConfig("evaluation", evals, text_field=evals_field))]
+    found = find_contamination((one.text for one in documents), items, run=run)
+    print(f"{len(found.found):,} of {found.items - found.short:,} items ({found.share:.1%}) share {run} words in a row "
+          f"with {len(found.documents):,} documents; {found.short:,} items are too short to look for")  # fmt: skip
+    for number, share in sorted(found.found.items(), key=lambda one: -one[1])[:5]:
+        print(f"  item {number + 1}, {share:.0%} of it: {items[number][:90]!r}")
+    if out is not None:
+        keep = ~np.isin(np.arange(sum(1 for _ in documents)), found.documents)
+        print(f"{out}: {write_chosen(documents, keep, out, read):,} documents")
+    return 1 if found.found else 0
+
+
+def rephrase(
+    read: Reads,
+    out: Path,
+    url: str,
+    model: str,
+    styles: tuple[str, ...] = ("qa",),
+    concurrency: int = 8,
+    max_tokens: int = 1024,
+    temperature: float = 0.7,
+) -> int:
+    """Rewrites documents through an OpenAI-compatible endpoint (WRAP, arXiv:2401.16380); goes on where it stopped.
+
+    Args:
+        out: the JSONL file to write; blend it with the original by data.mixture.
+        url: the endpoint, ending in /v1. The environment's OPENAI_API_KEY is its key.
+        model: the model's name there.
+        styles: easy, medium, hard, qa, or "NAME=INSTRUCTION" for one of your own.
+        concurrency: requests at a time.
+        max_tokens: of an answer; longer ones are left out.
+        temperature: of the sampling there.
+    """
+    from jaxllm.data.quality.rephrase import STYLES, Endpoint
+    from jaxllm.data.quality.rephrase import rephrase as run
+    from jaxllm.files import DataError
+
+    chosen = {}
+    for style in styles:
+        name, equals, instruction = style.partition("=")
+        if not equals and name not in STYLES:
+            raise DataError(
+                f"no style {name!r}.{closest(name, STYLES)} Known: {', '.join(STYLES)}; or NAME=INSTRUCTION"
+            )
+        chosen[name] = instruction if equals else STYLES[name]
+    endpoint = Endpoint(url, model, max_tokens=max_tokens, temperature=temperature)
+    with bar("rephrasing") as progress:
+        made = run(read.documents(), chosen, endpoint, out, concurrency=concurrency,
+                   progress=lambda n: progress(n, 0))  # fmt: skip
+    print(f"{out}: {made.written:,} written, {made.before:,} there before, {made.refused:,} empty or cut answers, "
+          f"{len(made.failed):,} failed")  # fmt: skip
+    for one in made.failed[:5]:
+        print(f"  {one}", file=sys.stderr)
+    return 1 if made.failed else 0
+
+
+def tokenised_with_bar(read: Input, words: Words, workers: int) -> tuple[TokenDocuments, Tokenizer]:
+    """The source as tokens, from the cache or made now."""
+    from jaxllm.data.loader import encoder_of
+    from jaxllm.data.tokenise import tokenised
+    from jaxllm.files import cache_root
+
+    tokenizer, template = words.open(read)
+    encoder = encoder_of(read.content, tokenizer, template)
+    with bar("tokenising") as progress:
+        tokens = tokenised(read.documents(), encoder, cache_root(""), workers=workers, progress=progress)
+    if skipped := tokens.about.get("skipped"):
+        report_bad(skipped["unreadable"] + skipped["unencodable"], skipped["listed"])
+    return tokens, tokenizer
+
+
+def write_chosen(documents: Documents, keep: Any, out: Path, read: Input) -> int:
+    """The documents at which ``keep`` is true, as JSON lines that ``read``'s settings read again."""
+    from jaxllm.files import atomic
+
+    with atomic(out) as file:
+        for document, wanted in zip(documents, keep, strict=True):
+            if wanted:
+                record = json.loads(document.text) if read.content == "chat" else {"text": document.text}
+                file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+    return int(keep.sum())
+
+
+def report_bad(count: int, listed: list[str]) -> None:
+    """Says what was left out."""
+    if count:
+        print(f"{count:,} bad records left out:", file=sys.stderr)
+        for one in listed[:5]:
+            print(f"  {one}", file=sys.stderr)
+
+
+@contextmanager
+def bar(verb: str) -> Iterator[Callable[[int, int], None]]:
+    """``progress(documents, more)`` moves a line on the terminal, which is gone in the end."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn(verb), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("")
+
+        def progress(documents: int, tokens: int) -> None:
+            shown.update(task, description=f"{documents:,} documents" + (f", {tokens:,} tokens" if tokens else ""))
+
+        yield progress
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "inspect": inspect,
+    "tokenize": tokenize,
+    "pack": pack,
+    "stats": stats,
+    "dedup": dedup,
+    "contamination": contamination,
+    "rephrase": rephrase,
+}

@@ -1,0 +1,113 @@
+"""``jaxllm eval``: bits per byte on held-out text, or task scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.cli.runtime import processes, use_compilation_cache
+
+if TYPE_CHECKING:
+    from jaxllm.parallel.distributed import Group
+
+
+def evaluate(argv: list[str]) -> int:
+    """Measure a model: bits per byte on its held-out text beside a bigram's, or tasks."""
+
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        step: int | None = None,
+        tasks: str = "",
+        limit: int | None = None,
+        max_len: int = 2048,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+    ) -> int:
+        """Bits per byte on the held-out text of the run's own data; lower is better. Or, with --tasks, those.
+
+        Args:
+            model: a run's directory; for tasks, whatever `jaxllm generate` takes.
+            step: which checkpoint; the newest by default.
+            tasks: separated by commas: .jsonl files of your own (docs/serving.md), names of lm-eval's tasks, or YAML
+                files of such.
+            limit: rows of each task, from its beginning; all by default.
+            max_len: tokens of a row of a task at most; longer ones lose their beginning.
+            dtype: for tasks, what another library's model is computed in, float32 by default.
+        """
+        use_compilation_cache()
+        if tasks:
+            if step is not None:
+                raise UsageError("--step is for a run's own held-out text; tasks are run on the newest checkpoint.")
+            return run_tasks(model, [name for name in tasks.split(",") if name], limit, max_len, dtype)
+        if limit is not None or dtype is not None:
+            raise UsageError("--limit and --dtype are for --tasks.")
+        with processes() as group:
+            return measure(group, Path(model), step)
+
+    def measure(group: Group, model: Path, step: int | None) -> int:
+        from rich.console import Console
+        from rich.progress import track
+
+        from jaxllm.config import from_dict
+        from jaxllm.data import bigram_baseline_of, load_dataset
+        from jaxllm.infer import load_model
+        from jaxllm.train import Evaluator, RunConfig
+        from sharding import MeshSpec
+
+        # Several processes share the work; one takes its first device.
+        loaded = load_model(model, step=step, mesh=MeshSpec.parse("dp").build() if group.size > 1 else None)
+        if "data" not in loaded.meta.get("config", {}):
+            raise UsageError(f"{model} was not trained here, so there is no held-out text of its own to measure it on.")
+        config = from_dict(RunConfig, loaded.meta["config"], "the checkpoint's config")
+        dataset = load_dataset(config.data, loaded.tokenizer, loaded.template)
+        if dataset.heldout is None:
+            raise UsageError(f"{model} was trained with nothing held out, so there is nothing to measure it on.")
+        result = Evaluator(loaded.model, loaded.mesh, dataset.heldout)(
+            loaded.params,
+            lambda batches: track(
+                batches, "evaluating", transient=True, console=None if group.leads else Console(quiet=True)
+            ),
+        )
+        baseline = bigram_baseline_of(dataset)
+        better = result.bits_per_byte < baseline.bits_per_byte
+        if not group.leads:
+            return 0 if better else 1
+        print(f"{model}, step {loaded.step}: {result.tokens:,} held-out tokens, {dataset.heldout.target_bytes:,} bytes")
+        print(f"  model        {result.bits_per_byte:.4f} bits per byte ({result.nll:.4f} nats per token)")
+        print(f"  byte bigram  {baseline.bits_per_byte:.4f} bits per byte")
+        if not better:
+            print("The model does not beat counting pairs of bytes: train it for longer.")
+            return 1
+        return 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm eval")
+
+
+def run_tasks(
+    model: str, tasks: list[str], limit: int | None, max_len: int, dtype: Literal["float32", "bfloat16"] | None
+) -> int:
+    """Files first, each in turn; then all of lm-eval's at once."""
+    from jaxllm.evals import Scorer, run_lm_eval, run_task
+    from jaxllm.infer import LLM, EngineConfig
+    from jaxllm.infer.length_limits import hard_limit
+
+    files = [Path(name) for name in tasks if name.endswith(".jsonl")]
+    others = [name for name in tasks if not name.endswith(".jsonl")]
+    for path in files:
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}.")
+    loaded = load_with_progress(model, dtype)
+    most, _ = hard_limit(loaded.model.config)
+    sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
+    scorer = Scorer(LLM(loaded, sizes))
+    for path in files:
+        print(run_task(scorer, path, limit))
+    if others:
+        for name, metrics in run_lm_eval(scorer, others, limit).items():
+            shown = ", ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if isinstance(value, float))
+            print(f"{name}: {shown}")
+    return 0

@@ -1,0 +1,175 @@
+"""``jaxllm plan``: ranks layouts of a recipe by predicted step time and compiles the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.memory_overflow import memory_overflow
+from jaxllm.cli.progress_line import progress_line
+from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
+
+if TYPE_CHECKING:
+    from jaxllm.plan.compiled_layout import Compiled
+    from jaxllm.plan.formulas.calibration import Calibration
+    from jaxllm.plan.hardware import Cluster
+    from jaxllm.plan.layout_search import Layout
+    from jaxllm.train import RunConfig
+
+
+PLAN_VALUES = ("--on", "--top", "--explain", "--save", "--json", "--tokens", "--hardware", "--calibrate")
+PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h")
+
+
+def plan(argv: list[str]) -> int:
+    """Rank layouts of a run by predicted time: `jaxllm plan RECIPE --on v6e:8x8`."""
+
+    def run(
+        recipe: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str,
+        top: int = 3,
+        compile: bool = True,
+        explain: int | None = None,
+        save: Path | None = None,
+        json: Path | None = None,
+        tokens: float | None = None,
+        hardware: Path | None = None,
+        calibrate: Path | None = None,
+        as_is: bool = False,
+    ) -> int:
+        """Meshes, recomputation, micro-batches and schedules by predicted step time; then the first few, compiled.
+
+        Any setting of the run can follow, as for `jaxllm train`: --model.layers, --data.seq-len, --data.batch-size,
+        ... The exit status is 1 where nothing fits.
+
+        Args:
+            recipe: its name, or FILE.py:FUNCTION.
+            on: a topology, such as v6e:8x8 or h100:8x8, or several with commas between.
+            top: layouts shown, and compiled.
+            compile: let the compiler say what the first ones take.
+            explain: number of a layout to show in full.
+            save: write the first layout (or the one to explain) there, as FILE.py.
+            json: write all that is shown there.
+            tokens: say what training on so many costs, such as 15e12.
+            hardware: a TOML or JSON file that changes or adds kinds of hardware.
+            calibrate: a run on such devices whose profile says what they reach of their data sheets.
+            as_is: predict the run's own mesh and plan instead of looking for others.
+        """
+        from jaxllm.files import write_json
+        from jaxllm.plan import hardware as table
+        from jaxllm.plan.hardware import Cluster
+        from jaxllm.plan.plan_export import to_json
+
+        config = configure(find_recipe(recipe), settings, prog=f"jaxllm plan {recipe}")
+        if top < 1 or (explain is not None and not 1 <= explain <= top):
+            raise UsageError(f"--top {top} --explain {explain}: show 1 layout or more, and explain one of them.")
+        known = table.TABLE if hardware is None else table.read(hardware)
+        clusters = [Cluster.parse(name, known) for name in on.split(",")]
+        if save is not None and len(clusters) > 1:
+            raise UsageError(f"--save {save}: name one topology, and not {on}.")
+        found, status = [], 0
+        for number, cluster in enumerate(clusters):
+            if number:
+                print()
+            layouts = _layouts(config, cluster, top, as_is, _calibration(calibrate, cluster))
+            if not layouts:
+                status = 1
+                continue
+            reports = _compiled(layouts, cluster) if compile else []
+            _shown(layouts, cluster, explain, tokens, save)
+            for place, layout in enumerate(layouts):
+                report = reports[place] if place < len(reports) else None
+                said = None if report is None else {"refused": report} if isinstance(report, str) else report.to_json()
+                found.append({**to_json(layout, cluster), "compiled": said})
+        if json is not None:
+            write_json(json, found)
+            print(f"saved: {json}")
+        return status
+
+    known, settings = split_settings(argv, PLAN_VALUES, PLAN_BARE)
+    return tyro.cli(run, args=known, prog="jaxllm plan")
+
+
+def _calibration(run: Path | None, cluster: Cluster) -> Calibration:
+    """What a run's profile says, printed; the shipped one without a run."""
+    from jaxllm.plan.formulas.calibration import DEFAULT
+    from jaxllm.plan.measured_calibration import calibration_of
+
+    if run is None:
+        return DEFAULT
+    found = calibration_of(run, cluster.hardware)
+    said = ", ".join(f"{name} {100 * share:.0f}%" for name, share in dataclasses.asdict(found).items())
+    print(f"of data sheets, by {run}: {said}")
+    return found
+
+
+def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibration: Calibration) -> list[Layout]:
+    """The first layouts, printed; none, and why, where none fits."""
+    from jaxllm.models import functional
+    from jaxllm.plan import layout_search, plan_view
+    from jaxllm.train.run import fitting_mesh
+
+    tokens = config.data.batch_size * config.data.seq_len
+    print(
+        f"{config.name} on {cluster.name} ({cluster.devices} devices of {cluster.hardware.hbm_bytes / 2**30:.1f} GiB): "
+        f"{config.data.batch_size} rows of {config.data.seq_len:,}, {tokens:,} tokens a step"
+    )
+    if as_is:
+        mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), cluster.devices)
+        layouts = [layout_search.predicted(config, mesh, cluster, calibration)]
+        tried = 1
+    else:
+        found = layout_search.search(config, cluster, calibration=calibration)
+        layouts, tried = list(found.layouts), found.tried
+        if not layouts:
+            print(plan_view.nothing_fits(found, cluster, layout_search.larger(config, cluster)))
+            return []
+    shown = layouts[:top]
+    print(f"predicted, the first {len(shown)} of {len(layouts)} meshes that fit ({tried} layouts tried)\n")
+    print(plan_view.ranking(shown, cluster), flush=True)
+    return shown
+
+
+def _compiled(layouts: list[Layout], cluster: Cluster) -> list[Compiled | str]:
+    """What the compiler says of layouts, printed: reports, or what it refused."""
+    from jaxllm.plan import compiled_layout, plan_view
+    from sharding.isolate import OutOfDeviceMemory
+
+    if cluster.hardware.like != cluster.hardware.name:
+        print(f"\nnot compiled: there is no compiler for {cluster.hardware.name} here")
+        return []
+    out: list[Compiled | str] = []
+    for number, layout in enumerate(layouts, 1):
+        try:
+            out.append(compiled_layout.compile_layout(layout, cluster, progress_line(f"{number} of {len(layouts)}: ")))
+        except OutOfDeviceMemory as error:
+            print(f"\n{memory_overflow(layout.run, cluster.topology, error)}")
+            out.append(f"{(error.need - error.limit) / 2**30:.2f} GiB too much")
+    by = "the TPU compiler's cycles" if cluster.topology.platform == "tpu" else "roofline alone, a lower bound"
+    print(f"\ncompiled; seconds by {by}")
+    print(plan_view.compiled(list(zip(layouts, out, strict=True))))
+    return out
+
+
+def _shown(
+    layouts: list[Layout], cluster: Cluster, explain: int | None, tokens: float | None, save: Path | None
+) -> None:
+    """A layout in full, its cost, its recipe."""
+    from jaxllm.plan import plan_view
+    from jaxllm.plan.plan_export import write_recipe
+    from jaxllm.plan.training_cost import cost
+
+    if explain is not None and explain > len(layouts):
+        raise UsageError(f"--explain {explain}: {len(layouts)} layouts fit {cluster.name}.")
+    chosen = layouts[(explain or 1) - 1]
+    if explain is not None:
+        print(f"\n{plan_view.explained(chosen, cluster)}")
+    if tokens is not None:
+        print(f"\n{plan_view.price(cost(chosen, cluster, tokens), chosen)}")
+    if save is not None:
+        print(f"\nsaved: {write_recipe(save, chosen, cluster)}")

@@ -1,0 +1,39 @@
+"""``jaxllm reproduce``: runs a receipt again and compares the losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxllm.cli.runtime import use_compilation_cache
+
+
+def reproduce(argv: list[str]) -> int:
+    """Run again what a receipt describes and compare: `jaxllm reproduce RECEIPT`."""
+
+    def run(receipt: Annotated[Path, tyro.conf.Positional], /, out: Path = Path("runs/reproduced")) -> int:
+        """Trains the receipt's configuration from scratch and compares the final losses.
+
+        Equal surroundings (commit, versions, devices, mesh) must give equal bits; others may differ by 1%.
+
+        Args:
+            receipt: receipt.json of a finished run.
+            out: where the new run goes; must not hold it already.
+        """
+        use_compilation_cache()
+        from jaxllm.train import train as run_training
+        from jaxllm.train.records.receipt import compare, read_receipt, reproduction
+
+        old = read_receipt(receipt)
+        config = reproduction(old, out)
+        finished = run_training(config)
+        if not finished.complete:
+            return 128 + (finished.signal or 0)
+        equal, text = compare(old, read_receipt(finished.directory / "receipt.json"))
+        print(text)
+        print("reproduced" if equal else "NOT reproduced")
+        return 0 if equal else 1
+
+    return tyro.cli(run, args=argv, prog="jaxllm reproduce")

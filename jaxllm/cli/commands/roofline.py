@@ -1,0 +1,71 @@
+"""The command ``roofline``: what each operation of a model takes on a device, and what bounds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
+
+VALUES = ("--on", "--phase", "--batch", "--seq", "--hardware", "--save")
+
+
+def roofline(argv: list[str]) -> int:
+    """Show what bounds each operation: `jaxllm roofline RECIPE --on v6e:2x4`."""
+
+    def run(
+        recipe: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str,
+        phase: Literal["all", "training", "prefill", "decode"] = "all",
+        batch: int | None = None,
+        seq: int | None = None,
+        hardware: Path | None = None,
+        save: Path | None = None,
+    ) -> int:
+        """FLOPs, bytes, their ratio, time and bound of each kind of operation, for training, prefill and decode.
+
+        By formula, for work that is divided evenly over the devices; what they send each other is not counted. Any
+        setting of the run can follow, as for `jaxllm train`: --model.layers, --model.dtype, ...
+
+        Args:
+            recipe: its name, or FILE.py:FUNCTION.
+            on: a topology, such as v6e:2x4 or h100:1x8.
+            phase: one of the three; all of them by default.
+            batch: rows in all; of training the recipe's, else 64.
+            seq: tokens of a row, of decoding those before the one that is made; the recipe's by default.
+            hardware: a TOML or JSON file that changes or adds kinds of hardware.
+            save: also write the figures there, as JSON.
+        """
+        from dataclasses import asdict
+
+        from jaxllm.files import write_json
+        from jaxllm.plan import hardware as known
+        from jaxllm.plan.formulas import op_roofline as formulas
+
+        config = configure(find_recipe(recipe), settings, prog=f"jaxllm roofline {recipe}")
+        table = known.TABLE if hardware is None else known.read(hardware)
+        cluster = known.Cluster.parse(on, table)
+        length, found = seq or config.data.seq_len, {}
+        for one in formulas.PHASES if phase == "all" else (phase,):
+            rows = batch or (config.data.batch_size if one == "training" else 64)
+            ops = formulas.roofline(
+                config.model, one, batch=rows, seq_len=length, hardware=cluster.hardware, devices=cluster.devices
+            )
+            found[one] = [asdict(op) for op in ops]
+            what = "one token after" if one == "decode" else "of"
+            ridge = cluster.hardware.flops / cluster.hardware.bandwidth
+            title = (
+                f"{config.name}, {one}: {rows} rows, {what} {length:,} tokens; each of {cluster.devices} x "
+                f"{cluster.hardware.name}, whose ridge is at {ridge:.0f} FLOP/byte"
+            )
+            print(("\n" if len(found) > 1 else "") + formulas.table(ops, title))
+        if save is not None:
+            write_json(save, found)
+            print(f"saved: {save}")
+        return 0
+
+    values, settings = split_settings(argv, VALUES, ("--help", "-h"))
+    return tyro.cli(run, args=values, prog="jaxllm roofline")

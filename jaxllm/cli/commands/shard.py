@@ -1,0 +1,62 @@
+"""``jaxllm shard``: the sharding of each parameter of a recipe, without devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import tyro
+
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
+
+
+def shard(argv: list[str]) -> int:
+    """Show how a run lies on its devices: `jaxllm shard RECIPE --mesh fsdp=4,tensor=2`."""
+
+    def run(
+        recipe: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str | None = None,
+        devices: int | None = None,
+        json: bool = False,
+    ) -> int:
+        """Each parameter's place and its bytes on a device, and totals; nothing is allocated, no device is needed.
+
+        Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ...
+
+        Args:
+            recipe: its name, or FILE.py:FUNCTION.
+            on: a topology, such as v6e:8x8 or h100:4x8, for the number of its devices.
+            devices: that number itself. By default it is the product of the mesh's sizes, or what this machine has.
+            json: as JSON, for machines.
+        """
+        from jaxllm.parallel.sharding_table_view import text
+        from jaxllm.train.run_sharding import sharding_table
+        from sharding import MeshSpec
+        from sharding.topology import Topology
+
+        config = configure(find_recipe(recipe), settings, prog=f"jaxllm shard {recipe}")
+        sizes = [size for _, size in MeshSpec.parse(config.mesh).axes]
+        if on is not None and devices is not None:
+            raise UsageError(f"--on {on} has a number of devices; leave out --devices.")
+        if on is not None:
+            devices = Topology.parse(on).num_devices
+        elif devices is None and -1 not in sizes:
+            devices = math.prod(sizes)
+        elif devices is None:
+            import jax
+
+            devices = jax.device_count()
+        table = sharding_table(config, devices)
+        if json:
+            from json import dumps
+
+            print(dumps(table.to_json(), indent=1))
+        else:
+            print(text(table))
+        return 0
+
+    # What is not this command's is the run's.
+    known, settings = split_settings(argv, ("--on", "--devices"), ("--json", "--no-json", "--help", "-h"))
+    return tyro.cli(run, args=known, prog="jaxllm shard")

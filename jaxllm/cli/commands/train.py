@@ -1,0 +1,18 @@
+"""``jaxllm train``: trains a recipe."""
+
+from __future__ import annotations
+
+from jaxllm.cli.recipe_arguments import find_recipe, recipes, run_recipe
+
+
+def train(argv: list[str]) -> int:
+    """Train a model: `jaxllm train RECIPE [--setting value ...]`; goes on where it stopped."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: jaxllm train RECIPE [--setting value ...]\n")
+        print("RECIPE is one of these, or FILE.py:FUNCTION returning a RunConfig:\n")
+        for name, entry in sorted(recipes().items()):
+            print(f"  {name:14} {entry.value}")
+        print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
+        print("`--precision NAME` sets those of a precision together: docs/precision.md.")
+        return 0
+    return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")

@@ -1,0 +1,40 @@
+"""Entry point of the ``jaxllm`` command: finds the command in the table and runs it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+from jaxllm.cli.command_table import COMMANDS
+from jaxllm.cli.errors import guarded
+from jaxllm.config import closest
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; returns the process's exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name == "--version":
+        print(importlib.metadata.version("jaxllm"))
+        return 0
+    if name not in COMMANDS:
+        print(f"jaxllm: no command {name!r}.{closest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
+        return 2
+    return guarded(lambda: COMMANDS[name](rest))
+
+
+def overview() -> str:
+    """The text that ``jaxllm --help`` prints."""
+    lines = [
+        "usage: jaxllm COMMAND ...",
+        "",
+        "Plan, train, adapt, compress and serve language models.",
+        "",
+        "commands:",
+    ]
+    lines += [f"  {name:10} {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "`jaxllm COMMAND --help` explains a command; `jaxllm train RECIPE --help` lists every setting."]
+    return "\n".join(lines)

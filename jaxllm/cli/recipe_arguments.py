@@ -1,0 +1,148 @@
+"""Recipe arguments: finding a recipe by name and overriding fields of its ``RunConfig`` from the command line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from jaxllm.cli.errors import UsageError, guarded
+from jaxllm.cli.runtime import processes, use_compilation_cache
+from jaxllm.config import closest
+
+if TYPE_CHECKING:
+    from jaxllm.train import RunConfig
+
+Recipe = Callable[[], "RunConfig"]
+RECIPES = "jaxllm.recipes"
+"""The entry-point group in which installed recipes are registered."""
+
+
+def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunConfig:
+    """What ``recipe`` returns, with the overrides of ``argv``.
+
+    Raises:
+        UsageError: it returns something else, or has no such setting.
+    """
+    from jaxllm.train import RunConfig
+
+    default = recipe()
+    if not isinstance(default, RunConfig):
+        what = getattr(recipe, "__name__", recipe)
+        raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
+    argv, default = with_precision(argv, default)
+    check_settings(argv, default)
+    return tyro.cli(
+        tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
+    )
+
+
+def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:
+    """``--precision NAME`` taken out of ``argv``, and the run in it: the settings that follow are on top of it.
+
+    Raises:
+        UsageError: it has no name.
+        ConfigError: there is none of that name.
+    """
+    from jaxllm.train.precision import in_precision
+
+    rest, words = [], iter(argv)
+    for word in words:
+        if word != "--precision" and not word.startswith("--precision="):
+            rest.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        if not name:
+            raise UsageError("--precision needs a name, such as bf16.")
+        default = in_precision(default, name)
+    return rest, default
+
+
+def check_settings(argv: list[str], default: RunConfig) -> None:
+    """Refuses a setting that the configuration does not have.
+
+    Raises:
+        UsageError: names the closest settings.
+    """
+    from jaxllm.config import leaf_paths
+
+    known = [f"--{path.replace('_', '-')}" for path in leaf_paths(default)]
+    for word in argv:
+        name = word.split("=")[0].replace("_", "-")
+        negated = ".".join([*name.split(".")[:-1], name.split(".")[-1].removeprefix("no-")])
+        if name.startswith("--") and name != "--help" and name not in known and negated not in known:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            tails = [k for k in known if k.split(".")[-1].lstrip("-") == name.split(".")[-1].lstrip("-")]
+            nearest = list(dict.fromkeys([*tails, *close]))[:4]
+            hint = f" Did you mean {' or '.join(nearest)}?" if nearest else ""
+            raise UsageError(f"no setting {name}.{hint} `--help` lists them all.")
+
+
+def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Trains what ``recipe`` returns, with the overrides of ``argv``; what a recipe file's ``__main__`` calls."""
+
+    def run() -> int:
+        from jaxllm.train import train as run_training
+
+        config = configure(recipe, sys.argv[1:] if argv is None else argv, prog)
+        use_compilation_cache()
+        with processes(config.distributed):
+            finished = run_training(config)
+        return 0 if finished.complete else 128 + (finished.signal or 0)
+
+    return guarded(run)
+
+
+def recipes() -> dict[str, importlib.metadata.EntryPoint]:
+    """Installed recipes, by entry point: a directory named ``recipes`` where the command is run plays no part."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=RECIPES)}
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe called ``name``, or FUNCTION of FILE for ``FILE.py:FUNCTION``.
+
+    Raises:
+        UsageError: there is none; names the closest.
+    """
+    file, colon, function = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        path = Path(file)
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}; a recipe of your own is FILE.py:FUNCTION.")
+        # A name of its own: a file called sharding.py or jax.py must not take the place of that module.
+        module_name = f"jaxllm_recipe_{path.stem}"
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, function, None)):
+            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            raise UsageError(f"{path} has no function {function!r}.{closest(function, names)}")
+        return getattr(module, function)
+    known = recipes()
+    if name not in known:
+        raise UsageError(
+            f"no recipe {name!r}.{closest(name, known)} Known: {', '.join(sorted(known))}; "
+            "or FILE.py:FUNCTION for one of your own."
+        )
+    return known[name].load()
+
+
+def split_settings(argv: list[str], valued: tuple[str, ...], bare: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """(the first word and the named options with their values, all others)."""
+    known, others = [], []
+    words = iter(argv)
+    for number, word in enumerate(words):
+        if word.split("=")[0] in valued:
+            known += [word] if "=" in word else [word, *(value for value in [next(words, None)] if value is not None)]
+        else:
+            (known if word in bare or (number == 0 and not word.startswith("-")) else others).append(word)
+    return known, others

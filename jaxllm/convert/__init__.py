@@ -1,0 +1,1 @@
+"""Models on disk: load, convert, inspect and upcycle them, whether they are runs or published checkpoints."""

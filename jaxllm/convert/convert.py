@@ -1,0 +1,357 @@
+"""Models from one form into another, a tensor or a part of one in memory at a time.
+
+To Hugging Face's layout, or to a checkpoint like that of a run, from either of them or from a GGUF file. The result
+has its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.checkpoint import Checkpointer, CheckpointError, StreamedLeaf
+from jaxllm.config import from_dict, to_dict
+from jaxllm.convert.load import open_tokenizer
+from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
+from jaxllm.files import release
+from jaxllm.hub import HubError, Source, find_model, open_source
+from jaxllm.hub.families.config_json import TOKENS, config_json
+from jaxllm.hub.families.families import family
+from jaxllm.hub.huggingface import Carried, by_leaf, cast, match, paths, stream_leaf, their_tensors, write_config
+from jaxllm.hub.safetensors import Progress, hub_directory, write_shards
+from jaxllm.models import DecoderConfig, functional
+from jaxllm.text import Tokenizer
+from jaxllm.text.tokenizer_files import write_stop_ids
+
+DType = Literal["float32", "bfloat16", "float16"]
+OURS = ("float32", "bfloat16", "float64")
+"""What a checkpoint's parameters can be in."""
+
+WORDS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+)
+"""Files beside the weights, copied as they are."""
+READ = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
+"""Those that hold a tokenizer which can be opened here."""
+
+Leaves = Callable[[str], dict[str, StreamedLeaf]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to convert; no weight has been read.
+
+    Attributes:
+        config: the architecture, in our terms.
+        source: its ``config.json``.
+        dtype: what all of its weights are in; None where they are not all in one.
+        tensors: as an export has them, by their names.
+        weights: names of those that are parameters.
+        leaves: our parameters in a dtype, to be streamed.
+        carried: what an export has beside them.
+        tokenizer: opens it; None where there is none.
+        write_words: writes the tokenizer and the template into a directory.
+        keeps: whether an export keeps types and ``config.json`` as they are where none is asked for.
+        exact: names of tensors that stay in float32 whatever the others are in.
+    """
+
+    config: DecoderConfig
+    source: Mapping[str, Any]
+    dtype: str | None
+    tensors: Mapping[str, Any]
+    weights: tuple[str, ...]
+    leaves: Leaves
+    carried: Carried
+    tokenizer: Callable[[], Tokenizer] | None
+    write_words: Callable[[Path], None]
+    keeps: bool = False
+    exact: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: to where, how many tensors (or leaves) and bytes, in what, and whether it has a tokenizer."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    dtype: str
+    has_tokenizer: bool
+
+
+def convert(
+    source: Path | str,
+    out: Path | str,
+    to: Literal["hf", "jaxllm"],
+    *,
+    dtype: DType | None = None,
+    step: int | None = None,
+    upcycle: int | None = None,
+    top_k: int | None = None,
+    shard_bytes: int = 5 * 2**30,
+    progress: Progress | None = None,
+) -> Converted:
+    """Writes a model in another form.
+
+    Args:
+        source: as in ``load_model``.
+        out: the directory to make; there is nothing of that name yet.
+        to: "hf": config.json, safetensors and tokenizer files that transformers opens; "jaxllm": a checkpoint and a
+            tokenizer that ``load_model`` opens.
+        dtype: what the parameters become. By default what they are, exactly: an export of a Hugging Face directory has
+            the same bytes; elsewhere weights of several types, or quantised ones, become float32, which holds them all.
+        step: which checkpoint of a run; the newest by default.
+        upcycle: make a mixture of so many experts of a dense model, whose first forward pass is the same.
+        top_k: how many of them a token meets, 2 by default; for ``upcycle``.
+        shard_bytes: of one safetensors file, at most.
+        progress: called for every tensor.
+
+    Raises:
+        HubError: the model cannot be read, has no such form, has a value that is not finite or not in ``dtype``'s
+            range; ``out`` exists; or ``top_k`` is given without ``upcycle``.
+        CheckpointError: the run's checkpoint is missing or damaged.
+        DataError: the tokenizer cannot be read, or is another model's.
+    """
+    out = Path(out)
+    if out.exists():  # before anything is read
+        raise HubError(f"{out} exists; choose another name, or move it away.")
+    if top_k is not None and upcycle is None:
+        raise HubError(f"top_k = {top_k} is of the experts that upcycle makes: say how many, or leave it out.")
+    model = _open(find_model(source), step)
+    write = _write_hf if to == "hf" else _write_jaxllm
+    with hub_directory(out) as temporary:
+        if upcycle is not None:
+            mixture = _upcycled(model, upcycle, 2 if top_k is None else top_k, named=to == "hf")
+            if to == "jaxllm":
+                return replace(_write_jaxllm(mixture, temporary, dtype, shard_bytes, progress), path=out)
+            # By way of a checkpoint, from which single experts can be read.
+            way = temporary / "checkpoint"
+            way.mkdir()
+            _write_jaxllm(mixture, way, None, shard_bytes, progress)
+            made = _write_hf(_open_run(way, None), temporary, dtype, shard_bytes, progress)
+            shutil.rmtree(way)
+            return replace(made, path=out)
+        return replace(write(model, temporary, dtype, shard_bytes, progress), path=out)
+
+
+def _upcycled(model: Model, experts: int, top_k: int, *, named: bool) -> Model:
+    """The model with experts in the place of its feed-forward layers.
+
+    Args:
+        named: it must be a family's.
+    """
+    config = upcycled_config(model.config, experts, top_k)
+    shapes = {path: leaf.shape for path, leaf in paths(functional(config).abstract()).items()}
+    ids = {name: model.source[name] for name in TOKENS if name in model.source}
+    try:
+        source = config_json(config, model.source.get("max_position_embeddings"), ids)
+    except HubError:
+        if named:
+            raise
+        source = {}
+
+    def leaves(dtype: str) -> dict[str, StreamedLeaf]:
+        dense = model.leaves(dtype)
+        return {path: upcycled_leaf(path, shape, dense) for path, shape in shapes.items()}
+
+    return replace(model, config=config, source=source, leaves=leaves, carried=Carried(), keeps=False)
+
+
+def _open(path: Path, step: int | None) -> Model:
+    if (path / "checkpoints").is_dir():
+        return _open_run(path, step)
+    if step is not None:
+        raise HubError(f"{path} is not a run's directory, so it has no step {step}.")
+    source = open_source(path)
+    try:
+        return _open_source(source)
+    except HubError as error:
+        raise error if str(source.path) in str(error) else HubError(f"{source.path}: {error}") from error
+
+
+def _open_source(source: Source) -> Model:
+    table = family(source.source).table
+    shapes = paths(functional(source.config).abstract())
+    found, carried = match(table, source.config, shapes, source.tensors)
+    by_path = by_leaf(found, source.tensors)
+
+    def leaves(dtype: str) -> dict[str, StreamedLeaf]:
+        to = _dtypes(source.config, dtype)
+        return {p: StreamedLeaf(x.shape, to[p], stream_leaf(by_path[p], to[p], p)) for p, x in shapes.items()}
+
+    def words(folder: Path) -> None:
+        if source.gguf is None:
+            copy_words(source.path, folder)
+        elif there:
+            source.tokenizer.save(folder)
+            if source.template is not None:
+                source.template.save(folder)
+
+    there = has_tokenizer(source.path) if source.gguf is None else "tokenizer.ggml.model" in source.gguf.metadata
+    exact = tuple(n for n, theirs in found.items() if {p.path for p in theirs.parts} & _exact(source.config))
+    types = {str(source.tensors[name].dtype) for name in found if name not in exact}
+    return Model(
+        config=source.config,
+        source=source.source,
+        dtype=types.pop() if len(types) == 1 else None,
+        tensors=source.tensors,
+        weights=(*found, *carried.twice),
+        leaves=leaves,
+        carried=carried,
+        tokenizer=(lambda: source.tokenizer) if there else None,
+        write_words=words,
+        keeps=source.gguf is None,
+        exact=exact,
+    )
+
+
+def _dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
+    """What each parameter is in where they are in ``dtype``; some are wider."""
+    return {path: leaf.dtype for path, leaf in paths(functional(replace(config, param_dtype=dtype)).abstract()).items()}  # type: ignore[arg-type]
+
+
+def _exact(config: DecoderConfig) -> set[str]:
+    """Parameters that stay in float32 where others are in bfloat16."""
+    return {path for path, dtype in _dtypes(config, "bfloat16").items() if dtype != jnp.bfloat16}
+
+
+def _open_run(path: Path, step: int | None) -> Model:
+    with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
+        meta = checkpointer.read_meta(step)
+        arrays = checkpointer.map_leaves(step)
+        kept = checkpointer.map_leaves(step, prefix="carried")
+    config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
+    tokenizer = None if meta["tokenizer"] is None else open_tokenizer(path, meta["tokenizer"])
+    about = meta.get("carried", {"names": [], "twice": {}, "bare": False})
+    carried = Carried({n: kept[str(i)] for i, n in enumerate(about["names"])}, about["twice"], about["bare"])
+    source = meta.get("source") or config_json(
+        config, meta["config"].get("data", {}).get("seq_len"), _tokens(tokenizer)
+    )
+
+    def leaves(dtype: str) -> dict[str, StreamedLeaf]:
+        to = _dtypes(config, dtype)
+        return {p: StreamedLeaf(a.shape, to[p], _pieces(a, to[p], p)) for p, a in arrays.items()}
+
+    tensors = their_tensors(source, config, arrays, carried)
+    return Model(
+        config=config,
+        source=source,
+        dtype=config.param_dtype,
+        tensors=tensors,
+        weights=tuple(name for name in tensors if name not in carried.tensors),
+        leaves=leaves,
+        carried=carried,
+        tokenizer=None if tokenizer is None else lambda: tokenizer,
+        write_words=lambda folder: copy_words(path / "tokenizer", folder),
+        exact=tuple(
+            n for n, x in tensors.items() if n not in carried.tensors and x.dtype != jnp.dtype(config.param_dtype)
+        ),
+    )
+
+
+def _tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Ids that a ``config.json`` names."""
+    if tokenizer is None:
+        return {}
+    stops = list(tokenizer.stop_ids)
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a directory has a tokenizer's file of a kind that is read here."""
+    return any(file for pattern in READ for file in folder.glob(pattern))
+
+
+def copy_words(folder: Path, out: Path) -> None:
+    """Copies what belongs to the tokenizer and the template."""
+    for pattern in WORDS:
+        for file in sorted(folder.glob(pattern)):
+            target = out / file.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def _write_hf(model: Model, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None) -> Converted:
+    to = dtype or (None if model.keeps else model.dtype or "float32")
+    tensors = cast(model.tensors, to, [name for name in model.weights if name not in model.exact])
+    tensors = cast(tensors, None, model.exact)
+    write_shards(folder, tensors, shard_bytes, progress)
+    write_config(folder, model.source, to if dtype or {"dtype", "torch_dtype"} & model.source.keys() else None)
+    model.write_words(folder)
+    size = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
+    return Converted(folder, len(tensors), size, to or model.dtype or "several types", model.tokenizer is not None)
+
+
+def _write_jaxllm(
+    model: Model, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None
+) -> Converted:
+    if dtype is not None and dtype not in OURS:
+        raise HubError(f"a checkpoint's parameters cannot be {dtype}; legal: {', '.join(OURS[:2])}.")
+    to = dtype or (model.dtype if model.dtype in OURS else "float32")
+    config = replace(model.config, param_dtype=to, dtype=to)  # type: ignore[arg-type]
+    kept, tokenizer = model.carried.tensors, model.tokenizer and model.tokenizer()
+    leaves = {f"params/{path}": leaf for path, leaf in model.leaves(to).items()}
+    leaves |= {f"carried/{i}": StreamedLeaf(a.shape, a.dtype, [a]) for i, a in enumerate(kept.values())}
+    counted = {
+        path: replace(leaf, pieces=_counted(leaf.pieces, path, done, len(leaves), progress))
+        for done, (path, leaf) in enumerate(leaves.items())
+    }
+    meta = {
+        "config": {"model": to_dict(config)},
+        "source": dict(model.source),
+        "carried": {"names": list(kept), "twice": dict(model.carried.twice), "bare": model.carried.bare},
+        "tokenizer": tokenizer and tokenizer.fingerprint,
+        "versions": {"jaxllm": importlib.metadata.version("jaxllm")},
+    }
+    words = folder / "tokenizer"
+    words.mkdir()
+    model.write_words(words)
+    if tokenizer is not None and open_tokenizer(folder, tokenizer.fingerprint).stop_ids != tokenizer.stop_ids:
+        write_stop_ids(words, tokenizer.stop_ids)  # they were in a config.json
+    try:
+        with Checkpointer(folder / "checkpoints") as checkpointer:
+            checkpointer.save_streamed(0, counted, meta)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, HubError):
+            raise error.__cause__ from None
+        raise
+    (folder / "checkpoints" / ".lock").unlink(missing_ok=True)
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    return Converted(folder, len(leaves), size, to, model.tokenizer is not None)
+
+
+def _pieces(array: np.ndarray, dtype: np.dtype, path: str, size: int = 2**22) -> Iterator[np.ndarray]:
+    """A mapped array as ``dtype``, in pieces of ``size`` elements."""
+    flat = array.reshape(-1)
+    for begin in range(0, flat.size, size):
+        with np.errstate(over="ignore", invalid="ignore"):
+            piece = flat[begin : begin + size].astype(dtype)
+        if not np.isfinite(piece).all():
+            raise HubError(f"{path} has values that are not finite in {dtype}.")
+        yield piece
+        release([array])
+
+
+def _counted(pieces: Any, path: str, done: int, total: int, progress: Progress | None) -> Iterator[np.ndarray]:
+    if progress is not None:
+        progress(path, done, total)
+    yield from pieces

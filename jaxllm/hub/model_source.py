@@ -1,0 +1,182 @@
+"""A model in files that another library wrote, whatever their format: what it is, its tensors, its words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from jaxllm.config import closest
+from jaxllm.files import DataError
+from jaxllm.hub.errors import HubError
+from jaxllm.hub.families.families import decoder_config
+from jaxllm.hub.gguf.gguf_config import hf_config
+from jaxllm.hub.gguf.gguf_file import Gguf, open_gguf
+from jaxllm.hub.gguf.gguf_model import find_smollm2, hf_tensors
+from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_model
+from jaxllm.hub.packed_weights import Weights
+from jaxllm.models import DecoderConfig
+from jaxllm.text import (
+    ChatTemplate,
+    Tokenizer,
+    load_template,
+    load_tokenizer,
+    template_from_gguf,
+    tokenizer_from_gguf,
+)
+
+PACKAGED = {"smollm2": find_smollm2}
+"""Models that come in a package: name -> its file."""
+REMOTE = "hf:"
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken")
+"""What is fetched of a repository; never code, never pickles."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as its files have it; nothing is read before it is asked for.
+
+    Attributes:
+        path: the directory or the file.
+        format: "hf" (config.json and safetensors) or "gguf".
+        source: its ``config.json``, or the equivalent of one.
+        tensors: by Hugging Face's names.
+        gguf: the open file, of a GGUF.
+    """
+
+    path: Path
+    format: Literal["hf", "gguf"]
+    source: Mapping[str, Any]
+    tensors: Tensors
+    gguf: Gguf | None = None
+
+    @functools.cached_property
+    def config(self) -> DecoderConfig:
+        """The architecture in our terms.
+
+        Raises:
+            HubError: it is not understood.
+        """
+        return decoder_config(self.source)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer.
+
+        Raises:
+            DataError: there is none, it is of a kind that is not known, or has more tokens than the model has rows.
+        """
+        if self.gguf is not None:
+            tokenizer = tokenizer_from_gguf(self.gguf.metadata, where=str(self.path))
+        else:
+            tokenizer = load_tokenizer(self.path)
+        if tokenizer.vocab_size > self.config.vocab_size:
+            raise DataError(
+                f"{self.path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has "
+                f"{self.config.vocab_size} rows; it is not this model's tokenizer."
+            )
+        return tokenizer
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """Its chat template, if it has one."""
+        if self.gguf is not None:
+            return template_from_gguf(self.gguf.metadata, where=str(self.path))
+        return load_template(self.path)
+
+    def load(
+        self,
+        *,
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        weights: Weights = "plain",
+        progress: Progress | None = None,
+    ) -> HubModel:
+        """Its parameters; see ``load_tensors``.
+
+        Raises:
+            HubError: names what is wrong, and the file.
+        """
+        try:
+            return load_tensors(self.source, self.tensors, mesh=mesh, dtype=dtype, weights=weights, progress=progress)
+        except HubError as error:
+            raise HubError(f"{self.path}: {error}") from error
+
+
+def open_source(path: Path | str) -> Source:
+    """Opens a directory with ``config.json`` and safetensors, or a ``.gguf`` file.
+
+    Raises:
+        HubError: it is neither, it is damaged, or its architecture is not known.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not (path / "config.json").is_file() and len(files) == 1:
+            path = files[0]
+        elif files and not (path / "config.json").is_file():
+            raise HubError(f"{path} has several GGUF files; name one: {', '.join(file.name for file in files[:9])}.")
+        else:
+            try:
+                return Source(path, "hf", *read_model(path))
+            except HubError as error:
+                raise error if str(path) in str(error) else HubError(f"{path}: {error}") from error
+    refuse_pickle(path)
+    if path.suffix in (".safetensors", ".json"):
+        raise HubError(f"{path} is a part of a model; give its directory, {path.parent}.")
+    model = open_gguf(path)
+    source = hf_config(model)
+    return Source(path, "gguf", source, hf_tensors(model, source), model)
+
+
+def refuse_pickle(file: Path) -> None:
+    """Raises HubError for a file whose name says that it is a pickle."""
+    if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        raise HubError(f"{file}: pickle files can run any code when opened and are refused; use safetensors or GGUF.")
+
+
+def find_model(name: Path | str) -> Path:
+    """The path that a name stands for: a packaged model's, ``hf:ORG/NAME``'s copy on this machine, or the name itself.
+
+    Raises:
+        HubError: the package is not installed (gives the command), or the hub cannot be reached.
+    """
+    name = str(name)
+    if not Path(name).expanduser().exists():
+        if name in PACKAGED:
+            return PACKAGED[name]()
+        if (hint := closest(name, PACKAGED)) and not name.startswith(REMOTE):
+            raise HubError(f"there is no {name}.{hint}")
+    return fetch(name.removeprefix(REMOTE)) if name.startswith(REMOTE) else Path(name).expanduser()
+
+
+def fetch(repository: str) -> Path:
+    """A repository of the Hugging Face hub, or ORG/NAME/FILE, one of its files; downloaded once, kept in its cache.
+
+    Raises:
+        HubError: huggingface_hub is not installed, there is no such repository, or no way to it.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise HubError(
+            f"{REMOTE}{repository}: downloading needs the package huggingface_hub: pip install 'jaxllm[hf]'. "
+            "Or give the directory of a model that is on this machine."
+        ) from None
+    try:
+        if repository.count("/") > 1:
+            owner, name, file = repository.split("/", 2)
+            return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file))
+        # A second copy of the weights in another library's names, which some repositories have.
+        twice = ["consolidated*"]
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED), ignore_patterns=twice))
+    except Exception as error:  # the library raises its own, requests' and OS errors
+        why = (str(error).splitlines() or [""])[0]
+        raise HubError(
+            f"{REMOTE}{repository} cannot be downloaded: {type(error).__name__}: {why} "
+            "Check the name and the connection, or give the directory of a model that is on this machine."
+        ) from error

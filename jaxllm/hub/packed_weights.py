@@ -1,0 +1,79 @@
+"""Quantised experts, placed on a device as they are stored instead of as plain numbers.
+
+Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; ours are [I, O].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.hub.errors import HubError
+from jaxllm.hub.quantised_checkpoints import E8M0_NAN, GROUP, Dequantised, Stored
+from jaxllm.hub.weight_mapping import SWAPPED, Part
+from jaxllm.models import Packed
+
+EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
+
+
+Weights = Literal["plain", "packed"]
+
+
+def staying_packed(sources: Mapping[str, list[tuple[Any, Part]]], mesh: Mesh) -> set[str]:
+    """The leaves, by path, that are of experts and made of quantised tensors alone.
+
+    Raises:
+        HubError: there is none, or more than one device to place them on.
+    """
+    kept = {
+        path
+        for path, parts in sources.items()
+        if path.endswith(EXPERTS) and all(isinstance(t, Dequantised) and t.stored is not None for t, _ in parts)
+    }
+    if not kept:
+        raise HubError("no experts of this model are quantised, so that none can stay packed; load it plain.")
+    if mesh.size > 1:
+        raise HubError(f"packed experts are for one device, and the mesh has {mesh.size}; load the model plain.")
+    return kept
+
+
+def place_packed(leaf: Any, sources: list[tuple[Any, Part]], path: str) -> Packed:
+    """A leaf of experts, packed, on the device that ``leaf`` is for.
+
+    Raises:
+        HubError: a value is not finite.
+    """
+    stack = leaf.shape[: len(sources[0][1].at)]
+    values = scales = np.empty(0)
+    block = 0, 0
+    for tensor, part in sources:
+        one, one_scales, block = _ours(tensor.stored, part)
+        with np.errstate(invalid="ignore"):
+            known = (one_scales != E8M0_NAN) if one.dtype == np.uint8 else np.isfinite(one_scales)
+        if not (known.all() and (one.dtype == np.uint8 or np.isfinite(one.astype(np.float32)).all())):
+            where = " ".join(f"{name} {i}" for i, name in zip(part.at, ("row", "expert"), strict=False))
+            raise HubError(f"{path} ({where}) holds values that are not finite; the file is damaged.")
+        if not values.size:
+            values, scales = (
+                np.empty((*stack, *one.shape), one.dtype),
+                np.empty((*stack, *one_scales.shape), one_scales.dtype),
+            )
+        values[part.at], scales[part.at] = one, one_scales
+    place = leaf.sharding
+    return Packed(jax.device_put(values, place), jax.device_put(scales, place), block)
+
+
+def _ours(stored: Stored, part: Part) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Values, scales and block of a part, in the order of our dimensions."""
+    if stored.block is not None:
+        assert part.piece.groups == SWAPPED
+        scales = np.asarray(stored.scales[:]).astype(np.float32)
+        rows, columns = stored.block
+        return np.asarray(stored.values[:]).T, scales.T, (columns, rows)
+    rows = slice(part.begin, None, part.step)  # gate and up by turns
+    values, scales = np.asarray(stored.values[:, rows]), np.asarray(stored.scales[:, rows])
+    return values.reshape(*values.shape[:2], -1).swapaxes(1, 2), scales.swapaxes(1, 2), (GROUP, 1)

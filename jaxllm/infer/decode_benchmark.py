@@ -1,0 +1,134 @@
+"""How fast an engine decodes, and how that compares with reading the weights and what is cached once a step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.convert.load import LoadedModel
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.paged_cache import layer_groups
+from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.models import DecoderConfig, MoeConfig
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What was measured.
+
+    Attributes:
+        batch, prompt, tokens: sequences at a time, tokens of each prompt, tokens made after each.
+        seconds: from the last first token to the last token.
+        prompt_seconds: from the beginning to the last first token.
+        step_bytes: weights, and keys and values held halfway, read once.
+        bandwidth: bytes a second of the memory.
+        ready: seconds until the engine was ready.
+    """
+
+    batch: int
+    prompt: int
+    tokens: int
+    seconds: float
+    prompt_seconds: float
+    step_bytes: int
+    bandwidth: float
+    ready: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together, while decoding."""
+        return self.batch * (self.tokens - 1) / self.seconds
+
+    @property
+    def roofline(self) -> float:
+        """Share of the speed at which a step would take what reading its bytes once takes."""
+        return self.step_bytes / self.bandwidth * (self.tokens - 1) / self.seconds
+
+    def __str__(self) -> str:
+        return (
+            f"batch {self.batch:3}: {self.tokens_per_second:8.1f} tokens/s decoding, "
+            f"{1e3 * self.seconds / (self.tokens - 1):7.2f} ms a step, {self.roofline:4.0%} of the memory's roofline; "
+            f"prompts {self.batch * self.prompt / self.prompt_seconds:8.1f} tokens/s; ready in {self.ready:.1f} s"
+        )
+
+
+class Bench:
+    """An engine for so many sequences of so many tokens, to be measured any number of times.
+
+    Args:
+        loaded: the model.
+        batch, prompt, tokens: see ``Decoding``.
+        bandwidth: of the memory; ``memory_bandwidth()``.
+        manifest: see ``Engine.of``.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, batch: int, prompt: int, tokens: int, bandwidth: float, manifest: Any = None
+    ):
+        self.batch, self.prompt, self.tokens, self.bandwidth = batch, prompt, tokens, bandwidth
+        self.config = loaded.model.config
+        if any(isinstance(block.mlp, MoeConfig) for block in self.config.blocks):
+            raise ValueError("a mixture of experts reads the weights its tokens choose; which are not counted yet.")
+        self.weights = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
+        if not self.config.tied:
+            table = loaded.params["embedding"]["table"]
+            self.weights -= table.nbytes  # of which a row a token is read
+        budget = max(batch, 256)
+        sizes = EngineConfig(
+            sequences=batch, budget=budget, max_len=prompt + tokens, buckets=(budget,), samplers=("plain",),
+            prefix_cache=False, loop=16,
+        )  # fmt: skip
+        start = time.perf_counter()
+        self.engine = Engine.of(
+            loaded.model, loaded.params, sizes, vocab_size=None, mesh=loaded.mesh, manifest=manifest, strict=True
+        )
+        self.ready = time.perf_counter() - start
+
+    def run(self) -> Decoding:
+        """Greedy continuations of random prompts."""
+        rng = np.random.default_rng(0)
+        params = SamplingParams(max_tokens=self.tokens, temperature=0.0)
+        start = time.perf_counter()
+        for _ in range(self.batch):
+            self.engine.submit(rng.integers(0, self.engine.vocab_size, self.prompt), params)
+        waiting, first = self.batch, start
+        seen: set[int] = set()
+        while self.engine.busy:
+            for piece in self.engine.step():
+                if piece.tokens and piece.request.id not in seen:
+                    seen.add(piece.request.id)
+                    waiting -= 1
+                    first = time.perf_counter()
+        end = time.perf_counter()
+        held = self.batch * (self.prompt + self.tokens // 2) * token_bytes(self.config)
+        return Decoding(
+            self.batch, self.prompt, self.tokens, end - first, first - start, self.weights + held, self.bandwidth,
+            self.ready,
+        )  # fmt: skip
+
+
+def token_bytes(config: DecoderConfig, kv_dtype: str = "auto") -> int:
+    """Keys and values of one token in all layers, scales included; ``kv_dtype`` as of ``EngineConfig``."""
+    return sum(group.token_bytes() for group in layer_groups(config, kv_dtype))
+
+
+def memory_bandwidth() -> float:
+    """Bytes a second of the first device's memory: the data sheet's, or as measured by a product that reads 256 MB."""
+    if (peak := peak_of(jax.devices()[0].device_kind)) is not None:
+        return peak.bandwidth
+    matrix, vector = jnp.ones((8192, 8192), jnp.float32), jnp.ones((1, 8192), jnp.float32)
+    run = jax.jit(lambda v, m: jnp.einsum("bd,vd->bv", v, m))
+    run(vector, matrix).block_until_ready()
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        run(vector, matrix).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return matrix.nbytes / best

@@ -1,0 +1,241 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads come of one small vector.
+
+A token's latent and one rotated key, shared by all heads, are all that a cache holds of it. There are two ways to the
+same result. Expanded, in training and where prompts begin: the latent is projected to the keys and values of each head.
+Absorbed, where tokens also attend to what a cache holds: that projection is applied to the queries and to what they get
+instead, and attention is that of many queries to the one latent.
+
+Legend: B batch, S sequence, D embed, N heads, C latent of keys and values, Q latent of queries, H a head's dims without
+rotation, R with it, V of values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.models.attention_context import AttentionContext, Cached, KeepingContext, LayerIndex, Scoring
+from jaxllm.models.layers.norm import Norm, NormKind
+from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
+from jaxllm.models.params import constant, normal, use
+
+HEADS = ("batch", "seq", "act_heads", None)
+LATENT = ("batch", "seq", None)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention.
+
+    Attributes:
+        heads: how many.
+        latent: C.
+        q_latent: Q: queries come of a small vector as well; None: of the residual stream.
+        nope_dim: H.
+        rope_dim: R.
+        value_dim: V.
+        rope: rotary embedding of the R dims.
+        bias: biases on the projections from and to the residual stream.
+        scale: of the scores; None for ``1 / sqrt(H + R)``.
+        norm_eps: of the latents' normalisation.
+    """
+
+    heads: int = 4
+    latent: int = 64
+    q_latent: int | None = None
+    nope_dim: int = 32
+    rope_dim: int = 16
+    value_dim: int = 32
+    rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
+    bias: bool = False
+    scale: float | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "latent", "q_latent", "nope_dim", "rope_dim", "value_dim", "scale"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"latent attention: {name} = {value}; give a positive number.")
+        if self.norm_eps < 0:
+            raise ValueError(f"latent attention: norm_eps = {self.norm_eps}; give 0 or a small positive number.")
+        self.rope.dims(self.rope_dim)
+
+    @property
+    def window(self) -> None:
+        """Every token sees all before it."""
+        return None
+
+    @property
+    def scoring(self) -> Scoring:
+        """How a context scores this layer's keys."""
+        return Scoring(1 / math.sqrt(self.nope_dim + self.rope_dim) if self.scale is None else self.scale)
+
+    @property
+    def cached(self) -> Cached:
+        """What a cache holds of a token."""
+        return Cached(1, self.latent + self.rope_dim, self.latent, latent=True)
+
+    def projections(self, embed_dim: int) -> int:
+        """Numbers of the projections' weights."""
+        q, kv = self.heads * (self.nope_dim + self.rope_dim), self.heads * (self.nope_dim + self.value_dim)
+        queries = embed_dim * q if self.q_latent is None else self.q_latent * (embed_dim + q)
+        return (
+            queries
+            + embed_dim * (self.latent + self.rope_dim)
+            + self.latent * kv
+            + self.heads * self.value_dim * embed_dim
+        )
+
+    def expands(self, tokens: int) -> bool:
+        """Whether so many tokens, attending to each other, take fewer products expanded than absorbed.
+
+        Each way has one projection between latents and heads, T x C x N x (H + V): of the latents, or of queries and
+        what they get. Of a pair of tokens a head's score and value take H + R + V products expanded, and (C + R) + C
+        absorbed. One token is left absorbed: it is a step of decoding, whatever its position.
+        """
+        projected = tokens * self.latent * self.heads * (self.nope_dim + self.value_dim)
+        expanded = projected + tokens**2 * self.attended_dim
+        absorbed = projected + tokens**2 * self.heads * (2 * self.latent + self.rope_dim)
+        return tokens > 1 and expanded < absorbed
+
+    @property
+    def attended_dim(self) -> int:
+        """Products of a query with each token that it attends to: of all its heads, for score and value, expanded."""
+        return self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
+
+
+class LatentAttention(nnx.Module):
+    """One layer of latent attention; shapes in ``LatentConfig``'s terms."""
+
+    def __init__(
+        self,
+        config: LatentConfig,
+        embed_dim: int,
+        *,
+        norm: NormKind,
+        norm_eps: float,
+        out_scale: float,
+        dtype: jnp.dtype,
+    ):
+        d, n, c, q = embed_dim, config.heads, config.latent, config.q_latent
+        keys = config.nope_dim + config.rope_dim
+        self.config = config
+        if q is None:
+            self.q = normal((d, n, keys), ("embed", "heads", "head_dim"), dtype, fan_in=d)
+        else:
+            self.q_down = normal((d, q), ("embed", None), dtype, fan_in=d)
+            self.q_norm = Norm(norm, (q,), config.norm_eps, dtype, ("latent",))
+            self.q_up = normal((q, n, keys), ("latent", "heads", "head_dim"), dtype, fan_in=q)
+        self.kv_down = normal((d, c + config.rope_dim), ("embed", None), dtype, fan_in=d)
+        self.kv_norm = Norm(norm, (c,), config.norm_eps, dtype, ("latent",))
+        both = config.nope_dim + config.value_dim
+        self.kv_up = normal((c, n, both), ("latent", "heads", "head_dim"), dtype, fan_in=c)
+        out = ("heads", "head_dim", "embed")
+        self.o = normal((n, config.value_dim, d), out, dtype, fan_in=n * config.value_dim, scale=out_scale)
+        if config.bias:
+            if q is not None:
+                self.q_bias = constant(0.0, (q,), (None,), dtype)
+            self.kv_bias = constant(0.0, (c + config.rope_dim,), (None,), dtype)
+            self.o_bias = constant(0.0, (d,), ("embed",), dtype)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        config = self.config
+        x = sharding.constrain(x, "batch", "seq", "act_embed")
+        queries, (latent, key) = self._queries(x), self._latent(x)
+        cos, sin = rotation(config.rope, positions, config.rope_dim, x.dtype)
+        plain, turned = queries[..., : config.nope_dim], queries[..., config.nope_dim :]
+        turned, key = (rotate(y, cos, sin, interleaved=config.rope.interleaved) for y in (turned, key))
+        up = use(self.kv_up, x.dtype)
+        out, ctx = self._attend(plain, turned, latent, key, up, positions, layer, ctx)
+        out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
+        return (out + use(self.o_bias, x.dtype) if config.bias else out), ctx
+
+    def _queries(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N HR"]:
+        if self.config.q_latent is None:
+            return sharding.project(x, use(self.q, x.dtype), HEADS)
+        down = sharding.project(x, use(self.q_down, x.dtype), LATENT)
+        down = down + use(self.q_bias, x.dtype) if self.config.bias else down
+        return sharding.project(self.q_norm(down), use(self.q_up, x.dtype), HEADS)
+
+    def _latent(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S C"], Float[Array, "B S 1 R"]]:
+        """What keys and values are made of, and the key that all heads share, not rotated yet."""
+        down = sharding.project(x, use(self.kv_down, x.dtype), LATENT)
+        down = down + use(self.kv_bias, x.dtype) if self.config.bias else down
+        return self.kv_norm(down[..., : self.config.latent]), down[..., None, self.config.latent :]
+
+    def _attend(
+        self,
+        plain: Float[Array, "B S N H"],
+        turned: Float[Array, "B S N R"],
+        latent: Float[Array, "B S C"],
+        key: Float[Array, "B S 1 R"],
+        up: Float[Array, "C N HV"],
+        positions: Int[Array, "B S"],
+        layer: LayerIndex,
+        ctx: AttentionContext,
+    ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
+        """In the one way or the other."""
+
+        def expanded(ctx: AttentionContext) -> tuple[Array, AttentionContext]:
+            return self._expanded(plain, turned, latent, key, up, positions, layer, ctx)
+
+        def absorbed(ctx: AttentionContext) -> tuple[Array, AttentionContext]:
+            return self._absorbed(plain, turned, latent, key, up, positions, layer, ctx)
+
+        def first(ctx: Any) -> tuple[Array, AttentionContext]:
+            out, _ = expanded(ctx.own(positions.shape[1]))
+            return out, ctx.keep(layer, jnp.concatenate([latent[:, :, None], key], axis=-1), positions)
+
+        if not getattr(ctx, "keeps", False):
+            return expanded(ctx)
+        if not (isinstance(ctx, KeepingContext) and self.config.expands(positions.shape[1])):
+            return absorbed(ctx)
+        begins = ctx.begins(positions)
+        return absorbed(ctx) if begins is None else jax.lax.cond(begins, first, absorbed, ctx)
+
+    def _expanded(
+        self,
+        plain: Float[Array, "B S N H"],
+        turned: Float[Array, "B S N R"],
+        latent: Float[Array, "B S C"],
+        key: Float[Array, "B S 1 R"],
+        up: Float[Array, "C N HV"],
+        positions: Int[Array, "B S"],
+        layer: LayerIndex,
+        ctx: AttentionContext,
+    ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
+        both = sharding.project(latent, up, HEADS)
+        keys, values = both[..., : self.config.nope_dim], both[..., self.config.nope_dim :]
+        shared = sharding.constrain(jnp.broadcast_to(key, (*keys.shape[:3], key.shape[-1])), *HEADS)
+        q, k = jnp.concatenate([plain, turned], axis=-1), jnp.concatenate([keys, shared], axis=-1)
+        out, ctx = ctx.attend(layer, q, k, values, positions, self.config.scoring)
+        return sharding.constrain(out, *HEADS), ctx
+
+    def _absorbed(
+        self,
+        plain: Float[Array, "B S N H"],
+        turned: Float[Array, "B S N R"],
+        latent: Float[Array, "B S C"],
+        key: Float[Array, "B S 1 R"],
+        up: Float[Array, "C N HV"],
+        positions: Int[Array, "B S"],
+        layer: LayerIndex,
+        ctx: AttentionContext,
+    ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
+        config = self.config
+        to_keys, to_values = up[..., : config.nope_dim], up[..., config.nope_dim :]
+        q = jnp.concatenate([sharding.einsum("bsnh,cnh->bsnc", plain, to_keys, out=HEADS), turned], axis=-1)
+        k = jnp.concatenate([latent[:, :, None], key], axis=-1)
+        scoring = Scoring(config.scoring.scale, latent=config.latent)
+        out, ctx = ctx.attend(layer, q, k, None, positions, scoring)
+        out = sharding.constrain(out, *HEADS)
+        return sharding.einsum("bsnc,cnv->bsnv", out, to_values, out=HEADS), ctx

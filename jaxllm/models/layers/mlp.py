@@ -1,0 +1,82 @@
+"""Feed-forward layer: gated (SwiGLU, GeGLU, arXiv:2002.05202) or plain.
+
+Legend: B batch, S sequence, D embed, F mlp.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import sharding
+from jaxllm.models.params import constant, normal, use
+from jaxllm.models.remat_names import saved
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+
+INNER = ("batch", "seq", "act_mlp")
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """Feed-forward layer.
+
+    Attributes:
+        hidden: its width.
+        activation: the nonlinearity; "gelu_tanh" and "quick_gelu" are the approximations of GELU by tanh and by a
+            sigmoid (arXiv:1606.08415).
+        gated: the activated projection multiplies a second one.
+        bias: biases on every projection.
+    """
+
+    hidden: int = 768
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1:
+            raise ValueError(f"mlp: hidden = {self.hidden}; give a positive number.")
+
+
+class Mlp(nnx.Module):
+    """``down(activation(x @ gate) * (x @ up))``, or ``down(activation(x @ up))`` without a gate."""
+
+    def __init__(self, config: MlpConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
+        d, f = embed_dim, config.hidden
+        self.config = config
+        self.up = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
+        self.down = normal((f, d), ("mlp", "embed"), dtype, fan_in=f, scale=out_scale)
+        if config.gated:
+            self.gate = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
+        if config.bias:
+            self.up_bias = constant(0.0, (f,), ("mlp",), dtype)
+            self.down_bias = constant(0.0, (d,), ("embed",), dtype)
+            if config.gated:
+                self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
+
+    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        names = ("gate", "up") if self.config.gated else ("up",)
+        weights = [use(getattr(self, name), x.dtype) for name in names]
+        inner = sharding.products(x, weights, [INNER] * len(names), over="act_mlp")
+        first, *second = (self._named(h, name) for h, name in zip(inner, names, strict=True))
+        h = ACTIVATIONS[self.config.activation](first)
+        h = h * second[0] if second else h
+        out = sharding.project(h, use(self.down, x.dtype), ("batch", "residual_seq", "act_embed"))
+        return out + use(self.down_bias, x.dtype) if self.config.bias else out
+
+    def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
+        if self.config.bias:
+            inner = inner + use(getattr(self, f"{name}_bias"), inner.dtype)
+        return saved(inner, name, INNER)

@@ -1,0 +1,181 @@
+"""Mixture of experts (arXiv:1701.06538): a router chooses a few feed-forward layers for each token.
+
+Legend: B batch, S sequence, D embed, F width of an expert, E experts, A experts a token is sent to, X experts of a
+shard, M rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.models.layers.mlp import ACTIVATIONS, Mlp, MlpConfig
+from jaxllm.models.moe.expert_dispatch import sum_of_experts, sum_within_capacity
+from jaxllm.models.moe.packed_experts import Packed, packed_product
+from jaxllm.models.moe.router import RouterConfig, Routing, route
+from jaxllm.models.params import at_least_f32, constant, normal, use
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+TOKENS = ("batch", "seq", None)
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts, each gated as ``Mlp`` is.
+
+    Attributes:
+        experts: how many there are.
+        top_k: how many each token is sent to.
+        hidden: width of an expert.
+        activation: its nonlinearity.
+        router: how experts are chosen.
+        shared: width of one more expert that every token meets (arXiv:2401.06066); 0 for none.
+        bias: biases on every projection of an expert (gpt-oss).
+        clamp: the gate's projection is bounded by it from above, the other one from both sides (gpt-oss).
+        up_offset: added to the other one, which multiplies the activated gate (gpt-oss: 1).
+        capacity: an expert takes at most this many times its even share of a shard's rows, and what is beyond is sent
+            nowhere and counted (arXiv:2006.16668, section 2.2); first choices before second ones. None: no row is
+            dropped, whatever the load.
+    """
+
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 768
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
+    router: RouterConfig = field(default_factory=RouterConfig)
+    shared: int = 0
+    bias: bool = False
+    clamp: float | None = None
+    up_offset: float = 0.0
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("experts", 1), ("top_k", 1), ("hidden", 1), ("shared", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"mixture of experts: {name} = {getattr(self, name)}; give {least} or more.")
+        for name in ("clamp", "capacity"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"mixture of experts: {name} = {value}; give a positive number, or None.")
+        self.router.check(self.experts, self.top_k)
+
+
+class Experts(nnx.Module):
+    """``down[e](activation(x @ gate[e]) * (x @ up[e]))`` for every expert e."""
+
+    def __init__(self, config: MoeConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
+        d, f, e = embed_dim, config.hidden, config.experts
+        inwards, outwards = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
+        self.config = config
+        self.gate = normal((e, d, f), inwards, dtype, fan_in=d)
+        self.up = normal((e, d, f), inwards, dtype, fan_in=d)
+        self.down = normal((e, f, d), outwards, dtype, fan_in=f, scale=out_scale)
+        if config.bias:
+            self.gate_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype)
+            self.up_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype)
+            self.down_bias = constant(0.0, (e, d), ("experts", None), dtype)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], experts: Int[Array, "B S A"], weights: Float[Array, "B S A"]
+    ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
+        """The weighted sum of each token's experts, and how many rows were dropped."""
+        config = self.config
+        expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
+        names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if config.bias else ()))
+        arrays = {name: _held(getattr(self, name), x.dtype) for name in names}
+        specs = {
+            "gate": ("experts", None, "expert_mlp"),
+            "up": ("experts", None, "expert_mlp"),
+            "down": ("experts", "expert_mlp", None),
+            "gate_bias": ("experts", "expert_mlp"),
+            "up_bias": ("experts", "expert_mlp"),
+            "down_bias": ("experts", None),
+        }
+
+        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays
+        parts = [specs[name] for name in sorted(names) for _ in jax.tree.leaves(arrays[name])]
+
+        def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:
+            own = jax.tree.unflatten(tree, flat)
+            if width_axes and config.bias:  # which is summed over the shards of the width
+                own["down_bias"] = own["down_bias"] / jax.lax.axis_size(width_axes)
+            rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
+            run = functools.partial(_feed_forward, config, own)
+            axis, count = (expert_axes[0] if expert_axes else None), own["gate"].shape[0]
+            dropped = jnp.zeros((), at_least_f32(x.dtype))
+            if config.capacity is None:
+                out = sum_of_experts(rows, chosen, shares, run, count, expert_axis=axis)
+            else:
+                out, lost = sum_within_capacity(rows, chosen, shares, run, count, config.capacity, expert_axis=axis)
+                token_axes = sharding.axis_names(*TOKENS[:2])
+                dropped = (jax.lax.psum(lost, token_axes) if token_axes else lost).astype(dropped.dtype)
+            out = out.reshape(x.shape)
+            return (jax.lax.psum(out, width_axes) if width_axes else out), dropped
+
+        run = sharding.shard_map(local, (TOKENS, TOKENS, TOKENS, *parts), (TOKENS, ()))
+        return run(x, experts, weights.astype(x.dtype), *flat)
+
+
+def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | Packed:
+    """A weight as it is used, or packed as it is."""
+    value = param.get_value()
+    return value if isinstance(value, Packed) else use(param, dtype)
+
+
+def _feed_forward(
+    config: MoeConfig, own: dict[str, Array | Packed], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
+) -> Float[Array, "M D"]:
+    """What each row's expert makes of it; rows are in the order of experts."""
+    expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
+
+    def project(rows: Array, name: str) -> Array:
+        matrices = own[name]
+        run = packed_product if isinstance(matrices, Packed) else grouped_matmul
+        out = run(rows, matrices, sizes)  # type: ignore[arg-type]
+        return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
+
+    gate, up = project(rows, "gate"), project(rows, "up")
+    if config.clamp is not None:
+        gate, up = jnp.minimum(gate, config.clamp), jnp.clip(up, -config.clamp, config.clamp)
+    if config.up_offset:
+        up = up + config.up_offset
+    return project(ACTIVATIONS[config.activation](gate) * up, "down")
+
+
+class Moe(nnx.Module):
+    """``sum over chosen e of weight[e] * experts[e](x)``, and what the shared expert makes of x."""
+
+    def __init__(self, config: MoeConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
+        d, e = embed_dim, config.experts
+        self.config = config
+        self.router = normal((d, e), ("embed", None), dtype, fan_in=d)
+        if config.router.bias:
+            self.router_bias = constant(0.0, (e,), (None,), dtype)
+        if config.router.balance_bias:
+            # Moved in steps that bfloat16 would round away.
+            self.balance_bias = constant(0.0, (e,), (None,), at_least_f32(dtype))
+        self.experts = Experts(config, d, out_scale=out_scale, dtype=dtype)
+        if config.shared:
+            gated = MlpConfig(config.shared, config.activation)
+            self.shared = Mlp(gated, d, out_scale=out_scale, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
+        """The mixture's output, and where its tokens were sent."""
+        x = sharding.constrain(x, "batch", "seq", "act_embed")
+        config = self.config
+        dtype = at_least_f32(x.dtype)
+        logits = sharding.project(x.astype(dtype), use(self.router, dtype), TOKENS)
+        if config.router.bias:
+            logits = logits + use(self.router_bias, dtype)
+        bias = use(self.balance_bias, dtype) if config.router.balance_bias else None
+        routing = route(config.router, config.top_k, logits, bias)
+        out, dropped = self.experts(x, routing.experts, routing.weights)
+        out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
+        return out + self.shared(x) if config.shared else out, routing._replace(dropped=dropped)

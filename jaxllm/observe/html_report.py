@@ -1,0 +1,314 @@
+"""A run, or several over one another, as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jaxllm.files import atomic
+from jaxllm.observe.run_record import Record, flat
+from jaxllm.svg import Line, chart, number, page, shares, table
+
+Series = Callable[[Record], tuple[list[float], list[float | None]]]
+
+
+def of(key: str, factor: float = 1.0) -> Series:
+    """The values of ``key``, times ``factor``."""
+
+    def read(run: Record) -> tuple[list[float], list[float | None]]:
+        steps, values = run.series(key)
+        return steps, [None if value is None else factor * value for value in values]
+
+    return read
+
+
+def model_flops(run: Record) -> tuple[list[float], list[float | None]]:
+    """Model FLOP/s, of a device whose peak is unknown."""
+    steps, rates = run.series("tokens_per_second")
+    each = run.facts.get("flops_per_token")
+    if each is None or run.facts.get("peak_flops"):
+        return [], []
+    return steps, [None if rate is None else rate * each for rate in rates]
+
+
+CHARTS: tuple[tuple[str, str, Series, dict[str, Any]], ...] = (
+    ("learning rate", "", of("learning_rate"), {"zero": True}),
+    ("gradient norm", "before clipping", of("grad_norm"), {"log": True}),
+    ("parameter norm", "", of("param_norm"), {}),
+    ("update norm", "", of("update_norm"), {"log": True}),
+    ("tokens per second", "", of("tokens_per_second"), {"zero": True}),
+    ("MFU", "% of the devices' peak", of("mfu", 100), {"zero": True}),
+    ("HFU", "% of the devices' peak", of("hfu", 100), {"zero": True}),
+    ("model FLOP/s", "", model_flops, {"zero": True}),
+    ("step time", "s", of("step_seconds"), {"zero": True}),
+    ("waiting for data", "s a step", of("data_wait"), {"zero": True}),
+    ("memory", "GiB on the fullest device", of("memory_bytes", 2**-30), {"zero": True}),
+)
+
+
+def report(run: Record) -> str:
+    """The page of one run."""
+    body = [f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}</p>", tiles(run)]
+    body.append(f'<div class="grid-of">{loss_chart([run])}{"".join(charts([run]))}</div>')
+    body.append(account(run))
+    if run.layers:
+        body.append(f'<h2>Layers, step {run.layers[-1]["step"]}</h2><div class="grid-of">{layer_charts(run)}</div>')
+    for name, text in run.profiles.items():
+        body.append(f'<h2>Profile {escape(name)}</h2><div class="panel"><pre>{escape(text)}</pre></div>')
+    body.append("<h2>What was run</h2>" + details("configuration", table(flat(run.config).items())))
+    for title, value in (("start", run.facts), ("receipt", run.receipt)):
+        if value:
+            body.append(details(title, f"<pre>{escape(json.dumps(value, indent=1))}</pre>"))
+    return page(run.name, "".join(body))
+
+
+def compare(runs: Sequence[Record]) -> str:
+    """The page of several runs, overlaid.
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    if len(runs) < 2:
+        raise ValueError("compare takes two runs or more; `jaxllm report RUN` shows one.")
+    names = labels(runs)
+    rows = [("", *names)]
+    for title, value in figures(runs[0]).items():
+        others = [figures(run).get(title, "") for run in runs[1:]]
+        rows.append((title, value, *others))
+    flats = [flat(run.config) for run in runs]
+    changed = [
+        (key, *(json.dumps(one.get(key, "absent")) for one in flats))
+        for key in dict.fromkeys(key for one in flats for key in one)
+        if len({json.dumps(one.get(key, "absent")) for one in flats}) > 1
+    ]
+    title = " / ".join(names)
+    body = [f"<h1>{escape(title)}</h1>", f'<div class="panel wide">{table(rows[1:], rows[0])}</div>']
+    body.append(f'<h2>Curves</h2><div class="grid-of">{loss_chart(runs)}{"".join(charts(runs))}</div>')
+    body.append("<h2>Where the time went</h2>")
+    body += [
+        f'<div class="panel"><p>{escape(name)}</p>{time_bar(run)}</div>' for name, run in zip(names, runs, strict=True)
+    ]
+    body.append("<h2>Settings that differ</h2>")
+    body.append(f'<div class="panel wide">{table(changed, ("setting", *names))}</div>' if changed else "<p>None.</p>")
+    return page(title, "".join(body))
+
+
+def write(html: str, file: Path) -> None:
+    """In one rename."""
+    with atomic(file) as out:
+        out.write(html.encode())
+
+
+def labels(runs: Sequence[Record]) -> list[str]:
+    """Names of the runs; with their directories where two are the same."""
+    names = [run.name for run in runs]
+    return [run.name if names.count(run.name) == 1 else str(run.path) for run in runs]
+
+
+def headline(run: Record) -> str:
+    """Where and by what it was run."""
+    facts, receipt = run.facts, run.receipt or {}
+    device = receipt.get("device", {})
+    parts = [run.state]
+    if facts.get("parameters"):
+        parts.append(f"{number(facts['parameters'])} parameters")
+    count, kind = facts.get("devices", device.get("count")), facts.get("device_kind", device.get("kind"))
+    if count:
+        parts.append(f"{count} x {kind}, mesh {run.config.get('mesh')}")
+    versions = facts.get("versions", receipt.get("versions", {}))
+    if versions:
+        parts.append(f"jax {versions['jax']}, Python {versions['python']}")
+    commit = facts.get("commit", receipt.get("commit"))
+    if commit:
+        parts.append(f"commit {commit[:12]}{'+changes' if '+' in commit else ''}")
+    return "; ".join(parts)
+
+
+def figures(run: Record) -> dict[str, str]:
+    """A run in a few numbers."""
+    out = {"state": run.state}
+    if run.steps:
+        out["steps"] = f"{run.steps[-1]['step']:,} of {run.config.get('steps', 0):,}"
+        out["training loss"] = f"{run.steps[-1]['nll']:.4f}"
+    if run.heldout:
+        out["held-out loss"] = f"{run.heldout[-1]['heldout_nll']:.4f}"
+        out["bits per byte"] = f"{run.heldout[-1]['heldout_bits_per_byte']:.4f}"
+    for title, key, text in (
+        ("tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
+        ("MFU", "mfu", lambda v: f"{100 * v:.1f}%"),
+        ("memory", "memory_bytes", lambda v: f"{v / 2**30:.2f} GiB"),
+    ):
+        value = run.usual(key)
+        if value is not None:
+            out[title] = text(value)
+    account = run.goodput
+    if account is not None:
+        out["goodput"] = f"{100 * account.fraction:.1f}% of {duration(account.total)}"
+        out["starts"] = str(account.starts)
+    if run.spikes:
+        out["spikes"] = str(len(run.spikes))
+    return out
+
+
+def tiles(run: Record) -> str:
+    cells = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
+        for name, value in figures(run).items()
+        if name != "state"
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def loss_chart(runs: Sequence[Record]) -> str:
+    """Training loss, each batch's and smoothed, and held-out loss."""
+    lines, alone = [], len(runs) == 1
+    for n, (name, run) in enumerate(zip(labels(runs), runs, strict=True)):
+        steps, nll = run.series("nll")
+        color = 0 if alone else n
+        if alone:
+            lines.append(Line("training batch", steps, nll, color, "faint"))
+        lines.append(Line("training, smoothed" if alone else name, steps, smoothed(nll), color))
+        if run.heldout:
+            xs, ys = [row["step"] for row in run.heldout], [row["heldout_nll"] for row in run.heldout]
+            lines.append(Line("held out" if alone else "", xs, ys, 1 if alone else n, "points"))
+    marks = [*restart_marks(runs[0]), *((one["step"], spike_line(one)) for one in runs[0].spikes)] if alone else ()
+    unit = "nats per token" if alone else "nats per token, smoothed; points are held out"
+    return f"<figure>{chart(lines, title='loss', unit=unit, marks=marks)}</figure>"
+
+
+def charts(runs: Sequence[Record]) -> list[str]:
+    """One for each quantity that some run has."""
+    out = []
+    for title, unit, read, options in CHARTS:
+        found = [(n, name, *read(run)) for n, (name, run) in enumerate(zip(labels(runs), runs, strict=True))]
+        lines = [Line(name if len(runs) > 1 else "", xs, ys, n) for n, name, xs, ys in found if xs]
+        if lines:
+            out.append(f"<figure>{chart(lines, title=title, unit=unit, **options)}</figure>")
+    return out
+
+
+def layer_charts(run: Record) -> str:
+    """Norms by layer, of the newest row: a line for each kind of parameter, and a table of those without layers."""
+    out, row = [], run.layers[-1]
+    names = {"grad": "gradient", "param": "parameters", "update": "update"}
+    for what, name in names.items():
+        deep = [(path, values) for path, values in row[what].items() if len(values) > 1]
+        lines = [
+            Line(path.split("/", 3)[-1], list(range(len(values))), values, n) for n, (path, values) in enumerate(deep)
+        ]
+        if lines:
+            out.append(f"<figure>{chart(lines, title=f'norm of {name}', unit='by layer', log=True)}</figure>")
+    single = [path for path, values in row["grad"].items() if len(values) == 1]
+    if single:
+        rows = [(path, *(float(row[what][path][0]) for what in names)) for path in single]
+        out.append(f'<div class="panel wide">{table(rows, ("norm of", *names.values()))}</div>')
+    return "".join(out)
+
+
+def restart_marks(run: Record) -> list[tuple[float, str]]:
+    """Where a start went on."""
+    account = run.goodput
+    if account is None:
+        return []
+    return [(at, f"started again after step {at}, {before - at} done again") for before, at in account.restarts]
+
+
+def spike_line(event: dict[str, Any]) -> str:
+    """A spike of the loss, and what was done."""
+    done = {"skip": "skipped", "lower_rate": "learning rate lowered"}.get(event["action"])
+    if done is None:
+        first, last = event["batches"]
+        done = f"back to step {event['from']}, from {event['to']} on without batches {first} to {last}"
+    return f"spike at step {event['step']}: {done}"
+
+
+TIMES = (
+    "compiling", "steps done again", "steps", "down", "waiting for data", "evaluating",
+    "initialising", "starting", "ending", "restoring", "saving",
+)  # fmt: skip
+"""What time is spent on, in the order of colours; those of the second row are pale."""
+
+
+def time_bar(run: Record) -> str:
+    """What the time was spent on."""
+    account = run.goodput
+    if account is None:
+        return '<p class="soft">This run has no log of events.</p>'
+    parts = [(name, size, TIMES.index(name)) for name, size in account.parts() if size > 0]
+    return shares(parts, title="where the time went")
+
+
+def account(run: Record) -> str:
+    """Goodput, restarts and checkpoints."""
+    found = run.goodput
+    if found is None:
+        return ""
+    rows = [(name, duration(size), f"{100 * size / found.total:.1f}%") for name, size in found.parts() if size > 0]
+    saved = [event for event in run.events if event["event"] == "saved" and "place" in event]
+    listed = [(f"step {event['step']}", event["place"], clock(event["time"])) for event in saved]
+    again = [
+        (f"start {n + 2}", f"after step {at}", f"{before - at} steps done again")
+        for n, (before, at) in enumerate(found.restarts)
+    ]
+    text = f"Goodput {100 * found.fraction:.1f}%: the share of {duration(found.total)} that went into steps that count."
+    lists = [
+        ("Time", table(rows)),
+        ("Starts", table(again) if again else '<p class="soft">Never started again.</p>'),
+        ("Checkpoints", table(listed[-12:]) if listed else '<p class="soft">None.</p>'),
+    ]
+    if run.spikes:
+        lists.append(("Spikes", table([(spike_line(one), clock(one["time"])) for one in run.spikes])))
+    columns = "".join(f'<div class="panel"><b>{name}</b>{inside}</div>' for name, inside in lists)
+    bar = f'<div class="panel">{time_bar(run)}</div>'
+    return f'<h2>Where the time went</h2><p>{escape(text)}</p>{bar}<div class="grid-of gap">{columns}</div>'
+
+
+def details(title: str, inside: str) -> str:
+    return f'<details class="panel"><summary>{escape(title)}</summary><div class="wide">{inside}</div></details>'
+
+
+def text(run: Record) -> str:
+    """The same for a terminal, without the curves."""
+    lines = [f"{run.name}: {headline(run)}"]
+    lines += [f"  {name:18} {value}" for name, value in figures(run).items() if name != "state"]
+    found = run.goodput
+    if found is not None:
+        lines.append("  time")
+        lines += [
+            f"    {name:18} {duration(size):>9} {100 * size / found.total:6.1f}%"
+            for name, size in found.parts()
+            if size > 0
+        ]
+        lines += [f"  started again after step {at}, {before - at} done again" for before, at in found.restarts]
+    lines += [f"  {spike_line(one)}" for one in run.spikes]
+    for name, summary in run.profiles.items():
+        lines += [f"  profile {name}", *(f"    {line}" for line in summary.splitlines())]
+    return "\n".join(lines)
+
+
+def smoothed(values: Sequence[float | None], weight: float = 0.9) -> list[float | None]:
+    """Exponential moving average, corrected for its start at zero; a missing value counts for nothing."""
+    out: list[float | None] = []
+    mean = seen = 0.0
+    for value in values:
+        if value is not None:
+            mean, seen = weight * mean + (1 - weight) * value, weight * seen + (1 - weight)
+        out.append(mean / seen if seen else None)
+    return out
+
+
+def duration(seconds: float) -> str:
+    """``1h02m``, ``3m07s`` or ``4.2 s``."""
+    if seconds >= 3600:
+        return f"{int(seconds) // 3600}h{int(seconds) % 3600 // 60:02d}m"
+    return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s" if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def clock(when: float) -> str:
+    """In UTC."""
+    import datetime
+
+    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,117 @@
+"""A run as it is on disk: what its directory says, without jax and whether the run is over or not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm.files import DataError, read_json, read_rows
+from jaxllm.observe.event_log import Goodput, goodput, read_events
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run has written so far.
+
+    Attributes:
+        path: its directory.
+        name: its name.
+        config: as JSON.
+        steps: a row for each training step.
+        heldout: a row for each evaluation.
+        layers: a row for each step whose statistics of single layers were asked for.
+        events: see ``jaxllm.observe.event_log``; none of a run of a version without them.
+        receipt: of a finished run.
+        profiles: text summaries of profiles that were taken, by the file's name.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    steps: list[dict[str, Any]]
+    heldout: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    receipt: dict[str, Any] | None
+    profiles: dict[str, str]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the newest start: devices, versions, commit, FLOPs of a token."""
+        starts = [event for event in self.events if event["event"] == "started"]
+        return starts[-1] if starts else {}
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Where the time went."""
+        return goodput(self.events)
+
+    @property
+    def state(self) -> str:
+        """``finished``, ``stopped after step 7``, ``failed``, or that it runs or was killed."""
+        if not self.events:
+            return "finished" if self.receipt else "not finished"
+        last = self.events[-1]
+        if last["event"] in ("finished", "stopped"):
+            return last["event"] if last["event"] == "finished" else f"stopped after step {last['step']}"
+        if last["event"] == "failed":
+            return f"failed: {last['why']}"
+        return f"running, or killed: the last sign of it is {time.time() - last['time']:,.0f} s old"
+
+    @property
+    def spikes(self) -> list[dict[str, Any]]:
+        """Events of spikes of the loss, those that the run has gone back from among them."""
+        return [event for event in self.events if event["event"] == "spike"]
+
+    def series(self, key: str) -> tuple[list[float], list[float | None]]:
+        """Steps and the values of ``key``, of rows that have it."""
+        rows = [row for row in self.steps if key in row]
+        return [row["step"] for row in rows], [row[key] for row in rows]
+
+    def usual(self, key: str) -> float | None:
+        """The median of ``key`` over the later half of its steps."""
+        values = sorted(v for v in self.series(key)[1][len(self.series(key)[1]) // 2 :] if v is not None)
+        return values[len(values) // 2] if values else None
+
+
+def read_record(path: Path) -> Record:
+    """The run in directory ``path``.
+
+    Raises:
+        DataError: there is no run; says what is there.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        inside = sorted(p.parent.name for p in path.glob("*/config.json"))
+        hint = f" Runs in it: {', '.join(inside)}." if inside else ""
+        raise DataError(f"{path} is not the directory of a run: it has no config.json.{hint}")
+    config = read_json(path / "config.json")
+    rows = read_rows(path / "metrics.jsonl")
+    receipt = path / "receipt.json"
+    return Record(
+        path=path,
+        name=str(config.get("name", path.name)),
+        config=config,
+        steps=[row for row in rows if "nll" in row],
+        heldout=[row for row in rows if "heldout_nll" in row],
+        layers=read_rows(path / "layers.jsonl"),
+        events=read_events(path),
+        receipt=read_json(receipt) if receipt.exists() else None,
+        profiles={file.parent.name: file.read_text() for file in sorted(path.glob("profiles/*/summary.txt"))},
+    )
+
+
+def flat(config: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Every value of a configuration by its dotted name."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{path}.{key}".lstrip(".")
+        if isinstance(value, dict):
+            out |= flat(value, name)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            out |= flat({str(n): item for n, item in enumerate(value)}, name)
+        else:
+            out[name] = value
+    return out

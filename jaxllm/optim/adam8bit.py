@@ -1,0 +1,130 @@
+"""Moments in eight bits, each block of them with a scale of its own: 8-bit Adam (arXiv:2110.02861).
+
+A number is kept as the nearest of 256 codes, times the largest magnitude of its block. Codes are those of the paper's
+dynamic tree quantisation (section 1.3): seven decades, the larger ones divided more finely; of the second moment, which
+has no sign, twice as finely. Blocks are of 256 numbers, as its authors' library has them today, or of the largest power
+of two that divides a dimension: blocks are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, UInt8
+
+Moments = Literal["float32", "8bit"]
+BLOCK = 256
+DECADES = 7
+
+
+class Blocks(NamedTuple):
+    """An array in eight bits. The dimension that blocks divide has a scale for each of them."""
+
+    codes: UInt8[Array, " *shape"]
+    scales: Float[Array, " *blocks"]
+
+
+@functools.cache
+def codebook(signed: bool) -> np.ndarray:
+    """Float64[256], rising: 0, 1, and the middles of equal parts of [0.1, 1] in each decade."""
+    values = [0.0, 1.0]
+    for decade in range(DECADES):
+        edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - DECADES + 1)
+        values.extend(middles)
+        if signed:
+            values.extend(-middles)
+    return np.sort(values)
+
+
+def blocked(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(dimension that is divided, size of a block): the last of those whose blocks are largest."""
+    sizes = [min(BLOCK, size & -size) for size in shape]
+    best = max(sizes)
+    return len(sizes) - 1 - sizes[::-1].index(best), best
+
+
+def quantise(x: Float[Array, " *shape"], signed: bool) -> Blocks:
+    """The codes of the parts of decades that numbers lie in; blocks of zeros have a scale of zero.
+
+    A number is half a part away from its code at most. By arithmetic, for a search would read the codes once a bit.
+    """
+    dim, size = blocked(x.shape)
+    parts = x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+    scales = jnp.max(jnp.abs(parts), axis=dim + 1)
+    inside = (parts / jnp.expand_dims(jnp.where(scales > 0, scales, 1), dim + 1)).reshape(x.shape)
+    decades, codes = 10.0 ** np.arange(-DECADES, 0), codebook(signed)
+    far = jnp.abs(inside)
+    decade = sum((far >= edge).astype(jnp.int32) for edge in decades[1:])
+    number = jnp.left_shift(1 if signed else 2, decade)  # of parts in the decade, and before it but for one
+    along = (far / jnp.asarray(decades, x.dtype)[decade] - 1) / 9
+    part = jnp.clip((along * number).astype(jnp.int32), 0, number - 1)
+    place = part + number - (0 if signed else 1)
+    place = jnp.where(far < codes[codes > 0][0] / 2, 0, place)
+    place = jnp.where(inside >= (codes[-2] + 1) / 2, 128 if signed else 255, place)
+    if signed:
+        place = 127 + jnp.where(inside < 0, -place, place)
+    return Blocks(place.astype(jnp.uint8), scales)
+
+
+def dequantise(blocks: Blocks, signed: bool) -> Float[Array, " *shape"]:
+    """Codes times scales."""
+    dim, size = blocked(blocks.codes.shape)
+    values = jnp.asarray(codebook(signed), blocks.scales.dtype)[blocks.codes]
+    return values * jnp.repeat(blocks.scales, size, axis=dim)
+
+
+def kept_as(
+    moments: Moments, transform: optax.GradientTransformation, *, first: str, second: str
+) -> optax.GradientTransformation:
+    """The same rule; between steps its moments are in eight bits.
+
+    On a mesh, run it in ``jaxllm.optim.param_groups.automatic``: a device's part need not be whole blocks.
+
+    Args:
+        transform: its state is a named tuple.
+        first, second: fields of it, trees of arrays.
+    """
+    if moments == "float32":
+        return transform
+    signs = {first: True, second: False}
+
+    def init(params: Any) -> Any:
+        state: Any = transform.init(params)
+        return state._replace(
+            **{
+                name: jax.tree.map(lambda x, signed=signed: _zeros(x, signed), getattr(state, name))
+                for name, signed in signs.items()
+            }
+        )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        of = lambda fn, state, signed, name: jax.tree.map(  # noqa: E731
+            lambda x: fn(x, signed), getattr(state, name), is_leaf=lambda x: isinstance(x, Blocks)
+        )
+        wide: Any = state._replace(**{name: of(dequantise, state, signed, name) for name, signed in signs.items()})
+        updates, new = cast("tuple[Any, Any]", transform.update(updates, wide, params))
+        return updates, new._replace(**{name: of(quantise, new, signed, name) for name, signed in signs.items()})
+
+    return optax.GradientTransformation(init, update)
+
+
+def _zeros(x: Array, signed: bool) -> Blocks:
+    """Of an array's shape and place; scales are split as it is where whole blocks are."""
+    dim, size = blocked(x.shape)
+    zero = int(np.searchsorted(codebook(signed), 0.0))
+    codes = jnp.zeros_like(x, dtype=jnp.uint8) + jnp.uint8(zero)
+    scales = jnp.zeros((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]), x.dtype)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return Blocks(codes, scales)
+    split = list(jax.typeof(x).sharding.spec)
+    names = (split[dim],) if isinstance(split[dim], str) else split[dim] or ()
+    if scales.shape[dim] % int(np.prod([mesh.shape[name] for name in names], initial=1)):
+        split[dim] = None
+    return Blocks(codes, jax.sharding.reshard(scales, jax.P(*split)))

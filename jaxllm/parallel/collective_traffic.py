@@ -1,0 +1,236 @@
+"""What a plan sends in one step, by formula: the collectives that a compiled step must have, and no others.
+
+Derived in docs/parallelism.md. Left out are single numbers (the loss, the gradients' norm) and, where parameters are
+split, the few bytes that a compiler may add to them.
+
+Legend: A bytes of a device's activations [B, S, D], L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxllm.models import AttentionConfig, BlockConfig, Functional, MoeConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.parallel.sharding_table import Expected
+
+TOKENS = ("batch", "seq")
+
+
+def expected(
+    model: Functional,
+    mesh: Mesh | AbstractMesh,
+    plan: ParallelConfig,
+    *,
+    rows: int,
+    seq_len: int,
+    accumulate: int = 1,
+    proven: bool = True,
+) -> tuple[Expected, ...]:
+    """The collectives of one training step on one device.
+
+    Args:
+        model: of this plan's rules.
+        rows, seq_len: of the whole batch.
+        accumulate: micro-batches.
+        proven: refuse plans for which the formulas were never compared with a compiled step; else they are estimates.
+
+    Raises:
+        NotImplementedError: no formula is known for the plan; says for what.
+    """
+    step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate, proven)
+    if proven:
+        step.check()
+    found: dict[tuple[str, tuple[str, ...], int, str], int] = {}
+    for one in (*step.weights(), *step.activations()):
+        if one.count and one.bytes and one.axes:
+            key = (one.kind, one.axes, one.bytes, one.why)
+            found[key] = found.get(key, 0) + one.count
+    return tuple(
+        Expected(kind, axes, count, size, why)
+        for (kind, axes, size, why), count in sorted(found.items(), key=lambda item: -item[0][2] * item[1])
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    model: Functional
+    mesh: Mesh | AbstractMesh
+    plan: ParallelConfig
+    rows: int  # of a micro-batch
+    seq_len: int
+    accumulate: int
+    proven: bool
+
+    def axes(self, *logical: str) -> tuple[str, ...]:
+        """Mesh axes of more than one device that logical axes are split over."""
+        names = (a for name in logical for a in self.model.rules.mesh_axes(name))
+        return tuple(a for a in names if self.mesh.shape.get(a, 1) > 1)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def check(self) -> None:
+        """Refuses what the formulas were never compared with a compiled step on."""
+        config = self.model.config
+        tensor = self.size(self.axes("act_heads"))
+        unknown = {
+            f'remat = "{config.remat}"': config.remat != "full",
+            "a tied embedding": config.tied,
+            "learned positions": config.learned_positions is not None,
+        }
+        for block in config.blocks:
+            attention = block.attention
+            if not isinstance(attention, AttentionConfig):
+                raise NotImplementedError("what a plan sends with latent attention: no formula yet.")
+            unknown |= {
+                "fewer kv heads than shards of heads": bool(attention.kv_heads % self.size(self.axes("attn_kv_heads"))),
+                "norms after a layer, over split tensors": tensor > 1 and block.norms != "pre",
+                "norms of all heads together, split": tensor > 1 and attention.qk_norm == "all",
+                "biases of split layers": tensor > 1
+                and (attention.bias != "none" or getattr(block.mlp, "bias", False)),
+                "experts over tensor": tensor > 1 and isinstance(block.mlp, MoeConfig),
+            }
+            if names := [name for name, is_so in unknown.items() if is_so]:
+                raise NotImplementedError(f"what a plan sends with {', '.join(names)}: no formula yet.")
+
+    def weights(self) -> Iterator[Expected]:
+        """Gathers of weights, sums of their gradients."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.model.abstract())
+        logical = jax.tree.leaves(self.model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        matrices = jax.tree.leaves(self.model.matrices())
+        for (path, leaf), axes, matrix in zip(leaves, logical, matrices, strict=True):
+            yield from self._weight(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, axes, matrix)
+
+    def _weight(self, name: str, leaf: Any, logical: Any, matrix: bool) -> Iterator[Expected]:
+        rules, zero, micro = self.model.rules, self.plan.zero, self.accumulate
+        layers = leaf.shape[0] if logical[0] == "layers" else 1
+        stored, used = (_axes(rules.spec(logical, self.mesh, gathered=gathered)) for gathered in (False, True))
+        over = tuple(a for a in stored if a not in used)
+        tokens = self.axes(*TOKENS) if matrix or not self.plan.sequence else self.axes("batch", "residual_seq")
+        rest = tuple(a for a in tokens if a not in stored)
+        dtype = self.model.config.dtype if matrix else leaf.dtype
+        whole = math.prod(leaf.shape) // self.size(used) * jnp.dtype(dtype).itemsize
+        part = whole // self.size(over)
+        if zero == 3:
+            each, gathers, sums = whole // layers, (2 if layers > 1 or "segments" in name else 1), micro
+            yield Expected("all-gather", over, gathers * layers * micro, each, "weights")
+            yield Expected("reduce-scatter", over, layers * sums, each, "gradients")
+            yield Expected("all-reduce", rest, layers * sums, part // layers, "gradients")
+            return
+        late = zero == 1 and matrix and micro > 1
+        wide = jnp.dtype(leaf.dtype).itemsize / jnp.dtype(dtype).itemsize if late else 1
+        yield Expected("all-gather", over, 1, whole, "weights")
+        yield Expected("reduce-scatter", over, 1 if late else micro, int(whole * wide), "gradients")
+        yield Expected("all-reduce", rest, 1 if late else micro, int(part * wide), "gradients")
+
+    def activations(self) -> Iterator[Expected]:
+        """Everything that goes between devices because tokens, heads or experts lie apart."""
+        config, micro = self.model.config, self.accumulate
+        tokens = self.rows * self.seq_len // self.size(self.axes(*TOKENS))
+        for block, layers in Counter(config.blocks).items():
+            for one in (*self._residual(tokens), *self._attention(block, tokens), *self._experts(block, tokens)):
+                yield replace(one, count=one.count * layers * micro)
+        for one in (*self._ends(tokens), *self._arranged()):
+            yield replace(one, count=one.count * micro)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a block: a second one where the backward pass recomputes it."""
+        return 2 if self.model.config.remat == "full" else 1
+
+    def _bytes(self, *dims: int) -> int:
+        return math.prod(dims) * jnp.dtype(self.model.config.dtype).itemsize
+
+    def _residual(self, tokens: int) -> Iterator[Expected]:
+        """Into and out of attention and feed-forward, forward and backward; what is not needed is not recomputed."""
+        tensor, stream = self.axes("act_heads"), self._bytes(tokens, self.model.config.embed_dim)
+        if self.plan.overlap == "ring":
+            # The last product's sum is not computed again, as below; what was gathered is kept for weights' gradients.
+            around = self.size(tensor) - 1
+            yield Expected(
+                "collective-permute", tensor, around * (5 + 3 * self.passes), stream // self.size(tensor), "activations"
+            )
+        elif self.plan.sequence:
+            yield Expected("all-gather", tensor, 2 + 2 * self.passes, stream, "activations")
+            yield Expected("reduce-scatter", tensor, 3 + self.passes, stream, "activations")
+        else:
+            yield Expected("all-reduce", tensor, 3 + self.passes, stream, "activations")
+
+    def _ends(self, tokens: int) -> Iterator[Expected]:
+        """The embedding and the loss, whose vocabulary is split."""
+        tensor, stream = self.axes("act_vocab"), self._bytes(tokens, self.model.config.embed_dim)
+        wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
+        yield Expected("all-reduce", tensor, 1, 3 * tokens * wide, "softmax over the vocabulary")
+        if self.plan.sequence:
+            yield Expected("reduce-scatter", tensor, 1, stream, "embedding")
+            yield Expected("all-gather", tensor, 2, stream, "embedding, backward, and loss")
+            yield Expected("reduce-scatter", tensor, 1, stream, "loss, backward")
+        else:
+            yield Expected("all-reduce", tensor, 2, stream, "embedding; loss, backward")
+
+    def _attention(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
+        attention, passes = block.attention, self.passes
+        if not isinstance(attention, AttentionConfig):
+            return  # heads that are split are counted with the residual stream
+        rows = self.rows // self.size(self.axes("batch"))
+        split, ring = self.axes("attn_seq"), self.axes("attn_kv_seq")
+        ulysses = self.axes("seq")[len(split) :]
+        heads = attention.heads // self.size(self.axes("act_heads"))
+        shards = self.size(self.axes("attn_kv_heads"))
+        kv_heads = max(attention.kv_heads, shards) // shards
+        if ulysses:
+            kv = kv_heads * self.size(ulysses)
+            for count in (heads, heads, kv, kv):
+                size = self._bytes(tokens, count, attention.head_dim)
+                yield Expected("all-to-all", ulysses, 1 + passes, size, "queries, keys, values, results")
+            ids = rows * self.seq_len // self.size(self.axes("attn_seq")) * 4
+            yield Expected("all-gather", ulysses, passes, ids, "numbers of documents")
+        if split and not ring:
+            gathered = rows * self.seq_len
+            kv = self._bytes(gathered, 2, kv_heads, attention.head_dim)
+            yield Expected("all-gather", split, passes, kv + gathered * 4, "keys, values, numbers of documents")
+            yield Expected("reduce-scatter", split, 1, kv, "their gradients")
+        if ring:
+            steps = self.size(ring) - 1
+            if steps == 1 and self.proven:
+                raise NotImplementedError(
+                    "traffic of a ring of two, whose passes share what they send: no formula yet."
+                )
+            if self.proven and block.attention.window is not None and self.plan.layout == "contiguous":
+                raise NotImplementedError("traffic of a ring that a window ends early: no formula yet.")
+            here = tokens * self.size(ulysses)
+            kv = self._bytes(here, 2, kv_heads, attention.head_dim)
+            wide = kv * 4 // jnp.dtype(self.model.config.dtype).itemsize
+            yield Expected("collective-permute", ring, steps * passes, kv + here * 4, "keys and values, forward")
+            yield Expected("collective-permute", ring, steps, kv + here * 4 + wide, "keys and values, backward")
+            yield Expected("collective-permute", ring, 1, wide, "their gradients, one step behind")
+            yield Expected("collective-permute", ring, 1, kv, "their gradients, home")
+
+    def _experts(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
+        over = self.axes("experts")
+        if not isinstance(block.mlp, MoeConfig):
+            return
+        rows = tokens * block.mlp.top_k
+        sent, room = (self._bytes(n, self.model.config.embed_dim) for n in (rows, rows * self.size(over)))
+        yield Expected("ragged-all-to-all", over, 1 + self.passes, sent, "tokens to experts")
+        yield Expected("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
+
+    def _arranged(self) -> Iterator[Expected]:
+        """The four arrays of a batch, put in the order of the layout; of places only what rotations need."""
+        if self.plan.layout != "contiguous":
+            size = self.rows // self.size(self.axes("batch")) * self.seq_len * 4
+            over = self.axes("seq") if self.axes("attn_seq") else ()
+            yield Expected("all-gather", over, 4, size, "the batch in the layout's order")
+
+
+def _axes(spec: Any) -> tuple[str, ...]:
+    return tuple(a for part in spec if part is not None for a in (part if isinstance(part, tuple) else (part,)))

@@ -1,0 +1,181 @@
+"""Signs of life between processes, and a last word when one vanishes.
+
+Each process writes a number into the key-value store now and then; process 0 reads them all and names the one whose
+number stands still; the others look whether it has named somebody. Whoever learns of a loss says so on stderr and
+exits: its devices wait for ever for those of the lost one.
+
+The store goes with process 0, and jax then aborts the others within a second, in C++. So each process has a child, a
+few lines of Python without jax, that speaks when its parent ends without a goodbye: killed, aborted or out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
+
+from jaxllm.parallel.cluster_environment import Cluster
+
+EXIT = 75
+"""Exit status of a process that ends because another did: EX_TEMPFAIL, "try again"."""
+
+RESUME = "Start all processes again with the same command: the run goes on from its newest checkpoint."
+
+_LOST = "jaxllm/lost"
+_BEAT = "jaxllm/beat"
+
+# Reads its parent's words to the end. Signals of a terminal are not for it.
+_LAST_WORD = """
+import signal, socket, sys
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+rank, processes, address, resume = sys.argv[1:]
+if sys.stdin.read().endswith("goodbye\\n"):
+    sys.exit()
+why = "it was killed, or ran out of memory."
+if rank != "0":
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5).close()
+    except OSError:
+        why = f"process 0 of {processes}, at {address}, has vanished: it does not answer any more."
+sys.stderr.write(f"\\nerror: process {rank} of {processes} has ended: {why} {resume}\\n")
+"""
+
+
+class Watch:
+    """Watches the processes of a cluster for the time of a ``with`` block.
+
+    Args:
+        lost_after: seconds without a sign of life after which a process is lost.
+    """
+
+    def __init__(self, cluster: Cluster, lost_after: float):
+        self._cluster, self._lost_after = cluster, lost_after
+        self._period = min(lost_after / 5, 5.0)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._ending = threading.Lock()
+
+    def __enter__(self) -> Watch:
+        arguments = [str(self._cluster.rank), str(self._cluster.processes), self._cluster.coordinator, RESUME]
+        self._child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAST_WORD, *arguments], stdin=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._goodbye()
+        self._child.wait()
+
+    def begin(self, store: Any, host: str) -> None:
+        """All are there: from now on they are watched."""
+        self._store = store
+        self._host = host
+        self._beat(0)
+        self._thread = threading.Thread(target=self._run, name="jaxllm-watch", daemon=True)
+        self._thread.start()
+
+    def end(self, why: str, status: int = EXIT) -> NoReturn:
+        """Says why and ends this process, without waiting for what its devices do."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(60)  # another thread is about to end the process
+        rank, processes = self._cluster.rank, self._cluster.processes
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        sys.stderr.write(f"\nerror: process {rank} of {processes}: {why} {RESUME}\n")
+        sys.stderr.flush()
+        self._goodbye()
+        os._exit(status)
+
+    def fail(self, error: BaseException, plain: bool = False) -> NoReturn:
+        """Ends this process because of ``error``, and the others with it; a plain one is printed as its message."""
+        rank = self._cluster.rank
+        if _is_of_devices(error):
+            # The runtime's word for "another process is gone": the watch will say which.
+            time.sleep(self._lost_after + 2 * self._period)
+        if not self._ending.acquire(blocking=False):
+            time.sleep(60)
+        text = str(error) if plain else "".join(traceback.format_exception(error))
+        sys.stderr.write(f"\nerror: process {rank} of {self._cluster.processes}: {text}\n")
+        sys.stderr.flush()
+        if not getattr(error, "of_all", False):  # else every process raises it by itself
+            self._name(f"process {rank} on {self._host} has failed: {type(error).__name__}: {error}")
+        if rank == 0:
+            time.sleep(2 * self._period)  # the store goes with this process: let the others read it
+        self._goodbye()
+        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 2
+        os._exit(code if isinstance(code, int) else 2)
+
+    def _run(self) -> None:
+        last_seen: dict[int, tuple[str, float]] = {}
+        said, count = time.monotonic(), 0
+        while not self._over.wait(self._period):
+            count += 1
+            try:
+                self._beat(count)
+                if lost := self._read_lost():
+                    self.end(lost)
+                beats = self._beats() if self._cluster.rank == 0 else {}
+            except Exception as error:
+                # Seconds before jax aborts the process: the store has gone with process 0.
+                if not self._over.is_set() and time.monotonic() - said > self._lost_after:
+                    self.end(f"process 0 at {self._cluster.coordinator} does not answer ({error}).")
+                continue
+            said = now = time.monotonic()
+            for rank, beat in beats.items():
+                if rank not in last_seen or last_seen[rank][0] != beat:
+                    last_seen[rank] = (beat, now)
+            for rank, (beat, since) in last_seen.items():
+                if now - since > self._lost_after:
+                    _, host, process = json.loads(beat)
+                    lost = (
+                        f"process {rank} (on {host}, pid {process}) has vanished: no sign of life for "
+                        f"{self._lost_after:g} s."
+                    )
+                    self._name(lost)
+                    time.sleep(2 * self._period)  # until the others have read it
+                    self.end(lost)
+
+    def _beat(self, count: int) -> None:
+        """A sign of life."""
+        self._store.key_value_set(f"{_BEAT}/{self._cluster.rank}", json.dumps([count, self._host, os.getpid()]), True)
+
+    def _beats(self) -> dict[int, str]:
+        """Last signs of life of all processes but this."""
+        found = self._store.key_value_dir_get(f"{_BEAT}/")
+        return {int(key.rsplit("/", 1)[1]): value for key, value in found if not key.endswith("/0")}
+
+    def _read_lost(self) -> str | None:
+        try:
+            return self._store.key_value_try_get(_LOST)
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
+    def _name(self, who: str) -> None:
+        with contextlib.suppress(Exception):  # somebody was named before, or the store is gone
+            self._store.key_value_set(_LOST, who)
+
+    def _goodbye(self) -> None:
+        stdin = self._child.stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            stdin.write("goodbye\n")
+            stdin.close()
+
+
+def _is_of_devices(error: BaseException) -> bool:
+    """Whether it may be what a process sees of another's end."""
+    return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" not in str(error)

@@ -1,0 +1,386 @@
+"""A step on one device: a loop over ticks, in each of which it does what the table says; see ``executor``.
+
+Legend: B batch, S sequence, D embed, U units of a segment, R places of a stage for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jaxtyping import Array, Int
+
+from jaxllm.models import Functional, Segments
+from jaxllm.models.remat import MATMUL_RESULTS
+from jaxllm.parallel.pipeline.saved_activations import Slot, Store
+from jaxllm.parallel.pipeline.schedule import Schedule
+from jaxllm.parallel.pipeline.schedule_table import Table, tabulate
+from jaxllm.parallel.pipeline.slot_arrays import added, at, put, zeros
+from jaxllm.parallel.pipeline.stage_collectives import (
+    dimension_over,
+    gathered,
+    gathered_layer,
+    is_spec,
+    scattered,
+    undivided,
+)
+from jaxllm.parallel.pipeline.stage_layout import STAGE, Depths, Places, bring, places, take_back
+from jaxllm.parallel.pipeline.stage_split import Cut, cut
+
+MANUAL = (STAGE, "data", "fsdp")
+TREE = ("embedding", "segments", "head")
+
+Head = Callable[[Any, Array, Any], Any]
+"""``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
+
+
+Branch = Callable[[Any, Any, list[Slot], Array], tuple[Any, list[Slot], Array]]
+"""An operation: ``(cell of the table, state, its slots by segment, message) -> (state, slots, what it sends)``."""
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """Hears what layers say besides their output: a loss of their own, and sums for the log."""
+
+    def nothing(self) -> Any:
+        """Sums of no layer."""
+        ...
+
+    def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> Any:
+        """What a unit of segment g runs in; a micro-batch is split over the manual axes ``over``."""
+        ...
+
+    def heard(self, context: Any, weight: Array) -> tuple[Array, Any]:
+        """A unit's loss, to be added to the step's, and its sums; ``weight`` is the micro-batch's share of targets."""
+        ...
+
+    def add(self, sums: Any, found: Any, g: int, unit: Array) -> Any:
+        """``sums`` with those of a unit of segment g."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A model, and how its step is pipelined.
+
+    Attributes:
+        zero: stage of ZeRO over ``fsdp``, see ``ParallelConfig``.
+        layout: which tokens of a row a device gets where the mesh splits the sequence.
+        listener: hears the layers, in a step with gradients.
+        offload: share of a stage's layers whose saved activations wait on the host, see ``saved``.
+    """
+
+    model: Functional
+    schedule: Schedule
+    depths: Depths
+    zero: Literal[1, 2, 3] = 3
+    layout: Any = "contiguous"
+    listener: Listener | None = None
+    offload: float = 0.0
+
+
+class Step:
+    """One step on one device."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mesh: AbstractMesh,
+        manual: tuple[str, ...],
+        stored: Any,
+        head: Head,
+        params: Any,
+        parts: Any,
+        total: Array,
+    ):
+        self.pipeline, self.model, self.mesh, self.manual = pipeline, pipeline.model, mesh, manual
+        self.table: Table = tabulate(pipeline.schedule)
+        self.stored, self.head, self.params, self.parts, self.total = stored, head, params, parts, total
+        self.batch_axes = tuple(axis for axis in manual if axis != STAGE)
+        targets = jnp.sum(parts.targets >= 0, axis=(1, 2)).astype(total.dtype)
+        self.shares = jax.lax.psum(targets, self.batch_axes) / total if self.batch_axes else targets / total
+        schedule, segments = pipeline.schedule, self.model.config.segments
+        self.last = schedule.stages * schedule.chunks - 1
+        self.offloaded = pipeline.depths.offloaded(pipeline.offload)
+        self.where: list[Places] = [
+            places(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
+        ]
+        used = jax.tree.map(undivided, jax.tree.map(self._cast, params, self.model.matrices()), stored)
+        self.ends = jax.tree.map(self._whole_end, _ends(used), _ends(stored))
+        # Whole for the step, or as stored over fsdp and gathered by each use of a layer.
+        self.parts_of = [
+            jax.tree.map(
+                lambda w, spec, where=where: bring(w, where, dimension_over(spec, STAGE)),
+                used["segments"][str(g)],
+                stored["segments"][str(g)],
+            )
+            for g, where in enumerate(self.where)
+        ]
+        self.weights = [
+            w if pipeline.zero == 3 else jax.tree.map(gathered, w, stored["segments"][str(g)])
+            for g, w in enumerate(self.parts_of)
+        ]
+        self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
+
+    def run(self) -> tuple[Any, Any, Any]:
+        """Sums, the listener's, and gradients where the parameters are stored."""
+        listener = self.pipeline.listener
+        self.cuts = [self._cut(g) for g in range(len(self.where))]
+        table = self.table
+        stores = [
+            Store.empty(c, table, room, part)
+            for c, room, part in zip(self.cuts, self.pipeline.depths.rooms, self.offloaded, strict=True)
+        ]
+        state = {
+            "grads": [
+                jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), like, self.params["segments"][str(g)])
+                for g, like in enumerate(self.weights if self.pipeline.zero == 1 else self.parts_of)
+            ],
+            "ends": jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), self.ends, _ends(self.params)),
+            "sums": self._no_sums(),
+            "heard": None if listener is None else listener.nothing(),
+        }
+        branches = [self._idle, self._forward, self._backward, self._weights]
+        state = self._ticks(state, branches if self.pipeline.schedule.split else branches[:3], stores)
+        return self._total(state["sums"]), self._total(state["heard"]), self._collect(state)
+
+    def run_forward(self) -> Any:
+        """Sums."""
+        return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate], [])["sums"])
+
+    def _ticks(self, state: Any, branches: list[Branch], stores: list[Store]) -> Any:
+        """The state after all ticks; a branch for each kind of operation."""
+        table, stage = self.table, jax.lax.axis_index(STAGE)
+        names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending", "out", "back", "stays")
+        arrivals = ("from_left", "from_right", "from_self")
+        rows = {name: jnp.asarray(getattr(table, name)) for name in (*names, *arrivals, "right", "left")}
+
+        def tick(carry: tuple[Array, Any, list[Store]], row: Mapping[str, Array]) -> tuple[Any, None]:
+            pool, state, stores = carry
+            cell = {name: row[name][stage] for name in (*names, *arrivals)}
+            message = at(pool, cell["message"])
+            opened = [store.open(cell) for store in stores]
+            does = [functools.partial(branch, cell) for branch in branches]
+            slots = [slot for slot, _, _ in opened]
+            state, slots, out = jax.lax.switch(cell["kind"], does, state, slots, message)
+            stores = [store.close(slot, brought, cell) for slot, (_, store, brought) in zip(slots, opened, strict=True)]
+            pool = put(pool, out, cell["from_self"])
+            pool = self._send(pool, out, row["right"], cell["from_left"], table.pairs_right)
+            pool = self._send(pool, out, row["left"], cell["from_right"], table.pairs_left)
+            return (pool, state, stores), None
+
+        return jax.lax.scan(tick, (zeros(self.blank, table.messages + 1), state, stores), rows)[0][1]
+
+    def _no_sums(self) -> Any:
+        return jax.tree.map(zeros, jax.eval_shape(self._loss, self.ends, zeros(self.blank), self._micro(0))[1])
+
+    def _total(self, sums: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.psum(x, self.manual), sums)
+
+    def _send(self, pool: Array, out: Array, does: Array, slot: Array, pairs: tuple[tuple[int, int], ...]) -> Array:
+        """``out`` of the neighbours in the pool, in ticks in which any of them has something to send."""
+        if not pairs:
+            return pool
+        send = lambda pool, out: put(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
+        return jax.lax.cond(does, send, lambda pool, out: pool, pool, out)
+
+    # Operations
+
+    def _idle(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+        return state, slots, message
+
+    def _input(self, cell: Any, batch: Any, message: Array) -> Array:
+        """What a forward operation begins with."""
+        first = cell["virtual"] == 0
+        return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
+
+    def _evaluate(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+        batch = self._micro(cell["micro"])
+        x = self._input(cell, batch, message)
+        consts = self._consts(cell["micro"])
+        for g in range(len(self.where)):
+            x = self._units(g, lambda x, i, w, away, g=g: self._layer(g, w, x, consts)[0][0], x, cell)
+        last = cell["virtual"] == self.last
+        add = lambda sums: jax.tree.map(jnp.add, sums, self._loss(self.ends, x, batch)[1])  # noqa: E731
+        return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, slots, x
+
+    def _forward(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+        batch = self._micro(cell["micro"])
+        x = self._input(cell, batch, message)
+        consts, listener = self._consts(cell["micro"]), self.pipeline.listener
+        slots, heard = list(slots), state["heard"]
+        for g, c in enumerate(self.cuts):
+            first = jnp.asarray(self.pipeline.depths.firsts[:, g])[cell["virtual"]]
+
+            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = c, first: Array = first) -> Any:
+                x, slot, heard = carry
+                y, more, values = c.forward(w, x, consts)
+                if listener is not None:
+                    heard = listener.add(heard, more, g, first + i)
+                return y, slot.save(values, i, self.offloaded[g], away), heard
+
+            x, slots[g], heard = self._units(g, unit, (x, slots[g], heard), cell)
+
+        def end(x: Array, ends: Any, sums: Any) -> tuple[Array, Any, Any]:
+            _, pull, more = jax.vjp(lambda w, x: self._loss(w, x, batch), self.ends, x, has_aux=True)
+            d_ends, dx = pull(jnp.ones((), more.loss.dtype))
+            return dx, added(ends, d_ends), jax.tree.map(jnp.add, sums, more)
+
+        out, ends, sums = jax.lax.cond(
+            cell["virtual"] == self.last, end, lambda x, *rest: (x, *rest), x, state["ends"], state["sums"]
+        )
+        return {**state, "ends": ends, "sums": sums, "heard": heard}, slots, out
+
+    def _backward(self, cell: Any, state: Any, slots: list[Slot], dy: Array) -> tuple[Any, list[Slot], Array]:
+        batch, consts = self._micro(cell["micro"]), self._consts(cell["micro"])
+        grads, slots = list(state["grads"]), list(slots)
+        for g in reversed(range(len(self.cuts))):
+
+            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = self.cuts[g]) -> Any:
+                dy, grads, slot = carry
+                saved = slot.saved(i, self.offloaded[g], away)
+                dx, early, left = c.backward(w, saved, consts, dy)
+                grads = self._add(g, grads, early, cell, i)
+                pending = [put(p, v, i) for p, v in zip(slot.pending, left, strict=True)]
+                return dx, grads, slot._replace(pending=pending)
+
+            dy, grads[g], slots[g] = self._units(g, unit, (dy, grads[g], slots[g]), cell, reverse=True)
+
+        def begin(dx: Array, ends: Any) -> Any:
+            (d_ends,) = jax.vjp(lambda w: self._embed(w, batch), self.ends)[1](dx)
+            return added(ends, d_ends)
+
+        ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
+        return {**state, "grads": grads, "ends": ends}, slots, dy
+
+    def _weights(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+        consts = self._consts(cell["micro"])
+        grads = list(state["grads"])
+        for g, c in enumerate(self.cuts):
+
+            def unit(grads: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = c) -> Any:
+                saved = slots[g].saved(i, self.offloaded[g], away)
+                left = [at(p, i) for p in slots[g].pending]
+                return self._add(g, grads, c.weights(w, saved, consts, left), cell, i)
+
+            grads[g] = self._units(g, unit, grads[g], cell)
+        return {**state, "grads": grads}, slots, message
+
+    def _units(self, g: int, unit: Callable[..., Any], carry: Any, cell: Any, *, reverse: bool = False) -> Any:
+        """``unit(carry, i, weights, offloaded)`` for each unit of segment g that the cell's virtual stage has."""
+        counts = self.pipeline.depths.counts[:, g]
+        room, part = int(counts.max()), self.offloaded[g]
+        number = jnp.asarray(counts)[cell["virtual"]]
+
+        def step(carry: Any, i: Array, *, away: bool) -> tuple[Any, None]:
+            w = jax.tree.map(lambda w: at(w, cell["chunk"] * room + i), self.weights[g])
+            if (counts == room).all():
+                return unit(carry, i, w, away), None
+            return jax.lax.cond(i < number, lambda carry: unit(carry, i, w, away), lambda carry: carry, carry), None
+
+        spans = [(0, part, True), (part, room, False)]
+        for first, end, away in reversed(spans) if reverse else spans:
+            if first < end:
+                span = jnp.arange(first, end)
+                carry = jax.lax.scan(functools.partial(step, away=away), carry, span, reverse=reverse)[0]
+        return carry
+
+    def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
+        """Adds gradients of one unit, by number of the leaf, to those of segment g."""
+        leaves, tree = jax.tree.flatten(grads)
+        specs = jax.tree.leaves(self.stored["segments"][str(g)], is_leaf=is_spec)
+        place = cell["chunk"] * self.pipeline.depths.rooms[g] + i
+        for number, value in found.items():
+            if self.pipeline.zero == 2:
+                value = scattered(value, specs[number], stacked=True)
+            sum_ = at(leaves[number], place) + value.astype(leaves[number].dtype)
+            leaves[number] = put(leaves[number], sum_, place)
+        return jax.tree.unflatten(tree, leaves)
+
+    # Weights
+
+    def _cast(self, w: Array, matrix: bool) -> Array:
+        return w.astype(self.model.config.dtype) if matrix else w
+
+    def _whole_end(self, w: Array, spec: Any) -> Array:
+        """A weight of the embedding or the head, whole over the manual axes."""
+        return gathered(w, spec, (STAGE, "fsdp"))
+
+    def _collect(self, state: Any) -> Any:
+        """Gradients summed over devices, where the parameters are stored and in their types."""
+        segments = {}
+        for g, grads in enumerate(state["grads"]):
+            specs = self.stored["segments"][str(g)]
+            if self.pipeline.zero == 1:
+                grads = jax.tree.map(scattered, grads, specs)
+            back = jax.tree.map(lambda x, s, g=g: take_back(x, self.where[g], dimension_over(s, STAGE)), grads, specs)
+            segments[str(g)] = jax.tree.map(lambda x, s: self._summed(x, s, (*self.manual[1:],)), back, specs)
+        ends = jax.tree.map(
+            lambda x, s: self._summed(scattered(x, s, (STAGE, "fsdp")), s, self.manual),
+            state["ends"],
+            _ends(self.stored),
+        )
+        grads = {**ends, "segments": segments}
+        return jax.tree.map(
+            lambda x, p: jax.sharding.reshard(x.astype(p.dtype), jax.typeof(p).sharding.spec),
+            {k: grads[k] for k in TREE},
+            self.params,
+        )
+
+    def _summed(self, x: Array, spec: Any, axes: tuple[str, ...]) -> Array:
+        rest = tuple(a for a in axes if dimension_over(spec, a) is None)
+        return jax.lax.psum(x, rest) if rest else x
+
+    # The model
+
+    def _micro(self, number: Any) -> Any:
+        return jax.tree.map(lambda x: at(x, number), self.parts)
+
+    def _consts(self, number: Any) -> Any:
+        batch = self._micro(number)
+        return batch.positions, batch.segment_ids, at(self.shares, number)
+
+    def _embed(self, ends: Any, batch: Any) -> Array:
+        return self.model.embed(ends, batch.tokens, batch.positions)
+
+    def _loss(self, ends: Any, hidden: Array, batch: Any) -> tuple[Array, Any]:
+        sums = self.head(ends, hidden, batch)
+        return sums.loss / self.total, sums
+
+    def _layer(
+        self, g: int, w: Any, x: Array, consts: tuple[Int[Array, "B S"], Int[Array, "B S"], Array]
+    ) -> tuple[tuple[Array, Any], Any]:
+        """One unit of segment g: ``((y, loss), more)``, see ``cut``."""
+        if self.pipeline.zero == 3:
+            w = jax.tree.map(gathered_layer, w, self.stored["segments"][str(g)])
+        positions, segment_ids, share = consts
+        context: Any = Segments(segment_ids, self.pipeline.layout)
+        listener = self.pipeline.listener
+        if listener is not None:
+            context = listener.context(g, context, self.batch_axes)
+        # Layers are counted from this unit's first: it makes no difference to ``Segments``.
+        y, context = self.model.group(g, w, x, positions, jnp.int32(0), context)
+        if listener is None:
+            return (y, None), None
+        loss, sums = listener.heard(context, share)
+        return (y, loss), sums
+
+    def _cut(self, g: int) -> Cut:
+        return cut(
+            functools.partial(self._layer, g),
+            jax.tree.map(lambda w: at(w, 0), self.weights[g]),
+            zeros(self.blank),
+            self._consts(0),
+            remat=self.model.config.remat,  # type: ignore[arg-type]  # of those of a pipeline: ``train.run.gradients``
+            names=MATMUL_RESULTS,
+            split=self.pipeline.schedule.split,
+        )
+
+
+def _ends(tree: Any) -> Any:
+    return {name: tree[name] for name in TREE if name != "segments"}

@@ -1,0 +1,196 @@
+"""What each kind of operation of a model takes, by formula: training, prefill and decode under a device's roofline.
+
+    ops = roofline(config, "decode", batch=64, seq_len=8192, hardware=TABLE["v6e"])
+
+An operation takes the longer of its arithmetic at the peak and its bytes at the memory's bandwidth, whichever it is
+"bound by" (LLM-Viewer, arXiv:2402.16363; GenZ, arXiv:2406.01698). Work is divided evenly over the devices and what
+they send each other is not here: ``jaxllm plan`` has it. A product's bytes are its matrix and what goes in and out;
+attention keeps its scores to itself; what is elementwise moves the residual stream through memory a few times. Of a
+mixture's experts, those are read that some token is expected to choose. Backward, a product is two of the same size.
+Decoding is one token a row, with all of ``seq_len`` before it in the cache.
+
+Legend: T tokens, D embed, V vocab, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
+from jaxllm.optim.matrix_params import STREAMS
+from jaxllm.plan.formulas.device_work import Leaf, check_remat, leaves_of
+from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
+from jaxllm.plan.hardware import Hardware
+from jaxllm.train.model_flops import causal_mean
+
+Phase = Literal["training", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("training", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One kind of operation, in all layers, on one device.
+
+    Attributes:
+        name: such as ``mlp/up``.
+        count: layers that have it.
+        flops: of products.
+        bytes: through the device's memory.
+        seconds: by the roofline.
+        bound: "products" or "memory".
+    """
+
+    name: str
+    count: int
+    flops: float
+    bytes: float
+    seconds: float
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each byte."""
+        return self.flops / self.bytes if self.bytes else math.inf
+
+
+def roofline(
+    config: DecoderConfig, phase: Phase, *, batch: int, seq_len: int, hardware: Hardware, devices: int = 1
+) -> list[OpCost]:
+    """A pass over ``batch`` rows of ``seq_len`` tokens, or one token more of each (decode): its operations in order.
+
+    Raises:
+        ValueError: a size is below one, or the phase is unknown.
+    """
+    if phase not in PHASES:
+        raise ValueError(f"phase = {phase!r}; legal: {', '.join(PHASES)}.")
+    for name, value in (("batch", batch), ("seq_len", seq_len), ("devices", devices)):
+        if value < 1:
+            raise ValueError(f"{name} = {value}; give a positive number.")
+    counted = _Counted(config, phase, batch, seq_len)
+    rows = {name: (count, flops / devices, moved / devices) for name, (count, flops, moved) in counted.ops().items()}
+    out = []
+    for name, (count, flops, moved) in rows.items():
+        products, memory = flops / hardware.flops, moved / hardware.bandwidth
+        bound = "products" if products >= memory else "memory"
+        out.append(OpCost(name, count, flops, moved, max(products, memory), bound))
+    return out
+
+
+def table(ops: Sequence[OpCost], title: str) -> str:
+    """As text, with a line for all."""
+    total = sum(op.seconds for op in ops) or 1.0
+    head = f"{'':<26}{'layers':>7}{'GFLOP':>13}{'GB':>11}{'FLOP/byte':>11}{'ms':>11}{'share':>8}  bound by"
+    lines = [title, head]
+    for op in ops:
+        lines.append(_line(op.name, str(op.count), op.flops, op.bytes, op.intensity, op.seconds, total) + op.bound)
+    flops, moved = sum(op.flops for op in ops), sum(op.bytes for op in ops)
+    lines.append(_line("in all", "", flops, moved, flops / max(moved, 1), total, total).rstrip())
+    return "\n".join(lines)
+
+
+def _line(name: str, count: str, flops: float, moved: float, each: float, seconds: float, total: float) -> str:
+    numbers = f"{flops / 1e9:>13,.2f}{moved / 1e9:>11,.3f}{each:>11,.1f}{1e3 * seconds:>11,.3f}"
+    return f"{name:<26}{count:>7}{numbers}{100 * seconds / total:>7.1f}%  "
+
+
+class _Counted:
+    """(layers, FLOPs, bytes) of each kind of operation on all devices together."""
+
+    def __init__(self, config: DecoderConfig, phase: Phase, batch: int, seq_len: int) -> None:
+        self.config, self.phase, self.batch, self.seq_len = config, phase, batch, seq_len
+        self.tokens = batch if phase == "decode" else batch * seq_len
+        self.width = jnp.dtype(config.dtype).itemsize
+        self.train = phase == "training"
+        if self.train:
+            check_remat(config)
+        self.again = self.train and config.remat == "full"
+
+    def ops(self) -> dict[str, tuple[int, float, float]]:
+        """In the order of the model."""
+        out: dict[str, tuple[int, float, float]] = {}
+
+        def add(name: str, count: int, flops: float, moved: float) -> None:
+            before = out.get(name, (0, 0.0, 0.0))
+            out[name] = (before[0] + count, before[1] + flops, before[2] + moved)
+
+        d, leaves = self.config.embed_dim, leaves_of(self.config)
+        rows = 2 * self.tokens * d * self.width  # looked up and written
+        add("embedding", 1, 0.0, rows * (3 if self.train else 1))
+        for leaf in leaves:
+            if leaf.matrix and leaf.name.startswith("segments"):
+                add(_named(leaf.name), leaf.shape[0], *self._product(leaf))
+        for block in self.config.blocks:
+            add("attention/scores, values", 1, *self._attention(block))
+            add("norms, residuals, gates", 1, 0.0, self._elementwise(block))
+        add("head", 1, *self._head())
+        if self.train:
+            add("optimizer", 1, 0.0, UPDATE_BYTES * sum(math.prod(leaf.shape) for leaf in leaves))
+        return out
+
+    def _product(self, leaf: Leaf) -> tuple[float, float]:
+        layers, *shape = leaf.shape
+        axes, tokens, read = leaf.axes[1:], float(self.tokens), 1.0
+        if "experts" in axes:
+            mlp = self._block(leaf).mlp
+            assert isinstance(mlp, MoeConfig)
+            tokens *= mlp.top_k / mlp.experts  # of one expert
+            read = 1 - (1 - mlp.top_k / mlp.experts) ** self.tokens  # the share of experts that some token chooses
+        experts = shape[axes.index("experts")] if "experts" in axes else 1
+        sides = [n for n, axis in zip(shape, axes, strict=True) if axis != "experts"]
+        into = math.prod(sides[:-1]) if axes[-1] in STREAMS else sides[0]
+        matrix = math.prod(sides)
+        passes = self._passes(last=leaf.name.endswith("mlp/down"))
+        flops = 2.0 * tokens * matrix * passes
+        weights = matrix * self.width * read * passes
+        moved = tokens * (into + matrix // into) * self.width * passes
+        return layers * experts * flops, layers * experts * (weights + moved)
+
+    def _passes(self, last: bool) -> int:
+        """Products of the size of the forward one: the gradients' two, and one again but for a dense block's last."""
+        return (3 + (self.again and not last)) if self.train else 1
+
+    def _attention(self, block: BlockConfig) -> tuple[float, float]:
+        attention, cached = block.attention, block.attention.cached
+        window = attention.window or self.seq_len
+        if self.phase == "decode":
+            seen = min(self.seq_len, window)
+            dims = attention.attended_dim
+            if cached.latent:  # queries and what they get are latents
+                dims = attention.heads * (cached.key_dim + cached.value_dim)
+            flops = 2.0 * self.tokens * dims * seen
+            return flops, self.batch * (seen * cached.numbers + dims) * self.width
+        flops = 2.0 * self.tokens * attention.attended_dim * causal_mean(self.seq_len, attention.window)
+        numbers = attention.attended_dim + (0 if cached.latent else cached.numbers)
+        if cached.latent:
+            numbers *= 2  # expanded, each head has keys and values of its own
+        times = 1 + self.again + (ATTENTION_BACKWARD if self.train else 0)
+        product_times = 1 + self.again + (2 if self.train else 0)
+        return flops * product_times, self.tokens * numbers * self.width * times
+
+    def _elementwise(self, block: BlockConfig) -> float:
+        mlp = block.mlp
+        inner = mlp.top_k * mlp.hidden + mlp.shared if isinstance(mlp, MoeConfig) else mlp.hidden
+        forward = STREAM_PASSES * self.config.embed_dim + INNER_PASSES * inner
+        times = 2 + (1 + self.again) if self.train else 1
+        return float(self.tokens * forward * self.width * times)
+
+    def _head(self) -> tuple[float, float]:
+        """Of training all positions' logits; of the others one a row."""
+        tokens = self.tokens if self.train else self.batch
+        d, v = self.config.embed_dim, self.config.vocab_size
+        passes = 3 if self.train else 1
+        return 2.0 * tokens * d * v * passes, (v * d + tokens * (d + v)) * self.width * passes
+
+    def _block(self, leaf: Leaf) -> BlockConfig:
+        _, segment, place, *_ = leaf.name.split("/")
+        return self.config.segments[int(segment)][0][int(place)]
+
+
+def _named(name: str) -> str:
+    """``segments/0/0/mlp/up`` -> ``mlp/up``."""
+    return "/".join(name.split("/")[3:])

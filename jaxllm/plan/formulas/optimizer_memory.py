@@ -1,0 +1,60 @@
+"""What an optimizer keeps on a device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+
+from jaxllm.config import ConfigError
+from jaxllm.models import DecoderConfig
+from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
+from jaxllm.plan.formulas.device_work import Work, architecture, cached_model, rules_of
+from jaxllm.train import RunConfig
+from jaxllm.train.step.train_state import abstract_state
+from sharding import MeshSpec, Rules
+
+STEPS = 8
+"""Bytes of AdamW's two counters, beside its two moments of each parameter."""
+
+
+def check(run: RunConfig) -> None:
+    """Refuses what has no formula.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    if run.optim.kind == "mezo":
+        raise ConfigError(
+            'plan: optim.kind = "mezo" has no backward pass, and there are no formulas for steps without; plan another '
+            "optimizer, or compile the run for its devices."
+        )
+
+
+def state_bytes(work: Work, parameters: int, laid: Callable[[Sequence[int]], int] = math.prod) -> int:
+    """Of a device's optimizer state.
+
+    Args:
+        parameters: bytes of the device's parameters; AdamW's state is twice that. Of other rules the state itself is
+            asked, nothing allocated.
+        laid: numbers that an array of a shape takes.
+    """
+    optim = work.run.optim
+    if optim.kind == "adamw" and optim.moments == "float32" and optim.rounding == "nearest":
+        return 2 * parameters + STEPS
+    same = replace(optim, schedule=ScheduleConfig("constant"))  # the key of what is computed once
+    return _abstract_bytes(architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _abstract_bytes(
+    config: DecoderConfig, optim: OptimConfig, rules: Rules, mesh: MeshSpec, laid: Callable[[Sequence[int]], int]
+) -> int:
+    model = cached_model(config, rules)
+    state = abstract_state(model, optimizer(optim, 1, model.logical_axes()), mesh.abstract())
+    return sum(
+        laid(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state)
+    )

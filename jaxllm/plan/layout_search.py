@@ -1,0 +1,279 @@
+"""Layouts of a run on a cluster, by predicted step time.
+
+Every mesh over the axes that can help, what a block recomputes, micro-batches, schedules and shares of offloaded layers
+is tried by formula; what the model or the batch does not fit is left out (the checks are those of ``jaxllm train``), as
+is what another layout beats: one of the same mesh and policy that fits with fewer micro-batches is never slower
+(dominance, as Galvatron prunes, arXiv:2211.13878). Nothing is compiled; the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxllm.config import ConfigError
+from jaxllm.models import DecoderConfig
+from jaxllm.parallel.mesh_search import factorings
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.parallel.pipeline.stage_layout import spread
+from jaxllm.plan.formulas import memory_estimate as memory
+from jaxllm.plan.formulas import step_time as time
+from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
+from jaxllm.plan.formulas.device_work import architecture, leaves_of, rules_of
+from jaxllm.plan.formulas.memory_estimate import Memory
+from jaxllm.plan.formulas.step_time import StepTime, is_mixture
+from jaxllm.plan.hardware import Cluster
+from jaxllm.train import RunConfig
+from jaxllm.train.run import check_batch
+from jaxllm.train.step.pipelined_loss import planned
+from jaxllm.train.step.step_builder import check_rule
+from sharding import AXES, MeshSpec, Rules, ShardingError
+
+REMATS = ("none", "elementwise", "full")
+"""From the fastest to the one that keeps least."""
+OFFLOADS = (0.0, 0.5, 1.0)
+"""Shares of a stage's layers whose activations wait in the host's memory; of a pipeline, which alone can."""
+MOST_MICRO_BATCHES = 64
+LONG_ROW = 32_768
+"""Rows from which on the sequence is split over devices; shorter ones have the batch for that."""
+ROOM = {"tpu": 1.0, "gpu": 0.92}
+"""Share of a device's memory that a plan may fill: the TPU compiler knows what there is; on GPUs, NCCL and cuBLAS take
+some, and a process must be given this much (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a run out, predicted.
+
+    Attributes:
+        run: the run, its mesh and all else chosen.
+        mesh: the same mesh, parsed.
+        memory: of a device.
+        time: of a step.
+        limit: bytes that a device may be filled with.
+    """
+
+    run: RunConfig
+    mesh: MeshSpec
+    memory: Memory
+    time: StepTime
+    limit: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prediction is within the limit."""
+        return self.memory.total <= self.limit
+
+    @property
+    def over(self) -> int:
+        """Bytes that are too many."""
+        return max(0, self.memory.total - self.limit)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search finds.
+
+    Attributes:
+        layouts: those that fit, fastest first.
+        nearest: of those that do not, the one least over; None where all fit or nothing is legal.
+        tried: layouts predicted.
+    """
+
+    layouts: tuple[Layout, ...]
+    nearest: Layout | None
+    tried: int
+
+
+def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAULT) -> Found:
+    """All layouts of a run on a cluster that fit, fastest first, the best of each mesh and schedule.
+
+    The run's own mesh, remat, accumulate and plan play no part; its model, data and batch are kept.
+    """
+    limit = room(cluster)
+    fitting: list[Layout] = []
+    nearest: tuple[int, RunConfig, MeshSpec] | None = None
+    tried = 0
+    for mesh in meshes(run, cluster):
+        for runs in _families(run, mesh):
+            for laid in runs:
+                if not _runs(laid, mesh):
+                    continue
+                tried += 1
+                over = memory.predict(laid, mesh, cluster.topology.platform).total - limit
+                if over <= 0:
+                    fitting.append(predicted(laid, mesh, cluster, calibration, limit))
+                    break  # the rest of the family computes or sends more
+                if nearest is None or over < nearest[0]:
+                    nearest = over, laid, mesh
+    fitting.sort(key=lambda layout: (round(layout.time.seconds, 9), layout.memory.total, str(layout.mesh)))
+    least = None if fitting or nearest is None else predicted(*nearest[1:], cluster, calibration, limit)
+    return Found(tuple(_distinct(fitting)), least, tried)
+
+
+def predicted(
+    run: RunConfig, mesh: MeshSpec, cluster: Cluster, calibration: Calibration = DEFAULT, limit: int | None = None
+) -> Layout:
+    """A run as it is, on a legal mesh."""
+    return Layout(
+        run,
+        mesh,
+        memory.predict(run, mesh, cluster.topology.platform),
+        time.predict(run, cluster, mesh, calibration),
+        room(cluster) if limit is None else limit,
+    )
+
+
+def larger(run: RunConfig, cluster: Cluster) -> str:
+    """The nearest plan that fits, in a sentence: more devices, fewer rows, or shorter ones."""
+    said = []
+    for factor in (2, 4, 8):
+        more = cluster.resized(factor)
+        if more is not None and (found := search(run, more)).layouts:
+            said.append(f"on {more.name} it fits: {found.layouts[0].mesh}")
+            break
+    data = run.data
+    for rows, length in [(data.batch_size // n, data.seq_len) for n in (2, 4, 8)] + [
+        (data.batch_size, data.seq_len // n) for n in (2, 4, 8)
+    ]:
+        if rows < 1 or length < 128:
+            continue
+        less = dataclasses.replace(run, accumulate=1, data=dataclasses.replace(data, batch_size=rows, seq_len=length))
+        if (found := search(less, cluster)).layouts:
+            what = "data.batch-size" if length == data.seq_len else "data.seq-len"
+            value = rows if length == data.seq_len else length
+            said.append(f"with --{what} {value} it fits here: {found.layouts[0].mesh}")
+            break
+    return ("; ".join(said) + ".").capitalize() if said else ""
+
+
+def room(cluster: Cluster) -> int:
+    """Bytes that a plan may fill of a device."""
+    return int(cluster.hardware.hbm_bytes * ROOM[cluster.topology.platform])
+
+
+def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
+    """Meshes over the axes that can help this run: bounded, in a fixed order."""
+    devices = cluster.devices
+    neighbours = cluster.topology.shape[-1] if cluster.topology.platform == "gpu" else 16
+    names = ["data", "stage", "fsdp"]
+    if run.data.seq_len >= LONG_ROW:
+        names.append("context")
+    if is_mixture(run):
+        names.append("expert")
+    names.append("tensor")
+    outside = cluster.topology.slices
+    for sizes in factorings(devices, len(names)):
+        size = dict(zip(names, sizes, strict=True))
+        if size["tensor"] > neighbours or size["stage"] > min(64, run.model.layers):
+            continue
+        if is_mixture(run) and size["expert"] * size["tensor"] > devices:
+            continue
+        ways = size["data"] * size["fsdp"] * size.get("expert", 1)
+        if run.data.batch_size % ways:
+            continue
+        axes = tuple((name, size[name]) for name in AXES if size.get(name, 1) > 1)
+        mesh = MeshSpec(axes or (("data", 1),))
+        if outside > 1 and not _divides(mesh, outside):
+            continue
+        yield mesh
+
+
+def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
+    """The run on a mesh: groups of layouts, in each of which the first that fits is the fastest."""
+    size = dict(mesh.axes)
+    ways = math.prod(size.get(name, 1) for name in ("data", "fsdp", "expert"))
+    rows, stages = run.data.batch_size // ways, size.get("stage", 1)
+    micro = [n for n in range(1, MOST_MICRO_BATCHES + 1) if rows % n == 0]
+    plan = dataclasses.replace(
+        run.parallel, sequence=size.get("tensor", 1) > 1, overlap="compiler", chunks=0, depths=(), offload=0.0
+    )
+    if stages == 1:
+        if not _legal(run, plan, mesh, 1):
+            return
+        for remat, zero in itertools.product(REMATS, (3, 2, 1)):  # of one micro-batch, ZeRO-1 does what ZeRO-2 does
+            yield (_laid(run, plan, mesh, n, remat, zero) for n in micro if zero > 1 or n > 1)
+        return
+    for accumulate in (n for n in micro if n >= 2 * stages or n == micro[-1]):
+        for name, depths in _schedules(run, stages, accumulate):
+            staged = dataclasses.replace(plan, schedule=name, depths=depths)
+            if _legal(run, staged, mesh, accumulate):
+                for zero, share in itertools.product((2, 3), OFFLOADS if name == "1f1b" else (0.0,)):
+                    away = dataclasses.replace(staged, offload=share)
+                    for remat in REMATS:
+                        yield iter([_laid(run, away, mesh, accumulate, remat, zero)])
+
+
+def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int, remat: str, zero: int) -> RunConfig:
+    return dataclasses.replace(
+        run,
+        mesh=str(mesh),
+        accumulate=accumulate,
+        parallel=dataclasses.replace(plan, zero=zero),  # type: ignore[arg-type]
+        model=dataclasses.replace(run.model, remat=remat),  # type: ignore[arg-type]
+    )
+
+
+def _legal(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int) -> bool:
+    """Whether parameters, micro-batch and pipeline fit the mesh, by the checks of training."""
+    laid = dataclasses.replace(run, parallel=plan, accumulate=accumulate)
+    try:
+        if (stages := dict(mesh.axes).get("stage", 1)) > 1:
+            planned(laid, stages)
+        check_batch(laid, mesh.abstract(), rules_of(plan))
+    except ValueError:
+        return False
+    return _parameters_fit(architecture(run.model), rules_of(plan), mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters_fit(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> bool:
+    abstract = mesh.abstract()
+    try:
+        for leaf in leaves_of(config):
+            rules.spec(leaf.axes, abstract, leaf.shape, what=leaf.name)
+    except ShardingError:
+        return False
+    return True
+
+
+def _runs(run: RunConfig, mesh: MeshSpec) -> bool:
+    """Whether the run's optimizer can do with the layout."""
+    try:
+        check_rule(run, mesh.abstract())
+    except ConfigError:
+        return False
+    return True
+
+
+def _schedules(run: RunConfig, stages: int, accumulate: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if stages == 1:
+        yield run.parallel.schedule, ()
+        return
+    repeats = [repeats for _, repeats in run.model.segments]
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
+        if sum(repeats) < stages * chunks or (name == "interleaved" and accumulate % stages):
+            continue
+        depths = spread(repeats, stages * chunks)
+        yield name, () if depths.even or chunks > 1 else tuple(int(n) for n in depths.counts.sum(1))
+
+
+def _divides(mesh: MeshSpec, slices: int) -> bool:
+    try:
+        mesh.between(slices)
+    except ValueError:
+        return False
+    return True
+
+
+def _distinct(layouts: list[Layout]) -> Iterator[Layout]:
+    """The fastest of each mesh: its other micro-batches and schedules are no other plan to a reader."""
+    seen: set[MeshSpec] = set()
+    for layout in layouts:
+        if layout.mesh not in seen:
+            seen.add(layout.mesh)
+            yield layout

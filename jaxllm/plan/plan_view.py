@@ -1,0 +1,137 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxllm.parallel.sharding_table_view import columns
+from jaxllm.plan.compiled_layout import Compiled
+from jaxllm.plan.formulas import offload_time
+from jaxllm.plan.formulas.device_work import Work
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.layout_search import Found, Layout
+from jaxllm.plan.training_cost import Cost
+from sharding.topology import GIB
+
+
+def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
+    """Layouts, the fastest first: what is chosen, time and its parts, memory."""
+    spent = ("compute", "HBM", "ICI", "DCN", "bubble", "host")
+    head = ("", "mesh", "remat", "micro", "plan", "s/step", "MFU %", *spent, "GiB")
+    if cluster.topology.platform == "gpu":
+        head = tuple({"ICI": "NVLink", "DCN": "network"}.get(name, name) for name in head)
+    rows = [
+        (
+            str(number),
+            str(layout.mesh),
+            layout.run.model.remat,
+            str(layout.run.accumulate),
+            plan(layout),
+            _seconds(layout.time.seconds),
+            f"{100 * layout.time.mfu(cluster.hardware.flops):.1f}",
+            *(f"{100 * seconds / layout.time.seconds:.0f}%" for seconds in parts(layout).values()),
+            f"{layout.memory.total / GIB:.1f}",
+        )
+        for number, layout in enumerate(layouts, 1)
+    ]
+    return columns(head, rows, "><<><>>>>>>>>>")
+
+
+def parts(layout: Layout) -> dict[str, float]:
+    """Seconds of a step by what they are spent on."""
+    time = layout.time
+    near, far = sum(time.near.values()), sum(time.far.values())
+    return {
+        "compute": time.compute,
+        "memory": time.memory,
+        "near": near,
+        "far": far,
+        "bubble": time.bubble,
+        "host": time.host,
+    }
+
+
+def plan(layout: Layout) -> str:
+    """What a layout chooses besides mesh, remat and micro-batches."""
+    parallel, sizes = layout.run.parallel, dict(layout.mesh.axes)
+    said = [f"ZeRO-{parallel.zero}"] if layout.mesh.axes != (("data", sizes.get("data", 0)),) else []
+    said += ["sequence"] if parallel.sequence else []
+    said += [parallel.schedule] if sizes.get("stage", 1) > 1 else []
+    said += [f"offload {parallel.offload:g}"] if parallel.offload else []
+    return ", ".join(said)
+
+
+def explained(layout: Layout, cluster: Cluster) -> str:
+    """Where a layout's time and memory go."""
+    time, memory = layout.time, layout.memory
+    lines = [f"{layout.run.name} on {cluster.name}, {layout.mesh}: {time.seconds:.3f} s a step, predicted", ""]
+    lines.append("seconds of a step")
+    rows = [("arithmetic", time.compute), ("waiting for memory", time.memory)]
+    rows += [(f"sent over {axes}, inside", seconds) for axes, seconds in time.near.items() if seconds]
+    rows += [(f"sent over {axes}, between", seconds) for axes, seconds in time.far.items() if seconds]
+    rows += [("bubble", time.bubble)] if time.bubble else []
+    rows += [("to the host and back", time.host)] if time.host else []
+    lines += [f"  {label:<44}{seconds:10.4f}" for label, seconds in rows]
+    if any(time.hidden.values()):
+        behind = ", ".join(f"{seconds:.3f} s over {axes}" for axes, seconds in time.hidden.items() if seconds > 5e-4)
+        lines.append(f"  sent beside arithmetic: {behind or 'nothing to speak of'}")
+    lines += ["", "GiB of a device"]
+    lines += [f"  {label:<44}{size / GIB:10.3f}" for label, size in memory.parts().items()]
+    lines.append(f"  {'total':<44}{memory.total / GIB:10.3f} of {layout.limit / GIB:.2f}")
+    if memory.host:
+        lines.append(f"  {'in the memory of its host':<44}{memory.host / GIB:10.3f}")
+        forward = time.compute / 3 / layout.run.accumulate  # a third of the arithmetic
+        work = Work.of(layout.run, layout.mesh)
+        lines += [f"    {line}" for line in offload_time.said(work, cluster.hardware, forward)]
+    return "\n".join(lines)
+
+
+def nothing_fits(found: Found, cluster: Cluster, larger: str) -> str:
+    """What is over, by how much, and what would fit."""
+    layout = found.nearest
+    if layout is None:
+        return (
+            f"no layout of this model and batch is legal on {cluster.name}: its {cluster.devices} devices need a batch "
+            f"(data.batch_size) that divides over some of them. {larger}"
+        ).rstrip()
+    rows = [*layout.memory.parts().items(), ("needed", layout.memory.total), ("there is", layout.limit)]
+    lines = [
+        f"no layout fits {cluster.name}; the nearest is {layout.mesh}, remat {layout.run.model.remat}, "
+        f"{layout.run.accumulate} micro-batches, GiB of one device",
+        *(f"  {label:<44}{size / GIB:10.3f}" for label, size in [*rows, ("too much", layout.over)]),
+        larger,
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def compiled(rows: Sequence[tuple[Layout, Compiled | str]]) -> str:
+    """Layouts beside what the compiler says of them: a program, or a message of what it refused."""
+    head = ("", "mesh", "s/step", "compiled", "GiB", "compiled", "of it arguments", "collectives of a step", "took")
+    lines = []
+    for number, (layout, found) in enumerate(rows, 1):
+        seconds, size = _seconds(layout.time.seconds), f"{layout.memory.total / GIB:.2f}"
+        first = (str(number), str(layout.mesh), seconds)
+        if isinstance(found, str):
+            lines.append((*first, "", size, found, "", "", ""))
+            continue
+        report = found.report
+        sent = [f"{kind} over {group}: {size / GIB:.2f} GiB" for kind, group, _, size in report.by_kind()[:3]]
+        verdict = "" if report.fits else f", {report.over_bytes / GIB:.2f} too much"
+        memory = (size, f"{report.total_bytes / GIB:.2f}{verdict}", f"{report.argument_bytes / GIB:.2f}")
+        took = f"{report.lower_seconds + report.compile_seconds:.0f} s"
+        lines.append((*first, _seconds(found.seconds), *memory, "; ".join(sent) or "none", took))
+    return columns(head, lines, "><>>>>><>")
+
+
+def price(cost: Cost, layout: Layout) -> str:
+    """Time, energy and money of a number of tokens."""
+    energy = f"{cost.megawatt_hours:,.1f} MWh" if cost.megawatt_hours is not None else "energy not known (watts)"
+    money = f"${cost.dollars:,.0f}" if cost.dollars is not None else "price not known (dollars_per_hour)"
+    return (
+        f"{cost.tokens:,.0f} tokens with {layout.mesh}: {cost.steps:,.0f} steps, {cost.days:,.1f} days, "
+        f"{cost.device_hours:,.0f} device-hours, {energy}, {money}"
+    )
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3f}" if number >= 0.1 else f"{number:.5f}"

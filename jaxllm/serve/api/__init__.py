@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API: request and response schemas, and one module for each endpoint."""

@@ -1,0 +1,45 @@
+"""`POST /v1/embeddings`: texts as vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import numpy as np
+
+from jaxllm.serve.api.errors import ApiError
+from jaxllm.serve.api.prompt_encoding import room_for
+from jaxllm.serve.api.request_schemas import EmbeddingRequest
+from jaxllm.serve.generation import Desk
+
+
+async def embed(desk: Desk, body: EmbeddingRequest, prompts: list[list[int]], record: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request.
+
+    Raises:
+        ApiError: too many or too long texts, other dimensions than the model's, a full queue.
+    """
+    desk.check_many(prompts, "input")
+    for ids in prompts:
+        room_for(desk.backend, ids, "input")
+    release = desk.admit(1)
+    try:
+        data = []
+        for index, ids in enumerate(prompts):
+            vector = await asyncio.to_thread(desk.backend.embed, ids, body.pooling or "mean")
+            if body.dimensions not in (None, len(vector)):
+                raise ApiError(400, f"this model's vectors have {len(vector)} dimensions.", param="dimensions")
+            data.append({"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)})
+    finally:
+        release()
+    count = record["prompt_tokens"] = sum(map(len, prompts))
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+
+
+def _written(vector: np.ndarray, form: str | None) -> Any:
+    """As numbers, or as OpenAI's client asks for them: bytes in base64."""
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

@@ -1,0 +1,64 @@
+"""A text as one vector: the model's last hidden states, pooled and of length 1."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.infer.runner.serving_mesh import serving_model
+from jaxllm.models import Functional, Segments
+
+Pooling = Literal["mean", "last"]
+_SHORTEST = 16
+
+
+class Embedder:
+    """Vectors of token ids, one text at a time; lengths are padded to powers of two, each compiled when first met.
+
+    Args:
+        model, params: the model.
+        longest: tokens of a text at most.
+        mesh: where the parameters live; None for one device.
+    """
+
+    def __init__(self, model: Functional, params: Any, longest: int, mesh: jax.sharding.Mesh | None = None):
+        self._params, self._longest, self._mesh = params, longest, mesh
+        self._pool = jax.jit(functools.partial(_pooled, serving_model(model)), static_argnames="pooling")
+        self._lock = threading.Lock()  # one at a time: they share the device with the engine
+
+    def __call__(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
+        """Float32[D] of length 1."""
+        size = _SHORTEST
+        while size < len(ids):
+            size *= 2
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : len(ids)] = ids
+        with self._lock, contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            return np.asarray(self._pool(self._params, tokens, np.int32(len(ids)), pooling=pooling))
+
+
+def _pooled(
+    model: Functional, params: Any, tokens: Int[Array, "1 S"], count: Int[Array, ""], pooling: Pooling
+) -> Float[Array, " D"]:
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    with sharding.use_rules(model.rules):  # every replica of a mesh does the same
+        rows, axes = (sharding.axis_size("batch"), tokens.shape[1]), ("batch", None)
+        every, places = (sharding.constrain(jnp.broadcast_to(x, rows), *axes) for x in (tokens, positions))
+        # What is padded comes last, where nothing before it looks.
+        hidden, _ = model.forward(params, every, places, Segments())
+        hidden = sharding.constrain(hidden, None, None, None)[:1]
+        states = model.unembed(params, hidden)[0][0].astype(jnp.float32)
+    if pooling == "last":
+        vector = states[count - 1]
+    else:
+        vector = jnp.where(positions[0, :, None] < count, states, 0).sum(0) / count
+    return vector / jnp.maximum(jnp.linalg.norm(vector), 1e-12)

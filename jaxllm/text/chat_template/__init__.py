@@ -1,0 +1,1 @@
+"""Chat templates: rendering conversations as prompts, in a sandbox with limits."""

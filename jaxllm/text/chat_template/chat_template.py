@@ -1,0 +1,227 @@
+"""Chat templates: from messages to the text that a model was trained to go on from.
+
+A template is a jinja2 program that comes with a model. Where it is kept: `chat_template.jinja`, `chat_template` in
+`tokenizer_config.json`, `chat_template.json`, or a GGUF file's metadata. Settings, globals and filters are those of
+transformers' `apply_chat_template`, so that templates give the same text; see `sandbox.py` for what they may not do.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.files import DataError, atomic, digest
+from jaxllm.text.gguf_special_tokens import special_id
+from jaxllm.text.tokenizer_files import CONFIG_FILE, read_config, read_object, token_name
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATE_FILE = "chat_template.jinja"
+JSON_FILE = "chat_template.json"
+NAMED_FOLDER = "additional_chat_templates"
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+# Names that a message's thoughts go by. The first is what templates read, gpt-oss reads the second.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class TemplateError(DataError):
+    """A chat template cannot be used, or refuses the conversation; the message says which and why."""
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    source: the template, or several by name: "default", and "tool_use" for conversations with tools.
+    bos, eos: names of the model's tokens, which templates write as `bos_token` and `eos_token`.
+    tokens: further ones, such as {"pad_token": "<pad>"}.
+    where: what to call the template in errors.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        bos: str | None = None,
+        eos: str | None = None,
+        *,
+        tokens: Mapping[str, str] | None = None,
+        where: str = "chat template",
+    ):
+        self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        self.tokens = {"bos_token": bos, "eos_token": eos, **(tokens or {})}
+        self._where = where
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation; encode it with `specials=True`.
+
+        Args:
+            messages: each with "role" and "content", or what else the template knows ("tool_calls", ...).
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: end with the beginning of the model's turn.
+            variables: further ones that the template reads, such as `enable_thinking`.
+
+        Raises:
+            TemplateError: the conversation is not one, the template refuses it, or the template is at fault.
+        """
+        import jinja2
+
+        from jaxllm.text.chat_template import template_sandbox
+
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise TemplateError(f"{self._where}: message {number} is no mapping with a 'role'")
+        chat = [_with_thoughts(message) for message in self._plain(list(messages))]
+        given = {"messages": chat, "tools": self._plain(tools and list(tools)), "documents": None}
+        named = {name: token for name, token in self.tokens.items() if token is not None}
+        extra = self._plain(variables)
+        try:
+            template = self._compiled(TOOL_USE if tools is not None and TOOL_USE in self.sources else DEFAULT)
+            return template_sandbox.run(
+                template, {**given, "add_generation_prompt": add_generation_prompt, **named, **extra}
+            )
+        except template_sandbox.TemplateRefused as error:
+            raise TemplateError(f"{self._where}: the model's template refuses this conversation: {error}") from None
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"{self._where}: {_described(error)}") from None
+        except Exception as error:  # whatever Python raises within a template is the template's
+            raise TemplateError(
+                f"{self._where}: it fails on this conversation: {type(error).__name__}: {error}"
+            ) from None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over everything that decides the text: the templates and the tokens they write."""
+        return digest([self.sources, self.tokens])
+
+    def save(self, folder: Path | str) -> None:
+        """Writes `chat_template.jinja`, and the other named ones where transformers looks for them."""
+        folder = Path(folder)
+        for name, source in self.sources.items():
+            file = folder / TEMPLATE_FILE if name == DEFAULT else folder / NAMED_FOLDER / f"{name}.jinja"
+            with atomic(file) as opened:
+                opened.write(source.encode())
+
+    def _compiled(self, name: str) -> "jinja2.Template":
+        if name not in self._templates:
+            if name not in self.sources:
+                raise TemplateError(f"{self._where}: there is no template {name!r}, only {sorted(self.sources)}")
+            self._templates[name] = self._environment.from_string(self.sources[name])
+        return self._templates[name]
+
+    @cached_property
+    def _templates(self) -> "dict[str, jinja2.Template]":
+        return {}
+
+    @cached_property
+    def _environment(self) -> "jinja2.Environment":
+        from jaxllm.text.chat_template import template_sandbox
+
+        return template_sandbox.environment()
+
+    def _plain(self, value: Any) -> Any:
+        """A copy in JSON's types, so that a template meets no object with methods of its own."""
+        if value is None or isinstance(value, bool):
+            return value
+        for kind in (str, int, float):
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, Mapping):
+            return {self._plain(key): self._plain(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(one) for one in value]
+        raise TemplateError(f"{self._where}: a conversation is made of JSON's types; this has a {type(value).__name__}")
+
+
+def load_template(path: Path | str) -> ChatTemplate | None:
+    """The chat template in a model's folder, or a template file itself; None where there is none.
+
+    Raises DataError for a file that cannot be read.
+    """
+    path = Path(path).expanduser()
+    folder = path if path.is_dir() else path.parent
+    config = read_config(folder)
+    tokens = {name: found for name in _TOKENS if (found := token_name(config.get(name))) is not None}
+    sources = _sources(folder, config) if path.is_dir() else {DEFAULT: _text(path)}
+    return ChatTemplate(sources, tokens=tokens, where=str(path)) if sources else None
+
+
+def template_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metadata") -> ChatTemplate | None:
+    """The chat template in a GGUF file's metadata (keys to values); None where there is none.
+
+    Raises DataError (TemplateError) for one that is no text.
+    """
+    key, listed = "tokenizer.chat_template", metadata.get("tokenizer.ggml.tokens", ())
+    found = {name: one for name, one in metadata.items() if _is_under(name, key)}
+    for name, one in found.items():
+        if not isinstance(one, str):
+            raise TemplateError(f"{where}: {name} is a {type(one).__name__}; a template is text")
+    sources = {name[len(key) + 1 :] or DEFAULT: one for name, one in found.items()}
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    tokens: dict[str, str] = {}
+    for name, short in ids.items():
+        with contextlib.suppress(DataError):  # opening the tokenizer tells what is wrong with those it needs
+            if (found_id := special_id(metadata, short, where=where)) is not None:
+                tokens[name] = str(listed[found_id])
+    return ChatTemplate(sources, tokens=tokens, where=where) if sources else None
+
+
+def _is_under(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """A file of its own goes before the configuration."""
+    found, file = config.get("chat_template"), folder / CONFIG_FILE
+    if (folder / JSON_FILE).is_file() and found is None:
+        file = folder / JSON_FILE
+        found = read_object(file).get("chat_template")
+    sources = _by_name(found, file)
+    if (folder / TEMPLATE_FILE).is_file():
+        sources[DEFAULT] = _text(folder / TEMPLATE_FILE)
+    return sources | {one.stem: _text(one) for one in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
+
+
+def _by_name(found: Any, file: Path) -> dict[str, str]:
+    """`chat_template`: a text, a list of objects with a name and a text, or texts by name."""
+    if isinstance(found, str):
+        return {DEFAULT: found}
+    if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
+        found = {one["name"]: one["template"] for one in found}
+    sources = {} if found is None else found
+    if not isinstance(sources, dict) or not all(isinstance(one, str) for pair in sources.items() for one in pair):
+        raise TemplateError(
+            f"{file}: chat_template is no template; legal: a text, or a list of objects with 'name' and 'template'"
+        )
+    return sources
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except FileNotFoundError:
+        raise TemplateError(f"{file}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{file}: not a template ({error})") from None
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """What was thought goes by several names; the template finds it under each that it may read."""
+    thought = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _described(error: "jinja2.TemplateError") -> str:
+    import jinja2
+
+    line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return f"the template cannot be used{line}: {error.message}"

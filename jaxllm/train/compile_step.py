@@ -1,0 +1,82 @@
+"""The training step, compiled for devices that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxllm.compiler import aot
+from jaxllm.config import from_dict, to_dict
+from jaxllm.data import Batch
+from jaxllm.models import functional
+from jaxllm.parallel.compiler_flags import options
+from jaxllm.train.config import RunConfig
+from jaxllm.train.run import fitting_mesh, gradients
+from jaxllm.train.step.step_builder import optimizer_of, step_of
+from jaxllm.train.step.train_state import abstract_state
+from jaxllm.train.step.training_step import jit_step
+from sharding.isolate import Progress, run_isolated
+from sharding.topology import Topology
+
+
+def compile_for(
+    config: RunConfig, on: str, *, progress: Progress | None = None, keep: Path | None = None, anyway: bool = False
+) -> aot.CompileReport:
+    """Compiles the run's step for a topology ("v6e:8x8", "h100:8x8") in a process of its own; no data is opened.
+
+    Args:
+        config: the run; its mesh is laid over the topology's devices.
+        on: the topology's name.
+        progress: called about once a second.
+        keep: a file to write the program to, for ``aot.kept``.
+        anyway: let the TPU compiler compile what does not fit, to see what takes the memory.
+
+    Raises:
+        ShardingError: the topology is unknown, or the run does not fit a mesh of its devices.
+        OutOfDeviceMemory: the compiler says it does not fit.
+        CompilerMissing: names the extra to install.
+    """
+    arguments = {"config": to_dict(config), "keep": None if keep is None else str(keep.absolute())}
+    env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
+    report = run_isolated("jaxllm.train.compile_step:compile_here", on, arguments, progress=progress, env=env)
+    return aot.CompileReport.from_json(report)
+
+
+def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = None) -> dict[str, Any]:
+    """``compile_for`` in this process, which must be set up for the topology's compiler."""
+    run = from_dict(RunConfig, config)
+    step, arguments, mesh = step_on(topology, run)
+    report = aot.compile(
+        step,
+        *arguments,
+        topology=topology,
+        mesh=mesh,
+        name=run.name,
+        options=compiler_options(topology, run),
+        progress=aot.to_stderr,
+        keep=None if keep is None else Path(keep),
+    )
+    return report.to_json()
+
+
+def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
+    """The run's jitted step, what it takes (a state and a batch, without values), and the mesh to trace it under."""
+    model = functional(run.model, run.parallel.rules())
+    mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
+    transform = optimizer_of(run, model)
+    abstract = abstract_state(model, transform, mesh, run.host, run.spikes)
+    own = step_of(run, model, gradients(run, model, mesh), transform)
+    step = jit_step(own, abstract)
+    shape = (run.data.batch_size, run.data.seq_len)
+    spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+    return step, (abstract, Batch(tokens, tokens, tokens, tokens)), mesh  # type: ignore[arg-type]
+
+
+def compiler_options(topology: Topology, run: RunConfig) -> dict[str, str] | None:
+    """The run's options for the topology's compiler; None for the compiler's own."""
+    return options(topology.platform, topology.device_kind, run.compiler_options) or None

@@ -1,0 +1,153 @@
+"""What a run shows while it runs: the live view, rows of metrics and trackers, events, norms by layer, profiles."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.config import to_dict
+from jaxllm.models import param_count
+from jaxllm.observe.event_log import EventLog
+from jaxllm.observe.metric_sinks import JsonLines, Sinks
+from jaxllm.observe.profiler import Profiler
+from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
+from jaxllm.train.records.live_view import View, memory_bytes
+from jaxllm.train.records.receipt import commit, versions
+from jaxllm.train.run import Run
+
+WIDE = ("expert_load", "layers")
+"""Metrics of a step that are more than a number."""
+
+
+class Recorder:
+    """Of one start of a run; ``open`` makes it, and closes what it holds.
+
+    Attributes:
+        view: for whoever watches.
+        sinks: rows of metrics.
+        events: what happened when.
+        profiler: around steps.
+    """
+
+    def __init__(self, run: Run, first: int, events: EventLog, sinks: Sinks):
+        config, files = run.config, run.directory
+        self.view = make_view(run, first)
+        self.events, self.sinks = events, sinks
+        self.profiler = Profiler(files.profiles, config.observe.profiled(), leads=files.writes)
+        self._config = config
+        self._layers = JsonLines(files.layers) if files.writes and config.observe.layers_every else None
+        self._figures = figures(run)
+        self._mark = time.monotonic()
+        self._waited: dict[int, float] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, run: Run, first: int, events: EventLog) -> Iterator[Recorder]:
+        """A recorder for the time of the block; an exception that leaves it is the last event.
+
+        Raises:
+            SinkError: a tracker is not installed.
+        """
+        config, files = run.config, run.directory
+        metrics = files.metrics if files.writes else None
+        with Sinks(metrics, config.observe.sinks, config.name, to_dict(config)) as sinks:
+            recorder = cls(run, first, events, sinks)
+            try:
+                with recorder.view, recorder.profiler.listening():
+                    yield recorder
+            except BaseException as error:
+                events.write("failed", why=(str(error).splitlines() or [""])[0] or type(error).__name__)
+                raise
+
+    def waited(self, batches: Any, before: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, Any]]:
+        """The batches, with the time that the loop waits for each.
+
+        Args:
+            before: the step on its way. As long as it is not done, the wait costs nothing.
+        """
+        while True:
+            began = time.monotonic()
+            number, batch = next(batches)
+            hidden = any(not value.is_ready() for _, metrics in before for value in jax.tree.leaves(metrics)[:1])
+            self._waited[number + 1] = 0.0 if hidden else time.monotonic() - began
+            yield number, batch
+
+    def start_clock(self) -> None:
+        """What comes now is a step: what went before is not its time."""
+        self._mark = time.monotonic()
+
+    def step(self, number: int, values: dict[str, float], metrics: dict[str, Any]) -> None:
+        """Shows and logs step ``number``.
+
+        Args:
+            values: its metrics that are single numbers.
+            metrics: all of them, as they come from the device.
+        """
+        now = time.monotonic()
+        spent, self._mark = now - self._mark, now
+        wait = self._waited.pop(number, 0.0)
+        self.view.step(number, values)
+        self.events.step(number, wait)
+        row: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        row |= {"step_seconds": round(spent, 6), "data_wait": round(wait, 6)}
+        row |= {"memory_bytes": memory_bytes(), "tokens_per_second": self.view.tokens_per_second}
+        if self._figures["peak_flops"]:
+            for name, each in (("mfu", "flops_per_token"), ("hfu", "hardware_flops_per_token")):
+                row[name] = self._figures[each] * self.view.tokens_per_second / self._figures["peak_flops"]
+        if "expert_load" in metrics and self._config.routing.log_loads:
+            row["expert_load"] = metrics["expert_load"].tolist()
+        self.sinks.log(number, row)
+        if self._layers is not None and number % self._config.observe.layers_every == 0:
+            self._layers.log(number, {name: lists(tree) for name, tree in metrics["layers"].items()})
+
+
+def lists(tree: Any) -> dict[str, list[float]]:
+    """Arrays by the path of their parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): value.tolist() for path, value in leaves}
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """What the run's speed is measured by."""
+    config, devices = run.config, run.mesh.devices.flatten()
+    peak = peak_of(devices[0].device_kind)
+    return {
+        "tokens_per_step": run.data.train.tokens_per_step,
+        "flops_per_token": train_flops_per_token(config.model, config.data.seq_len),
+        "hardware_flops_per_token": hardware_flops_per_token(config.model, config.data.seq_len),
+        "peak_flops": peak and peak.flops * devices.size,
+    }
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """Of a start, for the log of events."""
+    devices = run.mesh.devices.flatten()
+    return {
+        "devices": int(devices.size),
+        "device_kind": devices[0].device_kind,
+        "processes": run.group.size,
+        "parameters": param_count(run.abstract.params),
+        **figures(run),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def make_view(run: Run, first: int) -> View:
+    """A view with this run's figures."""
+    known = figures(run)
+    return View(
+        total=run.config.steps,
+        first=first,
+        tokens_per_step=known["tokens_per_step"],
+        flops_per_token=known["flops_per_token"],
+        peak=known["peak_flops"],
+        log_every=run.config.log_every,
+        quiet=not run.group.leads,
+    )

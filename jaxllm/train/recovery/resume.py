@@ -1,0 +1,64 @@
+"""Where a run begins, or goes on: the newest good checkpoint, or fresh parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from jaxllm.checkpoint import CheckpointCorruptError, state_providers
+from jaxllm.config import differences, from_dict
+from jaxllm.train.config import RunConfig
+from jaxllm.train.recovery.saving import Saver
+from jaxllm.train.run import Run
+from jaxllm.train.step.train_state import TrainState, init_state
+
+
+class ResumeError(ValueError):
+    """A run cannot go on with this configuration; the message lists what differs."""
+
+
+def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
+    """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
+    if saver.latest() is None:
+        params = None
+        if run.begin is not None:
+            params = run.begin.load(run.mesh, run.config.model.param_dtype)
+        spikes = run.config.spikes
+        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, spikes), 0
+    with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
+        meta = saver.read_meta()
+        check_resumable(meta, run.config, run.directory.path)
+        state_providers.check(meta, run.also)
+    found = saver.resume(state_providers.with_arrays(run.abstract, run.also))
+    if found is None:  # another process emptied the directory between two lines
+        raise ResumeError(f"the checkpoints in {run.directory.checkpoints} are gone; start again.")
+    check_resumable(found.meta, run.config, run.directory.path)
+    state_providers.check(found.meta, run.also)
+    if found.meta["tokenizer"] != run.data.tokenizer.fingerprint:
+        raise ResumeError(
+            f"{run.directory.path} was trained with another tokenizer (fingerprint {found.meta['tokenizer'][:12]}; "
+            f"data.tokenizer = {run.config.data.tokenizer!r} now gives {run.data.tokenizer.fingerprint[:12]}). "
+            f"Use {run.directory.tokenizer}, or start a new run under another name."
+        )
+    state = state_providers.give_back(TrainState, found.state, found.meta, run.also)
+    run.batches, step = run.batches.at_cursor(found.meta["cursor"])
+    run.spikes = list(found.meta.get("spikes", []))
+    return state, step
+
+
+def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) -> None:
+    """Refuses a configuration whose mathematics differ from the saved one's.
+
+    Raises:
+        ResumeError: lists every such difference.
+    """
+    changed = differences(from_dict(RunConfig, meta["config"], "the checkpoint's config"), config)
+    maths = [str(d) for d in changed if not d.runtime_only]
+    if maths:
+        raise ResumeError(
+            f"{directory} holds a run with another configuration:\n  "
+            + "\n  ".join(maths)
+            + "\nThese change the mathematics, so going on would be neither run. "
+            "Set them back to go on, or choose another --name to start a new run."
+        )

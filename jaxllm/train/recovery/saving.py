@@ -1,0 +1,188 @@
+"""What a run saves where, and when: checkpoints on disk, and snapshots in memory between them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Resumed, SharedCheckpointer, Snapshots
+from jaxllm.checkpoint.save_interval import between_failures, steps_between
+from jaxllm.parallel.distributed import Group
+
+Place = Literal["disk", "memory"]
+_log = logging.getLogger("jaxllm.train")
+MEASURED = 3
+"""Steps before the first snapshot where the interval is to be found out: their time is measured."""
+
+
+class Saver:
+    """Checkpoints and snapshots of one run, in every process of it.
+
+    Args:
+        directory: the run's.
+        config: when, where, how.
+        group: the processes of the run.
+    """
+
+    def __init__(self, directory: Path, config: CheckpointConfig, group: Group):
+        self._config, self._group = config, group
+        self._history = directory / "starts.json"
+        where = config.directory or directory / "checkpoints"
+        self.disk = Checkpointer(where, config) if group.size == 1 else SharedCheckpointer(where, config, group)
+        self.memory: Snapshots | None = None
+        self._next: int | None = None
+        self._clock: tuple[int, float] | None = None
+        if config.memory is not None:
+            try:
+                self.memory = Snapshots(
+                    directory / "holders", config.memory, group, saving=config.saving, host_bytes=config.host_bytes
+                )
+            except BaseException:
+                self.disk.close()
+                raise
+
+    def __enter__(self) -> Saver:
+        self._remember_start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.disk.close()
+        finally:
+            if self.memory is not None:
+                self.memory.close()
+
+    # Going on
+
+    def latest(self) -> int | None:
+        """The newest step that is saved anywhere; contents unchecked."""
+        return max((step for step in self._newest().values() if step is not None), default=None)
+
+    def read_meta(self) -> dict[str, Any]:
+        """The ``meta`` of that step."""
+        return self._source().read_meta()
+
+    def resume(self, abstract_state: Any) -> Resumed | None:
+        """The newest good state: from the memory of this host or its peers where that is newer than the disk's."""
+        if self._source() is self.memory and self.memory is not None:
+            found, problem = None, ""
+            try:
+                found = self.memory.resume(abstract_state)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            problems = [one for one in self._group.gather("saver/resume", problem) if one]
+            if not (problem := self._group.tell("saver/resume", "; ".join(problems))) and found is not None:
+                return found
+            _log.error("the snapshot in memory cannot be used, going back to the disk: %s", problem)
+        return self.disk.resume(abstract_state)
+
+    # Saving
+
+    def due(self, step: int, last: bool) -> Place | None:
+        """Where the state after ``step`` steps goes."""
+        now = time.monotonic()
+        if self._clock is None:
+            self._clock = step, now
+        if last or self._config.due(step):
+            return "disk"
+        if self.memory is None or self._config.memory is None:
+            return None
+        if self._config.memory.every is not None:
+            return "memory" if step % self._config.memory.every == 0 else None
+        if self._next is None:
+            self._next = step + MEASURED
+        return "memory" if step >= self._next else None
+
+    def save(self, place: Place, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+        """Saves the state there. A snapshot that fails is reported and given up; a checkpoint's failure is raised."""
+        if place == "disk":
+            self.disk.save(step, state, meta)
+            return
+        assert self.memory is not None
+        try:
+            self.memory.save(step, state, meta)
+        except CheckpointError as error:
+            _log.error("no snapshot in memory of step %d: %s", step, error)
+        if self._config.memory is not None and self._config.memory.every is None:
+            self._next = step + int(self._group.tell("saver/interval", str(self._steps(step))))
+
+    def wait(self) -> None:
+        """Returns when the disk has everything."""
+        self.disk.wait()
+
+    def finish(self) -> None:
+        """The run has ended as it should, and the disk has everything: the holders are let go."""
+        self.wait()
+        if self.memory is not None:
+            try:
+                self.memory.forget()
+            except CheckpointError as error:
+                _log.error("the last snapshot in memory had failed: %s", error)
+        self._remember_end()
+
+    def newest(self, step: int) -> int | None:
+        """The newest checkpoint on disk of that step or one before, as process 0 sees it; contents unchecked."""
+        self.wait()
+        found = max((one for one in self.disk.steps() if one <= step), default=None)
+        return json.loads(self._group.tell("saver/newest", json.dumps(found)))
+
+    def oldest(self) -> int | None:
+        """The oldest."""
+        return json.loads(self._group.tell("saver/oldest", json.dumps(min(self.disk.steps(), default=None))))
+
+    def set_aside_after(self, step: int) -> list[Any]:
+        """As ``Checkpointer.set_aside_after``; snapshots in memory are let go."""
+        if self.memory is not None:
+            self.memory.forget()
+            self.memory.close()
+            self.memory = None
+        return self.disk.set_aside_after(step)
+
+    # Inside
+
+    def _newest(self) -> dict[Place, int | None]:
+        return {"disk": self.disk.latest(), "memory": None if self.memory is None else self.memory.latest()}
+
+    def _source(self) -> Checkpointer:
+        newest = self._newest()
+        memory, disk = newest["memory"], newest["disk"]
+        return self.memory if self.memory is not None and memory is not None and memory > (disk or -1) else self.disk
+
+    def _steps(self, step: int) -> int:
+        """Steps to the next snapshot, of the measured stall, step time and failures."""
+        assert self.memory is not None
+        assert self._clock is not None
+        first, began = self._clock
+        stalls = list(self.memory.stalls.values()) or [0.0]
+        each = (time.monotonic() - began - sum(stalls)) / max(1, step - first)
+        return steps_between(sum(stalls) / len(stalls), each, self._apart())
+
+    def _apart(self) -> float:
+        """Mean seconds between failures, from the run's own history: starts that no end came after."""
+        starts = self._starts()
+        failures = sum(1 for one in starts[:-1] if "ended" not in one)
+        lived = time.time() - starts[0]["began"] if starts else 0.0
+        return between_failures(lived, failures, self._group.size)
+
+    def _starts(self) -> list[dict[str, float]]:
+        try:
+            return json.loads(self._history.read_text())
+        except (OSError, ValueError):
+            return []
+
+    def _remember_start(self) -> None:
+        self._remember([*self._starts(), {"began": time.time()}])
+
+    def _remember_end(self) -> None:
+        starts = self._starts()
+        self._remember([*starts[:-1], {**starts[-1], "ended": time.time()}] if starts else [])
+
+    def _remember(self, starts: list[dict[str, float]]) -> None:
+        if self._group.rank == 0 and self._config.memory is not None:
+            from jaxllm.files import write_json
+
+            write_json(self._history, starts)

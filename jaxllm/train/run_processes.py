@@ -1,0 +1,88 @@
+"""A run in several processes: what they must agree on, and which rows of a batch each makes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+import pallas_kernels
+import sharding
+from jaxllm.config import flat
+from jaxllm.data import Batch
+from jaxllm.train.config import RunConfig
+from jaxllm.train.records.receipt import versions
+
+SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+"""Environment variables that change what is compiled."""
+
+
+def fingerprint(config: RunConfig) -> dict[str, Any]:
+    """What every process must have alike before a device is touched: versions, source code, settings, configuration."""
+    packages = {f"version of {name}": version for name, version in versions().items()}
+    packages["version of jaxllm"] = importlib.metadata.version("jaxllm")
+    settings = {name: os.environ.get(name, "") for name in SETTINGS}
+    return {**packages, "source code": source_hash(), **settings, **flat(config)}
+
+
+def source_hash() -> str:
+    """Hash of this project's own modules."""
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parents[1], Path(*pallas_kernels.__path__), Path(*sharding.__path__)):
+        for file in sorted(package.rglob("*.py")):
+            digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def surroundings(mesh: Mesh, data: str) -> dict[str, Any]:
+    """What every process must have alike before anything is compiled, once the devices are known."""
+    local = jax.local_devices()
+    return {
+        "devices of each process": f"{len(local)} x {local[0].device_kind}",
+        "devices of all": jax.device_count(),
+        "mesh": str(dict(mesh.shape)),
+        "data": data[:12],
+    }
+
+
+def own_part(where: NamedSharding, shape: Sequence[int]) -> tuple[int, int]:
+    """``(part, parts)``: the smallest of equal consecutive parts of a batch's rows that holds all rows of this process.
+
+    Its devices need not be neighbours in the mesh; then it makes rows that it does not need, at worst all.
+    """
+    indices: Any = where.addressable_devices_indices_map(tuple(shape))
+    return covering_part([rows.indices(shape[0])[:2] for rows, *_ in indices.values()], shape[0])
+
+
+def covering_part(spans: Sequence[tuple[int, int]], rows: int) -> tuple[int, int]:
+    """The smallest of equal consecutive parts of ``rows`` that holds all spans ``(begin, end)``."""
+    begin, end = min(span[0] for span in spans), max(span[1] for span in spans)
+    for parts in range(rows, 1, -1):
+        each, left = divmod(rows, parts)
+        if not left and begin // each == (end - 1) // each:
+            return begin // each, parts
+    return 0, 1
+
+
+def put(batch: Batch, where: NamedSharding, rows: int, begin: int = 0) -> Batch:
+    """A batch of ``rows`` rows on the devices of all processes.
+
+    Args:
+        batch: the rows from ``begin`` on; all that this process's devices hold are among them.
+    """
+
+    def place(part: np.ndarray) -> jax.Array:
+        def piece(index: Any) -> np.ndarray:
+            first, last, _ = index[0].indices(rows)
+            return part[(slice(first - begin, last - begin), *index[1:])]
+
+        return jax.make_array_from_callback((rows, *part.shape[1:]), where, piece)
+
+    return jax.tree.map(place, batch)

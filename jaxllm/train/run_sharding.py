@@ -1,0 +1,79 @@
+"""A run's sharding table, for devices that need not be here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxllm.models import Functional, functional
+from jaxllm.parallel.collective_traffic import expected
+from jaxllm.parallel.pipeline.schedule_table import tabulate
+from jaxllm.parallel.pipeline.schedule_view import facts
+from jaxllm.parallel.sharding_table import Table, table
+from jaxllm.parallel.sharding_table_view import size
+from jaxllm.train.config import RunConfig
+from jaxllm.train.run import fitting_mesh
+from jaxllm.train.step.pipelined_loss import planned
+from jaxllm.train.step.step_builder import optimizer_of
+from jaxllm.train.step.train_state import abstract_state
+
+
+def sharding_table(config: RunConfig, num_devices: int) -> Table:
+    """How a run's parameters and optimizer state lie on ``num_devices`` devices; nothing is allocated or compiled.
+
+    Raises:
+        ShardingError: the run does not fit its mesh; lists the nearest that it does.
+    """
+    model = functional(config.model, config.parallel.rules())
+    mesh = fitting_mesh(config, model, num_devices).abstract()
+    transform = optimizer_of(config, model)
+    state = abstract_state(model, transform, mesh, config.host)
+    found = table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
+    rows, length = config.data.batch_size, config.data.seq_len
+    if mesh.shape.get("stage", 1) > 1:
+        return replace(found, remark=of_pipeline(config, model, mesh))
+    try:
+        sent = expected(model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate)
+    except NotImplementedError as unknown:
+        return replace(found, remark=str(unknown))
+    return replace(found, collectives=sent)
+
+
+def of_pipeline(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:
+    """A pipeline's bubble and memory, what it sends, and what its ends take; other collectives have no formula yet."""
+    schedule, depths = planned(config, mesh.shape["stage"])
+    table = tabulate(schedule)
+    width = jnp.dtype(config.model.dtype).itemsize
+    shape = (config.data.batch_size // config.accumulate, config.data.seq_len, config.model.embed_dim)
+    split = [part for part in model.rules.spec(("batch", "residual_seq", "act_embed"), mesh) if part is not None]
+    axes = [axis for part in split for axis in ((part,) if isinstance(part, str) else part)]
+    message = math.prod(shape) * width // math.prod(mesh.shape[axis] for axis in axes)
+    away = sum(depths.offloaded(config.parallel.offload))
+    slots = table.saves * (sum(depths.rooms) - away) + 2 * away
+    more = "" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" keeps of each'
+    vocabulary = config.model.vocab_size * config.model.embed_dim // mesh.shape.get("tensor", 1)
+    matrices = 1 if config.model.tied else 2
+    sums = jnp.dtype(config.model.param_dtype).itemsize
+    sent = f"{table.sends} x {size(message)} = {size(table.sends * message)}"
+    return "\n".join(
+        [
+            facts(schedule),
+            f"layers (or groups) of the virtual stages: {', '.join(map(str, depths.counts.sum(1)))}",
+            f"inputs of layers kept on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
+            *(_offloaded(away, table.hosted + 1, message, more) if away else []),
+            f"sent to neighbours by a device in a step: {sent}",
+            f"embedding and head, whole on every stage during a step: {size(matrices * vocabulary * width)}, and "
+            f"{size(matrices * vocabulary * sums)} of gradients",
+            "What other axes send in a pipeline: no formula yet.",
+        ]
+    )
+
+
+def _offloaded(layers: int, slots: int, message: int, more: str) -> list[str]:
+    return [
+        f"on its host: {slots * layers} x {size(message)} = {size(slots * layers * message)}{more}",
+        f"copied to and from it with every operation: {layers} x {size(message)} = {size(layers * message)}{more}",
+    ]

@@ -1,0 +1,115 @@
+"""Sophia's estimate of the Hessian's diagonal: Gauss-Newton-Bartlett (arXiv:2305.14342, algorithm 2).
+
+Labels are drawn from the model's own predictions; with N of them and g the gradient of their mean loss, the diagonal of
+the Gauss-Newton matrix is the expectation of ``N g^2``.
+
+Legend: B batch, S sequence, D embed, V vocab, T tokens on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.models import Functional, Segments
+from jaxllm.models.functional import cap_logits
+from jaxllm.optim.sophia import Curvature
+from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, arrange, split_batch
+from jaxllm.train.step.train_state import TrainState
+from pallas_kernels.ring_attention import Layout, order
+
+CHUNK = 256
+"""Tokens whose logits a device has at once."""
+
+
+def gauss_newton(
+    model: Functional,
+    value_and_grad: Callable[[Any, Any], tuple[LossSums, Any]],
+    every: int,
+    *,
+    accumulate: int = 1,
+    layout: Layout = "contiguous",
+) -> Callable[[TrainState, Any], Curvature]:
+    """``(state, batch) -> Curvature``, a new one every so many steps, the first with the first.
+
+    Args:
+        value_and_grad: of the step; its losses beside the likelihood should have no weight.
+    """
+
+    def estimate(state: TrainState, batch: Any) -> Any:
+        key = jax.random.fold_in(jax.random.fold_in(state.rng, 1), state.step)
+        drawn = sample_targets(model, state.params, batch, key, accumulate=accumulate, layout=layout)
+        sums, grads = value_and_grad(state.params, batch._replace(targets=drawn))
+        return jax.tree.map(lambda g: sums.count.astype(g.dtype) * jnp.square(g), grads)
+
+    def run(state: TrainState, batch: Any) -> Curvature:
+        fresh = state.step % every == 0
+        nothing = lambda state, batch: jax.tree.map(jnp.zeros_like, state.params)  # noqa: E731
+        return Curvature(fresh, jax.lax.cond(fresh, estimate, nothing, state, batch))
+
+    return run
+
+
+def sample_targets(
+    model: Functional, params: Any, batch: Any, key: Array, *, accumulate: int = 1, layout: Layout = "contiguous"
+) -> Int[Array, "B S"]:
+    """Targets drawn from the model's predictions, where the batch has some; the same ones on every mesh."""
+    with sharding.use_rules(model.rules):
+        uniform = jax.random.uniform(key, batch.targets.shape, jnp.promote_types(model.config.dtype, jnp.float32))
+        whole = batch._replace(targets=sharding.constrain(uniform, *TOKENS))
+        parts = jax.tree.map(lambda x: split_batch(x, accumulate), whole)
+
+    def one(part: Any) -> Int[Array, "B2 S"]:
+        with sharding.use_rules(model.rules):
+            part = arrange(part, layout)
+        x = model.forward(params, part.tokens, part.positions, Segments(part.segment_ids, layout))[0]
+        hidden, head = model.unembed(params, x)
+        with sharding.use_rules(model.rules):
+            return disarranged(_sampled(hidden, head, part.targets, model.config.logit_softcap), layout)
+
+    drawn = jax.lax.map(one, parts).swapaxes(0, 1)
+    with sharding.use_rules(model.rules):
+        drawn = sharding.constrain(drawn.reshape(batch.targets.shape), *TOKENS)
+    return jnp.where(batch.targets >= 0, drawn, batch.targets)
+
+
+def _sampled(
+    hidden: Float[Array, "B S D"], head: Float[Array, "V D"], uniform: Float[Array, "B S"], softcap: float | None
+) -> Int[Array, "B S"]:
+    """How many of each distribution's sums, word by word, lie below the uniform number."""
+    vocab = sharding.axis_names("act_vocab")
+
+    def local(hidden: Array, head: Array, uniform: Array) -> Array:
+        def one(part: tuple[Array, Array]) -> Array:
+            hidden, uniform = part
+            logits = cap_logits((head @ hidden).astype(uniform.dtype), softcap)
+            highest = jnp.max(logits)
+            weights = jnp.exp(logits - (jax.lax.pmax(highest, vocab) if vocab else highest))
+            sums, total = jnp.cumsum(weights), jnp.sum(weights)
+            if vocab:
+                shards = jax.lax.all_gather(total, vocab)
+                before = jnp.arange(len(shards)) < jax.lax.axis_index(vocab)
+                sums, total = sums + jnp.sum(jnp.where(before, shards, 0)), jnp.sum(shards)
+            count = jnp.sum(sums < uniform * total, dtype=jnp.int32)
+            return jax.lax.psum(count, vocab) if vocab else count
+
+        tokens = hidden.reshape(-1, hidden.shape[-1]), uniform.reshape(-1)
+        return jax.lax.map(one, tokens, batch_size=CHUNK).reshape(uniform.shape)
+
+    found = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS), TOKENS)(hidden, head, uniform)
+    return jnp.minimum(found, head.shape[0] - 1)
+
+
+def disarranged(x: Int[Array, "B S"], layout: Layout) -> Int[Array, "B S"]:
+    """Back from ``arrange``."""
+    shards = sharding.axis_size("attn_seq")
+    if shards == 1 or layout == "contiguous":
+        return x
+    back = np.argsort(order(layout, shards, x.shape[1]))
+    return x.at[:, back].get(out_sharding=sharding.spec(*TOKENS))

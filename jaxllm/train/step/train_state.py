@@ -1,0 +1,122 @@
+"""Everything a run needs to go on: parameters, optimizer state, step, random key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import sharding
+from jaxllm.models import Functional
+from jaxllm.train.host_offload import HostConfig, host_bytes
+from jaxllm.train.step.loss_spikes import SpikeConfig, watch
+from jaxllm.train.step.numerics import numerics
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a run after ``step`` steps.
+
+    Attributes:
+        params: nested dict of parameters.
+        opt_state: the optimizer's state, sharded as the parameters are.
+        step: steps done; int32 scalar.
+        rng: key from which every step's randomness is folded; never advanced, so step k's is a function of k.
+        numerics: what a precision keeps (``jaxllm.train.step.numerics``); None of most.
+        spikes: the last steps, where somebody looks for spikes (``jaxllm.train.step.loss_spikes``); else None.
+
+    Leaves are arrays, or shapes and shardings of them (``abstract_state``).
+    """
+
+    params: Any
+    opt_state: Any
+    step: Any
+    rng: Any
+    numerics: Any = None
+    spikes: Any = None
+
+
+def abstract_state(
+    model: Functional,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    host: HostConfig = HostConfig(),  # noqa: B008
+    spikes: SpikeConfig | None = None,
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state, nothing allocated: the target of init, restore and compilation.
+
+    Args:
+        model, optimizer, mesh: of the run.
+        host: what of it is in the host's memory.
+        spikes: what is done about them; None: nothing.
+
+    Raises:
+        ShardingError: the model does not fit the mesh.
+    """
+    params = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, opt_state = host.place(params, sharding.derived_abstract(optimizer.init, params, mesh))
+
+    def whole(make: Any) -> Any:
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+
+    return TrainState(
+        params=params,
+        opt_state=opt_state,
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
+        numerics=whole(lambda: numerics(model.config)),
+        spikes=whole(lambda: None if spikes is None else watch(spikes)),
+    )
+
+
+def init_state(
+    model: Functional,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int,
+    abstract: TrainState,
+    params: Any = None,
+    spikes: SpikeConfig | None = None,
+) -> TrainState:
+    """A fresh state, every array born in its shard; with ``params`` instead of random ones where they are given.
+
+    Args:
+        spikes: as of ``abstract``.
+    """
+
+    params_key, run_key = jax.random.split(jax.random.key(seed))
+    with jax.set_mesh(mesh):
+        if params is None:
+            params = model.init(params_key, sharding.shardings_of(abstract.params))
+        elif host_bytes(abstract.params):
+            params = jax.tree.map(lambda p, there: jax.device_put(p, there.sharding), params, abstract.params)
+        return TrainState(
+            params=params,
+            opt_state=_init_optimizer(optimizer, params, abstract.opt_state),
+            step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
+            # Not device_put: it takes no keys to devices of other processes.
+            rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
+            numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), numerics(model.config)),
+            spikes=None if spikes is None else jax.device_put(watch(spikes), abstract.step.sharding),
+        )
+
+
+def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, abstract: Any) -> Any:
+    """The optimizer's first state; what goes to the host array by array, since a device may not hold it all."""
+    if not host_bytes((params, abstract)):
+        return jax.jit(optimizer.init, out_shardings=sharding.shardings_of(abstract))(params)
+    leaves, structure = jax.tree.flatten(abstract)
+
+    def one(number: int) -> jax.Array:
+        make = lambda params: jax.tree.leaves(optimizer.init(params))[number]  # noqa: E731
+        return jax.jit(make, out_shardings=leaves[number].sharding)(params)
+
+    return structure.unflatten([one(number) for number in range(len(leaves))])
