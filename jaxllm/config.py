@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import types
 import typing
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +27,50 @@ class ConfigError(ValueError):
 def runtime_only(default: Any) -> Any:
     """A field that does not change the mathematics of a run (how often to log, where to write)."""
     return dataclasses.field(default=default, metadata={"runtime_only": True})
+
+
+def renamed_fields(**new_names: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator: a configuration also takes fields by deprecated names, ``renamed_fields(old="new")``.
+
+    The constructor, ``dataclasses.replace`` and attribute access accept an old name with a ``FutureWarning``; JSON
+    that was written under old names is read without one. Old names go away in the next release.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        construct = cls.__init__
+
+        @functools.wraps(construct)
+        def __init__(self: T, *args: Any, **fields: Any) -> None:
+            for old, new in new_names.items():
+                if old in fields:
+                    _warn_of_rename(cls, old, new)
+                    fields[new] = fields.pop(old)
+            construct(self, *args, **fields)
+
+        def attribute(old: str, new: str) -> property:
+            def get(self: T) -> Any:
+                _warn_of_rename(cls, old, new)
+                return getattr(self, new)
+
+            return property(get)
+
+        cls.__init__ = __init__
+        for old, new in new_names.items():
+            setattr(cls, old, attribute(old, new))
+        cls.__renamed_fields__ = dict(new_names)  # pyright: ignore[reportAttributeAccessIssue]
+        return cls
+
+    return decorate
+
+
+def new_field_names(config: Any) -> dict[str, str]:
+    """Deprecated field name -> current name, for a configuration or its class."""
+    return getattr(config, "__renamed_fields__", {})
+
+
+def _warn_of_rename(cls: type, old: str, new: str) -> None:
+    message = f"{cls.__name__}.{old} is now {new}; the old name goes away in the next release."
+    warnings.warn(message, FutureWarning, stacklevel=3)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -105,6 +152,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected the fields of {kind.__name__}, got {value!r}.")
+        renamed = new_field_names(kind)
+        value = {renamed.get(key, key): item for key, item in value.items()}
         hints = typing.get_type_hints(kind)
         names = [f.name for f in dataclasses.fields(kind)]
         for key in value:
@@ -150,7 +199,8 @@ def _member(kinds: list[Any], value: dict[str, Any], where: str) -> Any:
     """Which of several configurations has just these fields: all are written, so all must be there."""
     fields = {kind: {field.name for field in dataclasses.fields(kind)} for kind in kinds}
     for kind in kinds:
-        if fields[kind] == set(value):
+        renamed = new_field_names(kind)
+        if fields[kind] == {renamed.get(key, key) for key in value}:
             return kind
     legal = "; ".join(f"{kind.__name__}: {', '.join(sorted(names))}" for kind, names in fields.items())
     raise ConfigError(f"{where}: the fields {', '.join(sorted(value))} are those of none of these: {legal}.")

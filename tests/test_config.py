@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import json
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +12,18 @@ from typing import Literal
 import pytest
 
 from jaxllm import cli
-from jaxllm.config import ConfigError, closest, differences, digest, from_dict, leaf_paths, runtime_only, to_dict
+from jaxllm._renamed import RENAMED_MODULES
+from jaxllm.config import (
+    ConfigError,
+    closest,
+    differences,
+    digest,
+    from_dict,
+    leaf_paths,
+    renamed_fields,
+    runtime_only,
+    to_dict,
+)
 from jaxllm.data import DataConfig
 from jaxllm.models import (
     BlockConfig,
@@ -184,3 +197,36 @@ def test_paths_are_what_the_command_line_takes():
 def test_closest():
     assert closest("stepz", ["steps", "seed"]) == " Did you mean 'steps'?"
     assert closest("qqqq", ["steps", "seed"]) == ""
+
+
+@renamed_fields(width="hidden")
+@dataclass(frozen=True)
+class _Renamed:
+    hidden: int = 1
+    depth: int = 2
+
+
+def test_deprecated_field_names_are_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="_Renamed.width is now hidden"):
+        old = _Renamed(width=5)
+    assert old == _Renamed(hidden=5)
+    with pytest.warns(FutureWarning):
+        assert old.width == 5
+    with pytest.warns(FutureWarning):
+        assert dataclasses.replace(old, width=7) == _Renamed(7)
+    assert from_dict(_Renamed, {"width": 3, "depth": 2}) == _Renamed(3)
+    assert to_dict(old) == {"hidden": 5, "depth": 2}
+    with pytest.raises(ConfigError, match="breadth"):
+        from_dict(_Renamed, {"breadth": 3})
+
+
+def test_deprecated_module_names_are_importable_with_a_warning():
+    """Each old name gives the very module that has replaced it."""
+    assert len(RENAMED_MODULES) > 100
+    with pytest.warns(FutureWarning, match="jaxllm.infer.pages is now jaxllm.infer.engine.page_allocator"):
+        old = importlib.import_module("jaxllm.infer.pages")
+    assert old is importlib.import_module("jaxllm.infer.engine.page_allocator")
+    assert old.__spec__ is not None
+    assert old.__spec__.name == "jaxllm.infer.engine.page_allocator"
+    for new in RENAMED_MODULES.values():
+        assert importlib.util.find_spec(new) is not None, new

@@ -14,7 +14,7 @@ import tyro
 
 from jaxllm.cli.errors import UsageError, guarded
 from jaxllm.cli.runtime import processes, use_compilation_cache
-from jaxllm.config import closest
+from jaxllm.config import closest, new_field_names
 
 if TYPE_CHECKING:
     from jaxllm.train import RunConfig
@@ -36,11 +36,30 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
     if not isinstance(default, RunConfig):
         what = getattr(recipe, "__name__", recipe)
         raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
-    argv, default = with_precision(argv, default)
+    argv, default = with_precision(with_current_names(argv, default), default)
     check_settings(argv, default)
     return tyro.cli(
         tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
     )
+
+
+def with_current_names(argv: list[str], default: RunConfig) -> list[str]:
+    """The arguments with deprecated names of settings replaced by the current ones, and a line on stderr for each."""
+    out = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            at, parts = default, []
+            for part in name[2:].replace("-", "_").split("."):
+                new = new_field_names(at).get(part, part)
+                at = at[int(part)] if isinstance(at, tuple) and part.isdigit() else getattr(at, new, None)
+                parts.append(new)
+            current = "--" + ".".join(parts).replace("_", "-")
+            if current != name.replace("_", "-"):
+                print(f"{name} is now {current}; the old name goes away in the next release.", file=sys.stderr)
+                word = current + equals + value
+        out.append(word)
+    return out
 
 
 def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:
