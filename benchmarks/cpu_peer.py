@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.interleaved import (
+from benchmarks.peers.interleaved import (
     OURS,
     THEIRS,
     Contender,
@@ -35,7 +35,7 @@ from benchmarks.interleaved import (
     ratio,
     versions,
 )
-from benchmarks.setting import Setting
+from benchmarks.peers.setting import Setting
 
 BATCHES = (1, 16)
 

@@ -40,8 +40,8 @@ class Curve:
 
     Attributes:
         command: what was run.
-        receipt: of the run (jaxllm.train.records.receipt): commit, versions, seed and all settings, hash of the data, result.
-        losses: of each step, nats per token.
+        receipt: the run's receipt (jaxllm.train.records.receipt): commit, versions, seed, settings, data hash, result.
+        losses: loss of each step in nats per token.
     """
 
     command: str

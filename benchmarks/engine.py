@@ -85,7 +85,7 @@ def host(sequences: int = 64, seconds: float = 0.005, steps: int = 600) -> dict[
 def peer(python: str, threads: int) -> Any:
     """The peer's process; a line of JSON in, a line out."""
     process = subprocess.Popen(
-        [python, "-m", "benchmarks.engine_torch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, "-m", "benchmarks.peers.transformers_engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
     assert process.stdout is not None

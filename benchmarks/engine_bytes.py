@@ -3,11 +3,10 @@
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
         [--layers stacked,apart]
 
-The step is the engine's decode program of the recipe llama3_8b in bfloat16. What the attention kernel fetches is
-added as the keys and values held, read once, for its loops depend on data; everything else is read from the compiled
-program's text (`jaxllm.compiler.hbm_traffic`). What a call does before its first step (some weights get another layout) is
-told by itself: a call of the engine makes up to eight steps while nobody waits. Layers lie in stacks, as they are
-trained, or apart (`jaxllm.models.layers_apart`).
+The step is the engine's decode program of the recipe llama3_8b in bfloat16. Bytes come from the text of the compiled
+program (`jaxllm.compiler.hbm_traffic`); the attention kernel's loops depend on data, so its traffic is added as the KV
+cache read once. Work that a call does once, before its first decode step (a weight gets another layout), is reported
+separately, since one call runs up to eight decode steps. Layers are stacked, as in training, or unstacked.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     MFU = model FLOPs per token x tokens per second / peak FLOP/s
     model FLOPs per token = 3 x (2 x weights that a token meets + 4 x heads x head_dim x tokens it attends to)
 
-The FLOPs are ``jaxllm.train.model_flops``'s (arXiv:2204.02311, appendix B), of both sides the same: causal attention counts
-what is attended to, recomputation counts nothing. The peak is the data sheet's of dense bfloat16, of fp8 too; of a CPU,
+Model FLOPs are those of ``jaxllm.train.model_flops`` (arXiv:2204.02311, appendix B), the same for both sides: causal
+attention counts the positions attended to, recomputation counts nothing. The peak is the data sheet's of dense bfloat16, of fp8 too; of a CPU,
 the rate of the fastest of the step's matrix products alone, in either library.
 
 Models: ``124m``, ``1b`` and ``8b``, the recipes' architectures; of each as many layers as fit in every precision asked
@@ -38,8 +38,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.as_run import decoder
-from benchmarks.interleaved import (
+from benchmarks.peers.as_run import decoder
+from benchmarks.peers.interleaved import (
     COMPILED,
     OURS,
     THEIRS,
@@ -53,7 +53,7 @@ from benchmarks.interleaved import (
     ratio,
     versions,
 )
-from benchmarks.setting import Setting
+from benchmarks.peers.setting import Setting
 from benchmarks.train_plan import SHAPES, Planned, fitted, planned, topology_of
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.train.model_flops import train_flops_per_token

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.as_run import as_run
-from benchmarks.setting import Setting
+from benchmarks.peers.as_run import as_run
+from benchmarks.peers.setting import Setting
 from jaxllm.plan.formulas.memory_estimate import predict
 from jaxllm.train.compile_step import compile_for
 from sharding import MeshSpec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
 import subprocess
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import environment
+from tests.contract.source_tree import ROOT, module_name, parse, sources, tracked
 
-ROOT = environment.ROOT
 PACKAGES = ("jaxllm", "pallas_kernels", "sharding", "recipes")
 
 # From the ground up; a module imports from lower floors and from its own room only.
@@ -67,33 +65,10 @@ MACHINE_PATHS = [
 ] + [r"\.\." + "/shared"]
 
 
-@functools.cache
-def tracked() -> list[Path]:
-    """Files of the repository: those git knows, and new ones it does not ignore."""
-    names = environment.git("ls-files", "-co", "--exclude-standard").splitlines()
-    if not names:
-        pytest.skip("not a git checkout")
-    return [path for name in names if (path := ROOT / name).is_file()]
-
-
-def sources(*tops: str) -> list[Path]:
-    return [p for p in tracked() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in tops]
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def room(module: str) -> str:
     """`jaxllm.train.step.training_step` -> `jaxllm.train`; `sharding.mesh` -> `sharding`."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "jaxllm" else parts[0]
-
-
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def imports(path: Path) -> list[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.setting import Setting
+from benchmarks.peers.setting import Setting
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import worker
-from benchmarks.as_run import as_run
-from benchmarks.setting import Product
+from benchmarks.peers import protocol
+from benchmarks.peers.as_run import as_run
+from benchmarks.peers.setting import Product
 from jaxllm.data import Batch
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.models import functional, param_count
@@ -25,8 +25,8 @@ from jaxllm.train.step.step_builder import step_of
 from sharding import MeshSpec
 
 
-class JaxllmSide(worker.Side):
-    def __init__(self, start: worker.Start):
+class JaxllmSide(protocol.Side):
+    def __init__(self, start: protocol.Start):
         super().__init__(start)
         self._programs, self._compile_seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -115,11 +115,11 @@ class JaxllmSide(worker.Side):
             multiply(a, b).block_until_ready()
             return time.perf_counter() - start
 
-        return min(run() for _ in range(worker.REPEATS))
+        return min(run() for _ in range(protocol.REPEATS))
 
     def compiled(self) -> dict[str, float]:
         return {"programs": self._programs, "seconds": self._compile_seconds}
 
 
 if __name__ == "__main__":
-    sys.exit(worker.serve(JaxllmSide))
+    sys.exit(protocol.serve(JaxllmSide))

@@ -10,7 +10,7 @@ import time
 import traceback
 from typing import Any, NamedTuple
 
-from benchmarks.setting import Product, Setting
+from benchmarks.peers.setting import Product, Setting
 
 REPEATS = 5
 """How often a matrix product is timed; the fastest counts."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from benchmarks.setting import Setting
+from benchmarks.peers.setting import Setting
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = ("benchmarks.jaxllm_worker",)
-THEIRS = ("benchmarks.torch_worker",)
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("benchmarks.peers.jaxllm_worker",)
+THEIRS = ("benchmarks.peers.torch_worker",)
 COMPILED = (*THEIRS, "--compiled")
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 """What jax calls them, by ``Setting.device``."""

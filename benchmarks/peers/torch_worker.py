@@ -1,10 +1,10 @@
 """The peer's side of a comparison: transformers + torch, driven by JSON lines on standard input.
 
-    python -m benchmarks.torch_worker [--compiled]
+    python -m benchmarks.peers.torch_worker [--compiled]
 
 Attention is torch's scaled_dot_product_attention, AdamW the fused one, bf16 autocast over float32 parameters; with
 ``--compiled`` the model and its loss go through torch.compile. Run by the peer's own interpreter; imports nothing of
-jaxllm but ``benchmarks.setting``.
+jaxllm but ``benchmarks.peers.setting``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks import worker
-from benchmarks.setting import Product, Setting
+from benchmarks.peers import protocol
+from benchmarks.peers.setting import Product, Setting
 
 
-class TorchSide(worker.Side):
+class TorchSide(protocol.Side):
     """Eager."""
 
     name = "transformers + torch"
 
-    def __init__(self, start: worker.Start):
+    def __init__(self, start: protocol.Start):
         super().__init__(start)
         torch.set_num_threads(start.threads)
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ class TorchSide(worker.Side):
             torch.matmul(a, b)
             return time.perf_counter() - start
 
-        return min(run() for _ in range(worker.REPEATS))
+        return min(run() for _ in range(protocol.REPEATS))
 
 
 class CompiledSide(TorchSide):
@@ -105,7 +105,7 @@ class CompiledSide(TorchSide):
 
     name = "transformers + torch, compiled"
 
-    def __init__(self, start: worker.Start):
+    def __init__(self, start: protocol.Start):
         super().__init__(start)
         self.forward = torch.compile(self.model)
 
@@ -139,4 +139,4 @@ def _model(s: Setting) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.serve(CompiledSide if "--compiled" in sys.argv[1:] else TorchSide))
+    sys.exit(protocol.serve(CompiledSide if "--compiled" in sys.argv[1:] else TorchSide))
