@@ -1,44 +1,45 @@
-"""A server that OpenAI's clients can talk to."""
+"""OpenAI-compatible HTTP server: chat completions, completions, embeddings, tool calls, structured outputs, metrics."""
 
 from typing import TYPE_CHECKING
 
 from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxllm.serve.app import Service, create_app
-    from jaxllm.serve.backend import Backend, Load, Served
+    from jaxllm.serve.app import ApiService, create_app
+    from jaxllm.serve.backend import Backend, EngineBackend, EngineLoad
     from jaxllm.serve.config import ServeConfig
-    from jaxllm.serve.server import Server, engine_of, serve
+    from jaxllm.serve.server import Server, backend_factory, serve
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "jaxllm.serve.app": (
-            "Service",
+            "ApiService",
             "create_app",
         ),
         "jaxllm.serve.backend": (
             "Backend",
-            "Load",
-            "Served",
+            "EngineLoad",
+            "EngineBackend",
         ),
         "jaxllm.serve.config": ("ServeConfig",),
         "jaxllm.serve.server": (
             "Server",
-            "engine_of",
+            "backend_factory",
             "serve",
         ),
     },
+    renamed={"Load": "EngineLoad", "Served": "EngineBackend", "Service": "ApiService", "engine_of": "backend_factory"},
 )
 
 __all__ = [
+    "ApiService",
     "Backend",
-    "Load",
+    "EngineBackend",
+    "EngineLoad",
     "ServeConfig",
-    "Served",
     "Server",
-    "Service",
+    "backend_factory",
     "create_app",
-    "engine_of",
     "serve",
 ]

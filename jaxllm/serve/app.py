@@ -2,7 +2,7 @@
 
     app = create_app(ServeConfig(name="tiny"))
     async with AsyncEngine(engine) as running:
-        app.state.service.open_for(Served(running, template))
+        app.state.service.open_for(EngineBackend(running, template))
 
 The routes are there before the engine is: until it is ready they answer 503, and ``/ready`` says so.
 """
@@ -27,11 +27,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxllm.serve.api import response_schemas as shapes
-from jaxllm.serve.api.chat_completions import Chat
+from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
-from jaxllm.serve.api.errors import ApiError, dumps, of_validation
-from jaxllm.serve.api.event_stream import ClientGone, EventStream, unless_gone
-from jaxllm.serve.api.prompt_encoding import chat_ids, chat_text, prompts_of, text_ids
+from jaxllm.serve.api.errors import ApiError, dumps, validation_error
+from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
+from jaxllm.serve.api.prompt_encoding import encode_chat, encode_prompts, encode_text, render_chat
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -39,12 +39,12 @@ from jaxllm.serve.api.request_schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from jaxllm.serve.api.text_completions import Completions
+from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
-from jaxllm.serve.generation import Desk
-from jaxllm.serve.middleware import Gate, error_response
-from jaxllm.serve.server_metrics import Metrics
+from jaxllm.serve.generation import RequestDispatcher
+from jaxllm.serve.middleware import RequestMiddleware, error_response
+from jaxllm.serve.server_metrics import ServerMetrics
 
 _WORDS = {
     400: "The request is not legal.", 401: "The key is missing or wrong.", 404: "There is no such thing.",
@@ -68,21 +68,21 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 _STREAMS: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
-class Service:
+class ApiService:
     """What the routes of one server share.
 
     Attributes:
         config: of the server.
         name: of the model.
         metrics: what is counted.
-        desk: lets requests to the engine; None until it is ready.
+        dispatcher: lets requests to the engine; None until it is ready.
         draining: the server is about to stop.
     """
 
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
-        self.metrics = Metrics(self.name)
-        self.desk: Desk | None = None
+        self.metrics = ServerMetrics(self.name)
+        self.dispatcher: RequestDispatcher | None = None
         self.draining = False
         self.failure: str | None = None
         self._began = int(time.time())
@@ -90,18 +90,18 @@ class Service:
     def open_for(self, backend: Backend) -> None:
         """From now on requests are answered."""
         self.metrics.attach(backend)
-        self.desk = Desk(backend, self.config, self.metrics)
+        self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
 
-    def ready(self) -> Desk:
-        """The desk.
+    def ready(self) -> RequestDispatcher:
+        """The dispatcher.
 
         Raises:
             ApiError: 503, not yet or no longer.
         """
-        if self.desk is None or self.draining:
+        if self.dispatcher is None or self.draining:
             why = "the server is stopping" if self.draining else "the model is still being loaded"
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
-        return self.desk
+        return self.dispatcher
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for the name of another model."""
@@ -122,23 +122,27 @@ class Service:
         }
 
     async def answer(
-        self, request: Request, body: Any, kind: Callable[..., Chat | Completions], prefix: str
+        self,
+        request: Request,
+        body: Any,
+        kind: Callable[..., ChatCompletionHandler | TextCompletionHandler],
+        prefix: str,
     ) -> Response:
         """Runs a chat or a completion, streamed or whole."""
-        desk = self.ready()
+        dispatcher = self.ready()
         self.check_model(body.model)
         record = request.scope["jaxllm.record"]
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
         head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
         # Templates and tokenizers take their time over long texts.
-        asked = await asyncio.to_thread(kind, desk, body, head, record)
+        asked = await asyncio.to_thread(kind, dispatcher, body, head, record)
         if self.config.log_prompts:
-            record["prompts"] = [desk.backend.tokenizer.decode(job.prompt, specials=True) for job in asked.jobs]
-        release = desk.admit(sum(job.places for job in asked.jobs))
+            record["prompts"] = [dispatcher.backend.tokenizer.decode(job.prompt, specials=True) for job in asked.jobs]
+        release = dispatcher.admit(sum(job.places for job in asked.jobs))
         if body.stream:
             return EventStream(asked.events(), self.config.write_seconds, release)
         try:
-            return _json(await unless_gone(request.receive, asked.whole()))
+            return _json(await cancel_on_disconnect(request.receive, asked.whole()))
         finally:
             release()
 
@@ -146,17 +150,17 @@ class Service:
 def create_app(
     config: ServeConfig, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]] | None = None
 ) -> FastAPI:
-    """The server's application; ``app.state.service`` is its ``Service``."""
+    """The server's application; ``app.state.service`` is its ``ApiService``."""
     app = FastAPI(
         title="jaxllm", version=importlib.metadata.version("jaxllm"), docs_url=None, redoc_url=None, lifespan=lifespan,
         redirect_slashes=False,
     )  # fmt: skip
-    service = app.state.service = Service(config)
+    service = app.state.service = ApiService(config)
     _handle_errors(app)
     _add_making(app, service)
     _add_looking(app, service)
     _add_page(app)
-    app.add_middleware(Gate, config=config)
+    app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -169,26 +173,26 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(dumps(value), status, media_type="application/json")
 
 
-def _add_making(app: FastAPI, service: Service) -> None:
+def _add_making(app: FastAPI, service: ApiService) -> None:
     @app.post("/v1/chat/completions", response_model=shapes.ChatCompletion, responses={**_STREAMS, **_MAKING})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """A conversation goes on."""
-        return await service.answer(request, body, Chat, "chatcmpl")
+        return await service.answer(request, body, ChatCompletionHandler, "chatcmpl")
 
     @app.post("/v1/completions", response_model=shapes.TextCompletion, responses={**_STREAMS, **_MAKING})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Texts go on."""
-        return await service.answer(request, body, Completions, "cmpl")
+        return await service.answer(request, body, TextCompletionHandler, "cmpl")
 
     @app.post("/v1/embeddings", response_model=shapes.Embeddings, responses=_MAKING)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Texts as vectors."""
-        desk = service.ready()
+        dispatcher = service.ready()
         service.check_model(body.model)
         record = request.scope["jaxllm.record"]
         record["user"] = body.user
-        prompts = await asyncio.to_thread(prompts_of, desk.backend.tokenizer, body.input, "input")
-        return _json(await unless_gone(request.receive, embed(desk, body, prompts, record)))
+        prompts = await asyncio.to_thread(encode_prompts, dispatcher.backend.tokenizer, body.input, "input")
+        return _json(await cancel_on_disconnect(request.receive, embed(dispatcher, body, prompts, record)))
 
     @app.post("/tokenize", response_model=shapes.Tokenized, responses=_errors(404, 503))
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -199,12 +203,12 @@ def _add_making(app: FastAPI, service: Service) -> None:
             raise ApiError(400, "give a prompt or messages, one of them.", param="prompt")
         if body.messages is not None:
             text = await asyncio.to_thread(
-                chat_text, service.ready().dialect, body.messages, variables=body.chat_template_kwargs,
+                render_chat, service.ready().chat_format, body.messages, variables=body.chat_template_kwargs,
                 begins=body.add_generation_prompt,
             )  # fmt: skip
-            ids = await asyncio.to_thread(chat_ids, backend.tokenizer, text)
+            ids = await asyncio.to_thread(encode_chat, backend.tokenizer, text)
         else:
-            ids = await asyncio.to_thread(text_ids, backend.tokenizer, body.prompt, begin=body.add_special_tokens)
+            ids = await asyncio.to_thread(encode_text, backend.tokenizer, body.prompt, begin=body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": backend.max_len})
 
     @app.post("/detokenize", response_model=shapes.Detokenized, responses=_errors(404, 503))
@@ -218,7 +222,7 @@ def _add_making(app: FastAPI, service: Service) -> None:
             raise ApiError(400, str(error), param="tokens") from None
 
 
-def _add_looking(app: FastAPI, service: Service) -> None:
+def _add_looking(app: FastAPI, service: ApiService) -> None:
     @app.get("/v1/models", response_model=shapes.ModelList, responses=_errors(503))
     async def models() -> Response:
         """The model that is served."""
@@ -277,7 +281,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def not_legal(request: Request, error: RequestValidationError) -> Response:
-        return error_response(of_validation(list(error.errors()), error.body))
+        return error_response(validation_error(list(error.errors()), error.body))
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
@@ -290,8 +294,8 @@ def _handle_errors(app: FastAPI) -> None:
             words = f"{request.url.path[:200]} has no method {request.method[:20]}."
         return error_response(ApiError(error.status_code, words, headers=error.headers))
 
-    @app.exception_handler(ClientGone)
-    async def gone(request: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnected)
+    async def gone(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
@@ -299,7 +303,7 @@ def _handle_errors(app: FastAPI) -> None:
         return error_response(ApiError(500, "the server has made a mistake; its log says more.", code="internal_error"))
 
 
-def _publish(app: FastAPI, service: Service) -> None:
+def _publish(app: FastAPI, service: ApiService) -> None:
     """The schema with the model's name and tokens, and without FastAPI's own error shape, which is not ours."""
     made = app.openapi
 
@@ -315,8 +319,8 @@ def _publish(app: FastAPI, service: Service) -> None:
             shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in ("TokenizeRequest", "DetokenizeRequest"):
             shapes[request]["properties"]["model"] = {"enum": [service.name, None]}
-        if service.desk is not None:
-            _bound_tokens(shapes, service.desk.backend.tokenizer.vocab_size)
+        if service.dispatcher is not None:
+            _bound_tokens(shapes, service.dispatcher.backend.tokenizer.vocab_size)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -330,4 +334,4 @@ def _bound_tokens(schema: Any, size: int) -> None:
         _bound_tokens(part, size)
 
 
-__all__ = ["Service", "create_app"]
+__all__ = ["ApiService", "create_app"]

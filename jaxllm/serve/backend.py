@@ -14,19 +14,19 @@ from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import Piece
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.serve.embedder import Embedder, Pooling
-from jaxllm.serve.utilisation import Use, uses
+from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """What an engine is busy with, and what it has done since it began.
 
     Attributes:
         running, waiting: continuations.
         pages_held, pages: of keys and values.
         counters: by name; they only rise.
-        uses: of programs, by name.
+        programs: of programs, by name.
     """
 
     running: int = 0
@@ -34,12 +34,12 @@ class Load:
     pages_held: int = 0
     pages: int = 0
     counters: dict[str, int] = field(default_factory=dict)
-    uses: dict[str, Use] = field(default_factory=dict)
+    programs: dict[str, ProgramUtilisation] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """An engine as the server sees it. ``Served`` is ours; tests bring others."""
+    """An engine as the server sees it. ``EngineBackend`` is ours; tests bring others."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -47,7 +47,7 @@ class Backend(Protocol):
     """Tokens of a sequence at most."""
     sequences: int
     """Continuations it works on at a time."""
-    heeds_priority: bool
+    supports_priority: bool
     """Whether some requests may go before others."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -64,7 +64,7 @@ class Backend(Protocol):
         """Float32[D] of length 1; may take its time."""
         ...
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How busy it is."""
         ...
 
@@ -73,7 +73,7 @@ class Backend(Protocol):
         ...
 
 
-class Served:
+class EngineBackend:
     """Our engine behind the server.
 
     Args:
@@ -87,7 +87,7 @@ class Served:
         self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
         self.max_len, self.sequences = self._engine.max_len, self._engine.config.sequences
-        self.heeds_priority = isinstance(self._engine.scheduler.ranking.policy, Priority)
+        self.supports_priority = isinstance(self._engine.scheduler.ranking.policy, Priority)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """See ``Engine.check``."""
@@ -103,11 +103,11 @@ class Served:
         """See ``Embedder``."""
         return self._embedder(ids, pooling)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Read while the engine's thread works: each number is right, they may be of different steps."""
         scheduler, metrics = self._engine.scheduler, self._engine.metrics
         held = sum(pages.count - pages.available for pages in scheduler.pages)
-        return Load(
+        return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.forks),
             pages_held=held,
@@ -120,7 +120,7 @@ class Served:
                 "prefix_cache_hit_tokens": scheduler.hit_tokens,
                 "preemptions": scheduler.preemptions,
             },
-            uses=uses(self._engine),
+            programs=program_utilisation(self._engine),
         )
 
     def describe(self) -> dict[str, Any]:

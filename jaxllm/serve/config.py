@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxllm.serve.tools.tool_formats import FORMATS
+from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ServeConfig:
         name: of the model, as clients ask for it; None: the last part of what it was loaded from.
         api_keys: requests must carry one of them (``Authorization: Bearer KEY``); none: nobody is asked.
         origins: web pages of these origins may call the server (CORS); ("*",) for all.
-        tool_parser: how the model writes calls of functions, a name of ``FORMATS``; None: as its template says.
+        tool_parser: how the model writes calls of functions, a name of ``TOOL_CALL_FORMATS``; None: as its template says.
         queue: continuations that may wait beside those the engine works on; more are refused with 429.
         max_body: bytes of a request at most.
         max_prompts: prompts of one request at most.
@@ -54,7 +54,9 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"serve: {name} = {value}; give seconds above 0.")
-        if self.tool_parser is not None and self.tool_parser not in FORMATS:
-            raise ValueError(f"serve: tool_parser = {self.tool_parser!r}; give one of {', '.join(FORMATS)}, or None.")
+        if self.tool_parser is not None and self.tool_parser not in TOOL_CALL_FORMATS:
+            raise ValueError(
+                f"serve: tool_parser = {self.tool_parser!r}; give one of {', '.join(TOOL_CALL_FORMATS)}, or None."
+            )
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ValueError("serve: an API key is empty or has characters that no header can carry; give ASCII text.")

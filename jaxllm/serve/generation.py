@@ -17,12 +17,12 @@ from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
-from jaxllm.serve.server_metrics import Metrics
-from jaxllm.serve.tools.tool_choice import Dialect
+from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tools.tool_choice import ChatFormat
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """One prompt and how it is to go on."""
 
     prompt: list[int]
@@ -55,33 +55,33 @@ class Usage:
 
 
 @dataclass
-class Desk:
+class RequestDispatcher:
     """Lets requests to the engine, and no more than it can have waiting.
 
     Attributes:
         backend: the engine.
         config: of the server.
         metrics: what is counted.
-        dialect: how the model's answers are written.
+        chat_format: how the model's answers are written.
         open: continuations let in that have not ended.
     """
 
     backend: Backend
     config: ServeConfig
-    metrics: Metrics
+    metrics: ServerMetrics
     open: int = 0
-    dialect: Dialect = field(init=False)
+    chat_format: ChatFormat = field(init=False)
     _seconds: float = field(default=1.0, repr=False)
 
     def __post_init__(self) -> None:
-        self.dialect = Dialect(self.backend, self.config.tool_parser)
+        self.chat_format = ChatFormat(self.backend, self.config.tool_parser)
 
     def check_many(self, prompts: Sequence[Any], param: str) -> None:
         """Raises ApiError for more prompts than a request may have."""
         if len(prompts) > (most := self.config.max_prompts):
             raise ApiError(400, f"{len(prompts)} prompts are given; at most {most} a request.", param=param)
 
-    def check(self, jobs: Sequence[Job], field_of_prompt: str) -> None:
+    def check(self, jobs: Sequence[GenerationJob], field_of_prompt: str) -> None:
         """Raises ApiError for jobs that the engine would refuse."""
         self.check_many(jobs, field_of_prompt)
         room = self.backend.sequences + self.config.queue
@@ -129,7 +129,7 @@ class Desk:
         return release
 
     async def run(
-        self, jobs: Sequence[Job], usage: Usage, record: dict[str, Any]
+        self, jobs: Sequence[GenerationJob], usage: Usage, record: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """(which job, piece) as they come. To be closed by whoever leaves early.
 
@@ -169,18 +169,18 @@ class Desk:
             watch.close()
             record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=watch.ended)
 
-    async def _one(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _one(self, job: GenerationJob) -> AsyncGenerator[tuple[int, Piece], None]:
         async with contextlib.aclosing(
             self.backend.stream(job.prompt, job.params, salt=job.salt, service=job.service)
         ) as pieces:
             async for piece in pieces:
                 yield 0, piece
 
-    async def _merged(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _merged(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, Piece], None]:
         """All jobs at once."""
         out: asyncio.Queue[Any] = asyncio.Queue()
 
-        async def read(number: int, job: Job) -> None:
+        async def read(number: int, job: GenerationJob) -> None:
             try:
                 async with contextlib.aclosing(self._one(job)) as pieces:
                     async for _, piece in pieces:

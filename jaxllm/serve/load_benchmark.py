@@ -22,7 +22,7 @@ from jaxllm.files import DataError
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request of a load: when, in seconds from the beginning; its prompt; how many tokens."""
 
     at: float
@@ -31,7 +31,7 @@ class Ask:
 
 
 @dataclass
-class Seen:
+class RequestResult:
     """What a reader saw, in seconds from the beginning.
 
     Attributes:
@@ -60,7 +60,7 @@ class Seen:
         return (self.pieces[-1] - self.pieces[0]) / max(1, self.tokens - 1)
 
 
-class Client:
+class LoadClient:
     """Streams completions over a connection of its own for each.
 
     Args:
@@ -83,9 +83,9 @@ class Client:
         text = "".join([line async for line in self._lines("GET", "/v1/models", b"")])
         return [one["id"] for one in json.loads(text)["data"]]
 
-    async def ask(self, ask: Ask, clock: Callable[[], float]) -> Seen:
+    async def ask(self, ask: LoadRequest, clock: Callable[[], float]) -> RequestResult:
         """Sends a request and reads its answer; what fails is in the result."""
-        seen = Seen(ask.at, clock())
+        seen = RequestResult(ask.at, clock())
         body = {
             "model": self.model,
             "prompt": ask.prompt,
@@ -148,16 +148,16 @@ async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
             return
 
 
-def drawn(many: int, rate: float, prompt: int, tokens: int, seed: int) -> list[Ask]:
+def random_requests(many: int, rate: float, prompt: int, tokens: int, seed: int) -> list[LoadRequest]:
     """Requests with random words that come as a Poisson process does; all at once where the rate is infinite."""
     rng = np.random.default_rng(seed)
     times = np.zeros(many) if np.isinf(rate) else np.cumsum(rng.exponential(1 / rate, many))
     # Different beginnings, so that no prefix is found again.
     words = (" ".join(map(str, rng.integers(0, 1000, max(1, prompt // 2)))) for _ in range(many))
-    return [Ask(float(at), text, tokens) for at, text in zip(times, words, strict=True)]
+    return [LoadRequest(float(at), text, tokens) for at, text in zip(times, words, strict=True)]
 
 
-def read_trace(path: Path) -> list[Ask]:
+def read_trace(path: Path) -> list[LoadRequest]:
     """A trace: lines of {"at": seconds, "prompt": text, "max_tokens": n}.
 
     Raises:
@@ -167,7 +167,7 @@ def read_trace(path: Path) -> list[Ask]:
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             found = json.loads(line)
-            asks.append(Ask(float(found["at"]), str(found["prompt"]), int(found["max_tokens"])))
+            asks.append(LoadRequest(float(found["at"]), str(found["prompt"]), int(found["max_tokens"])))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'{path}:{number}: {error!r}; legal: {{"at": 0.5, "prompt": "...", "max_tokens": 16}}'
@@ -177,24 +177,24 @@ def read_trace(path: Path) -> list[Ask]:
     return sorted(asks, key=lambda ask: ask.at)
 
 
-async def run_open(client: Client, asks: Sequence[Ask]) -> list[Seen]:
+async def run_open_loop(client: LoadClient, asks: Sequence[LoadRequest]) -> list[RequestResult]:
     """Sends each when it is due."""
     clock = _clock()
 
-    async def one(ask: Ask) -> Seen:
+    async def one(ask: LoadRequest) -> RequestResult:
         await asyncio.sleep(max(0.0, ask.at - clock()))
         return await client.ask(ask, clock)
 
     return list(await asyncio.gather(*map(one, asks)))
 
 
-async def run_closed(client: Client, asks: Sequence[Ask], clients: int) -> list[Seen]:
+async def run_closed_loop(client: LoadClient, asks: Sequence[LoadRequest], clients: int) -> list[RequestResult]:
     """So many at a time, each followed by the next."""
     clock, left, out = _clock(), iter(asks), []
 
-    async def live(asks: Iterator[Ask]) -> None:
+    async def live(asks: Iterator[LoadRequest]) -> None:
         for ask in asks:
-            out.append(await client.ask(Ask(clock(), ask.prompt, ask.tokens), clock))
+            out.append(await client.ask(LoadRequest(clock(), ask.prompt, ask.tokens), clock))
 
     await asyncio.gather(*(live(left) for _ in range(clients)))
     return out
@@ -205,7 +205,7 @@ def _clock() -> Callable[[], float]:
     return lambda: time.perf_counter() - began
 
 
-def summary(seen: Sequence[Seen], first: float, pace: float) -> dict[str, Any]:
+def summary(seen: Sequence[RequestResult], first: float, pace: float) -> dict[str, Any]:
     """Figures of a load.
 
     Args:
@@ -256,7 +256,7 @@ def show(figures: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"{many} x {error}" for error, many in figures["errors"].items())])
 
 
-def plot(seen: Sequence[Seen], path: Path) -> None:
+def plot(seen: Sequence[RequestResult], path: Path) -> None:
     """Shares of requests over seconds to the first token, a token, and in all; written as an image."""
     from matplotlib.figure import Figure
 

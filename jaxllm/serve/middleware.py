@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.serve.api.errors import ApiError, dumps
 from jaxllm.serve.config import ServeConfig
 
-OPEN = ("/", "/health", "/ready", "/version", "/openapi.json")
+PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/openapi.json")
 """Paths that need no key."""
 MAX_HEADERS = 32 * 1024
 _LOG = logging.getLogger("jaxllm.serve")
@@ -30,7 +30,7 @@ def error_response(error: ApiError) -> Response:
     return Response(dumps(error.body()), error.status, {**error.headers}, "application/json")
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware.
 
     Args:
@@ -89,7 +89,7 @@ class Gate:
             b"transfer-encoding" in headers and b"content-length" in headers
         ):
             raise ApiError(400, "the request says more than once how long it is.", headers={"Connection": "close"})
-        if scope["path"] not in OPEN and self._keys and scope["method"] != "OPTIONS":
+        if scope["path"] not in PUBLIC_PATHS and self._keys and scope["method"] != "OPTIONS":
             record["key"] = self._key(headers.get(b"authorization", ()))
         length = headers.get(b"content-length", [b"0"])[0]
         if not length.isdigit() or int(length) > self._config.max_body:

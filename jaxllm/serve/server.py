@@ -15,16 +15,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.llm import LLM
 from jaxllm.serve.api.errors import ApiError, dumps
-from jaxllm.serve.app import Service, create_app
-from jaxllm.serve.backend import Backend, Served
+from jaxllm.serve.app import ApiService, create_app
+from jaxllm.serve.backend import Backend, EngineBackend
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.embedder import Embedder
 
-Opener = Callable[[], AbstractAsyncContextManager[Backend]]
+BackendFactory = Callable[[], AbstractAsyncContextManager[Backend]]
 """Loads the model and runs its engine as long as the context is open."""
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """uvicorn's, with errors in our shape; streams can end a connection whose client does not read."""
 
     def connection_made(self, transport: Any) -> None:
@@ -47,17 +47,17 @@ class Server(uvicorn.Server):
         opener: gives the engine.
     """
 
-    def __init__(self, config: ServeConfig, opener: Opener):
+    def __init__(self, config: ServeConfig, opener: BackendFactory):
         self.failure: BaseException | None = None
         self._opener = opener
         self.app = create_app(config, self._lifespan)
-        self.service: Service = self.app.state.service
+        self.service: ApiService = self.app.state.service
         super().__init__(
             uvicorn.Config(
                 self.app,
                 host=config.host,
                 port=config.port,
-                http=Connection,
+                http=HttpConnection,
                 ws="none",
                 loop="asyncio",
                 log_config=None,
@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def engine_of(load: Callable[[], LLM]) -> Opener:
+def backend_factory(load: Callable[[], LLM]) -> BackendFactory:
     """Opens a model with its engine; it is loaded in a thread, while the server already answers."""
 
     @contextlib.asynccontextmanager
@@ -105,12 +105,12 @@ def engine_of(load: Callable[[], LLM]) -> Opener:
         loaded = llm.loaded
         embedder = Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh)
         async with AsyncEngine(llm.engine) as engine:
-            yield Served(engine, loaded.template, embedder)
+            yield EngineBackend(engine, loaded.template, embedder)
 
     return opened
 
 
-def serve(config: ServeConfig, opener: Opener) -> None:
+def serve(config: ServeConfig, opener: BackendFactory) -> None:
     """Serves until a signal ends it.
 
     Raises:

@@ -23,7 +23,7 @@ _OF_PROGRAMS: dict[str, Any] = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counts of one server.
 
     Args:
@@ -82,7 +82,7 @@ class Metrics:
             yield family
         for field, (kind, words) in _OF_PROGRAMS.items():
             family = kind(PREFIX + field, words, labels=["model_name", "bucket"])
-            for bucket, use in sorted(load.uses.items()):
+            for bucket, use in sorted(load.programs.items()):
                 if (value := getattr(use, field.removeprefix("step_").removeprefix("model_"))) is not None:
                     family.add_metric([self.name, bucket], value)
             if family.samples:
@@ -92,23 +92,23 @@ class Metrics:
         """The page that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def watch(self, prompt_tokens: int) -> Watch:
+    def watch(self, prompt_tokens: int) -> RequestTimer:
         """Watches one request from now on; to be closed."""
-        return Watch(self, prompt_tokens)
+        return RequestTimer(self, prompt_tokens)
 
     def end(self, reason: str) -> None:
         """Counts a request that has ended."""
         self._ended.labels(self.name, reason).inc()
 
 
-class Watch:
+class RequestTimer:
     """One request's times.
 
     Attributes:
         ended: how: "stop", "length", "timeout", "error"; "abort" where the client has left.
     """
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int):
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: int):
         self._metrics, self._prompt, self._made = metrics, prompt_tokens, 0
         self._began = time.perf_counter()
         self._last: dict[Any, float] = {}

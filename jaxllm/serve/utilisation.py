@@ -19,7 +19,7 @@ from jaxllm.train.model_flops import forward_flops_per_token
 
 
 @dataclass(frozen=True)
-class Use:
+class ProgramUtilisation:
     """What steps of one program have done.
 
     Attributes:
@@ -36,7 +36,7 @@ class Use:
     mbu: float | None = None
 
 
-def uses(engine: Engine) -> dict[str, Use]:
+def program_utilisation(engine: Engine) -> dict[str, ProgramUtilisation]:
     """By the program's name; none of an engine without a model."""
     import jax
 
@@ -52,7 +52,9 @@ def uses(engine: Engine) -> dict[str, Use]:
         if bucket.seconds > 0 and bucket.tokens:
             flops = model_flops(config, bucket)
             moved = None if weights is None else bucket.passes * weights + cache_bytes(cached, bucket)
-            out[name] = Use(bucket.seconds, flops, moved, *_shares(peak, many, bucket.seconds, flops, moved))
+            out[name] = ProgramUtilisation(
+                bucket.seconds, flops, moved, *_shares(peak, many, bucket.seconds, flops, moved)
+            )
     return out
 
 

@@ -20,7 +20,7 @@ def main() -> None:
 
     async def run() -> None:
         task = asyncio.create_task(server.serve())
-        while not (server.started and server.service.desk is not None):
+        while not (server.started and server.service.dispatcher is not None):
             await asyncio.sleep(0.01)
         print(server.servers[0].sockets[0].getsockname()[1], flush=True)
         await task

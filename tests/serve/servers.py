@@ -16,9 +16,9 @@ from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import Piece
-from jaxllm.serve import Backend, Load, ServeConfig, Served, Server
+from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
 from jaxllm.serve.embedder import Embedder
-from jaxllm.serve.server import Opener
+from jaxllm.serve.server import BackendFactory
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests import quick, tiny
@@ -57,7 +57,7 @@ async def tiny_backend() -> AsyncIterator[Backend]:
     """The tiny engine, running."""
     made = tiny_engine()
     async with AsyncEngine(made) as engine:
-        yield Served(engine, TEMPLATE, Embedder(made.device.model, made.device.params, made.max_len))
+        yield EngineBackend(engine, TEMPLATE, Embedder(made.device.model, made.device.params, made.max_len))
 
 
 class FixedRate:
@@ -81,7 +81,7 @@ class FixedRate:
     ):
         self.tokenizer, self.template, self.says = ByteTokenizer(), template, says
         self.max_len, self.sequences, self.seconds = max_len, sequences, seconds
-        self.heeds_priority, self.services = True, list[Service | None]()
+        self.supports_priority, self.services = True, list[Service | None]()
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 
@@ -133,16 +133,16 @@ class FixedRate:
         vector = np.bincount(np.asarray(ids) % 8, minlength=8).astype(np.float32)
         return vector / np.linalg.norm(vector)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Pages: one a continuation."""
-        return Load(self.held, self.begun - self.closed - self.held, self.held, self.sequences, {})
+        return EngineLoad(self.held, self.begun - self.closed - self.held, self.held, self.sequences, {})
 
     def describe(self) -> dict[str, Any]:
         """Nothing."""
         return {}
 
 
-def opener(backend: Backend) -> Opener:
+def opener(backend: Backend) -> BackendFactory:
     """Gives a backend that is there already."""
 
     @contextlib.asynccontextmanager
@@ -153,13 +153,13 @@ def opener(backend: Backend) -> Opener:
 
 
 @contextlib.contextmanager
-def running(open_: Opener, config: ServeConfig | None = None) -> Iterator[tuple[Server, str]]:
+def running(open_: BackendFactory, config: ServeConfig | None = None) -> Iterator[tuple[Server, str]]:
     """(a server in a thread, its URL)."""
     server = Server(config or ServeConfig(port=0, name="tiny"), open_)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        while thread.is_alive() and not (server.started and server.service.desk is not None):
+        while thread.is_alive() and not (server.started and server.service.dispatcher is not None):
             thread.join(0.01)
         assert server.started, "the server has not begun"
         yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

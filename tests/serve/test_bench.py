@@ -9,7 +9,7 @@ import pytest
 from jaxllm.cli import main
 from jaxllm.files import DataError
 from jaxllm.serve import ServeConfig
-from jaxllm.serve.load_benchmark import Seen, drawn, read_trace, summary
+from jaxllm.serve.load_benchmark import RequestResult, random_requests, read_trace, summary
 from tests.serve import servers
 
 
@@ -33,9 +33,9 @@ def test_every_request_is_sent_and_counted(way, tmp_path, capsys, monkeypatch):
 
 def test_figures():
     seen = [
-        Seen(due=0, sent=0, pieces=[1.0, 1.5, 2.0], tokens=3, end=2.0),
-        Seen(due=1, sent=2, pieces=[4.0, 4.1], tokens=2, end=4.0),
-        Seen(due=0, sent=0, error="refused", end=0.1),
+        RequestResult(due=0, sent=0, pieces=[1.0, 1.5, 2.0], tokens=3, end=2.0),
+        RequestResult(due=1, sent=2, pieces=[4.0, 4.1], tokens=2, end=4.0),
+        RequestResult(due=0, sent=0, error="refused", end=0.1),
     ]
     figures = summary(seen, first=2, pace=1)
     assert figures["ttft"]["mean"] == 2
@@ -49,10 +49,10 @@ def test_figures():
 
 
 def test_arrivals(tmp_path):
-    asks = drawn(4000, 10, 8, 5, seed=1)
+    asks = random_requests(4000, 10, 8, 5, seed=1)
     assert asks[-1].at / 4000 == pytest.approx(0.1, rel=0.1)
     assert len({ask.prompt for ask in asks}) > 3900
-    assert drawn(5, float("inf"), 8, 5, seed=1)[-1].at == 0
+    assert random_requests(5, float("inf"), 8, 5, seed=1)[-1].at == 0
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"at": 1, "prompt": "a", "max_tokens": 1}\n{"at": 2}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2"):

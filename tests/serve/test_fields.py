@@ -12,12 +12,12 @@ from pydantic import BaseModel, ValidationError
 from jaxllm.infer import Grammar, SamplingParams
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.api import request_schemas
-from jaxllm.serve.api.chat_completions import Chat
-from jaxllm.serve.api.errors import ApiError, of_validation
-from jaxllm.serve.api.request_fields import not_served
-from jaxllm.serve.api.text_completions import Completions
-from jaxllm.serve.generation import Desk
-from jaxllm.serve.server_metrics import Metrics
+from jaxllm.serve.api.chat_completions import ChatCompletionHandler
+from jaxllm.serve.api.errors import ApiError, validation_error
+from jaxllm.serve.api.request_fields import unsupported_fields
+from jaxllm.serve.api.text_completions import TextCompletionHandler
+from jaxllm.serve.generation import RequestDispatcher
+from jaxllm.serve.server_metrics import ServerMetrics
 from tests.serve.servers import FixedRate
 
 PUBLISHED = {
@@ -48,13 +48,15 @@ CHAT = {**BASE, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {**BASE, "prompt": "hi"}
 
 
-def desk() -> Desk:
-    return Desk(FixedRate(), ServeConfig(), Metrics("m"))
+def dispatcher() -> RequestDispatcher:
+    return RequestDispatcher(FixedRate(), ServeConfig(), ServerMetrics("m"))
 
 
-def asked(model: type[BaseModel], **fields: Any) -> Chat | Completions:
+def asked(model: type[BaseModel], **fields: Any) -> ChatCompletionHandler | TextCompletionHandler:
     body = model.model_validate({**(CHAT if model is request_schemas.ChatRequest else TEXT), **fields})
-    return (Chat if model is request_schemas.ChatRequest else Completions)(desk(), body, {}, {})
+    return (ChatCompletionHandler if model is request_schemas.ChatRequest else TextCompletionHandler)(
+        dispatcher(), body, {}, {}
+    )
 
 
 def params(model: type[BaseModel], **fields: Any) -> SamplingParams:
@@ -73,7 +75,7 @@ def test_no_published_field_is_absent(model):
 
 
 def _refused() -> list[Any]:
-    pairs = [(model, name) for model in PUBLISHED for name in sorted(not_served(model))]
+    pairs = [(model, name) for model in PUBLISHED for name in sorted(unsupported_fields(model))]
     return [pytest.param(model, name, id=f"{model.__name__}-{name}") for model, name in pairs]
 
 
@@ -82,7 +84,7 @@ def test_what_is_not_served_is_refused_by_name(model, name):
     body = {name: {"something": "else"}}
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
-    found = [of_validation([error], body) for error in caught.value.errors() if error["loc"] == (name,)]
+    found = [validation_error([error], body) for error in caught.value.errors() if error["loc"] == (name,)]
     assert [(error.status, error.param) for error in found] == [(400, name)]
 
 
@@ -151,7 +153,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("model", HONOURED, ids=lambda m: m.__name__)
 def test_every_field_is_in_one_of_the_lists(model):
-    assert set(model.model_fields) == set(HONOURED[model]) | ELSEWHERE[model] | not_served(model)
+    assert set(model.model_fields) == set(HONOURED[model]) | ELSEWHERE[model] | unsupported_fields(model)
 
 
 @pytest.mark.parametrize(

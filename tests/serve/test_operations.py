@@ -111,8 +111,8 @@ def test_a_client_that_leaves_ends_its_request(stream):
             next(answer.iter_bytes())
             answer.close()
         wait_until(lambda: backend.begun == backend.closed == 1)
-        assert server.service.desk is not None
-        wait_until(lambda: server.service.desk.open == 0)
+        assert server.service.dispatcher is not None
+        wait_until(lambda: server.service.dispatcher.open == 0)
         assert 'finished_reason="abort",model_name="tiny"} 1.0' in httpx.get(f"{url}/metrics").text
 
 

@@ -14,12 +14,12 @@ from jaxllm.infer.engine.detokenizer import Reader
 from jaxllm.infer.grammar import Grammar, Grammars
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.api import request_schemas
-from jaxllm.serve.api.chat_completions import Chat
+from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.errors import ApiError
-from jaxllm.serve.generation import Desk
-from jaxllm.serve.server_metrics import Metrics
-from jaxllm.serve.tools.output_parser import Reading, Way, merged
-from jaxllm.serve.tools.tool_formats import FORMATS, format_of
+from jaxllm.serve.generation import RequestDispatcher
+from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tools.output_parser import OutputParser, ParserOptions, merge_deltas
+from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS, detect_format
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests import environment
@@ -38,14 +38,14 @@ CALLS = [("weather", {"city": 'a "quoted" } {\\ é 雨', "days": [1, 2]}), ("sto
 FAMILIES = {"qwen3": "hermes", "llama3.1": "llama3_json", "mistral": "mistral"}
 
 
-def read(way: Way, text: str, rng: random.Random | None = None) -> dict[str, Any]:
+def read(way: ParserOptions, text: str, rng: random.Random | None = None) -> dict[str, Any]:
     """The message of a text that comes in pieces."""
-    reading, deltas = Reading(way), []
+    reading, deltas = OutputParser(way), []
     while text:
         many = len(text) if rng is None else rng.randint(1, 6)
         deltas += reading.push(text[:many])
         text = text[many:]
-    out = merged([*deltas, *reading.push("", last=True)])
+    out = merge_deltas([*deltas, *reading.push("", last=True)])
     assert len(out.get("tool_calls", ())) == reading.calls
     return out
 
@@ -55,36 +55,38 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(call["name"], json.loads(call["arguments"])) for call in found]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_what_is_written_is_read(name):
-    form, rng = FORMATS[name], random.Random(environment.derive(environment.seed(), name))
+    form, rng = TOOL_CALL_FORMATS[name], random.Random(environment.derive(environment.seed(), name))
     text = form.write(CALLS)
     for given in (None, rng):
         for forced in (True, False):
-            message = read(Way(form, FUNCTIONS, forced), text, given)
+            message = read(ParserOptions(form, FUNCTIONS, forced), text, given)
             assert calls_of(message) == CALLS
             assert set(message) == {"tool_calls"}
-        one = read(Way(form, FUNCTIONS, many=False), text, given)
+        one = read(ParserOptions(form, FUNCTIONS, many=False), text, given)
         assert calls_of(one) == CALLS[:1]
         if not form.alone:
-            said = read(Way(form, FUNCTIONS), f"I look < it up.\n{text}\n", given)
+            said = read(ParserOptions(form, FUNCTIONS), f"I look < it up.\n{text}\n", given)
             assert (said["content"], calls_of(said)) == ("I look < it up.", CALLS)
-        thought = read(Way(form, FUNCTIONS, thinks="may"), f"\n<think>\nHm. {{}} </thin\n</think>\n\n{text}", given)
+        thought = read(
+            ParserOptions(form, FUNCTIONS, thinks="may"), f"\n<think>\nHm. {{}} </thin\n</think>\n\n{text}", given
+        )
         assert (thought["reasoning_content"], calls_of(thought)) == ("Hm. {} </thin", CALLS)
         assert "content" not in thought
     # However it is spaced; the order of names in an object says nothing.
     loose = text.replace("\n", " ") if form.bare is None else text.replace("\n", "\n\n")
-    assert calls_of(read(Way(form, FUNCTIONS), loose, rng)) == CALLS
+    assert calls_of(read(ParserOptions(form, FUNCTIONS), loose, rng)) == CALLS
     if form.bare is None:
         turned = (
             form.begin + form.open + json.dumps({form.key: {}, "name": "stop-all"}, indent=1) + form.close + form.end
         )
-        assert calls_of(read(Way(form, FUNCTIONS), turned, rng)) == CALLS[1:]
+        assert calls_of(read(ParserOptions(form, FUNCTIONS), turned, rng)) == CALLS[1:]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_what_is_no_call_is_said(name):
-    form, rng = FORMATS[name], random.Random(environment.derive(environment.seed(), name))
+    form, rng = TOOL_CALL_FORMATS[name], random.Random(environment.derive(environment.seed(), name))
     whole = form.write([("weather", {"city": "x"})])
     broken = [
         form.write([("other", {})]),
@@ -100,16 +102,16 @@ def test_what_is_no_call_is_said(name):
     ]
     for text in broken:
         for given in (None, rng):
-            assert read(Way(form, FUNCTIONS), text, given) == ({"content": text} if text else {})
+            assert read(ParserOptions(form, FUNCTIONS), text, given) == ({"content": text} if text else {})
     if not form.alone:
-        after = read(Way(form, FUNCTIONS), form.write([("other", {})]) + " " + whole, rng)
+        after = read(ParserOptions(form, FUNCTIONS), form.write([("other", {})]) + " " + whole, rng)
         assert calls_of(after) == [("weather", {"city": "x"})]
         assert "other" in after["content"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_the_grammar_allows_what_the_parser_reads(name):
-    form, tokenizer = FORMATS[name], ByteTokenizer()
+    form, tokenizer = TOOL_CALL_FORMATS[name], ByteTokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
 
     def follows(text: str, **fields: Any) -> bool:
@@ -152,7 +154,7 @@ def test_special_tokens_that_mark_calls_are_forced_as_tokens(monkeypatch):
     names = {**tokenizer.special_names, 258: "[TOOL_CALLS]"}
     monkeypatch.setitem(tokenizer.__dict__, "special_names", names)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    rules = FORMATS["mistral"].rules(FUNCTIONS, tokenizer, many=True, thinks=None)
+    rules = TOOL_CALL_FORMATS["mistral"].rules(FUNCTIONS, tokenizer, many=True, thinks=None)
     guide = grammars.guide(Grammar.ebnf(rules))
     assert guide.mask is not None
     assert [i for i in range(tokenizer.vocab_size) if guide.mask[i // 32] >> i % 32 & 1] == [258]
@@ -169,7 +171,12 @@ def test_special_tokens_that_are_marks_are_spelt_out():
         backend = servers.FixedRate(template=ChatTemplate(TEMPLATES[text], BOS, EOS))
         vars(backend.tokenizer)["special_names"] = {**backend.tokenizer.special_names, **names}
         body = request_schemas.ChatRequest.model_validate({**HELLO, **fields})
-        assert Chat(Desk(backend, ServeConfig(), Metrics("m")), body, {}, {}).jobs[0].params.spelt == spelt
+        assert (
+            ChatCompletionHandler(RequestDispatcher(backend, ServeConfig(), ServerMetrics("m")), body, {}, {})
+            .jobs[0]
+            .params.spelt
+            == spelt
+        )
     reader = Reader(backend.tokenizer, spelt=(259,))
     assert [reader.push(token)[0] for token in (97, 259, 260, 98)] == ["a", "<think>", "", "b"]
 
@@ -177,20 +184,20 @@ def test_special_tokens_that_are_marks_are_spelt_out():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_say_how_calls_are_written(family):
     template = ChatTemplate(TEMPLATES[family], BOS, EOS)
-    form = format_of(template)
-    assert form == FORMATS[FAMILIES[family]]
+    form = detect_format(template)
+    assert form == TOOL_CALL_FORMATS[FAMILIES[family]]
     function = {"name": "weather", "arguments": CALLS[0][1]}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "123456789", "type": "function", "function": function}
     ]}]  # fmt: skip
     text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
     begins = text.index(form.begin + form.head)
-    assert calls_of(read(Way(form, FUNCTIONS), text[begins:].split(EOS)[0].split("<|")[0])) == CALLS[:1]
+    assert calls_of(read(ParserOptions(form, FUNCTIONS), text[begins:].split(EOS)[0].split("<|")[0])) == CALLS[:1]
 
 
 def test_templates_without_calls_have_no_format():
-    assert {name for name, text in TEMPLATES.items() if format_of(ChatTemplate(text))} == set(FAMILIES)
-    assert format_of(ChatTemplate("{% for t in tools %}<tool_call>\n<function=f>{% endfor %}")) is None
+    assert {name for name, text in TEMPLATES.items() if detect_format(ChatTemplate(text))} == set(FAMILIES)
+    assert detect_format(ChatTemplate("{% for t in tools %}<tool_call>\n<function=f>{% endfor %}")) is None
 
 
 # Over a server
@@ -200,9 +207,9 @@ SAID = [("say", '{"word": "yes"}'), ("check", '{"ok": false}')]
 QWEN = ChatTemplate(TEMPLATES["qwen3"])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_calls_among_free_text_reach_the_client(name):
-    form = FORMATS[name]
+    form = TOOL_CALL_FORMATS[name]
     text = form.write([(name, json.loads(arguments)) for name, arguments in SAID])
     backend = servers.FixedRate(0, says=("" if form.alone else "Let me see.\n") + text)
     config = ServeConfig(port=0, name="tiny", tool_parser=name)
@@ -235,10 +242,12 @@ def test_thoughts_reach_the_client():
         assert (cut.message.content, cut.message.model_extra) == ("", {"reasoning_content": "First"})
 
 
-def asked(template: ChatTemplate = servers.TEMPLATE, parser: str | None = None, **fields: Any) -> Chat:
+def asked(template: ChatTemplate = servers.TEMPLATE, parser: str | None = None, **fields: Any) -> ChatCompletionHandler:
     body = request_schemas.ChatRequest.model_validate({**HELLO, "model": "m", **fields})
-    desk = Desk(servers.FixedRate(template=template), ServeConfig(tool_parser=parser), Metrics("m"))
-    return Chat(desk, body, {}, {})
+    dispatcher = RequestDispatcher(
+        servers.FixedRate(template=template), ServeConfig(tool_parser=parser), ServerMetrics("m")
+    )
+    return ChatCompletionHandler(dispatcher, body, {}, {})
 
 
 def test_a_thought_that_the_prompt_begins():
@@ -247,7 +256,7 @@ def test_a_thought_that_the_prompt_begins():
     tokenizer = ByteTokenizer()
     for fields, text in (
         ({"response_format": form}, "12"),
-        ({"tools": TOOLS, "tool_choice": "required"}, FORMATS["hermes"].write([("check", {"ok": True})])),
+        ({"tools": TOOLS, "tool_choice": "required"}, TOOL_CALL_FORMATS["hermes"].write([("check", {"ok": True})])),
     ):
         chat = asked(opened, **fields)
         grammar = chat.jobs[0].params.grammar
@@ -275,7 +284,7 @@ def test_a_template_without_words_for_tools_is_told_of_them():
         asked(bare, messages=called)
     assert caught.value.param == "messages[1].tool_calls"
     assert bytes(asked(bare, tool_choice="none", tools=TOOLS).jobs[0].prompt) == b"<user>hi\n"
-    for name, form in FORMATS.items():
+    for name, form in TOOL_CALL_FORMATS.items():
         text = bytes(asked(bare, name, messages=called, tools=TOOLS).jobs[0].prompt).decode()
         assert all(json.dumps(tool["function"]) in text for tool in TOOLS)
         assert form.write([("say", {"word": "yes"})]) in text

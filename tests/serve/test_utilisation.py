@@ -11,7 +11,7 @@ import pytest
 from jaxllm.compiler import device_peaks
 from jaxllm.infer import SamplingParams
 from jaxllm.infer.engine.engine_metrics import Bucket, Metrics
-from jaxllm.serve.utilisation import uses
+from jaxllm.serve.utilisation import program_utilisation
 from tests.serve import servers
 
 
@@ -32,7 +32,7 @@ def work(engine, prompt: int, made: int) -> None:
 def test_flops_and_bytes_are_those_of_the_weights(engine):
     prompt, made = 40, 7  # a prompt of two pieces, then loops of two tokens
     work(engine, prompt, made)
-    found = uses(engine)
+    found = program_utilisation(engine)
     assert {name.rsplit("-", 1)[0] for name in found} == {"prompt-32", "decode-1"}
     # Each weight of a matrix is one multiply-add a token; the embedding's is the head's, of tokens that are made.
     sizes = {jax.tree_util.keystr(p): x.size for p, x in jax.tree_util.tree_flatten_with_path(engine.device.params)[0]}

@@ -108,18 +108,18 @@ def bench_serve(argv: list[str]) -> int:
         asks = (
             load_benchmark.read_trace(trace)
             if trace
-            else load_benchmark.drawn(requests, rate or float("inf"), prompt, tokens, seed)
+            else load_benchmark.random_requests(requests, rate or float("inf"), prompt, tokens, seed)
         )
 
-        async def load() -> list[load_benchmark.Seen]:
-            client = load_benchmark.Client(url, model or "", os.environ.get("JAXLLM_API_KEY", ""))
+        async def load() -> list[load_benchmark.RequestResult]:
+            client = load_benchmark.LoadClient(url, model or "", os.environ.get("JAXLLM_API_KEY", ""))
             try:
                 client.model = model or (await client.models())[0]
             except OSError as error:
                 raise UsageError(f"{url} does not answer: {error}") from None
             if trace is None and rate is None:
-                return await load_benchmark.run_closed(client, asks, clients or 8)
-            return await load_benchmark.run_open(client, asks)
+                return await load_benchmark.run_closed_loop(client, asks, clients or 8)
+            return await load_benchmark.run_open_loop(client, asks)
 
         seen = asyncio.run(load())
         figures = load_benchmark.summary(seen, ttft, tpot)

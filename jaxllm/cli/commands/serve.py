@@ -70,7 +70,7 @@ def serve(argv: list[str]) -> int:
                 sequences and budget are those of each replica.
         """
         try:
-            from jaxllm.serve import ServeConfig, engine_of
+            from jaxllm.serve import ServeConfig, backend_factory
             from jaxllm.serve import serve as run_server
         except ModuleNotFoundError as error:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
@@ -86,7 +86,9 @@ def serve(argv: list[str]) -> int:
         sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20, kv_dtype=kv_dtype)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         turn = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
-        run_server(config, engine_of(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=turn)))
+        run_server(
+            config, backend_factory(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=turn))
+        )
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm serve")

@@ -10,30 +10,37 @@ from jaxllm.infer.grammar import Grammar
 from jaxllm.serve.api import logprobs
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.event_stream import DONE, event
-from jaxllm.serve.api.prompt_encoding import chat_ids, chat_text, form_of, params_of, room_for, service_of
+from jaxllm.serve.api.prompt_encoding import (
+    encode_chat,
+    grammar_of,
+    remaining_tokens,
+    render_chat,
+    sampling_params,
+    scheduling_of,
+)
 from jaxllm.serve.api.request_schemas import ChatRequest
-from jaxllm.serve.generation import Desk, Job, Usage
-from jaxllm.serve.tools.output_parser import Delta, Reading, Way, merged
-from jaxllm.serve.tools.tool_choice import Asked, Dialect, asked_of, within_thought
+from jaxllm.serve.generation import GenerationJob, RequestDispatcher, Usage
+from jaxllm.serve.tools.output_parser import Delta, OutputParser, ParserOptions, merge_deltas
+from jaxllm.serve.tools.tool_choice import ChatFormat, ToolChoice, grammar_after_reasoning, resolve_tool_choice
 
 
-class Chat:
+class ChatCompletionHandler:
     """One request and its answer.
 
     Args:
-        desk: where the engine is.
+        dispatcher: where the engine is.
         body: what is asked.
         head: id, created, model: of the answer.
         record: for the log.
     """
 
-    def __init__(self, desk: Desk, body: ChatRequest, head: dict[str, Any], record: dict[str, Any]):
-        self._desk, self._body, self._head, self._record = desk, body, head, record
+    def __init__(self, dispatcher: RequestDispatcher, body: ChatRequest, head: dict[str, Any], record: dict[str, Any]):
+        self._desk, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
-        job, way = _job(desk, body, record)
+        job, way = _job(dispatcher, body, record)
         self.jobs = [job]
-        desk.check(self.jobs, "messages")
-        self._readings = [Reading(way) for _ in range(job.params.n)]
+        dispatcher.check(self.jobs, "messages")
+        self._readings = [OutputParser(way) for _ in range(job.params.n)]
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
@@ -48,7 +55,7 @@ class Chat:
         choices = [
             {
                 "index": i,
-                "message": _message(merged(found)),
+                "message": _message(merge_deltas(found)),
                 "logprobs": {"content": scores[i], "refusal": None} if self._body.logprobs else None,
                 "finish_reason": ends[i],
             }
@@ -99,7 +106,7 @@ class Chat:
             return []
         tokenizer = self._desk.backend.tokenizer
         rows = zip(piece.tokens, piece.logprobs, piece.top, strict=True)
-        return [logprobs.of_chat(tokenizer, *row) for row in rows if row[0] not in piece.request.stop_ids]
+        return [logprobs.chat_logprob(tokenizer, *row) for row in rows if row[0] not in piece.request.stop_ids]
 
 
 def _message(found: dict[str, Any]) -> dict[str, Any]:
@@ -107,34 +114,42 @@ def _message(found: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": None if "tool_calls" in found else "", "refusal": None, **found}
 
 
-def _job(desk: Desk, body: ChatRequest, record: dict[str, Any]) -> tuple[Job, Way]:
+def _job(
+    dispatcher: RequestDispatcher, body: ChatRequest, record: dict[str, Any]
+) -> tuple[GenerationJob, ParserOptions]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true.", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
-    backend, dialect, asked = desk.backend, desk.dialect, asked_of(body, desk.dialect)
-    text = chat_text(
-        dialect, body.messages, variables=body.chat_template_kwargs, tools=asked.tools,
+    backend, chat_format, asked = (
+        dispatcher.backend,
+        dispatcher.chat_format,
+        resolve_tool_choice(body, dispatcher.chat_format),
+    )
+    text = render_chat(
+        chat_format, body.messages, variables=body.chat_template_kwargs, tools=asked.tools,
         begins=body.add_generation_prompt is not False,
     )  # fmt: skip
-    ids = chat_ids(backend.tokenizer, text)
-    room = room_for(backend, ids, "messages")
+    ids = encode_chat(backend.tokenizer, text)
+    room = remaining_tokens(backend, ids, "messages")
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    way = asked.way(dialect, text)
-    spelt = dialect.thought_marks + (dialect.call_marks if way.form is not None else ())
-    grammar, source = _form(body, asked, dialect, way)
-    params = params_of(
+    way = asked.way(chat_format, text)
+    spelt = chat_format.thought_marks + (chat_format.call_marks if way.form is not None else ())
+    grammar, source = _form(body, asked, chat_format, way)
+    params = sampling_params(
         body, room if most is None else most, logprobs=wanted, spelt=tuple(dict.fromkeys(spelt)), grammar=grammar
     )
-    return Job(ids, params, body.cache_salt or "", service_of(body, backend, record), source), way
+    return GenerationJob(ids, params, body.cache_salt or "", scheduling_of(body, backend, record), source), way
 
 
-def _form(body: ChatRequest, asked: Asked, dialect: Dialect, way: Way) -> tuple[Grammar | None, str]:
+def _form(
+    body: ChatRequest, asked: ToolChoice, chat_format: ChatFormat, way: ParserOptions
+) -> tuple[Grammar | None, str]:
     """(what the text is held to, the field that says so)."""
-    form, field = form_of(body), "structured_outputs" if body.structured_outputs else "response_format"
+    form, field = grammar_of(body), "structured_outputs" if body.structured_outputs else "response_format"
     if form is not None and way.form is not None:
         raise ApiError(400, "a text of this form has no place for calls; give tool_choice = none.", param=field)
     if form is None:
-        return asked.grammar(dialect, way), "tools"
-    return (within_thought(form, dialect.backend) if way.thinks == "does" else form), field
+        return asked.grammar(chat_format, way), "tools"
+    return (grammar_after_reasoning(form, chat_format.backend) if way.thinks == "does" else form), field

@@ -9,25 +9,27 @@ from typing import Any
 import numpy as np
 
 from jaxllm.serve.api.errors import ApiError
-from jaxllm.serve.api.prompt_encoding import room_for
+from jaxllm.serve.api.prompt_encoding import remaining_tokens
 from jaxllm.serve.api.request_schemas import EmbeddingRequest
-from jaxllm.serve.generation import Desk
+from jaxllm.serve.generation import RequestDispatcher
 
 
-async def embed(desk: Desk, body: EmbeddingRequest, prompts: list[list[int]], record: dict[str, Any]) -> dict[str, Any]:
+async def embed(
+    dispatcher: RequestDispatcher, body: EmbeddingRequest, prompts: list[list[int]], record: dict[str, Any]
+) -> dict[str, Any]:
     """The answer to a request.
 
     Raises:
         ApiError: too many or too long texts, other dimensions than the model's, a full queue.
     """
-    desk.check_many(prompts, "input")
+    dispatcher.check_many(prompts, "input")
     for ids in prompts:
-        room_for(desk.backend, ids, "input")
-    release = desk.admit(1)
+        remaining_tokens(dispatcher.backend, ids, "input")
+    release = dispatcher.admit(1)
     try:
         data = []
         for index, ids in enumerate(prompts):
-            vector = await asyncio.to_thread(desk.backend.embed, ids, body.pooling or "mean")
+            vector = await asyncio.to_thread(dispatcher.backend.embed, ids, body.pooling or "mean")
             if body.dimensions not in (None, len(vector)):
                 raise ApiError(400, f"this model's vectors have {len(vector)} dimensions.", param="dimensions")
             data.append({"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)})

@@ -53,7 +53,7 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
-def of_validation(problems: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
+def validation_error(problems: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
     """What pydantic found wrong with a body: the first problem's field and words."""
     if not problems:
         return ApiError(400, "the request's body cannot be read.")

@@ -16,15 +16,15 @@ T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody waits for the answer any more."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What the work gives; it is cancelled when the client goes away.
 
     Raises:
-        ClientGone: it has.
+        ClientDisconnected: it has.
     """
 
     async def gone() -> None:
@@ -36,7 +36,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for task in tasks:
             task.cancel()
@@ -66,8 +66,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send(send))
-        except ClientGone:
+            await cancel_on_disconnect(receive, self._send(send))
+        except ClientDisconnected:
             # What is still unread would keep a closed connection open for as long as nobody reads it.
             if (transport := scope.get("state", {}).get("transport")) is not None:
                 transport.abort()
@@ -89,4 +89,4 @@ class EventStream(Response):
             async with asyncio.timeout(self._write_seconds):
                 await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
         except TimeoutError:
-            raise ClientGone from None
+            raise ClientDisconnected from None

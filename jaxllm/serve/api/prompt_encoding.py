@@ -11,15 +11,15 @@ from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.grammar import Grammar
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.serve.api.errors import ApiError
-from jaxllm.serve.api.request_schemas import Sampling
+from jaxllm.serve.api.request_schemas import SamplingFields
 from jaxllm.serve.backend import Backend
-from jaxllm.serve.tools.tool_choice import Dialect
+from jaxllm.serve.tools.tool_choice import ChatFormat
 from jaxllm.text import Tokenizer
 
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-def text_ids(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -> list[int]:
     """Tokens of a prompt, which begins as the model's documents do.
 
     Raises:
@@ -34,16 +34,16 @@ def text_ids(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -> l
     return ids
 
 
-def prompts_of(tokenizer: Tokenizer, given: Any, param: str) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, given: Any, param: str) -> list[list[int]]:
     """Tokens of one prompt or of several, which are texts or tokens already.
 
     Raises:
         ApiError: one is empty, or has a token that there is not.
     """
     if given is None or isinstance(given, str):
-        found = [text_ids(tokenizer, given)]
+        found = [encode_text(tokenizer, given)]
     elif isinstance(given[0], str):
-        found = [text_ids(tokenizer, text) for text in given]
+        found = [encode_text(tokenizer, text) for text in given]
     elif isinstance(given[0], int):
         found = [list(given)]
     else:
@@ -55,8 +55,8 @@ def prompts_of(tokenizer: Tokenizer, given: Any, param: str) -> list[list[int]]:
     return found
 
 
-def chat_text(
-    dialect: Dialect,
+def render_chat(
+    chat_format: ChatFormat,
     messages: Sequence[Any],
     *,
     variables: Mapping[str, Any] | None = None,
@@ -68,19 +68,19 @@ def chat_text(
     Raises:
         ApiError: the model has no template, or the template refuses the conversation.
     """
-    if (template := dialect.backend.template) is None:
+    if (template := chat_format.backend.template) is None:
         raise ApiError(
             400, "this model has no chat template, so it was not trained to converse; use /v1/completions.",
             param="messages",
         )  # fmt: skip
-    if taken := [name for name in variables or {} if name in RESERVED]:
+    if taken := [name for name in variables or {} if name in RESERVED_VARIABLES]:
         raise ApiError(
             400, f"chat_template_kwargs has {taken[0]!r}, which has a field of its own.", param="chat_template_kwargs"
         )
     try:
         return template.render(
-            dialect.messages([plain_message(m) for m in messages], tools),
-            tools if dialect.knows_tools else None,
+            chat_format.messages([template_message(m) for m in messages], tools),
+            tools if chat_format.knows_tools else None,
             add_generation_prompt=begins,
             **(variables or {}),
         )
@@ -88,8 +88,8 @@ def chat_text(
         raise ApiError(400, str(error), param="messages") from None
 
 
-def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of what ``chat_text`` gives.
+def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of what ``render_chat`` gives.
 
     Raises:
         ApiError: there are none, or it cannot be spelt.
@@ -103,7 +103,7 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def plain_message(message: Any) -> dict[str, Any]:
+def template_message(message: Any) -> dict[str, Any]:
     """A message as templates read it: one text, arguments as an object; developers speak as the system."""
     out = message.model_dump(exclude_none=True)
     if out["role"] == "developer":
@@ -119,7 +119,7 @@ def plain_message(message: Any) -> dict[str, Any]:
     return out
 
 
-def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
+def sampling_params(body: SamplingFields, max_tokens: int, **fields: Any) -> SamplingParams:
     """The engine's parameters of a request.
 
     Raises:
@@ -147,7 +147,7 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
         "include_stop": body.include_stop_str_in_output,
         "beams": body.beams,
         "length_penalty": body.length_penalty,
-        "grammar": form_of(body),
+        "grammar": grammar_of(body),
         **fields,
     }
     try:
@@ -157,13 +157,13 @@ def params_of(body: Sampling, max_tokens: int, **fields: Any) -> SamplingParams:
         raise ApiError(400, str(error), param=name if name in given else None) from None
 
 
-def service_of(body: Sampling, backend: Backend, record: Mapping[str, Any]) -> Service:
+def scheduling_of(body: SamplingFields, backend: Backend, record: Mapping[str, Any]) -> Service:
     """What a request is to get before others: its priority; whose it is, by the number of its key.
 
     Raises:
         ApiError: a priority, of a server that has none.
     """
-    if body.priority and not backend.heeds_priority:
+    if body.priority and not backend.supports_priority:
         raise ApiError(
             400, "this server takes requests in another order than by priority; leave it out, or serve with "
             "--policy priority.", param="priority",
@@ -171,7 +171,7 @@ def service_of(body: Sampling, backend: Backend, record: Mapping[str, Any]) -> S
     return Service(priority=body.priority or 0, key=str(record.get("key", "")))
 
 
-def form_of(body: Sampling) -> Grammar | None:
+def grammar_of(body: SamplingFields) -> Grammar | None:
     """The grammar that a request asks for.
 
     Raises:
@@ -192,7 +192,7 @@ def form_of(body: Sampling) -> Grammar | None:
     return forms[0] if forms else None
 
 
-def room_for(backend: Backend, prompt: Sequence[int], param: str) -> int:
+def remaining_tokens(backend: Backend, prompt: Sequence[int], param: str) -> int:
     """How many tokens may follow a prompt.
 
     Raises:

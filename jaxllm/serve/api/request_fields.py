@@ -10,15 +10,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import PydanticCustomError, core_schema
 
 
-class Body(BaseModel):
+class RequestModel(BaseModel):
     """A part of a request: no field is converted, none is unknown, no number is nan."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 @dataclass(frozen=True)
-class NotServed:
-    """A published field that is not honoured here: ``name: Annotated[Any, NotServed("why", neutral, ...)] = None``.
+class UnsupportedField:
+    """A published field that is not honoured here: ``name: Annotated[Any, UnsupportedField("why", neutral, ...)] = None``.
 
     Null and the neutral values, which ask for nothing, are taken; all else is refused.
     """
@@ -49,9 +49,9 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def not_served(model: type[BaseModel]) -> set[str]:
+def unsupported_fields(model: type[BaseModel]) -> set[str]:
     """Fields of a model that are refused by name."""
-    return {name for name, f in model.model_fields.items() if any(isinstance(m, NotServed) for m in f.metadata)}
+    return {name for name, f in model.model_fields.items() if any(isinstance(m, UnsupportedField) for m in f.metadata)}
 
 
 def _whole(value: Any) -> Any:
@@ -59,13 +59,13 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-WHOLE = BeforeValidator(_whole)
+WHOLE_NUMBER = BeforeValidator(_whole)
 """Comes after an integer's bounds, which the published schema would lose otherwise."""
-Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
-Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE_NUMBER]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
-Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "token"}), WHOLE]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE_NUMBER]
+Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "token"}), WHOLE_NUMBER]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(max_length=512)]

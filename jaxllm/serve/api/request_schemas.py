@@ -7,56 +7,56 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxllm.serve.api.request_fields import (
-    WHOLE,
-    Body,
+    WHOLE_NUMBER,
     Count,
+    Fraction,
     Name,
-    NotServed,
     Penalty,
+    RequestModel,
     Seed,
-    Share,
     Stop,
     Temperature,
     Token,
+    UnsupportedField,
 )
 
 _STORES = "nothing is stored here"
 
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Form = Annotated[str, Field(min_length=1, max_length=100_000)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestModel):
     """Of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, NotServed("chunks are not padded", False)] = None
+    include_obfuscation: Annotated[Any, UnsupportedField("chunks are not padded", False)] = None
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(RequestModel):
     """The form of a text, one of these; not OpenAI's."""
 
     json_: dict[str, Any] | None = Field(default=None, alias="json")
-    regex: Form | None = None
+    regex: GrammarText | None = None
     choice: Annotated[list[Stop], Field(min_length=1, max_length=256)] | None = None
-    grammar: Form | None = None
+    grammar: GrammarText | None = None
 
 
-class TextFormat(Body):
+class TextFormat(RequestModel):
     """Any text."""
 
     type: Literal["text"]
 
 
-class JsonObject(Body):
+class JsonObject(RequestModel):
     """A JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(Body):
+class JsonSchema(RequestModel):
     """A schema with a name; it is held to strictly, whatever ``strict`` says."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -65,43 +65,43 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(RequestModel):
     """JSON that a schema validates."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
-class Sampling(Body):
+class SamplingFields(RequestModel):
     """What chat and completions share."""
 
     model: Name
-    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=128), WHOLE_NUMBER] | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     user: Name | None = Field(default=None, description="Written to the log.")
     # Not OpenAI's:
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Share | None = None
+    typical_p: Fraction | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=64)] | None = None
     allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=4096)] | None = None
     include_stop_str_in_output: bool | None = None
-    beams: Annotated[int, Field(ge=1, le=16), WHOLE] | None = None
+    beams: Annotated[int, Field(ge=1, le=16), WHOLE_NUMBER] | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = Field(
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE_NUMBER] | None = Field(
         default=None, description="Higher goes first, 0 by default; of servers with that policy."
     )
     cache_salt: Name | None = Field(
@@ -109,22 +109,22 @@ class Sampling(Body):
     )
 
 
-class TextPart(Body):
+class TextPart(RequestModel):
     """Text of a message."""
 
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: Annotated[Any, NotServed("prefixes are found without marks")] = None
+    prompt_cache_breakpoint: Annotated[Any, UnsupportedField("prefixes are found without marks")] = None
 
 
-class Function(Body):
+class Function(RequestModel):
     """A call that the model made."""
 
     name: Name
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(RequestModel):
     """A call that the model made, with its number."""
 
     id: Name
@@ -135,7 +135,7 @@ class ToolCall(Body):
 Content = str | list[TextPart]
 
 
-class SystemMessage(Body):
+class SystemMessage(RequestModel):
     """How the model is to behave."""
 
     role: Literal["system", "developer"]
@@ -143,7 +143,7 @@ class SystemMessage(Body):
     name: Name | None = None
 
 
-class UserMessage(Body):
+class UserMessage(RequestModel):
     """What a person says."""
 
     role: Literal["user"]
@@ -151,7 +151,7 @@ class UserMessage(Body):
     name: Name | None = None
 
 
-class AssistantMessage(Body):
+class AssistantMessage(RequestModel):
     """What the model said."""
 
     role: Literal["assistant"]
@@ -160,11 +160,11 @@ class AssistantMessage(Body):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
-    audio: Annotated[Any, NotServed("this model writes text")] = None
-    function_call: Annotated[Any, NotServed("it was replaced by tool_calls")] = None
+    audio: Annotated[Any, UnsupportedField("this model writes text")] = None
+    function_call: Annotated[Any, UnsupportedField("it was replaced by tool_calls")] = None
 
 
-class ToolMessage(Body):
+class ToolMessage(RequestModel):
     """What a tool gave back."""
 
     role: Literal["tool"]
@@ -172,7 +172,7 @@ class ToolMessage(Body):
     tool_call_id: Name
 
 
-class FunctionDefinition(Body):
+class FunctionDefinition(RequestModel):
     """What the model may call."""
 
     name: FunctionName
@@ -186,34 +186,34 @@ class FunctionDefinition(Body):
     )
 
 
-class Tool(Body):
+class Tool(RequestModel):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionNamed(Body):
+class FunctionReference(RequestModel):
     """One of the functions."""
 
     name: FunctionName
 
 
-class NamedTool(Body):
+class NamedTool(RequestModel):
     """The function that is to be called."""
 
     type: Literal["function"]
-    function: FunctionNamed
+    function: FunctionReference
 
 
-class AllowedSet(Body):
+class AllowedSet(RequestModel):
     """Functions, and whether one must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
 
 
-class AllowedTools(Body):
+class AllowedTools(RequestModel):
     """The functions that may be called, of all that the model is told of."""
 
     type: Literal["allowed_tools"]
@@ -223,37 +223,41 @@ class AllowedTools(Body):
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE_NUMBER] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Not OpenAI's: variables of the chat template, such as enable_thinking."
     )
     add_generation_prompt: bool | None = Field(default=None, description="Not OpenAI's: the template's; true.")
-    audio: Annotated[Any, NotServed("this model writes text")] = None
-    modalities: Annotated[Any, NotServed("this model writes text", ["text"])] = None
-    function_call: Annotated[Any, NotServed("it was replaced by tool_choice", "none")] = None
-    functions: Annotated[Any, NotServed("they were replaced by tools", [])] = None
+    audio: Annotated[Any, UnsupportedField("this model writes text")] = None
+    modalities: Annotated[Any, UnsupportedField("this model writes text", ["text"])] = None
+    function_call: Annotated[Any, UnsupportedField("it was replaced by tool_choice", "none")] = None
+    functions: Annotated[Any, UnsupportedField("they were replaced by tools", [])] = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="True by default; false: one call at most.")
     response_format: Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    metadata: Annotated[Any, NotServed(_STORES, {})] = None
-    store: Annotated[Any, NotServed(_STORES, False)] = None
-    moderation: Annotated[Any, NotServed("nothing is moderated here")] = None
-    prediction: Annotated[Any, NotServed("predicted outputs are not used here")] = None
-    prompt_cache_key: Annotated[Any, NotServed("prefixes are found without a key; see cache_salt")] = None
-    prompt_cache_options: Annotated[Any, NotServed("prefixes are kept while there is room")] = None
-    prompt_cache_retention: Annotated[Any, NotServed("prefixes are kept while there is room", "in_memory")] = None
-    reasoning_effort: Annotated[Any, NotServed("see chat_template_kwargs for what the model's template knows")] = None
-    verbosity: Annotated[Any, NotServed("models here have no such setting")] = None
-    web_search_options: Annotated[Any, NotServed("nothing is searched here")] = None
-    service_tier: Annotated[Any, NotServed("there is one tier", "auto", "default")] = None
+    metadata: Annotated[Any, UnsupportedField(_STORES, {})] = None
+    store: Annotated[Any, UnsupportedField(_STORES, False)] = None
+    moderation: Annotated[Any, UnsupportedField("nothing is moderated here")] = None
+    prediction: Annotated[Any, UnsupportedField("predicted outputs are not used here")] = None
+    prompt_cache_key: Annotated[Any, UnsupportedField("prefixes are found without a key; see cache_salt")] = None
+    prompt_cache_options: Annotated[Any, UnsupportedField("prefixes are kept while there is room")] = None
+    prompt_cache_retention: Annotated[Any, UnsupportedField("prefixes are kept while there is room", "in_memory")] = (
+        None
+    )
+    reasoning_effort: Annotated[
+        Any, UnsupportedField("see chat_template_kwargs for what the model's template knows")
+    ] = None
+    verbosity: Annotated[Any, UnsupportedField("models here have no such setting")] = None
+    web_search_options: Annotated[Any, UnsupportedField("nothing is searched here")] = None
+    service_tier: Annotated[Any, UnsupportedField("there is one tier", "auto", "default")] = None
     safety_identifier: Name | None = Field(default=None, description="Written to the log.")
 
 
@@ -261,20 +265,20 @@ Ids = Annotated[list[Token], Field(min_length=1)]
 Prompts = str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
     prompt: Prompts | None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE_NUMBER] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = Field(
         default=None, description="16 by default."
     )
-    best_of: Annotated[int, Field(ge=1, le=20), WHOLE] | None = None
-    suffix: Annotated[Any, NotServed("this model writes on from a prompt only", "")] = None
+    best_of: Annotated[int, Field(ge=1, le=20), WHOLE_NUMBER] | None = None
+    suffix: Annotated[Any, UnsupportedField("this model writes on from a prompt only", "")] = None
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(RequestModel):
     """`POST /v1/embeddings`."""
 
     model: Name
@@ -287,7 +291,7 @@ class EmbeddingRequest(Body):
     )
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestModel):
     """`POST /tokenize`: of a text, or of a conversation."""
 
     model: Name | None = None
@@ -298,7 +302,7 @@ class TokenizeRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestModel):
     """`POST /detokenize`."""
 
     model: Name | None = None

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Shape(BaseModel):
+class ResponseModel(BaseModel):
     """A part of an answer."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class ErrorDetail(Shape):
+class ErrorDetail(ResponseModel):
     """What is wrong."""
 
     message: str
@@ -22,13 +22,13 @@ class ErrorDetail(Shape):
     code: str | None
 
 
-class ErrorResponse(Shape):
+class ErrorResponse(ResponseModel):
     """A refusal."""
 
     error: ErrorDetail
 
 
-class UsageCounts(Shape):
+class UsageCounts(ResponseModel):
     """Tokens read and made."""
 
     prompt_tokens: int
@@ -36,7 +36,7 @@ class UsageCounts(Shape):
     total_tokens: int
 
 
-class TopLogprob(Shape):
+class TopLogprob(ResponseModel):
     """One of the likeliest tokens."""
 
     token: str
@@ -50,21 +50,21 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Shape):
+class ChatLogprobs(ResponseModel):
     """Of an answer."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class CalledFunction(Shape):
+class CalledFunction(ResponseModel):
     """A function and its arguments, JSON."""
 
     name: str
     arguments: str
 
 
-class AnswerCall(Shape):
+class AnswerCall(ResponseModel):
     """A call that the model asks for."""
 
     id: str
@@ -72,7 +72,7 @@ class AnswerCall(Shape):
     function: CalledFunction
 
 
-class AnswerMessage(Shape):
+class AnswerMessage(ResponseModel):
     """What the model said; ``reasoning_content`` of models that mark their thoughts, ``tool_calls`` where it calls."""
 
     role: Literal["assistant"]
@@ -82,7 +82,7 @@ class AnswerMessage(Shape):
     tool_calls: list[AnswerCall] = []
 
 
-class ChatChoice(Shape):
+class ChatChoice(ResponseModel):
     """One answer."""
 
     index: int
@@ -91,7 +91,7 @@ class ChatChoice(Shape):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(Shape):
+class ChatCompletion(ResponseModel):
     """Answers to a conversation."""
 
     id: str
@@ -102,7 +102,7 @@ class ChatCompletion(Shape):
     usage: UsageCounts
 
 
-class TextLogprobs(Shape):
+class TextLogprobs(ResponseModel):
     """Of a text, token by token."""
 
     tokens: list[str]
@@ -111,7 +111,7 @@ class TextLogprobs(Shape):
     text_offset: list[int]
 
 
-class TextChoice(Shape):
+class TextChoice(ResponseModel):
     """One continuation."""
 
     index: int
@@ -120,7 +120,7 @@ class TextChoice(Shape):
     finish_reason: Literal["stop", "length"]
 
 
-class TextCompletion(Shape):
+class TextCompletion(ResponseModel):
     """Continuations of texts."""
 
     id: str
@@ -131,7 +131,7 @@ class TextCompletion(Shape):
     usage: UsageCounts
 
 
-class ModelCard(Shape):
+class ModelCard(ResponseModel):
     """A model that is served."""
 
     id: str
@@ -141,14 +141,14 @@ class ModelCard(Shape):
     max_model_len: int
 
 
-class ModelList(Shape):
+class ModelList(ResponseModel):
     """All of them."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Embedding(Shape):
+class EmbeddingObject(ResponseModel):
     """Of one text; base64 of little-endian float32 where asked for."""
 
     object: Literal["embedding"]
@@ -156,23 +156,23 @@ class Embedding(Shape):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Shape):
+class EmbeddingUsage(ResponseModel):
     """Tokens read."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class Embeddings(Shape):
+class Embeddings(ResponseModel):
     """Of all texts."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     model: str
     usage: EmbeddingUsage
 
 
-class Tokenized(Shape):
+class Tokenized(ResponseModel):
     """Tokens of a text."""
 
     tokens: list[int]
@@ -180,26 +180,26 @@ class Tokenized(Shape):
     max_model_len: int
 
 
-class Detokenized(Shape):
+class Detokenized(ResponseModel):
     """Text of tokens."""
 
     prompt: str
 
 
-class Status(Shape):
+class Status(ResponseModel):
     """How the server is."""
 
     status: str
 
 
-class Version(Shape):
+class Version(ResponseModel):
     """What it runs."""
 
     version: str
     jax: str
 
 
-class Settings(Shape):
+class Settings(ResponseModel):
     """What is in effect."""
 
     server: dict[str, Any]

@@ -10,13 +10,13 @@ from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import Piece
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.event_stream import DONE, event
-from jaxllm.serve.api.logprobs import Columns
-from jaxllm.serve.api.prompt_encoding import params_of, prompts_of, room_for, service_of
+from jaxllm.serve.api.logprobs import TextLogprobsBuilder
+from jaxllm.serve.api.prompt_encoding import encode_prompts, remaining_tokens, sampling_params, scheduling_of
 from jaxllm.serve.api.request_schemas import CompletionRequest
 from jaxllm.serve.backend import Backend
-from jaxllm.serve.generation import Desk, Job, Usage
+from jaxllm.serve.generation import GenerationJob, RequestDispatcher, Usage
 
-DEFAULT_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Made where a request does not say how many, as OpenAI has it."""
 
 
@@ -24,33 +24,37 @@ DEFAULT_TOKENS = 16
 class _Choice:
     """One continuation as it grows."""
 
-    columns: Columns | None
+    columns: TextLogprobsBuilder | None
     begun: bool = False
 
 
-class Completions:
+class TextCompletionHandler:
     """One request and its answer.
 
     Args:
-        desk: where the engine is.
+        dispatcher: where the engine is.
         body: what is asked.
         head: id, created, model: of the answer.
         record: for the log.
     """
 
-    def __init__(self, desk: Desk, body: CompletionRequest, head: dict[str, Any], record: dict[str, Any]):
+    def __init__(
+        self, dispatcher: RequestDispatcher, body: CompletionRequest, head: dict[str, Any], record: dict[str, Any]
+    ):
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
-        self._desk, self._body, self._head, self._record = desk, body, head, record
+        self._desk, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
-        service = service_of(body, desk.backend, record)
-        prompts = prompts_of(desk.backend.tokenizer, body.prompt, "prompt")
-        self.jobs = [_job(desk.backend, body, ids, service) for ids in prompts]
-        desk.check(self.jobs, "prompt")
+        service = scheduling_of(body, dispatcher.backend, record)
+        prompts = encode_prompts(dispatcher.backend.tokenizer, body.prompt, "prompt")
+        self.jobs = [_job(dispatcher.backend, body, ids, service) for ids in prompts]
+        dispatcher.check(self.jobs, "prompt")
         self._many = self.jobs[0].params.n
         listed = body.logprobs is not None
         self._choices = [
-            _Choice(Columns(desk.backend.tokenizer, best=(body.logprobs or 0) > 0) if listed else None)
+            _Choice(
+                TextLogprobsBuilder(dispatcher.backend.tokenizer, best=(body.logprobs or 0) > 0) if listed else None
+            )
             for _ in range(self._many * len(self.jobs))
         ]
 
@@ -104,12 +108,12 @@ def _joined(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {name: column if column is None else [*column, *more[name]] for name, column in columns.items()}
 
 
-def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Service) -> Job:
-    room_for(backend, ids, "prompt")
-    asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Service) -> GenerationJob:
+    remaining_tokens(backend, ids, "prompt")
+    asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
         raise ApiError(400, "max_tokens = 0 makes nothing; it is for echo = true.", param="max_tokens")
-    params = params_of(
+    params = sampling_params(
         body,
         asked,
         best_of=body.best_of,
@@ -117,4 +121,4 @@ def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Ser
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    return Job(ids, params, body.cache_salt or "", service)
+    return GenerationJob(ids, params, body.cache_salt or "", service)

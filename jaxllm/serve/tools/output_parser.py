@@ -1,6 +1,6 @@
 """An answer's text as it comes, taken apart: what was thought, what is said, which functions are called.
 
-A ``Reading`` is fed text and gives deltas in OpenAI's shape; a whole answer is what they add up to. Inside it is one
+A ``OutputParser`` is fed text and gives deltas in OpenAI's shape; a whole answer is what they add up to. Inside it is one
 generator that reads on through the text, and gives None where it needs more of it.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxllm.serve.tools.tool_formats import Format
+from jaxllm.serve.tools.tool_formats import ToolCallFormat
 
-THINK, THOUGHT = "<think>", "</think>"
+REASONING_START, REASONING_END = "<think>", "</think>"
 Delta = dict[str, Any]
 Steps = Generator[Delta | None, None, Any]
 
 
 @dataclass(frozen=True)
-class Way:
+class ParserOptions:
     """How an answer is to be read.
 
     Attributes:
@@ -31,14 +31,14 @@ class Way:
         thinks: "no"; "may": the text may begin with a thought; "does": it begins within one.
     """
 
-    form: Format | None = None
+    form: ToolCallFormat | None = None
     names: Collection[str] = ()
     forced: bool = False
     many: bool = True
     thinks: Literal["no", "may", "does"] = "no"
 
 
-class Reading:
+class OutputParser:
     """One answer.
 
     Args:
@@ -48,7 +48,7 @@ class Reading:
         calls: that were given out.
     """
 
-    def __init__(self, way: Way):
+    def __init__(self, way: ParserOptions):
         self._way = way
         self._held, self._last = "", False
         self.calls = 0
@@ -92,7 +92,7 @@ class Reading:
     def _until(self, field: str, mark: str) -> Steps:
         """Gives text out, less space around marks and less what may begin this one; whether the mark came."""
         while (at := self._held.find(mark)) < 0 and not self._last:
-            if text := self._take(len(self._held[: len(self._held) - overlap(self._held, mark)].rstrip())):
+            if text := self._take(len(self._held[: len(self._held) - marker_overlap(self._held, mark)].rstrip())):
                 yield {field: text}
             yield None
         text = self._take(len(self._held) if at < 0 else at)
@@ -112,19 +112,19 @@ class Reading:
 
     def _thought(self) -> Steps:
         if self._way.thinks == "may":
-            while not (found := self._held.lstrip()).startswith(THINK):
-                if self._last or not THINK.startswith(found):
+            while not (found := self._held.lstrip()).startswith(REASONING_START):
+                if self._last or not REASONING_START.startswith(found):
                     return
                 yield None
-            self._held = found[len(THINK) :]
+            self._held = found[len(REASONING_START) :]
         yield from self._space()
-        if (yield from self._until("reasoning_content", THOUGHT)):
-            self._take(len(THOUGHT))
+        if (yield from self._until("reasoning_content", REASONING_END)):
+            self._take(len(REASONING_END))
         yield from self._space()
 
     # Calls among free text
 
-    def _free(self, form: Format) -> Steps:
+    def _free(self, form: ToolCallFormat) -> Steps:
         if not form.alone:
             while self._open and (yield from self._until("content", form.mark)):
                 yield from self._block(form)
@@ -149,7 +149,7 @@ class Reading:
             self._held = ""
             yield None
 
-    def _block(self, form: Format) -> Steps:
+    def _block(self, form: ToolCallFormat) -> Steps:
         """From a mark to the end of its calls; what is none is said."""
         at = yield from self._match(form.begin, 0)
         if at < 0:
@@ -165,7 +165,7 @@ class Reading:
                 return  # each has a mark of its own
             at = yield from self._ended(form)
 
-    def _ended(self, form: Format) -> Steps:
+    def _ended(self, form: ToolCallFormat) -> Steps:
         """After a call: where the next one begins, or -1 where it was the last."""
         if form.end and (at := (yield from self._match(form.end, 0))) >= 0:
             self._take(at)
@@ -174,7 +174,7 @@ class Reading:
             return -1
         return (yield from self._match(form.between, 0))
 
-    def _call(self, form: Format, at: int) -> Steps:
+    def _call(self, form: ToolCallFormat, at: int) -> Steps:
         """((name, arguments), where it ends), or (None, how far it can be read)."""
         held = at
         at = yield from self._match(form.open, held)
@@ -191,7 +191,7 @@ class Reading:
         begin = yield from self._match("{", at)
         if begin < 0:
             return None, at
-        scan, begin = Scan(), begin - 1
+        scan, begin = JsonObjectScanner(), begin - 1
         at = begin
         while (end := scan.feed(self._held, at)) < 0:
             at = len(self._held)
@@ -224,7 +224,7 @@ class Reading:
 
     # Calls that a grammar has written
 
-    def _forced(self, form: Format) -> Steps:
+    def _forced(self, form: ToolCallFormat) -> Steps:
         while True:
             for mark in (form.head, form.middle):
                 while (at := self._held.find(mark)) < 0:
@@ -234,7 +234,7 @@ class Reading:
                 name = self._take(at)
                 self._take(len(mark))
             yield self._begun(name)
-            scan, end = Scan(), -1
+            scan, end = JsonObjectScanner(), -1
             while end < 0:
                 end = scan.feed(self._held)
                 if text := self._take(len(self._held) if end < 0 else end):
@@ -254,13 +254,13 @@ class Reading:
         return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": text}}]}
 
 
-def overlap(text: str, mark: str) -> int:
+def marker_overlap(text: str, mark: str) -> int:
     """How many of the last letters of a text may begin a mark."""
     many = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((n for n in many if mark.startswith(text[-n:])), 0)
 
 
-class Scan:
+class JsonObjectScanner:
     """Finds where a JSON object ends."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ def _object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def merged(deltas: Iterable[Delta]) -> dict[str, Any]:
+def merge_deltas(deltas: Iterable[Delta]) -> dict[str, Any]:
     """The message that deltas add up to."""
     texts: dict[str, list[str]] = {}
     calls: list[dict[str, Any]] = []

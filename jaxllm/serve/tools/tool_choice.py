@@ -12,45 +12,53 @@ from jaxllm.infer.grammar import Grammar
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.request_schemas import AllowedTools, ChatRequest, NamedTool
 from jaxllm.serve.backend import Backend
-from jaxllm.serve.tools.output_parser import THINK, THOUGHT, Way
-from jaxllm.serve.tools.tool_formats import FORMATS, Format, format_of, marks, takes_tools, thought_rules, told
+from jaxllm.serve.tools.output_parser import REASONING_END, REASONING_START, ParserOptions
+from jaxllm.serve.tools.tool_formats import (
+    TOOL_CALL_FORMATS,
+    ToolCallFormat,
+    detect_format,
+    marks,
+    reasoning_rules,
+    supports_tools,
+    tools_prompt,
+)
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ChatFormat:
     """How a model's answers are written.
 
     Attributes:
         backend: whose template and tokenizer say so.
-        parser: a name of ``FORMATS``; None: what the template writes.
+        parser: a name of ``TOOL_CALL_FORMATS``; None: what the template writes.
     """
 
     backend: Backend
     parser: str | None = None
 
     @cached_property
-    def form(self) -> Format | None:
+    def form(self) -> ToolCallFormat | None:
         """Of calls."""
         template = self.backend.template
         if self.parser is not None:
-            return FORMATS[self.parser]
-        return None if template is None else format_of(template)
+            return TOOL_CALL_FORMATS[self.parser]
+        return None if template is None else detect_format(template)
 
     @cached_property
     def knows_tools(self) -> bool:
         """Whether the template has words for tools; otherwise the prompt tells of them in the words of the format."""
-        return self.backend.template is not None and takes_tools(self.backend.template)
+        return self.backend.template is not None and supports_tools(self.backend.template)
 
     @cached_property
     def thinks(self) -> bool:
         """Whether the model was trained to mark its thoughts."""
         template = self.backend.template
-        return template is not None and any(THOUGHT in text for text in template.sources.values())
+        return template is not None and any(REASONING_END in text for text in template.sources.values())
 
     @cached_property
     def thought_marks(self) -> tuple[int, ...]:
         """Special tokens that thoughts are marked with."""
-        return marks(self.backend.tokenizer, [THINK, THOUGHT]) if self.thinks else ()
+        return marks(self.backend.tokenizer, [REASONING_START, REASONING_END]) if self.thinks else ()
 
     @cached_property
     def call_marks(self) -> tuple[int, ...]:
@@ -58,13 +66,13 @@ class Dialect:
         form = self.form
         return () if form is None else marks(self.backend.tokenizer, [form.write([("f", {}), ("f", {})])])
 
-    def way(self, prompt: str) -> Way:
+    def way(self, prompt: str) -> ParserOptions:
         """How an answer to a prompt is read, where nothing is called."""
         if not self.thinks:
-            return Way()
-        return Way(thinks="does" if prompt.rstrip().endswith(THINK) else "may")
+            return ParserOptions()
+        return ParserOptions(thinks="does" if prompt.rstrip().endswith(REASONING_START) else "may")
 
-    def need(self, what: str) -> Format:
+    def need(self, what: str) -> ToolCallFormat:
         """The format of calls.
 
         Raises:
@@ -73,7 +81,7 @@ class Dialect:
         if self.form is None:
             why = "writes calls in a format that is not known here" if self.knows_tools else "has no words for tools"
             raise ApiError(
-                400, f"this model's chat template {why}; serve it with --tool-parser and one of {', '.join(FORMATS)}.",
+                400, f"this model's chat template {why}; serve it with --tool-parser and one of {', '.join(TOOL_CALL_FORMATS)}.",
                 param=what,
             )  # fmt: skip
         return self.form
@@ -91,7 +99,7 @@ class Dialect:
         out = [self._plain(i, message) for i, message in enumerate(messages)]
         if not tools:
             return out
-        words = told(tools, self.need("tools"))
+        words = tools_prompt(tools, self.need("tools"))
         if out and out[0]["role"] == "system":
             return [{**out[0], "content": f"{out[0]['content']}\n\n{words}"}, *out[1:]]
         return [{"role": "system", "content": words}, *out]
@@ -108,7 +116,7 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ToolChoice:
     """What a request asks of calls.
 
     Attributes:
@@ -125,28 +133,28 @@ class Asked:
     many: bool = True
     strict: bool = False
 
-    def way(self, dialect: Dialect, prompt: str) -> Way:
+    def way(self, chat_format: ChatFormat, prompt: str) -> ParserOptions:
         """How an answer is read."""
-        plain = dialect.way(prompt)
+        plain = chat_format.way(prompt)
         if not self.schemas:
             return plain
         if not self.forced:
-            return replace(plain, form=dialect.form, names=self.schemas, many=self.many)
+            return replace(plain, form=chat_format.form, names=self.schemas, many=self.many)
         # A form leaves no place for thoughts but one that the prompt has begun.
         thinks = plain.thinks if plain.thinks == "does" else "no"
-        return replace(plain, form=dialect.form, names=self.schemas, forced=True, thinks=thinks)
+        return replace(plain, form=chat_format.form, names=self.schemas, forced=True, thinks=thinks)
 
-    def grammar(self, dialect: Dialect, way: Way) -> Grammar | None:
+    def grammar(self, chat_format: ChatFormat, way: ParserOptions) -> Grammar | None:
         """That forces calls, or their arguments."""
         if not (self.forced or self.strict):
             return None
-        end = THOUGHT if way.thinks == "does" else None
+        end = REASONING_END if way.thinks == "does" else None
         assert way.form is not None
-        tokenizer, free = dialect.backend.tokenizer, not self.forced
+        tokenizer, free = chat_format.backend.tokenizer, not self.forced
         return Grammar.ebnf(way.form.rules(self.schemas, tokenizer, many=self.many, thinks=end, free=free))
 
 
-def asked_of(body: ChatRequest, dialect: Dialect) -> Asked:
+def resolve_tool_choice(body: ChatRequest, chat_format: ChatFormat) -> ToolChoice:
     """What a request asks of calls.
 
     Raises:
@@ -157,7 +165,7 @@ def asked_of(body: ChatRequest, dialect: Dialect) -> Asked:
     if not given:
         if choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice asks for a call, and there are no tools.", param="tool_choice")
-        return Asked()
+        return ToolChoice()
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given):
         function = tool["function"]
@@ -167,11 +175,11 @@ def asked_of(body: ChatRequest, dialect: Dialect) -> Asked:
             )
         schemas[function["name"]] = _schema(function.get("parameters"), number)
     if choice == "none":
-        return Asked()
-    dialect.need("tools")
+        return ToolChoice()
+    chat_format.need("tools")
     many = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
-        return Asked(given, _chosen(schemas, [choice.function.name]), forced=True, many=False)
+        return ToolChoice(given, _chosen(schemas, [choice.function.name]), forced=True, many=False)
     forced = choice == "required"
     if isinstance(choice, AllowedTools):
         schemas = _chosen(schemas, [tool.function.name for tool in choice.allowed_tools.tools])
@@ -179,7 +187,7 @@ def asked_of(body: ChatRequest, dialect: Dialect) -> Asked:
     strict = {tool["function"]["name"] for tool in given if tool["function"].get("strict")} & set(schemas)
     if strict and not forced:  # the grammar is of all calls; those of other functions may have any arguments
         schemas = {name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()}
-    return Asked(given, schemas, forced, many, bool(strict))
+    return ToolChoice(given, schemas, forced, many, bool(strict))
 
 
 def _schema(parameters: dict[str, Any] | None, number: int) -> dict[str, Any]:
@@ -201,7 +209,7 @@ def _chosen(schemas: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[st
     return {name: schemas[name] for name in names}
 
 
-def within_thought(grammar: Grammar, backend: Backend) -> Grammar:
+def grammar_after_reasoning(grammar: Grammar, backend: Backend) -> Grammar:
     """The form of what follows a thought that the prompt has begun.
 
     Raises:
@@ -213,5 +221,5 @@ def within_thought(grammar: Grammar, backend: Backend) -> Grammar:
             "the template.", param="structured_outputs",
         )  # fmt: skip
     schema = json.dumps({**json.loads(grammar.text), "x-guidance": {"whitespace_flexible": False}})
-    rules = ["start: thought answer", f"answer: %json {schema}", *thought_rules(THOUGHT, backend.tokenizer)]
+    rules = ["start: thought answer", f"answer: %json {schema}", *reasoning_rules(REASONING_END, backend.tokenizer)]
     return Grammar.ebnf("\n".join(rules))

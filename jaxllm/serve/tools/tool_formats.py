@@ -12,7 +12,7 @@ from jaxllm.text import ChatTemplate, Tokenizer
 
 
 @dataclass(frozen=True)
-class Format:
+class ToolCallFormat:
     """Of a text ``begin (open CALL close) between (open CALL close) ... end``.
 
     A CALL is a JSON object with the function's name and its arguments; with ``bare`` it is the name, this text, and the
@@ -105,7 +105,7 @@ class Format:
                 "REST: /(.|\\n)*/" + ("" if marks(tokenizer, [self.mark]) else f" & ~/(.|\\n)*{mark}(.|\\n)*/")
             )
         if thinks is not None:
-            start, lines = f"thought {start}", [*lines, *thought_rules(thinks, tokenizer)]
+            start, lines = f"thought {start}", [*lines, *reasoning_rules(thinks, tokenizer)]
         lines += [
             f"call_{i}: {spelt(head + name + self.middle)} %json {json.dumps(_tight(schema))} {spelt(self.tail)}"
             for i, (name, schema) in enumerate(functions.items())
@@ -122,38 +122,38 @@ _CALLS = _deepseek("tool calls begin"), _deepseek("tool calls end")
 _CALL = _deepseek("tool call begin"), _deepseek("tool call end")
 _SEP = _deepseek("tool sep")
 
-FORMATS = {
-    "hermes": Format(
+TOOL_CALL_FORMATS = {
+    "hermes": ToolCallFormat(
         open="<tool_call>\n", close="\n</tool_call>", between="\n", signs=("<tool_call>",), never=("<function=",)
     ),
-    "llama3_json": Format(
+    "llama3_json": ToolCallFormat(
         between="; ", key="parameters", alone=True, signs=("<|start_header_id|>", '"parameters": ', "tools")
     ),
-    "mistral": Format(
+    "mistral": ToolCallFormat(
         begin="[TOOL_CALLS] [", between=", ", end="]", signs=("[TOOL_CALLS]",), never=("[ARGS]", "[CALL_ID]")
     ),
-    "mistral_args": Format(open="[TOOL_CALLS]", bare="[ARGS]", signs=("[TOOL_CALLS]", "[ARGS]"), never=("[CALL_ID]",)),
-    "deepseek_v3": Format(
+    "mistral_args": ToolCallFormat(open="[TOOL_CALLS]", bare="[ARGS]", signs=("[TOOL_CALLS]", "[ARGS]"), never=("[CALL_ID]",)),
+    "deepseek_v3": ToolCallFormat(
         begin=_CALLS[0], open=f"{_CALL[0]}function{_SEP}", bare="\n```json\n", close=f"\n```{_CALL[1]}",
         between="\n", end=_CALLS[1], signs=(_CALLS[0], "```json"),
     ),
-    "deepseek_v31": Format(
+    "deepseek_v31": ToolCallFormat(
         begin=_CALLS[0], open=_CALL[0], bare=_SEP, close=_CALL[1], end=_CALLS[1], signs=(_CALLS[0],), never=("```json",)
     ),
 }  # fmt: skip
 """By the names that vLLM gives them; its ``mistral`` is both of that maker's, by the tokenizer's age."""
 
 
-def format_of(template: ChatTemplate) -> Format | None:
+def detect_format(template: ChatTemplate) -> ToolCallFormat | None:
     """The one that a template writes calls in; None where it writes none, or one that is not known."""
     text = "\n".join(template.sources.values())
-    for one in FORMATS.values():
-        if takes_tools(template) and all(s in text for s in one.signs) and not any(s in text for s in one.never):
+    for one in TOOL_CALL_FORMATS.values():
+        if supports_tools(template) and all(s in text for s in one.signs) and not any(s in text for s in one.never):
             return one
     return None
 
 
-def takes_tools(template: ChatTemplate) -> bool:
+def supports_tools(template: ChatTemplate) -> bool:
     """Whether a template tells the model of functions."""
     return any(re.search(r"\btools\b", text) for text in template.sources.values())
 
@@ -164,7 +164,7 @@ def marks(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[int, ...]:
     return tuple(i for i, name in tokenizer.special_names.items() if any(name in text for text in texts))
 
 
-def thought_rules(end: str, tokenizer: Tokenizer) -> list[str]:
+def reasoning_rules(end: str, tokenizer: Tokenizer) -> list[str]:
     """Rules of ``thought``: any text up to this mark, and space."""
     return ["thought: upto /\\s*/", *_upto("upto", end, tokenizer)]
 
@@ -201,7 +201,7 @@ def _tight(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_flexible": False}}
 
 
-def told(tools: Sequence[Mapping[str, Any]], form: Format) -> str:
+def tools_prompt(tools: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> str:
     """What a model is told of functions where its template has no words for them."""
     lines = [_json(tool["function"]) for tool in tools]
     example = form.write([("NAME", {"PARAMETER": "VALUE"})])

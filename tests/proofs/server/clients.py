@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from jaxllm.infer import LLM, AsyncEngine, EngineConfig
-from jaxllm.serve import ServeConfig, Served
+from jaxllm.serve import EngineBackend, ServeConfig
 from jaxllm.serve.embedder import Embedder
 from tests.proofs.harness import proof
 from tests.serve import servers
@@ -30,7 +30,9 @@ async def smollm2_backend() -> Any:
     llm = smollm2()
     loaded = llm.loaded
     async with AsyncEngine(llm.engine) as engine:
-        yield Served(engine, loaded.template, Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh))
+        yield EngineBackend(
+            engine, loaded.template, Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh)
+        )
 
 
 @proof("server", cases=sorted(FEATURES), sample=1, costly=True)

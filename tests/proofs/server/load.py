@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from jaxllm.serve import ServeConfig, Server
-from jaxllm.serve.server import Opener
+from jaxllm.serve.server import BackendFactory
 from tests import environment
 from tests.infer.engines import check_books
 from tests.proofs.harness import proof
@@ -127,13 +127,13 @@ def descriptors() -> int:
 
 def quiet(server: Server) -> bool:
     """Whether nothing is under way."""
-    desk = server.service.desk
-    assert desk is not None
-    load = desk.backend.load()
-    return desk.open == load.running == load.waiting == 0 and not server.server_state.connections
+    dispatcher = server.service.dispatcher
+    assert dispatcher is not None
+    load = dispatcher.backend.load()
+    return dispatcher.open == load.running == load.waiting == 0 and not server.server_state.connections
 
 
-def siege(open_: Opener, seed: int, most: int, check: Callable[[], None]) -> dict[str, float]:
+def siege(open_: BackendFactory, seed: int, most: int, check: Callable[[], None]) -> dict[str, float]:
     """What is there after a long siege that was not there after a short one: tasks, descriptors, share of memory."""
     short = "PYTEST_CURRENT_TEST" in os.environ
     clients, seconds = (20, 2.0) if short else (CLIENTS, 120.0)
