@@ -29,10 +29,10 @@ class HostStub:
     def __init__(self, config: Any, seconds: float):
         from jaxllm.infer.runner.model_runner import Spec
         from jaxllm.infer.runner.paged_cache import LayerGroup
-        from jaxllm.models.attention_context import Cached
+        from jaxllm.models.attention_context import KVSpec
 
         self.config, self.seconds, self.free = config, seconds, 0.0
-        self.spec = Spec((LayerGroup(Cached(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048)
+        self.spec = Spec((LayerGroup(KVSpec(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048)
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Any:
         from jaxllm.infer.runner.engine_step import Shape

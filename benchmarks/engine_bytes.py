@@ -30,7 +30,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     from jaxllm.infer.runner.engine_step import Shape, Step
     from jaxllm.infer.runner.paged_cache import layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model
-    from jaxllm.models import functional, layers_apart
+    from jaxllm.models import functional, unstack_layers
     from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b
 
@@ -52,7 +52,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
         pool = abstract((config.layers, pages, form.kv_heads, page, form.width), jnp.bfloat16)
         shapes = model.abstract()
         if layers == "apart":
-            shapes = jax.eval_shape(layers_apart, shapes)
+            shapes = jax.eval_shape(unstack_layers, shapes)
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
         step = jax.jit(Step(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))

@@ -8,8 +8,8 @@
     model FLOPs per token = 3 x (2 x weights that a token meets + 4 x heads x head_dim x tokens it attends to)
 
 Model FLOPs are those of ``jaxllm.train.model_flops`` (arXiv:2204.02311, appendix B), the same for both sides: causal
-attention counts the positions attended to, recomputation counts nothing. The peak is the data sheet's of dense bfloat16, of fp8 too; of a CPU,
-the rate of the fastest of the step's matrix products alone, in either library.
+attention counts the positions attended to, recomputation counts nothing. The peak is the data sheet's for dense
+bfloat16, also for fp8; on a CPU it is the rate of the fastest of the step's matmuls alone, in either library.
 
 Models: ``124m``, ``1b`` and ``8b``, the recipes' architectures; of each as many layers as fit in every precision asked
 for, by the memory that the device's compiler plans. A side that lacks memory for them takes all to fewer.

@@ -7,7 +7,7 @@ from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.train import RunConfig
-from jaxllm.train.precision import in_precision
+from jaxllm.train.precision import with_precision
 
 POSITIONS = 1024
 """Of GPT-2's position embedding."""
@@ -29,7 +29,7 @@ def as_run(setting: Setting) -> RunConfig:
         steps=10_000,
         mesh="data=1",
     )
-    return in_precision(run, setting.precision)
+    return with_precision(run, setting.precision)
 
 
 def decoder(setting: Setting) -> DecoderConfig:

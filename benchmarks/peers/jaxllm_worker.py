@@ -20,8 +20,8 @@ from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train import abstract_state, init_state, jit_step
-from jaxllm.train.run import gradients
-from jaxllm.train.step.step_builder import step_of
+from jaxllm.train.run import build_value_and_grad
+from jaxllm.train.step.step_builder import build_step
 from sharding import MeshSpec
 
 
@@ -36,7 +36,9 @@ class JaxllmSide(protocol.Side):
         self.mesh = MeshSpec.parse(run.mesh).build([device])
         transform = optimizer(run.optim, run.steps, self.model.logical_axes())
         abstract = abstract_state(self.model, transform, self.mesh)
-        step = jit_step(step_of(run, self.model, gradients(run, self.model, self.mesh), transform), abstract)
+        step = jit_step(
+            build_step(run, self.model, build_value_and_grad(run, self.model, self.mesh), transform), abstract
+        )
         self.batch = jax.device_put(self._batch(), NamedSharding(self.mesh, PartitionSpec(None, None)))
         chosen = options(device.platform, device.device_kind, run.compiler_options)
         with jax.set_mesh(self.mesh):

@@ -1,4 +1,4 @@
-"""What README.md tells a newcomer to type, made small enough to try.
+"""Commands that README.md and docs/commands.md print, made small enough to try.
 
 python -m tests.docs.readme NUMBER    runs one of COMMANDS in the current directory, which it prepares
 """
@@ -41,9 +41,10 @@ BLOCK = re.compile(r"(<!-- path -->\n)?^```(bash|console)\n(.*?)^```$", re.MULTI
 
 
 def printed() -> list[str]:
-    """Every command of README.md, without its comment; those of the path are `path`'s."""
+    """Every command of README.md and docs/commands.md, without its comment; those of the path are `path`'s."""
     found = []
-    for is_path, language, block in BLOCK.findall((ROOT / "README.md").read_text()):
+    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/commands.md"))
+    for is_path, language, block in BLOCK.findall(text):
         for line in block.splitlines() if not is_path else ():
             command = re.sub(r"\s+#.*$", "", line.removeprefix("$ " if language == "console" else ""))
             if command and not command.startswith("#"):

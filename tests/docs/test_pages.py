@@ -1,4 +1,4 @@
-"""Pages whose blocks proofs run, and README.md, keep to what can be run."""
+"""Pages whose blocks proofs run, README.md and docs/commands.md keep to what can be run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.environment import ROOT
 from tests.proofs.front.pages import PAGES
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "docs/commands.md", *PAGES], ids=lambda page: page.name)
 def test_python_that_is_printed_parses_and_finds_what_it_imports(page):
     found = [text for language, _, text in blocks(page) if language == "python"]
     assert found or page.name == "tutorial.md"
@@ -42,3 +42,9 @@ def test_the_tutorial_goes_through_the_commands():
     assert {"train", "report", "eval", "generate", "compare", "shard", "plan", "inspect", "convert"} <= set(
         re.findall(r"^jaxllm (\w+)", text, re.MULTILINE)
     )
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert "![" in text[: text.index("## ")], "a picture before the first heading"
