@@ -53,5 +53,5 @@ def _module(name: str) -> Any:
     except ImportError as error:
         raise DataError(
             "tasks that are not files need lm-eval: pip install lm-eval. A task of your own is a .jsonl file, see "
-            "docs/serving.md."
+            "docs/serve/serving.md."
         ) from error

@@ -16,7 +16,7 @@ def saved(x: Float[Array, "..."], name: str, axes: LogicalAxes) -> Float[Array, 
 
     Left alone, the TPU compiler lays a block's values out as attention's backward kernels like them, the sequence
     innermost, but writes what is kept with the width innermost, and turns every kept value around when it is read: of a
-    1B model's step with remat = "elementwise" that was a tenth (docs/compiler.md).
+    1B model's step with remat = "elementwise" that was a tenth (docs/internals/compiler.md).
     """
     x = checkpoint_name(x, name)
     if target_device().platform != "tpu":

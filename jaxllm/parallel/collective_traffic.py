@@ -1,6 +1,6 @@
 """What a plan sends in one step, by formula: the collectives that a compiled step must have, and no others.
 
-Derived in docs/parallelism.md. Left out are single numbers (the loss, the gradients' norm) and, where parameters are
+Derived in docs/train/parallelism.md. Left out are single numbers (the loss, the gradients' norm) and, where parameters are
 split, the few bytes that a compiler may add to them.
 
 Legend: A bytes of a device's activations [B, S, D], L layers.

@@ -1,4 +1,4 @@
-"""docs/sampling.md has a row for every sampling parameter, in its own words. `python -m tests.infer.test_sampling_docs`
+"""docs/serve/sampling.md has a row for every sampling parameter, in its own words. `python -m tests.infer.test_sampling_docs`
 writes them there."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/kernels.md shows what the stored record says."""
+"""docs/internals/kernels.md shows what the stored record says."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_the_local_one_runs(tmp_path):
 
 
 def test_the_page_shows_what_the_scripts_print():
-    """Every command of docs/launch.md that ends dry, beside its output there."""
+    """Every command of docs/train/launch.md that ends dry, beside its output there."""
     compared = 0
     for block in re.findall(r"```console\n(.*?)```", (FOLDER.parent / "docs" / "launch.md").read_text(), re.S):
         exports, *shown = re.split(r"^\$ ", block, flags=re.M)[1:]

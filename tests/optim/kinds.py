@@ -11,14 +11,14 @@ from typing import Any, get_args
 import jax
 
 from jaxllm.optim import OptimConfig, ScheduleConfig
-from jaxllm.optim.adam8bit import blocked
-from jaxllm.optim.config import LAYERWISE, USES, Kind
-from jaxllm.optim.matrix_params import matrix_of
+from jaxllm.optim.adam8bit import block_dim_and_size
+from jaxllm.optim.config import LAYERWISE, FIELDS_OF_KIND, OptimizerKind
+from jaxllm.optim.matrix_params import matrix_dims
 from tests import environment
 
 DOCS = environment.ROOT / "docs" / "optimizers.md"
 
-KINDS = (*get_args(Kind), *(f"{kind} 8bit" for kind in get_args(Kind) if "moments" in USES[kind]))
+KINDS = (*get_args(OptimizerKind), *(f"{kind} 8bit" for kind in get_args(OptimizerKind) if "moments" in FIELDS_OF_KIND[kind]))
 """By name; with moments in eight bits too, where a kind has that."""
 
 
@@ -42,7 +42,7 @@ def arrays_bytes(state: Any) -> int:
 
 @functools.cache
 def table() -> dict[str, tuple[str, str]]:
-    """Of docs/optimizers.md: formulas for the bytes of a matrix, and of a number of what is none."""
+    """Of docs/train/optimizers.md: formulas for the bytes of a matrix, and of a number of what is none."""
     rows = re.findall(
         r"^\| `([a-z_]+)(?: --optim\.moments (8bit))?` \| `([^`]+)` \| `([^`]+)` \|", DOCS.read_text(), re.M
     )
@@ -54,7 +54,7 @@ def table_bytes(name: str, params: Any, logical_axes: Any, rank: int = 0) -> int
     of_matrix, of_number = table()[name]
     total = 0.0
     axes = jax.tree.leaves(logical_axes, is_leaf=lambda x: isinstance(x, tuple))
-    for leaf, one in zip(jax.tree.leaves(params), map(matrix_of, axes), strict=True):
+    for leaf, one in zip(jax.tree.leaves(params), map(matrix_dims, axes), strict=True):
         if one is None or (one.vocabulary and of_number != "all"):
             total += eval(of_number.replace("all", "4")) * leaf.size
             continue
@@ -65,6 +65,6 @@ def table_bytes(name: str, params: Any, logical_axes: Any, rank: int = 0) -> int
         kept = list(leaf.shape)
         if "r" in of_matrix:
             kept = [r if i == small[0] else 1 if i in small else size for i, size in enumerate(kept)]
-        scope = {"m": m, "n": n, "r": r, "b": blocked(tuple(kept))[1]}
+        scope = {"m": m, "n": n, "r": r, "b": block_dim_and_size(tuple(kept))[1]}
         total += eval(of_matrix, scope) * (leaf.size // (m * n))
     return round(total)

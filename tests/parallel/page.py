@@ -1,4 +1,4 @@
-"""The table of docs/parallelism.md, made of the record of `make proof parallelism`; the text around it is written.
+"""The table of docs/train/parallelism.md, made of the record of `make proof parallelism`; the text around it is written.
 
 python -m tests.parallel.page        writes it
 """

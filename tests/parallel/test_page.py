@@ -1,4 +1,4 @@
-"""The generated table of docs/parallelism.md."""
+"""The generated table of docs/train/parallelism.md."""
 
 from __future__ import annotations
 

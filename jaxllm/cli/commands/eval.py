@@ -12,7 +12,7 @@ from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import processes, use_compilation_cache
 
 if TYPE_CHECKING:
-    from jaxllm.parallel.distributed import Group
+    from jaxllm.parallel.distributed import ProcessGroup
 
 
 def evaluate(argv: list[str]) -> int:
@@ -32,7 +32,7 @@ def evaluate(argv: list[str]) -> int:
         Args:
             model: a run's directory; for tasks, whatever `jaxllm generate` takes.
             step: which checkpoint; the newest by default.
-            tasks: separated by commas: .jsonl files of your own (docs/serving.md), names of lm-eval's tasks, or YAML
+            tasks: separated by commas: .jsonl files of your own (docs/serve/serving.md), names of lm-eval's tasks, or YAML
                 files of such.
             limit: rows of each task, from its beginning; all by default.
             max_len: tokens of a row of a task at most; longer ones lose their beginning.
@@ -48,7 +48,7 @@ def evaluate(argv: list[str]) -> int:
         with processes() as group:
             return measure(group, Path(model), step)
 
-    def measure(group: Group, model: Path, step: int | None) -> int:
+    def measure(group: ProcessGroup, model: Path, step: int | None) -> int:
         from rich.console import Console
         from rich.progress import track
 

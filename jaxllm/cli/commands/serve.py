@@ -64,9 +64,9 @@ def serve(argv: list[str]) -> int:
             log_prompts: what is said is logged too.
             dtype: what another library's model is computed in, float32 by default.
             kv_dtype: of cached keys and values: what the model computes in, bfloat16, or eight bits with scales
-                (docs/serving.md has what that costs).
+                (docs/serve/serving.md has what that costs).
             layers: apart: each in arrays of its own, which is faster after compiling for longer.
-            mesh: to serve on all devices, such as data=2,tensor=4 (docs/serving.md); one device by default. Then
+            mesh: to serve on all devices, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Then
                 sequences and budget are those of each replica.
         """
         try:

@@ -13,6 +13,6 @@ def train(argv: list[str]) -> int:
         for name, entry in sorted(recipes().items()):
             print(f"  {name:14} {entry.value}")
         print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
-        print("`--precision NAME` sets those of a precision together: docs/precision.md.")
+        print("`--precision NAME` sets those of a precision together: docs/train/precision.md.")
         return 0
     return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, their picture, and one executor for all of them (docs/pipeline.md)."""
+"""Pipeline parallelism: schedules as data, their picture, and one executor for all of them (docs/train/pipeline.md)."""

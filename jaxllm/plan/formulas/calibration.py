@@ -3,7 +3,7 @@
 They were chosen once, by hand and rounded: ``products``, ``attention`` and ``memory`` so that the 8B recipe takes on a
 v6e:8x8 what the TPU compiler estimates; ``links``, ``hidden`` and ``beside`` as what collectives usually reach. No
 number was fitted to a published utilisation, but those were in sight when attention's share was chosen, as programs of
-the ranking were when terms were (docs/plan.md, which compares with both).
+the ranking were when terms were (docs/train/plan.md, which compares with both).
 """
 
 from __future__ import annotations

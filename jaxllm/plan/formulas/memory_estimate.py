@@ -33,7 +33,7 @@ BLOCK = 1024
 class Copies:
     """How many of each array a compiled program has at its fullest moment, in the backward pass of a layer.
 
-    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` and a few more (docs/plan.md). They
+    The only numbers here that are fitted, to the 24 programs of the proofs ``pods`` and a few more (docs/train/plan.md). They
     are of XLA's schedules, which differ between platforms: no formula gives them.
 
     Attributes:
@@ -214,7 +214,7 @@ class Pools(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def pools(name: str, stages: int, micro: int, chunks: int, offloaded: bool) -> Pools:
-    """Of a schedule; by formula where there is one (docs/pipeline.md), for tables are large."""
+    """Of a schedule; by formula where there is one (docs/train/pipeline.md), for tables are large."""
     if not offloaded and name in ("gpipe", "1f1b"):
         return Pools(micro if name == "gpipe" else min(stages, micro), 0, 0)
     made = tabulate(make(name, stages, micro, chunks))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from jaxllm.models import DecoderConfig, MoeConfig
-from jaxllm.models.low_precision_matmul import Rounding, Scheme
+from jaxllm.models.low_precision_matmul import MatmulPrecision, QuantisationScheme
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.collective_traffic import expected
 from jaxllm.parallel.parallel_config import ParallelConfig
@@ -91,7 +91,7 @@ class _Rates:
     hardware: Hardware
     calibration: Calibration
     width: int
-    products: Rounding
+    products: MatmulPrecision
 
     @property
     def flops(self) -> float:
@@ -100,7 +100,7 @@ class _Rates:
     @property
     def flops_of_blocks(self) -> float:
         """Of products with a block's weights, whose factors may be rounded (``jaxllm.models.low_precision_matmul``)."""
-        if not Scheme(self.products).bits8:
+        if not QuantisationScheme(self.products).bits8:
             return self.flops
         return self.hardware.flops_int8 if self.products == "int8" else self.hardware.flops_fp8
 
@@ -298,7 +298,7 @@ def _bubble(work: Work, busy: float, forward: _Pass) -> float:
         return 0.0
     plan, micro = work.run.parallel, work.micro_batches
     chunks = plan.chunks or default_chunks(plan.schedule)
-    if plan.schedule in ("gpipe", "1f1b", "interleaved"):  # whatever the passes' lengths are (docs/pipeline.md)
+    if plan.schedule in ("gpipe", "1f1b", "interleaved"):  # whatever the passes' lengths are (docs/train/pipeline.md)
         idle = (work.stages - 1) / (chunks * micro + work.stages - 1)
     else:
         rest = (busy / micro - forward.compute) / 2
