@@ -15,7 +15,7 @@ import pytest
 
 import jaxllm
 from jaxllm import cli
-from jaxllm.train import Finished, RunConfig
+from jaxllm.train import RunConfig, TrainResult
 from recipes.quickstart import quickstart
 from tests import environment
 from tests.train.runs import stopped_at
@@ -34,9 +34,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Configurations that would have been trained."""
     seen: list[RunConfig] = []
 
-    def train(config: RunConfig) -> Finished:
+    def train(config: RunConfig) -> TrainResult:
         seen.append(config)
-        return Finished(Path(config.out) / config.name, config.steps, True, None, None)
+        return TrainResult(Path(config.out) / config.name, config.steps, True, None, None)
 
     monkeypatch.setattr("jaxllm.train.train", train)
     return seen
@@ -172,7 +172,7 @@ def test_settings_override_the_recipe(trained):
 
 
 def test_a_stopped_run_ends_as_its_signal_asks(monkeypatch):
-    stopped = Finished(Path("runs/x"), 3, False, 15, None)
+    stopped = TrainResult(Path("runs/x"), 3, False, 15, None)
     monkeypatch.setattr("jaxllm.train.train", lambda config: stopped)
     assert run("train", "quickstart") == 128 + 15
 

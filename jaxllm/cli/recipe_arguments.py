@@ -69,7 +69,7 @@ def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunC
         UsageError: it has no name.
         ConfigError: there is none of that name.
     """
-    from jaxllm.train.precision import in_precision
+    from jaxllm.train.precision import with_precision
 
     rest, words = [], iter(argv)
     for word in words:
@@ -79,7 +79,7 @@ def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunC
         name = word.partition("=")[2] or next(words, "")
         if not name:
             raise UsageError("--precision needs a name, such as bf16.")
-        default = in_precision(default, name)
+        default = with_precision(default, name)
     return rest, default
 
 

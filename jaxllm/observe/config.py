@@ -32,9 +32,9 @@ class ObserveConfig:
                 )
         if self.layers_every < 0:
             raise ValueError(f"observe.layers_every = {self.layers_every}; give 0 (none) or a number of steps.")
-        self.profiled()
+        self.profiled_steps()
 
-    def profiled(self) -> range:
+    def profiled_steps(self) -> range:
         """The steps whose profile is taken.
 
         Raises:

@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxllm.files import read_rows
 
-SECONDS_OF = {
+CATEGORY_OF_EVENT = {
     "started": "starting",
     "initialised": "initialising",
     "restored": "restoring",
@@ -42,7 +42,7 @@ SECONDS_OF = {
 }
 """What the stretch before an event was spent on."""
 
-FLUSH = 5.0
+FLUSH_SECONDS = 5.0
 """Seconds of steps that one event holds; a killed run loses the account of as many."""
 
 
@@ -75,7 +75,7 @@ class EventLog:
         """Step ``number`` is done; several of them make one event."""
         first, _, before = self._steps or (number, number, 0.0)
         self._steps = first, number, before + waited
-        if time.time() - self._last >= FLUSH:
+        if time.time() - self._last >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -165,11 +165,11 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
         if kind == "steps":
             counted.append((event["first"], event["last"], spent, min(spent, event["waited"])))
             last_step = event["last"]
-        elif kind in SECONDS_OF:
+        elif kind in CATEGORY_OF_EVENT:
             if "from" in event:  # a spike that the run has gone back from
                 counted, again = _split(counted, event["from"])
                 lost, last_step = lost + again, event["from"]
-            other[SECONDS_OF[kind]] += spent
+            other[CATEGORY_OF_EVENT[kind]] += spent
         before = now
         if kind == "finished":
             break  # what is looked at or evaluated later is no part of the run

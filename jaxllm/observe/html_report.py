@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.files import atomic
-from jaxllm.observe.run_record import Record, flat
+from jaxllm.observe.run_record import RunRecord, flat
 from jaxllm.svg import Line, chart, number, page, shares, table
 
-Series = Callable[[Record], tuple[list[float], list[float | None]]]
+Series = Callable[[RunRecord], tuple[list[float], list[float | None]]]
 
 
-def of(key: str, factor: float = 1.0) -> Series:
+def metric_series(key: str, factor: float = 1.0) -> Series:
     """The values of ``key``, times ``factor``."""
 
-    def read(run: Record) -> tuple[list[float], list[float | None]]:
+    def read(run: RunRecord) -> tuple[list[float], list[float | None]]:
         steps, values = run.series(key)
         return steps, [None if value is None else factor * value for value in values]
 
     return read
 
 
-def model_flops(run: Record) -> tuple[list[float], list[float | None]]:
+def model_flops(run: RunRecord) -> tuple[list[float], list[float | None]]:
     """Model FLOP/s, of a device whose peak is unknown."""
     steps, rates = run.series("tokens_per_second")
     each = run.facts.get("flops_per_token")
@@ -35,25 +35,25 @@ def model_flops(run: Record) -> tuple[list[float], list[float | None]]:
 
 
 CHARTS: tuple[tuple[str, str, Series, dict[str, Any]], ...] = (
-    ("learning rate", "", of("learning_rate"), {"zero": True}),
-    ("gradient norm", "before clipping", of("grad_norm"), {"log": True}),
-    ("parameter norm", "", of("param_norm"), {}),
-    ("update norm", "", of("update_norm"), {"log": True}),
-    ("tokens per second", "", of("tokens_per_second"), {"zero": True}),
-    ("MFU", "% of the devices' peak", of("mfu", 100), {"zero": True}),
-    ("HFU", "% of the devices' peak", of("hfu", 100), {"zero": True}),
+    ("learning rate", "", metric_series("learning_rate"), {"zero": True}),
+    ("gradient norm", "before clipping", metric_series("grad_norm"), {"log": True}),
+    ("parameter norm", "", metric_series("param_norm"), {}),
+    ("update norm", "", metric_series("update_norm"), {"log": True}),
+    ("tokens per second", "", metric_series("tokens_per_second"), {"zero": True}),
+    ("MFU", "% of the devices' peak", metric_series("mfu", 100), {"zero": True}),
+    ("HFU", "% of the devices' peak", metric_series("hfu", 100), {"zero": True}),
     ("model FLOP/s", "", model_flops, {"zero": True}),
-    ("step time", "s", of("step_seconds"), {"zero": True}),
-    ("waiting for data", "s a step", of("data_wait"), {"zero": True}),
-    ("memory", "GiB on the fullest device", of("memory_bytes", 2**-30), {"zero": True}),
+    ("step time", "s", metric_series("step_seconds"), {"zero": True}),
+    ("waiting for data", "s a step", metric_series("data_wait"), {"zero": True}),
+    ("memory", "GiB on the fullest device", metric_series("memory_bytes", 2**-30), {"zero": True}),
 )
 
 
-def report(run: Record) -> str:
+def html_report(run: RunRecord) -> str:
     """The page of one run."""
     body = [f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}</p>", tiles(run)]
     body.append(f'<div class="grid-of">{loss_chart([run])}{"".join(charts([run]))}</div>')
-    body.append(account(run))
+    body.append(goodput_section(run))
     if run.layers:
         body.append(f'<h2>Layers, step {run.layers[-1]["step"]}</h2><div class="grid-of">{layer_charts(run)}</div>')
     for name, text in run.profiles.items():
@@ -65,7 +65,7 @@ def report(run: Record) -> str:
     return page(run.name, "".join(body))
 
 
-def compare(runs: Sequence[Record]) -> str:
+def html_comparison(runs: Sequence[RunRecord]) -> str:
     """The page of several runs, overlaid.
 
     Raises:
@@ -102,13 +102,13 @@ def write(html: str, file: Path) -> None:
         out.write(html.encode())
 
 
-def labels(runs: Sequence[Record]) -> list[str]:
+def labels(runs: Sequence[RunRecord]) -> list[str]:
     """Names of the runs; with their directories where two are the same."""
     names = [run.name for run in runs]
     return [run.name if names.count(run.name) == 1 else str(run.path) for run in runs]
 
 
-def headline(run: Record) -> str:
+def headline(run: RunRecord) -> str:
     """Where and by what it was run."""
     facts, receipt = run.facts, run.receipt or {}
     device = receipt.get("device", {})
@@ -127,7 +127,7 @@ def headline(run: Record) -> str:
     return "; ".join(parts)
 
 
-def figures(run: Record) -> dict[str, str]:
+def figures(run: RunRecord) -> dict[str, str]:
     """A run in a few numbers."""
     out = {"state": run.state}
     if run.steps:
@@ -141,7 +141,7 @@ def figures(run: Record) -> dict[str, str]:
         ("MFU", "mfu", lambda v: f"{100 * v:.1f}%"),
         ("memory", "memory_bytes", lambda v: f"{v / 2**30:.2f} GiB"),
     ):
-        value = run.usual(key)
+        value = run.typical(key)
         if value is not None:
             out[title] = text(value)
     account = run.goodput
@@ -153,7 +153,7 @@ def figures(run: Record) -> dict[str, str]:
     return out
 
 
-def tiles(run: Record) -> str:
+def tiles(run: RunRecord) -> str:
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
         for name, value in figures(run).items()
@@ -162,7 +162,7 @@ def tiles(run: Record) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def loss_chart(runs: Sequence[Record]) -> str:
+def loss_chart(runs: Sequence[RunRecord]) -> str:
     """Training loss, each batch's and smoothed, and held-out loss."""
     lines, alone = [], len(runs) == 1
     for n, (name, run) in enumerate(zip(labels(runs), runs, strict=True)):
@@ -179,7 +179,7 @@ def loss_chart(runs: Sequence[Record]) -> str:
     return f"<figure>{chart(lines, title='loss', unit=unit, marks=marks)}</figure>"
 
 
-def charts(runs: Sequence[Record]) -> list[str]:
+def charts(runs: Sequence[RunRecord]) -> list[str]:
     """One for each quantity that some run has."""
     out = []
     for title, unit, read, options in CHARTS:
@@ -190,7 +190,7 @@ def charts(runs: Sequence[Record]) -> list[str]:
     return out
 
 
-def layer_charts(run: Record) -> str:
+def layer_charts(run: RunRecord) -> str:
     """Norms by layer, of the newest row: a line for each kind of parameter, and a table of those without layers."""
     out, row = [], run.layers[-1]
     names = {"grad": "gradient", "param": "parameters", "update": "update"}
@@ -208,7 +208,7 @@ def layer_charts(run: Record) -> str:
     return "".join(out)
 
 
-def restart_marks(run: Record) -> list[tuple[float, str]]:
+def restart_marks(run: RunRecord) -> list[tuple[float, str]]:
     """Where a start went on."""
     account = run.goodput
     if account is None:
@@ -225,23 +225,23 @@ def spike_line(event: dict[str, Any]) -> str:
     return f"spike at step {event['step']}: {done}"
 
 
-TIMES = (
+TIME_COLORS = (
     "compiling", "steps done again", "steps", "down", "waiting for data", "evaluating",
     "initialising", "starting", "ending", "restoring", "saving",
 )  # fmt: skip
 """What time is spent on, in the order of colours; those of the second row are pale."""
 
 
-def time_bar(run: Record) -> str:
+def time_bar(run: RunRecord) -> str:
     """What the time was spent on."""
     account = run.goodput
     if account is None:
         return '<p class="soft">This run has no log of events.</p>'
-    parts = [(name, size, TIMES.index(name)) for name, size in account.parts() if size > 0]
+    parts = [(name, size, TIME_COLORS.index(name)) for name, size in account.parts() if size > 0]
     return shares(parts, title="where the time went")
 
 
-def account(run: Record) -> str:
+def goodput_section(run: RunRecord) -> str:
     """Goodput, restarts and checkpoints."""
     found = run.goodput
     if found is None:
@@ -270,7 +270,7 @@ def details(title: str, inside: str) -> str:
     return f'<details class="panel"><summary>{escape(title)}</summary><div class="wide">{inside}</div></details>'
 
 
-def text(run: Record) -> str:
+def text_report(run: RunRecord) -> str:
     """The same for a terminal, without the curves."""
     lines = [f"{run.name}: {headline(run)}"]
     lines += [f"  {name:18} {value}" for name, value in figures(run).items() if name != "state"]

@@ -54,7 +54,7 @@ class TensorBoard:
     """Scalars in event files under ``tensorboard/`` of the run's directory: `tensorboard --logdir runs`."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]):
-        self._writer = package("tensorboard").SummaryWriter(logdir=str(directory / "tensorboard"))
+        self._writer = import_tracker("tensorboard").SummaryWriter(logdir=str(directory / "tensorboard"))
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=1)}\n```")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -69,8 +69,8 @@ class Wandb:
     """A run of Weights & Biases, the same one at every start; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]):
-        self._run = package("wandb").init(
-            project="jaxllm", name=name, id=identity(directory), resume="allow", config=dict(config), dir=str(directory)
+        self._run = import_tracker("wandb").init(
+            project="jaxllm", name=name, id=run_id(directory), resume="allow", config=dict(config), dir=str(directory)
         )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Trackio:
     """A run of trackio, on this machine unless it is told otherwise, the same one at every start."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]):
-        self._run = package("trackio").init(project="jaxllm", name=name, resume="allow", config=dict(config))
+        self._run = import_tracker("trackio").init(project="jaxllm", name=name, resume="allow", config=dict(config))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(scalars(values), step=step)
@@ -96,7 +96,7 @@ class Trackio:
 KINDS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
-class Sinks:
+class MetricSinks:
     """All of a run's. Closed by its ``with`` block.
 
     Args:
@@ -138,7 +138,7 @@ class Sinks:
             except Exception as error:
                 _log.error("%s did not end well: %s", name, error)
 
-    def __enter__(self) -> Sinks:
+    def __enter__(self) -> MetricSinks:
         return self
 
     def __exit__(
@@ -147,17 +147,17 @@ class Sinks:
         self.close()
 
 
-def check(names: Sequence[str]) -> None:
+def check_sinks(names: Sequence[str]) -> None:
     """Refuses trackers that are not installed, before anything is computed.
 
     Raises:
         SinkError: names the command.
     """
     for name in names:
-        package(name)
+        import_tracker(name)
 
 
-def package(name: str) -> Any:
+def import_tracker(name: str) -> Any:
     """The module of a tracker."""
     module = PACKAGES[name]
     try:
@@ -171,6 +171,6 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
 
-def identity(directory: Path) -> str:
+def run_id(directory: Path) -> str:
     """Of a run, the same at every start of it."""
     return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]

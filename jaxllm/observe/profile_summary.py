@@ -37,7 +37,7 @@ TPU_LINES = ("XLA Ops", "Async XLA Ops")
 
 
 @dataclass(frozen=True)
-class Op:
+class ProfiledOp:
     """One execution of an operation on a device."""
 
     device: str
@@ -47,7 +47,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ProfileSummary:
     """Of a profile; times in seconds, means over the devices in it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Summary:
         )
 
 
-def read_trace(path: Path) -> Summary:
+def read_trace(path: Path) -> ProfileSummary:
     """The profile in a file, or the newest under a directory.
 
     Raises:
@@ -127,7 +127,7 @@ def _events(file: Path) -> list[dict[str, Any]]:
         return json.load(text)["traceEvents"]
 
 
-def operations_in(file: Path) -> Iterable[Op]:
+def operations_in(file: Path) -> Iterable[ProfiledOp]:
     """Of one host's file."""
     events = _events(file)
     named = [event for event in events if event.get("ph") == "M"]
@@ -150,10 +150,10 @@ def operations_in(file: Path) -> Iterable[Op]:
         name = str(facts.get("hlo_op") or kernel).split(" = ")[0].lstrip("%")
         if "nccl" in kernel and name != kernel:
             name = f"{name} ({kernel.split('(')[0]})"
-        yield Op(f"{file.name.split('.')[0]} {device}", name, event["ts"], event["ts"] + event.get("dur", 0.0))
+        yield ProfiledOp(f"{file.name.split('.')[0]} {device}", name, event["ts"], event["ts"] + event.get("dur", 0.0))
 
 
-def summarise(operations: Iterable[Op]) -> Summary:
+def summarise(operations: Iterable[ProfiledOp]) -> ProfileSummary:
     """Times of a profile's operations."""
     spans: dict[str, tuple[list[Span], list[Span]]] = defaultdict(lambda: ([], []))
     seconds: dict[str, float] = defaultdict(float)
@@ -167,14 +167,16 @@ def summarise(operations: Iterable[Op]) -> Summary:
     devices = tuple(sorted(spans))
     span = computing = communicating = exposed = 0.0
     for compute, collectives in spans.values():
-        working, sending = union(compute), union(collectives)
+        working, sending = merge_spans(compute), merge_spans(collectives)
         every = working + sending
         span += max(end for _, end in every) - min(begin for begin, _ in every)
-        computing += length(working)
-        communicating += length(sending)
-        exposed += min(length(sending), length(union(every)) - length(working))  # but for rounding it is
+        computing += total_length(working)
+        communicating += total_length(sending)
+        exposed += min(
+            total_length(sending), total_length(merge_spans(every)) - total_length(working)
+        )  # but for rounding it is
     each = 1e-6 / len(devices) if devices else 0.0
-    return Summary(
+    return ProfileSummary(
         devices,
         span * each,
         computing * each,
@@ -184,7 +186,7 @@ def summarise(operations: Iterable[Op]) -> Summary:
     )
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """The same times without overlaps."""
     out: list[Span] = []
     for begin, end in sorted(spans):
@@ -195,6 +197,6 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-def length(spans: Iterable[Span]) -> float:
+def total_length(spans: Iterable[Span]) -> float:
     """Of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)

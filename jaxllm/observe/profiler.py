@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.files import DataError
 from jaxllm.observe.profile_summary import read_trace
 
-AT_SIGNAL = 3
+STEPS_AT_SIGNAL = 3
 """Steps that a signal asks for."""
 
 
@@ -34,7 +34,7 @@ class Profiler:
         self._end: int | None = None
         self._where = folder
 
-    def before(self, step: int, wait: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
+    def before_step(self, step: int, wait: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
         """To be called before ``step`` is dispatched; what it returns is entered for the dispatch.
 
         Args:
@@ -45,7 +45,7 @@ class Profiler:
         import jax
 
         if self._end is None:
-            self._end = self._steps.stop if step in self._steps else step + AT_SIGNAL
+            self._end = self._steps.stop if step in self._steps else step + STEPS_AT_SIGNAL
             self._asked = False
             wait()
             self._where = self._folder / f"step_{step}"
@@ -54,7 +54,7 @@ class Profiler:
             jax.profiler.start_trace(str(self._where), profiler_options=options)
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def after(self, step: int, wait: Callable[[], Any]) -> str | None:
+    def after_step(self, step: int, wait: Callable[[], Any]) -> str | None:
         """To be called when ``step`` is dispatched: ends a profile that is complete, and returns what it says.
 
         Args:
@@ -83,7 +83,7 @@ class Profiler:
         return f"profile of {self._where.name}: {self._where}\n{text}"
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listen_for_signal(self) -> Iterator[None]:
         """SIGUSR2 asks for a profile; and one that is being taken is ended, whatever happens."""
 
         def ask(number: int, frame: Any) -> None:

@@ -12,7 +12,7 @@ from jaxllm.observe.event_log import Goodput, goodput, read_events
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What a run has written so far.
 
     Attributes:
@@ -70,13 +70,13 @@ class Record:
         rows = [row for row in self.steps if key in row]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
-    def usual(self, key: str) -> float | None:
+    def typical(self, key: str) -> float | None:
         """The median of ``key`` over the later half of its steps."""
         values = sorted(v for v in self.series(key)[1][len(self.series(key)[1]) // 2 :] if v is not None)
         return values[len(values) // 2] if values else None
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """The run in directory ``path``.
 
     Raises:
@@ -90,7 +90,7 @@ def read_record(path: Path) -> Record:
     config = read_json(path / "config.json")
     rows = read_rows(path / "metrics.jsonl")
     receipt = path / "receipt.json"
-    return Record(
+    return RunRecord(
         path=path,
         name=str(config.get("name", path.name)),
         config=config,

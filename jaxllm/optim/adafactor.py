@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxllm.optim.matrix_params import Matrix, map_matrices, mean, own_dims
+from jaxllm.optim.matrix_params import MatrixDims, map_matrices, mean, own_dims
 
 DECAY = 0.8
 LARGEST_RMS = 1.0
@@ -37,7 +37,7 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
     tree = map_matrices(lambda found: found, logical_axes)
 
     def init(params: Any) -> FactoredState:
-        def zeros(param: Array, found: Matrix | None) -> Any:
+        def zeros(param: Array, found: MatrixDims | None) -> Any:
             if found is None:
                 return jnp.zeros_like(param)
             return tuple(jnp.zeros_like(mean(param, over)) for over in (found.columns, found.rows))
@@ -49,14 +49,14 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
         count = state.count + 1
         decay = 1 - count.astype(jnp.result_type(float)) ** -DECAY
 
-        def kept(grad: Array, found: Matrix | None, old: Any) -> Any:
+        def kept(grad: Array, found: MatrixDims | None, old: Any) -> Any:
             square, now = jnp.square(grad) + eps, decay.astype(grad.dtype)
             if found is None:
                 return now * old + (1 - now) * square
             sides = (found.columns, found.rows)
             return tuple(now * was + (1 - now) * mean(square, over) for was, over in zip(old, sides, strict=True))
 
-        def scaled(grad: Array, found: Matrix | None, axes: tuple[str | None, ...], squares: Any) -> Array:
+        def scaled(grad: Array, found: MatrixDims | None, axes: tuple[str | None, ...], squares: Any) -> Array:
             if found is None:
                 out = grad * jax.lax.rsqrt(squares)
             else:

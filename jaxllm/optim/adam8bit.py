@@ -22,7 +22,7 @@ BLOCK = 256
 DECADES = 7
 
 
-class Blocks(NamedTuple):
+class QuantisedMoments(NamedTuple):
     """An array in eight bits. The dimension that blocks divide has a scale for each of them."""
 
     codes: UInt8[Array, " *shape"]
@@ -42,19 +42,19 @@ def codebook(signed: bool) -> np.ndarray:
     return np.sort(values)
 
 
-def blocked(shape: tuple[int, ...]) -> tuple[int, int]:
+def block_dim_and_size(shape: tuple[int, ...]) -> tuple[int, int]:
     """(dimension that is divided, size of a block): the last of those whose blocks are largest."""
     sizes = [min(BLOCK, size & -size) for size in shape]
     best = max(sizes)
     return len(sizes) - 1 - sizes[::-1].index(best), best
 
 
-def quantise(x: Float[Array, " *shape"], signed: bool) -> Blocks:
+def quantise(x: Float[Array, " *shape"], signed: bool) -> QuantisedMoments:
     """The codes of the parts of decades that numbers lie in; blocks of zeros have a scale of zero.
 
     A number is half a part away from its code at most. By arithmetic, for a search would read the codes once a bit.
     """
-    dim, size = blocked(x.shape)
+    dim, size = block_dim_and_size(x.shape)
     parts = x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
     scales = jnp.max(jnp.abs(parts), axis=dim + 1)
     inside = (parts / jnp.expand_dims(jnp.where(scales > 0, scales, 1), dim + 1)).reshape(x.shape)
@@ -69,22 +69,22 @@ def quantise(x: Float[Array, " *shape"], signed: bool) -> Blocks:
     place = jnp.where(inside >= (codes[-2] + 1) / 2, 128 if signed else 255, place)
     if signed:
         place = 127 + jnp.where(inside < 0, -place, place)
-    return Blocks(place.astype(jnp.uint8), scales)
+    return QuantisedMoments(place.astype(jnp.uint8), scales)
 
 
-def dequantise(blocks: Blocks, signed: bool) -> Float[Array, " *shape"]:
+def dequantise(blocks: QuantisedMoments, signed: bool) -> Float[Array, " *shape"]:
     """Codes times scales."""
-    dim, size = blocked(blocks.codes.shape)
+    dim, size = block_dim_and_size(blocks.codes.shape)
     values = jnp.asarray(codebook(signed), blocks.scales.dtype)[blocks.codes]
     return values * jnp.repeat(blocks.scales, size, axis=dim)
 
 
-def kept_as(
+def quantise_moments(
     moments: Moments, transform: optax.GradientTransformation, *, first: str, second: str
 ) -> optax.GradientTransformation:
     """The same rule; between steps its moments are in eight bits.
 
-    On a mesh, run it in ``jaxllm.optim.param_groups.automatic``: a device's part need not be whole blocks.
+    On a mesh, run it in ``jaxllm.optim.param_groups.auto_sharded``: a device's part need not be whole blocks.
 
     Args:
         transform: its state is a named tuple.
@@ -105,7 +105,7 @@ def kept_as(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         of = lambda fn, state, signed, name: jax.tree.map(  # noqa: E731
-            lambda x: fn(x, signed), getattr(state, name), is_leaf=lambda x: isinstance(x, Blocks)
+            lambda x: fn(x, signed), getattr(state, name), is_leaf=lambda x: isinstance(x, QuantisedMoments)
         )
         wide: Any = state._replace(**{name: of(dequantise, state, signed, name) for name, signed in signs.items()})
         updates, new = cast("tuple[Any, Any]", transform.update(updates, wide, params))
@@ -114,17 +114,17 @@ def kept_as(
     return optax.GradientTransformation(init, update)
 
 
-def _zeros(x: Array, signed: bool) -> Blocks:
+def _zeros(x: Array, signed: bool) -> QuantisedMoments:
     """Of an array's shape and place; scales are split as it is where whole blocks are."""
-    dim, size = blocked(x.shape)
+    dim, size = block_dim_and_size(x.shape)
     zero = int(np.searchsorted(codebook(signed), 0.0))
     codes = jnp.zeros_like(x, dtype=jnp.uint8) + jnp.uint8(zero)
     scales = jnp.zeros((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]), x.dtype)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return Blocks(codes, scales)
+        return QuantisedMoments(codes, scales)
     split = list(jax.typeof(x).sharding.spec)
     names = (split[dim],) if isinstance(split[dim], str) else split[dim] or ()
     if scales.shape[dim] % int(np.prod([mesh.shape[name] for name in names], initial=1)):
         split[dim] = None
-    return Blocks(codes, jax.sharding.reshard(scales, jax.P(*split)))
+    return QuantisedMoments(codes, jax.sharding.reshard(scales, jax.P(*split)))

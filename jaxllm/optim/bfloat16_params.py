@@ -22,18 +22,18 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 Rounding = Literal["nearest", "stochastic", "collage"]
-PAIRED = "nu"
+PAIRED_MOMENT = "nu"
 """Name of the second moment in the state of a rule: decayed slowly, it is what bfloat16 would never let move."""
 
 
-class Pair(NamedTuple):
+class Bfloat16Pair(NamedTuple):
     """A number as the sum of two of bfloat16, of which ``low`` is at most half a last place of ``high``."""
 
     high: Any
     low: Any
 
 
-class NarrowState(NamedTuple):
+class Bfloat16State(NamedTuple):
     """State of a rule in bfloat16.
 
     Attributes:
@@ -47,7 +47,7 @@ class NarrowState(NamedTuple):
     rule: Any
 
 
-def narrow(rule: optax.GradientTransformation, rounding: Rounding) -> optax.GradientTransformation:
+def store_in_bfloat16(rule: optax.GradientTransformation, rounding: Rounding) -> optax.GradientTransformation:
     """``rule`` in float32 on parameters and state that are stored in bfloat16; the rule as it is for "nearest".
 
     Its updates are differences of bfloat16 numbers, so that ``optax.apply_updates`` gives just what was rounded here.
@@ -56,10 +56,10 @@ def narrow(rule: optax.GradientTransformation, rounding: Rounding) -> optax.Grad
         return rule
     pairs = rounding == "collage"
 
-    def init(params: Any) -> NarrowState:
+    def init(params: Any) -> Bfloat16State:
         inner = rule.init(jax.tree.map(_wide, params))
         low = jax.tree.map(jnp.zeros_like, params) if pairs else ()
-        return NarrowState(jnp.zeros((), jnp.int32), low, _stored(inner, _plain_key(), pairs, first=True))
+        return Bfloat16State(jnp.zeros((), jnp.int32), low, _stored(inner, _plain_key(), pairs, first=True))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         key = jax.random.fold_in(_plain_key(), state.count)
@@ -69,28 +69,28 @@ def narrow(rule: optax.GradientTransformation, rounding: Rounding) -> optax.Grad
         change, inner = rule.update(jax.tree.map(_wide, updates), _loaded(state.rule), wide)
         goal = jax.tree.map(jnp.add, wide, change)
         if pairs:
-            new = jax.tree.map(split, goal)
+            new = jax.tree.map(split_bfloat16, goal)
             high, low = (jax.tree.map(lambda one, i=i: one[i], new, is_leaf=_is_pair) for i in (0, 1))
         else:
-            high, low = jax.tree.map_with_path(lambda path, x: round_up_or_down(x, _named(key, path)), goal), ()
+            high, low = jax.tree.map_with_path(lambda path, x: round_stochastically(x, _named(key, path)), goal), ()
         moved = jax.tree.map(lambda new, old: _wide(new) - _wide(old), high, params)
-        return moved, NarrowState(state.count + 1, low, _stored(inner, jax.random.fold_in(key, 1), pairs))
+        return moved, Bfloat16State(state.count + 1, low, _stored(inner, jax.random.fold_in(key, 1), pairs))
 
     return optax.GradientTransformation(init, update)
 
 
-def nearest(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def round_to_nearest(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """To bfloat16, in a way that compilers that allow more precision than was asked for do not leave out."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
-def split(x: Float[Array, "..."]) -> Pair:
+def split_bfloat16(x: Float[Array, "..."]) -> Bfloat16Pair:
     """The two bfloat16 numbers whose sum is nearest to a float32: together they have 16 bits of it or more."""
-    high = nearest(x)
-    return Pair(high, nearest(x - _wide(high)))
+    high = round_to_nearest(x)
+    return Bfloat16Pair(high, round_to_nearest(x - _wide(high)))
 
 
-def round_up_or_down(x: Float[Array, "..."], key: PRNGKeyArray) -> Float[Array, "..."]:
+def round_stochastically(x: Float[Array, "..."], key: PRNGKeyArray) -> Float[Array, "..."]:
     """To bfloat16, up with the probability of what is cut off: random bits are added to those, and they are cut."""
     here = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=here).astype(jnp.uint32)
@@ -104,16 +104,16 @@ def _stored(tree: Any, key: PRNGKeyArray, pairs: bool, first: bool = False) -> A
         if x.dtype != jnp.float32 or x.ndim == 0:
             return x
         if pairs:
-            paired = any(getattr(part, "name", None) == PAIRED for part in path)
-            return split(x) if paired else split(x).high
-        return x.astype(jnp.bfloat16) if first else round_up_or_down(x, _named(key, path))
+            paired = any(getattr(part, "name", None) == PAIRED_MOMENT for part in path)
+            return split_bfloat16(x) if paired else split_bfloat16(x).high
+        return x.astype(jnp.bfloat16) if first else round_stochastically(x, _named(key, path))
 
     return jax.tree.map_with_path(one, tree)
 
 
 def _loaded(tree: Any) -> Any:
     def one(x: Any) -> Any:
-        if isinstance(x, Pair):
+        if isinstance(x, Bfloat16Pair):
             return _wide(x.high) + _wide(x.low)
         return _wide(x) if x.dtype == jnp.bfloat16 else x
 
@@ -125,7 +125,7 @@ def _wide(x: Array) -> Array:
 
 
 def _is_pair(x: Any) -> bool:
-    return isinstance(x, Pair)
+    return isinstance(x, Bfloat16Pair)
 
 
 def _plain_key() -> PRNGKeyArray:

@@ -7,19 +7,19 @@ from typing import Any
 import optax
 
 from jaxllm.optim.adafactor import scale_by_adafactor
-from jaxllm.optim.adam8bit import kept_as
-from jaxllm.optim.bfloat16_params import narrow
+from jaxllm.optim.adam8bit import quantise_moments
+from jaxllm.optim.bfloat16_params import store_in_bfloat16
 from jaxllm.optim.config import LAYERWISE, OptimConfig
-from jaxllm.optim.layerwise_rules import layerwise, scale_by_size
+from jaxllm.optim.layerwise_rules import layerwise, scale_by_param_rms
 from jaxllm.optim.low_rank import scale_by_low_rank
 from jaxllm.optim.matrix_params import map_matrices
 from jaxllm.optim.muon import scale_by_muon_or_adam
-from jaxllm.optim.param_groups import automatic, split_by_kind
+from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 from jaxllm.optim.schedule_free import schedule_free
 from jaxllm.optim.schedules import schedule
 from jaxllm.optim.soap import scale_by_soap
 from jaxllm.optim.sophia import scale_by_sophia
-from jaxllm.optim.streamed_state import streamed
+from jaxllm.optim.streamed_state import streamed_optimizer
 
 
 def decay_mask(logical_axes: Any) -> Any:
@@ -44,7 +44,7 @@ def optimizer(
     Of "sophia", ``update`` takes a ``curvature`` besides; of "schedule_free", gradients at ``gradient_point``.
     """
     if config.kind in LAYERWISE:
-        return layerwise(lambda axes: of_layers(config, total_steps, axes), logical_axes)
+        return layerwise(lambda axes: layerwise_transform(config, total_steps, axes), logical_axes)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     rate, mask = schedule(config.schedule, total_steps), decay_mask(logical_axes)
     if config.kind == "schedule_free":
@@ -54,13 +54,15 @@ def optimizer(
         def make(axes: Any) -> optax.GradientTransformation:
             return optax.chain(optax.identity(), _rule(config, axes), *_step(config, rate, decay_mask(axes)))
 
-        return streamed(make, clip, logical_axes, device_every)
-    return narrow(optax.chain(clip, _rule(config, logical_axes), *_step(config, rate, mask)), config.rounding)
+        return streamed_optimizer(make, clip, logical_axes, device_every)
+    return store_in_bfloat16(
+        optax.chain(clip, _rule(config, logical_axes), *_step(config, rate, mask)), config.rounding
+    )
 
 
-def of_layers(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
+def layerwise_transform(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
     """The transformation of a rule that moves layer by layer, for a part of the model."""
-    size = [scale_by_adafactor(logical_axes, config.eps), scale_by_size(logical_axes)]
+    size = [scale_by_adafactor(logical_axes, config.eps), scale_by_param_rms(logical_axes)]
     rate = schedule(config.schedule, total_steps)
     return optax.chain(*(size if config.kind == "adalomo" else []), *_step(config, rate, decay_mask(logical_axes)))
 
@@ -88,5 +90,5 @@ def _rule(config: OptimConfig, logical_axes: Any) -> optax.GradientTransformatio
     plain = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     if config.moments == "float32":
         return plain
-    small = automatic(kept_as(config.moments, plain, first="mu", second="nu"))
-    return split_by_kind(logical_axes, lambda _: small, plain)
+    small = auto_sharded(quantise_moments(config.moments, plain, first="mu", second="nu"))
+    return partition_matrices(logical_axes, lambda _: small, plain)

@@ -10,7 +10,7 @@ from jaxllm.optim.adam8bit import Moments
 from jaxllm.optim.bfloat16_params import Rounding
 from jaxllm.optim.schedules import ScheduleConfig
 
-Kind = Literal[
+OptimizerKind = Literal[
     "adamw",
     "lion",
     "adafactor",
@@ -27,7 +27,7 @@ Kind = Literal[
     "sgd",
 ]
 
-USES: dict[str, frozenset[str]] = {
+FIELDS_OF_KIND: dict[str, frozenset[str]] = {
     "adamw": frozenset({"b1", "b2", "eps", "moments"}),
     "lion": frozenset({"b1", "b2"}),
     "adafactor": frozenset({"eps"}),
@@ -44,15 +44,15 @@ USES: dict[str, frozenset[str]] = {
     "sgd": frozenset({"b1"}),
 }
 """Fields that a rule has; another that was changed is refused."""
-REFRESH = {"galore": 200, "apollo": 200, "apollo_mini": 200, "soap": 10, "sophia": 10}
+PAPER_REFRESH = {"galore": 200, "apollo": 200, "apollo_mini": 200, "soap": 10, "sophia": 10}
 """Steps that the papers have."""
-FORMER = {"refresh": 200}
+FORMER_DEFAULTS = {"refresh": 200}
 """What fields had by default before: configurations of older runs say so of every rule."""
 LAYERWISE = ("lomo", "adalomo", "mezo")
 """Rules that never have all gradients at once."""
-FLOAT32 = (*LAYERWISE, "soap", "schedule_free", "sophia")
+FLOAT32_STATE = (*LAYERWISE, "soap", "schedule_free", "sophia")
 """Rules whose state is float32 as parameters are: bases, iterates, curvature."""
-PAIRS = ("adamw", "lion", "sgd")
+COLLAGE_KINDS = ("adamw", "lion", "sgd")
 """Rules whose state is moments of gradients, of which Collage says which are to be pairs."""
 
 
@@ -103,7 +103,7 @@ class OptimConfig:
     """
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    kind: Kind = "adamw"
+    kind: OptimizerKind = "adamw"
     moments: Moments = "float32"
     b1: float = 0.9
     b2: float = 0.95
@@ -115,20 +115,23 @@ class OptimConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"optim: kind = {self.kind!r}; legal: {', '.join(get_args(Kind))}.")
+        if self.kind not in get_args(OptimizerKind):
+            raise ValueError(f"optim: kind = {self.kind!r}; legal: {', '.join(get_args(OptimizerKind))}.")
         defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(self)}
         for name in ("b1", "b2", "eps", "rank", "refresh", "moments"):
-            if name not in USES[self.kind] and getattr(self, name) not in (defaults[name], FORMER.get(name)):
+            if name not in FIELDS_OF_KIND[self.kind] and getattr(self, name) not in (
+                defaults[name],
+                FORMER_DEFAULTS.get(name),
+            ):
                 raise ValueError(
-                    f'optim: "{self.kind}" has no {name}; it has {", ".join(sorted(USES[self.kind])) or "none"}.'
+                    f'optim: "{self.kind}" has no {name}; it has {", ".join(sorted(FIELDS_OF_KIND[self.kind])) or "none"}.'
                 )
-        if self.rounding == "collage" and self.kind not in PAIRS:
+        if self.rounding == "collage" and self.kind not in COLLAGE_KINDS:
             raise ValueError(
-                f'optim: rounding = "collage" is of {", ".join(PAIRS)}; give "{self.kind}" rounding = "stochastic".'
+                f'optim: rounding = "collage" is of {", ".join(COLLAGE_KINDS)}; give "{self.kind}" rounding = "stochastic".'
             )
-        if self.rounding != "nearest" and (self.kind in FLOAT32 or self.moments != "float32"):
-            said = f'kind = "{self.kind}"' if self.kind in FLOAT32 else f'moments = "{self.moments}"'
+        if self.rounding != "nearest" and (self.kind in FLOAT32_STATE or self.moments != "float32"):
+            said = f'kind = "{self.kind}"' if self.kind in FLOAT32_STATE else f'moments = "{self.moments}"'
             raise ValueError(f'optim: {said} has no rounding = "{self.rounding}"; give "nearest".')
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
@@ -158,4 +161,4 @@ class OptimConfig:
     @property
     def every(self) -> int:
         """``refresh``, or the paper's."""
-        return self.refresh or REFRESH[self.kind]
+        return self.refresh or PAPER_REFRESH[self.kind]

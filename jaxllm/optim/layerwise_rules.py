@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jaxllm.optim.matrix_params import mean, own_dims
 
-LEAST = 1e-3
+MIN_RMS = 1e-3
 """Of a parameter's root mean square, as its step's size takes it (arXiv:1804.04235, section 8)."""
 
 
@@ -32,20 +32,22 @@ def layerwise(
     Args:
         make: the transformation for parameters with these logical axes.
     """
-    parts = rules(make, logical_axes)
+    parts = layerwise_transforms(make, logical_axes)
 
     def init(params: Any) -> Any:
-        return each(lambda rule, own: rule.init(own), parts, params)
+        return map_parts(lambda rule, own: rule.init(own), parts, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        both = each(lambda rule, *args: rule.update(*args), parts, updates, state, params)
-        pick = lambda i: each(lambda _, pair: pair[i], parts, both)  # noqa: E731
+        both = map_parts(lambda rule, *args: rule.update(*args), parts, updates, state, params)
+        pick = lambda i: map_parts(lambda _, pair: pair[i], parts, both)  # noqa: E731
         return pick(0), pick(1)
 
     return optax.GradientTransformation(init, update)
 
 
-def rules(make: Callable[[Any], optax.GradientTransformation], logical_axes: dict[str, Any]) -> dict[str, Any]:
+def layerwise_transforms(
+    make: Callable[[Any], optax.GradientTransformation], logical_axes: dict[str, Any]
+) -> dict[str, Any]:
     """By end of the model; of ``segments`` by segment."""
     return {
         name: {s: make(one) for s, one in axes.items()} if name == "segments" else make(axes)
@@ -53,7 +55,7 @@ def rules(make: Callable[[Any], optax.GradientTransformation], logical_axes: dic
     }
 
 
-def each(fn: Callable[..., Any], parts: dict[str, Any], *trees: Any) -> dict[str, Any]:
+def map_parts(fn: Callable[..., Any], parts: dict[str, Any], *trees: Any) -> dict[str, Any]:
     """``fn`` of each part's rule and its part of each tree."""
     return {
         name: {s: fn(one, *(tree[name][s] for tree in trees)) for s, one in rule.items()}
@@ -63,13 +65,13 @@ def each(fn: Callable[..., Any], parts: dict[str, Any], *trees: Any) -> dict[str
     }
 
 
-def scale_by_size(logical_axes: Any) -> optax.GradientTransformation:
+def scale_by_param_rms(logical_axes: Any) -> optax.GradientTransformation:
     """Updates times the root mean square of the parameter, layer by layer (arXiv:2310.10195, equation 9)."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def scaled(update: Array, param: Array, axes: tuple[str | None, ...]) -> Array:
             size = jnp.sqrt(mean(jnp.square(param), own_dims(axes)))
-            return update * jnp.maximum(size, LEAST).astype(update.dtype)
+            return update * jnp.maximum(size, MIN_RMS).astype(update.dtype)
 
         return jax.tree.map(scaled, updates, params, logical_axes), state
 

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.optim.adam8bit import Moments, kept_as
-from jaxllm.optim.matrix_params import Matrix, flat, mean, sides, thin, unflat
-from jaxllm.optim.param_groups import automatic, split_by_kind
+from jaxllm.optim.adam8bit import Moments, quantise_moments
+from jaxllm.optim.matrix_params import MatrixDims, from_matrices, mean, sides, to_matrices, zeros_of_rank
+from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 LowRank = Literal["galore", "apollo", "apollo_mini"]
-LIFTED = 0.25
+GALORE_SCALE = 0.25
 """What GaLore's updates are scaled by (section 5)."""
-MINI = math.sqrt(128)
+APOLLO_MINI_SCALE = math.sqrt(128)
 """What APOLLO-Mini's are, for one random direction underestimates a matrix (section 4.2 and its authors' code)."""
-GROWTH = 1.01
+MAX_NORM_GROWTH = 1.01
 """Of an update's norm at most, from a step to the next (section 4.1, after arXiv:2410.01623)."""
 
 
@@ -51,15 +51,17 @@ def scale_by_low_rank(
         moments: how those of matrices are kept; projections are as gradients are.
     """
 
-    def of_matrices(found: list[Matrix]) -> optax.GradientTransformation:
+    def of_matrices(found: list[MatrixDims]) -> optax.GradientTransformation:
         def init(params: Any) -> LowRankState:
             leaves, structure = jax.tree.flatten(params)
             both = [sides(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
             ranks = [_rank(kind, rank, leaf, small) for leaf, (small, _) in zip(leaves, both, strict=True)]
-            zeros = [thin(leaf, small, r) for leaf, (small, _), r in zip(leaves, both, ranks, strict=True)]
+            zeros = [zeros_of_rank(leaf, small, r) for leaf, (small, _), r in zip(leaves, both, ranks, strict=True)]
             empty = [jnp.zeros((), leaf.dtype) for leaf in leaves]
             if kind == "galore":
-                projectors = [thin(leaf, large, r) for leaf, (_, large), r in zip(leaves, both, ranks, strict=True)]
+                projectors = [
+                    zeros_of_rank(leaf, large, r) for leaf, (_, large), r in zip(leaves, both, ranks, strict=True)
+                ]
                 norms = empty
             else:
                 projectors = empty
@@ -90,18 +92,18 @@ def scale_by_low_rank(
             count: Array,
             number: int,
             grad: Array,
-            of: Matrix,
+            of: MatrixDims,
             first: Array,
             second: Array,
             projector: Array,
             norm: Array,
         ) -> tuple[Array, ...]:
             small, large = sides(grad, of)
-            whole, m, v = (flat(x, small, large) for x in (grad, first, second))
+            whole, m, v = (to_matrices(x, small, large) for x in (grad, first, second))
             if kind == "galore":
                 fresh = lambda: _leading(whole, m.shape[1])  # noqa: E731
-                down = jax.lax.cond(count % refresh == 0, fresh, lambda: flat(projector, large, small))
-                projector = unflat(down, projector.shape, large, small)
+                down = jax.lax.cond(count % refresh == 0, fresh, lambda: to_matrices(projector, large, small))
+                projector = from_matrices(down, projector.shape, large, small)
             else:
                 key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), number), count // refresh)
                 shape = (len(whole), m.shape[1], whole.shape[1])
@@ -111,21 +113,25 @@ def scale_by_low_rank(
             steps = (count + 1).astype(whole.dtype)
             adam = m / (1 - b1**steps) / (jnp.sqrt(v / (1 - b2**steps)) + eps)
             if kind == "galore":
-                out = LIFTED * jnp.einsum("srm,srn->smn", down, adam)
+                out = GALORE_SCALE * jnp.einsum("srm,srn->smn", down, adam)
             else:
                 over = (1,) if kind == "apollo" else (1, 2)
-                out = whole * (_norm(adam, over) / (_norm(seen, over) + eps)) * (MINI if kind == "apollo_mini" else 1)
+                out = (
+                    whole
+                    * (_norm(adam, over) / (_norm(seen, over) + eps))
+                    * (APOLLO_MINI_SCALE if kind == "apollo_mini" else 1)
+                )
                 now, before = _norm(out, (1, 2)), norm.reshape(-1, 1, 1)
-                most = jnp.where(before > 0, jnp.minimum(now, GROWTH * before), now)
+                most = jnp.where(before > 0, jnp.minimum(now, MAX_NORM_GROWTH * before), now)
                 out = out * (most / jnp.maximum(now, jnp.finfo(now.dtype).tiny))
                 norm = most.reshape(norm.shape)
-            back = lambda x, like: unflat(x, like.shape, small, large)  # noqa: E731
+            back = lambda x, like: from_matrices(x, like.shape, small, large)  # noqa: E731
             return back(out, grad), back(m, first), back(v, second), projector, norm
 
         rule = optax.GradientTransformation(init, update)
-        return automatic(kept_as(moments, rule, first="first", second="second"))
+        return auto_sharded(quantise_moments(moments, rule, first="first", second="second"))
 
-    return split_by_kind(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
+    return partition_matrices(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
 
 
 def _rank(kind: LowRank, rank: int, leaf: Array, small: tuple[int, ...]) -> int:

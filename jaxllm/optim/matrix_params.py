@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-STREAMS = ("embed", "vocab_embed", "expert_embed", "latent")
+STREAM_AXES = ("embed", "vocab_embed", "expert_embed", "latent")
 """Logical axes of what layers read and write."""
-STACKS = ("layers", "experts")
+STACK_AXES = ("layers", "experts")
 """Logical axes along which matrices lie beside each other."""
 
 
-class Matrix(NamedTuple):
+class MatrixDims(NamedTuple):
     """Dimensions of a parameter that are a matrix's rows and its columns; others are stacks of such matrices.
 
     Attributes:
@@ -30,31 +30,31 @@ class Matrix(NamedTuple):
     vocabulary: bool
 
 
-def matrix_of(axes: tuple[str | None, ...]) -> Matrix | None:
+def matrix_dims(axes: tuple[str | None, ...]) -> MatrixDims | None:
     """Of a parameter with these logical axes; None for gains and biases."""
     own = own_dims(axes)
-    rows = next((i for i in own if axes[i] in STREAMS), None)
+    rows = next((i for i in own if axes[i] in STREAM_AXES), None)
     columns = tuple(i for i in own if i != rows)
-    return None if rows is None or not columns else Matrix((rows,), columns, "vocab" in axes)
+    return None if rows is None or not columns else MatrixDims((rows,), columns, "vocab" in axes)
 
 
 def own_dims(axes: tuple[str | None, ...]) -> tuple[int, ...]:
     """Dimensions of one layer's, and one expert's, parameter."""
-    return tuple(i for i, axis in enumerate(axes) if axis not in STACKS)
+    return tuple(i for i, axis in enumerate(axes) if axis not in STACK_AXES)
 
 
-def map_matrices(fn: Callable[[Matrix | None], Any], logical_axes: Any) -> Any:
+def map_matrices(fn: Callable[[MatrixDims | None], Any], logical_axes: Any) -> Any:
     """A tree of ``fn(matrix_of(axes))`` for a tree of logical axes."""
-    return jax.tree.map(lambda axes: fn(matrix_of(axes)), logical_axes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(lambda axes: fn(matrix_dims(axes)), logical_axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def sides(leaf: Array, of: Matrix) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sides(leaf: Array, of: MatrixDims) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dimensions of the smaller side, and of the larger."""
     sizes = [math.prod(leaf.shape[i] for i in side) for side in (of.rows, of.columns)]
     return (of.rows, of.columns) if sizes[0] <= sizes[1] else (of.columns, of.rows)
 
 
-def thin(leaf: Array, side: tuple[int, ...], rank: int) -> Array:
+def zeros_of_rank(leaf: Array, side: tuple[int, ...], rank: int) -> Array:
     """Zeros of an array's shape and place, but for a side of ``rank``."""
     return jnp.repeat(jnp.zeros_like(mean(leaf, side)), rank, axis=side[0])
 
@@ -68,13 +68,15 @@ def _order(ndim: int, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[
     return (*(i for i in range(ndim) if i not in first + second), *first, *second)
 
 
-def flat(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Float[Array, "S a b"]:
+def to_matrices(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Float[Array, "S a b"]:
     """As matrices of these sides."""
     sizes = [math.prod(x.shape[i] for i in side) for side in (first, second)]
     return x.transpose(_order(x.ndim, first, second)).reshape(-1, *sizes)
 
 
-def unflat(x: Float[Array, "S a b"], shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> Array:
+def from_matrices(
+    x: Float[Array, "S a b"], shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]
+) -> Array:
     """Back from ``flat``."""
     order = _order(len(shape), first, second)
     back = sorted(range(len(shape)), key=order.__getitem__)

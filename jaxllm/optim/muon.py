@@ -9,8 +9,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxllm.optim.matrix_params import Matrix
-from jaxllm.optim.param_groups import automatic, split_by_kind
+from jaxllm.optim.matrix_params import MatrixDims
+from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 MOMENTUM = 0.95
 RMS = 0.2
@@ -20,7 +20,7 @@ RMS = 0.2
 def scale_by_muon_or_adam(logical_axes: Any, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Matrices within layers by Muon; embeddings, output heads, gains and biases by Adam with these numbers."""
 
-    def of_matrices(found: list[Matrix]) -> optax.GradientTransformation:
+    def of_matrices(found: list[MatrixDims]) -> optax.GradientTransformation:
         def numbers(updates: Any) -> Any:
             return jax.tree.unflatten(jax.tree.structure(updates), [MuonDimensionNumbers(*one[:2]) for one in found])
 
@@ -34,6 +34,6 @@ def scale_by_muon_or_adam(logical_axes: Any, b1: float, b2: float, eps: float) -
             return structure.unflatten([update * RMS * math.sqrt(n) for update, n in zip(flat, larger, strict=True)])
 
         orthogonal = scale_by_muon(beta=MOMENTUM, weight_dimension_numbers=numbers)
-        return optax.chain(automatic(orthogonal), optax.stateless(sized))
+        return optax.chain(auto_sharded(orthogonal), optax.stateless(sized))
 
-    return split_by_kind(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
+    return partition_matrices(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))

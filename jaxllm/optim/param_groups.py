@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import optax
 
-from jaxllm.optim.matrix_params import Matrix, map_matrices
+from jaxllm.optim.matrix_params import MatrixDims, map_matrices
 
 
-def split_by_kind(
+def partition_matrices(
     logical_axes: Any,
-    of_matrices: Callable[[list[Matrix]], optax.GradientTransformation],
+    of_matrices: Callable[[list[MatrixDims]], optax.GradientTransformation],
     of_others: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
     """Matrices within layers by one rule; embeddings, output heads, gains and biases by another.
@@ -22,17 +22,17 @@ def split_by_kind(
         of_matrices: makes the rule for matrices, in the order of the leaves that it is given.
     """
     labels = map_matrices(lambda found: "matrices" if _within(found) else "others", logical_axes)
-    found: list[Matrix | None] = []
+    found: list[MatrixDims | None] = []
     map_matrices(found.append, logical_axes)
     chosen = [one for one in found if one is not None and _within(one)]
     return optax.partition({"matrices": of_matrices(chosen), "others": of_others}, labels)
 
 
-def _within(found: Matrix | None) -> bool:
+def _within(found: MatrixDims | None) -> bool:
     return found is not None and not found.vocabulary
 
 
-def automatic(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+def auto_sharded(transform: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same on a mesh of explicit axes, with what is sent in an update left to the compiler.
 
     A product of a matrix with itself is ambiguous where both its sides are split.

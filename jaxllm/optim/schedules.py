@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Float
 
-Kind = Literal["cosine", "wsd", "constant"]
+ScheduleKind = Literal["cosine", "wsd", "constant"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class ScheduleConfig:
         floor: final learning rate as a fraction of ``peak`` ("cosine" and "wsd").
     """
 
-    kind: Kind = "cosine"
+    kind: ScheduleKind = "cosine"
     peak: float = 3e-3
     warmup: float = 0.02
     decay: float = 0.2
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"schedule: kind = {self.kind!r}; legal: {', '.join(get_args(Kind))}.")
+        if self.kind not in get_args(ScheduleKind):
+            raise ValueError(f"schedule: kind = {self.kind!r}; legal: {', '.join(get_args(ScheduleKind))}.")
         for name in ("warmup", "decay", "floor"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"schedule: {name} = {getattr(self, name)} is a fraction; it must lie in [0, 1].")

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.optim.matrix_params import Matrix, flat, thin, unflat
-from jaxllm.optim.param_groups import automatic, split_by_kind
+from jaxllm.optim.matrix_params import MatrixDims, from_matrices, to_matrices, zeros_of_rank
+from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
-LARGEST = 10_000
+MAX_BASIS_SIZE = 10_000
 """Side that has a basis."""
-DIAGONAL = 1e-3
+JITTER = 1e-3
 """Of what is added, at its end, over the mean of the diagonal it is added to."""
 
 
@@ -43,7 +43,7 @@ class SoapState(NamedTuple):
 def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Matrices within layers so; embeddings, output heads, gains and biases by Adam with the same numbers."""
 
-    def of_matrices(found: list[Matrix]) -> optax.GradientTransformation:
+    def of_matrices(found: list[MatrixDims]) -> optax.GradientTransformation:
         def init(params: Any) -> SoapState:
             leaves, structure = jax.tree.flatten(params)
             squares = structure.unflatten(
@@ -64,15 +64,15 @@ def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: fl
         def _step(
             count: Array,
             grad: Array,
-            of: Matrix,
+            of: MatrixDims,
             first: Array,
             second: Array,
             means: tuple[Array, ...],
             bases: tuple[Array, ...],
         ) -> tuple[Any, ...]:
-            whole, m, v = (flat(x, of.rows, of.columns) for x in (grad, first, second))
+            whole, m, v = (to_matrices(x, of.rows, of.columns) for x in (grad, first, second))
             begun = (count > 0).astype(whole.dtype)
-            rows, columns = (None if not x.ndim else flat(x, of.rows, of.columns) for x in bases)
+            rows, columns = (None if not x.ndim else to_matrices(x, of.rows, of.columns) for x in bases)
             seen = _turn(whole, rows, columns)
             m = jnp.where(count > 0, b1 * m + (1 - b1) * whole, m)
             v = jnp.where(count > 0, b2 * v + (1 - b2) * jnp.square(seen), v)
@@ -87,7 +87,7 @@ def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: fl
                 if basis is None:
                     continue
                 square = jnp.einsum(("smn,skn->smk", "smn,smk->snk")[side], whole, whole)
-                now = b2 * flat(means[side], of.rows, of.columns) + (1 - b2) * square
+                now = b2 * to_matrices(means[side], of.rows, of.columns) + (1 - b2) * square
                 new = [
                     lambda basis, v: (basis, v),
                     lambda basis, v, now=now, side=side: _iterated(_lifted(now), basis, v, side),
@@ -95,21 +95,21 @@ def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: fl
                 ]
                 basis, v = jax.lax.switch(which, new, basis, v)
                 new_means[side], new_bases[side] = (
-                    unflat(x, means[side].shape, of.rows, of.columns) for x in (now, basis)
+                    from_matrices(x, means[side].shape, of.rows, of.columns) for x in (now, basis)
                 )
-            result = (unflat(x, grad.shape, of.rows, of.columns) for x in (out, m, v))
+            result = (from_matrices(x, grad.shape, of.rows, of.columns) for x in (out, m, v))
             return *result, tuple(new_means), tuple(new_bases)
 
-        return automatic(optax.GradientTransformation(init, update))
+        return auto_sharded(optax.GradientTransformation(init, update))
 
-    return split_by_kind(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
+    return partition_matrices(logical_axes, of_matrices, optax.scale_by_adam(b1=b1, b2=b2, eps=eps))
 
 
-def _square(leaf: Array, side: tuple[int, ...], of: Matrix) -> Array:
+def _square(leaf: Array, side: tuple[int, ...], of: MatrixDims) -> Array:
     """Zeros for a side's mean, placed as its side is; a number in its stead of one that has no basis."""
     size = math.prod(leaf.shape[i] for i in side)
     other = of.columns if side == of.rows else of.rows
-    return jnp.zeros((), leaf.dtype) if size > LARGEST else thin(leaf, other, size)
+    return jnp.zeros((), leaf.dtype) if size > MAX_BASIS_SIZE else zeros_of_rank(leaf, other, size)
 
 
 def _turn(x: Float[Array, "S m n"], rows: Array | None, columns: Array | None) -> Float[Array, "S m n"]:
@@ -122,7 +122,7 @@ def _turn(x: Float[Array, "S m n"], rows: Array | None, columns: Array | None) -
 def _lifted(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
     k = mean.shape[-1]
     size = jnp.trace(mean, axis1=1, axis2=2)[:, None, None] / k
-    return mean + DIAGONAL * size * jnp.diag(jnp.arange(1, k + 1, dtype=mean.dtype) / k)
+    return mean + JITTER * size * jnp.diag(jnp.arange(1, k + 1, dtype=mean.dtype) / k)
 
 
 def _eigenvectors(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:

@@ -18,7 +18,7 @@ GAMMA = 0.05
 """Of the Hessian, so that a tenth to a half of all numbers are not clipped (section 3.1)."""
 
 
-class Curvature(NamedTuple):
+class HessianEstimate(NamedTuple):
     """An estimate of the Hessian's diagonal, of the parameters' shapes, and whether there is a new one."""
 
     fresh: Bool[Array, ""]
@@ -41,16 +41,16 @@ def scale_by_sophia(b1: float, b2: float, eps: float) -> optax.GradientTransform
         return SophiaState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.zeros_like, params))
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, curvature: Curvature | None = None, **others: Any
+        updates: Any, state: Any, params: Any = None, *, hessian: HessianEstimate | None = None, **others: Any
     ) -> tuple[Any, SophiaState]:
         del params, others
-        if curvature is None:
-            raise TypeError('"sophia": update needs a curvature (jaxllm.train.step.sophia_hessian).')
+        if hessian is None:
+            raise TypeError('"sophia": update needs a hessian (jaxllm.train.step.sophia_hessian).')
         first = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.first)
-        hessian = jax.tree.map(
-            lambda new, h: jnp.where(curvature.fresh, b2 * h + (1 - b2) * new, h), curvature.diagonal, state.hessian
+        mean = jax.tree.map(
+            lambda new, h: jnp.where(hessian.fresh, b2 * h + (1 - b2) * new, h), hessian.diagonal, state.hessian
         )
-        out = jax.tree.map(lambda m, h: jnp.clip(m / jnp.maximum(GAMMA * h, eps), -1, 1), first, hessian)
-        return out, SophiaState(state.count + 1, first, hessian)
+        out = jax.tree.map(lambda m, h: jnp.clip(m / jnp.maximum(GAMMA * h, eps), -1, 1), first, mean)
+        return out, SophiaState(state.count + 1, first, mean)
 
     return optax.GradientTransformationExtraArgs(init, update)

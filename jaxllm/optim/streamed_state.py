@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 Make = Callable[[Any], optax.GradientTransformation]
 
 
-def streamed(
+def streamed_optimizer(
     make: Make, clip: optax.GradientTransformation, logical_axes: dict[str, Any], device_every: int
 ) -> optax.GradientTransformation:
     """What ``optax.chain(clip, ...)`` does, with the same state, layer by layer.

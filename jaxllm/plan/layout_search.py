@@ -19,7 +19,7 @@ from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
 from jaxllm.parallel.mesh_search import factorings
 from jaxllm.parallel.parallel_config import ParallelConfig
-from jaxllm.parallel.pipeline.stage_layout import spread
+from jaxllm.parallel.pipeline.stage_layout import assign_units
 from jaxllm.plan.formulas import memory_estimate as memory
 from jaxllm.plan.formulas import step_time as time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
@@ -29,8 +29,8 @@ from jaxllm.plan.formulas.step_time import StepTime, is_mixture
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
 from jaxllm.train.run import check_batch
-from jaxllm.train.step.pipelined_loss import planned
-from jaxllm.train.step.step_builder import check_rule
+from jaxllm.train.step.pipelined_loss import pipeline_plan
+from jaxllm.train.step.step_builder import check_optimizer
 from sharding import AXES, MeshSpec, Rules, ShardingError
 
 REMATS = ("none", "elementwise", "full")
@@ -223,7 +223,7 @@ def _legal(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int
     laid = dataclasses.replace(run, parallel=plan, accumulate=accumulate)
     try:
         if (stages := dict(mesh.axes).get("stage", 1)) > 1:
-            planned(laid, stages)
+            pipeline_plan(laid, stages)
         check_batch(laid, mesh.abstract(), rules_of(plan))
     except ValueError:
         return False
@@ -244,7 +244,7 @@ def _parameters_fit(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> bool
 def _runs(run: RunConfig, mesh: MeshSpec) -> bool:
     """Whether the run's optimizer can do with the layout."""
     try:
-        check_rule(run, mesh.abstract())
+        check_optimizer(run, mesh.abstract())
     except ConfigError:
         return False
     return True
@@ -258,7 +258,7 @@ def _schedules(run: RunConfig, stages: int, accumulate: int) -> Iterator[tuple[s
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
         if sum(repeats) < stages * chunks or (name == "interleaved" and accumulate % stages):
             continue
-        depths = spread(repeats, stages * chunks)
+        depths = assign_units(repeats, stages * chunks)
         yield name, () if depths.even or chunks > 1 else tuple(int(n) for n in depths.counts.sum(1))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxllm.config import from_dict
 from jaxllm.files import DataError
 from jaxllm.models import functional
-from jaxllm.observe.profile_summary import Summary, read_trace
+from jaxllm.observe.profile_summary import ProfileSummary, read_trace
 from jaxllm.observe.run_record import read_record
 from jaxllm.plan.formulas import step_time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
@@ -51,7 +51,7 @@ def calibration_of(path: Path, hardware: Hardware) -> Calibration:
     return fitted(seen, step_time.predict(run, cluster, mesh), DEFAULT)
 
 
-def fitted(seen: Summary, predicted: StepTime, used: Calibration) -> Calibration:
+def fitted(seen: ProfileSummary, predicted: StepTime, used: Calibration) -> Calibration:
     """The calibration with which the prediction made with ``used`` would have been what a profile says."""
     computed, sent = seen.computing / seen.steps, seen.communicating / seen.steps
     factor = (predicted.compute + predicted.memory) / computed

@@ -7,7 +7,7 @@ from jaxllm.lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxllm.train.config import RunConfig
     from jaxllm.train.evaluate import Evaluation, Evaluator
-    from jaxllm.train.loop import Finished, train
+    from jaxllm.train.loop import TrainResult, train
     from jaxllm.train.recovery.resume import ResumeError
     from jaxllm.train.recovery.rollback import NonFiniteLossError, SpikesError
     from jaxllm.train.run import Run
@@ -26,7 +26,7 @@ __getattr__, __dir__ = lazy_exports(
             "Evaluator",
         ),
         "jaxllm.train.loop": (
-            "Finished",
+            "TrainResult",
             "train",
         ),
         "jaxllm.train.recovery.resume": ("ResumeError",),
@@ -51,12 +51,12 @@ __getattr__, __dir__ = lazy_exports(
             "train_step",
         ),
     },
+    renamed={"Finished": "TrainResult"},
 )
 
 __all__ = [
     "Evaluation",
     "Evaluator",
-    "Finished",
     "NonFiniteLossError",
     "ResumeError",
     "RoutingConfig",
@@ -64,6 +64,7 @@ __all__ = [
     "RunConfig",
     "SpikeConfig",
     "SpikesError",
+    "TrainResult",
     "TrainState",
     "abstract_state",
     "init_state",

@@ -15,8 +15,8 @@ from jaxllm.data import Batch
 from jaxllm.models import functional
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
-from jaxllm.train.run import fitting_mesh, gradients
-from jaxllm.train.step.step_builder import optimizer_of, step_of
+from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.step_builder import build_optimizer, build_step
 from jaxllm.train.step.train_state import abstract_state
 from jaxllm.train.step.training_step import jit_step
 from sharding.isolate import Progress, run_isolated
@@ -67,9 +67,9 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     """The run's jitted step, what it takes (a state and a batch, without values), and the mesh to trace it under."""
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
-    transform = optimizer_of(run, model)
+    transform = build_optimizer(run, model)
     abstract = abstract_state(model, transform, mesh, run.host, run.spikes)
-    own = step_of(run, model, gradients(run, model, mesh), transform)
+    own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)
     step = jit_step(own, abstract)
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")

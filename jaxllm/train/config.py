@@ -85,9 +85,9 @@ class RunConfig:
                 f'optim.rounding = "{self.optim.rounding}" is of parameters in bfloat16, and model.param_dtype is '
                 f'{self.model.param_dtype}; choose "nearest", or bfloat16.'
             )
-        if self.model.products != "plain" and self.parallel.overlap == "ring":
+        if self.model.matmul_precision != "plain" and self.parallel.overlap == "ring":
             raise ValueError(
-                f'model.products = "{self.model.products}" does not go around a ring; give '
+                f'model.matmul_precision = "{self.model.matmul_precision}" does not go around a ring; give '
                 'parallel.overlap = "compiler".'
             )
         if self.parallel.overlap == "ring" and any(name in self.model.remat for name in ("offload", "compact")):

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.models import Functional
-from jaxllm.train.run_processes import put
+from jaxllm.train.run_processes import put_batch
 from jaxllm.train.step.loss import LossSums, loss_sums
 
 
@@ -51,6 +51,6 @@ class Evaluator:
         nll = count = 0.0
         with jax.set_mesh(self._mesh):
             for batch in progress(self._dataset):
-                sums: LossSums = self._sums(params, put(batch, self._sharding, len(batch.tokens)))
+                sums: LossSums = self._sums(params, put_batch(batch, self._sharding, len(batch.tokens)))
                 nll, count = nll + float(sums.nll), count + float(sums.count)
         return Evaluation(nll / count, nll / math.log(2) / self._dataset.target_bytes, int(count))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-STREAMED = ("adamw", "lion", "adafactor", "sgd")
+STREAMABLE = ("adamw", "lion", "adafactor", "sgd")
 """Rules whose state of a layer depends on that layer's gradients alone, and whose arrays are stacked as layers are."""
 
 

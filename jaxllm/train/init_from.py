@@ -18,7 +18,7 @@ from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
-OURS = ("embed_grad", "param_dtype", "dtype", "products", "remat", "unroll")
+OURS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
 """Fields of the architecture that a run chooses; the others are the model's."""
 
 

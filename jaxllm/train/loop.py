@@ -18,24 +18,24 @@ from jaxllm.data import Prefetcher, repeated_data
 from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
-from jaxllm.parallel.distributed import StopTogether, group
+from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.train.config import RunConfig
 from jaxllm.train.evaluate import Evaluation, Evaluator
-from jaxllm.train.records.live_view import View
+from jaxllm.train.records.live_view import LiveView
 from jaxllm.train.records.loss_plot import draw_loss
 from jaxllm.train.records.receipt import make_receipt
-from jaxllm.train.records.recorder import WIDE, Recorder, facts
+from jaxllm.train.records.recorder import NON_SCALAR, Recorder, start_facts
 from jaxllm.train.recovery.resume import start_state
-from jaxllm.train.recovery.rollback import GoBack, check, finite, go_back
+from jaxllm.train.recovery.rollback import RollbackRequested, check_step_metrics, finite_or_none, roll_back
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
-from jaxllm.train.run_processes import fingerprint, surroundings
-from jaxllm.train.step.pipelined_loss import pipelined_sums, planned
+from jaxllm.train.run_processes import device_fingerprint, fingerprint
+from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
 from jaxllm.train.step.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class Finished:
+class TrainResult:
     """How a call of ``train`` ended.
 
     Attributes:
@@ -53,7 +53,7 @@ class Finished:
     evaluation: Evaluation | None
 
 
-def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
+def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResult:
     """Runs, or goes on with, the run that ``config`` describes.
 
     Ctrl-C and SIGTERM finish the step, save and return; the next call with the same configuration continues, bit for
@@ -72,24 +72,24 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
     began = time.time()
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also)
-    run.group.agree("the devices and data", surroundings(run.mesh, run.data.train.fingerprint))
+    run.group.agree("the devices and data", device_fingerprint(run.mesh, run.data.train.fingerprint))
     files = run.directory
     events = EventLog(files.events if files.writes else None, began)
     with run.saver() as saver:
-        events.started(**(facts(run) if files.writes else {}))
+        events.started(**(start_facts(run) if files.writes else {}))
         state, first = start_state(run, saver)
         jax.block_until_ready(state.params)
         events.write("restored" if first else "initialised", step=first)
         files.write_json(files.config, to_dict(config))
         if files.writes:
             run.data.tokenizer.save(files.tokenizer)
-            if run.begin is not None and run.begin.template is not None:
-                run.begin.template.save(files.tokenizer)
-        files.keep_metrics(first)
+            if run.init_model is not None and run.init_model.template is not None:
+                run.init_model.template.save(files.tokenizer)
+        files.drop_metrics_after(first)
         with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:
             view = recorder.view
-            describe(run, view, first)
-            state, done = steps(run, state, first, saver, recorder, stopping)
+            announce_run(run, view, first)
+            state, done = run_with_rollback(run, state, first, saver, recorder, stopping)
             saver.finish()
             events.write("saved", step=done)
             if done < config.steps:
@@ -97,13 +97,13 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> Finished:
                 if files.writes:
                     draw_loss(files.read_metrics(), files.plot, config.name)
                 events.write("stopped", step=done)
-                return Finished(files.path, done, False, stopping[0] if stopping else None, None)
-            evaluation = finish(run, state, recorder, trained=done > first)
+                return TrainResult(files.path, done, False, stopping[0] if stopping else None, None)
+            evaluation = finish_run(run, state, recorder, trained=done > first)
             events.write("finished", step=done)
-    return Finished(files.path, done, True, None, evaluation)
+    return TrainResult(files.path, done, True, None, evaluation)
 
 
-def steps(
+def run_with_rollback(
     run: Run, state: TrainState, first: int, saver: Saver, recorder: Recorder, stopping: list[int]
 ) -> tuple[TrainState, int]:
     """Steps ``first`` to the end, or to a signal; returns the state and the steps done."""
@@ -113,19 +113,19 @@ def steps(
     step, seconds = run.compile_step()
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     events.write("compiled", seconds=round(seconds, 3))
-    run.group.meet("compiled")  # collectives of the first step wait for no more than half a minute
-    evaluate = evaluator(run) if config.eval_every else None
-    stop_together = StopTogether(run.mesh)
+    run.group.barrier("compiled")  # collectives of the first step wait for no more than half a minute
+    evaluate = make_evaluator(run) if config.eval_every else None
+    stop_together = SynchronizedStop(run.mesh)
     while True:
         try:
-            return stretch(run, step, evaluate, state, first, saver, recorder, lambda: bool(stop_together(stopping)))
-        except GoBack as found:
+            return run_until(run, step, evaluate, state, first, saver, recorder, lambda: bool(stop_together(stopping)))
+        except RollbackRequested as found:
             spike, values = found.step, found.values
         # Out here nothing holds the state that is given up, when another one is read.
-        state, first = go_back(run, recorder, saver, spike, values)
+        state, first = roll_back(run, recorder, saver, spike, values)
 
 
-def stretch(
+def run_until(
     run: Run,
     step: Any,
     evaluate: Evaluator | None,
@@ -145,7 +145,7 @@ def stretch(
     recorder.start_clock()
     pending: list[tuple[int, dict[str, Any]]] = []
     done = first
-    batches = Prefetcher(run.batches, first, run.put, shard=run.part, num_shards=run.parts)
+    batches = Prefetcher(run.batches, first, run.put_batch, shard=run.data_shard, num_shards=run.num_data_shards)
     with batches, jax.set_mesh(run.mesh):
         values: dict[str, float] = {}
 
@@ -155,21 +155,21 @@ def stretch(
             if not pending:
                 return
             number, metrics = pending.pop()
-            values = {key: float(value) for key, value in metrics.items() if key not in WIDE}
-            check(run, recorder, saver, number, values)
+            values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
+            check_step_metrics(run, recorder, saver, number, values)
             recorder.step(number, values, metrics)
 
         def computed() -> None:
             settle()
             jax.block_until_ready(state)
 
-        for number, batch in recorder.waited(batches, pending):
-            with recorder.profiler.before(number + 1, computed):
+        for number, batch in recorder.timed_batches(batches, pending):
+            with recorder.profiler.before_step(number + 1, computed):
                 state, metrics = step(state, batch)
             settle()
             done = number + 1
             pending.append((done, metrics))
-            if said := recorder.profiler.after(done, computed):
+            if said := recorder.profiler.after_step(done, computed):
                 view.say(said)
             last = stopped() or done == config.steps
             place = saver.due(done, last)
@@ -178,7 +178,7 @@ def stretch(
                 settle()  # nothing is saved before its loss was seen to be finite
             if place:
                 events.flush()
-                run.save(saver, place, done, state, {key: finite(value) for key, value in values.items()})
+                run.save(saver, place, done, state, {key: finite_or_none(value) for key, value in values.items()})
                 events.write("saved", step=done, place=place)
             if evaluating and evaluate is not None:
                 events.flush()
@@ -191,7 +191,7 @@ def stretch(
     return state, done
 
 
-def describe(run: Run, view: View, first: int) -> None:
+def announce_run(run: Run, view: LiveView, first: int) -> None:
     """Says what is about to run."""
     config = run.config
     params = param_count(run.abstract.params)
@@ -200,31 +200,31 @@ def describe(run: Run, view: View, first: int) -> None:
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
     view.say(run.data.summary)
-    for line in repeated_data.said(run.data.train, config.steps):
+    for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:
         view.say(f"Going on after step {first} in {run.directory.path}")
 
 
-def evaluator(run: Run) -> Evaluator | None:
+def make_evaluator(run: Run) -> Evaluator | None:
     """The held-out evaluation, None when nothing is held out."""
     if run.data.heldout is None:
         return None
     stages = run.mesh.shape.get("stage", 1)
-    sums = pipelined_sums(run.model, *planned(run.config, stages)) if stages > 1 else None
+    sums = pipelined_loss_sums(run.model, *pipeline_plan(run.config, stages)) if stages > 1 else None
     return Evaluator(run.model, run.mesh, run.data.heldout, sums)
 
 
-def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: View) -> None:
+def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveView) -> None:
     """Shows and logs one evaluation."""
     log(step, {"heldout_nll": evaluation.nll, "heldout_bits_per_byte": evaluation.bits_per_byte})
     view.say(f"step {step}: held out {evaluation.nll:.4f} nats per token, {evaluation.bits_per_byte:.4f} bits per byte")
 
 
-def finish(run: Run, state: TrainState, recorder: Recorder, *, trained: bool) -> Evaluation | None:
+def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool) -> Evaluation | None:
     """Evaluates, draws and writes the receipt of a complete run; one that was complete before keeps its receipt."""
     files, config, view = run.directory, run.config, recorder.view
-    evaluate = evaluator(run)
+    evaluate = make_evaluator(run)
     evaluation = None
     if evaluate is not None:
         view.say("evaluating on held-out text")

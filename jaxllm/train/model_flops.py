@@ -15,12 +15,12 @@ from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
     DecoderConfig,
-    LatentConfig,
+    MLAConfig,
     MlpConfig,
     MoeConfig,
     compact_matmul,
 )
-from jaxllm.models.remat import Policy, by_layer, compact_share, offloaded_share
+from jaxllm.models.remat import Policy, compact_share, offloaded_share, policies_by_layer
 
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
@@ -36,14 +36,14 @@ def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | Non
     total = 2.0 * config.embed_dim * config.vocab_size
     for block in config.blocks:
         a = block.attention
-        total += _block_products(config, block) + 2.0 * a.attended_dim * attended(a.window)
+        total += _block_products(config, block) + 2.0 * a.attention_macs * attended(a.window)
     return total
 
 
 def _block_products(config: DecoderConfig, block: BlockConfig) -> float:
     """FLOPs of a token's products with a block's weights."""
     d = config.embed_dim
-    total = 2.0 * block.attention.projections(d)
+    total = 2.0 * block.attention.projection_params(d)
     if isinstance(block.mlp, MoeConfig):
         widths = block.mlp.top_k * block.mlp.hidden + block.mlp.shared
         return total + 2.0 * d * (block.mlp.experts + 3 * widths)
@@ -63,7 +63,7 @@ def train_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 
 def hardware_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """``train_flops_per_token`` and the matrix products that ``config.remat`` does again, layer by layer."""
-    policies = zip(by_layer(config.remat, config.segments), config.blocks, strict=True)
+    policies = zip(policies_by_layer(config.remat, config.segments), config.blocks, strict=True)
     again = sum(recomputed_flops(name, config, (block,), seq_len) for name, block in policies)
     return train_flops_per_token(config, seq_len) + again
 
@@ -80,18 +80,18 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
         return 0.0
     total = 0.0
     for block in blocks:
-        attended = 2.0 * block.attention.attended_dim * causal_mean(seq_len, block.attention.window)
+        attended = 2.0 * block.attention.attention_macs * causal_mean(seq_len, block.attention.window)
         last = 0.0 if isinstance(block.mlp, MoeConfig) else 2.0 * config.embed_dim * block.mlp.hidden
         if policy == "attention":
             total += attended
         elif (part := compact_share(policy)) is not None:
             total += 4.0 * sum(
-                count * inner * compact_matmul.width(part, inner) for inner, count in _inputs(config, block)
+                count * inner * compact_matmul.projection_width(part, inner) for inner, count in _inputs(config, block)
             )
         elif (share := offloaded_share(policy)) is not None:
             # The stream after attention waits for all, so what its output is multiplied by is not needed again.
             attention = block.attention
-            width = attention.value_dim if isinstance(attention, LatentConfig) else attention.head_dim
+            width = attention.value_dim if isinstance(attention, MLAConfig) else attention.head_dim
             to_stream = 2.0 * config.embed_dim * attention.heads * width
             total += (1 - share) * (_block_products(config, block) - last - to_stream)
         else:

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.models.decoder import DTypeName
-from jaxllm.models.low_precision_matmul import Rounding, Scheme
+from jaxllm.models.low_precision_matmul import MatmulPrecision, QuantisationScheme
 from jaxllm.optim import optimizer
 from jaxllm.optim.bfloat16_params import Rounding as UpdateRounding
 from jaxllm.train.config import RunConfig
 from jaxllm.train.model_flops import causal_mean
-from jaxllm.train.step.numerics import numerics
+from jaxllm.train.step.numerics import init_numerics
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,29 @@ class Precision:
         param_dtype: parameters, gradients as they are added up, and the optimizer's moments.
         dtype: the one visible cast: weights and activations, but for float32 norms, softmax and loss. Of "float16" the
             loss is scaled (``jaxllm.train.step.numerics``).
-        products: what factors of products with a block's weights are rounded to.
+        matmul_precision: dtype to which the operands of matmuls with weights are quantised in training.
         rounding: of updates of parameters in bfloat16.
     """
 
     param_dtype: DTypeName = "float32"
     dtype: DTypeName = "float32"
-    products: Rounding = "plain"
+    matmul_precision: MatmulPrecision = "plain"
     rounding: UpdateRounding = "nearest"
 
     @classmethod
     def of(cls, run: RunConfig) -> Precision:
         """A run's."""
-        return cls(run.model.param_dtype, run.model.dtype, run.model.products, run.optim.rounding)
+        return cls(run.model.param_dtype, run.model.dtype, run.model.matmul_precision, run.optim.rounding)
 
-    def applied(self, run: RunConfig) -> RunConfig:
+    def apply_to(self, run: RunConfig) -> RunConfig:
         """The run in this precision.
 
         Raises:
             ValueError: the model or the optimizer cannot have it.
         """
-        model = replace(run.model, param_dtype=self.param_dtype, dtype=self.dtype, products=self.products)
+        model = replace(
+            run.model, param_dtype=self.param_dtype, dtype=self.dtype, matmul_precision=self.matmul_precision
+        )
         return replace(run, model=model, optim=replace(run.optim, rounding=self.rounding))
 
 
@@ -63,15 +65,15 @@ PRECISIONS = {
     "fp16": Precision(dtype="float16"),
     "bf16_collage": Precision("bfloat16", "bfloat16", rounding="collage"),
     "bf16_stochastic": Precision("bfloat16", "bfloat16", rounding="stochastic"),
-    "int8": Precision(dtype="bfloat16", products="int8"),
-    "fp8_current": Precision(dtype="bfloat16", products="fp8_current"),
-    "fp8_delayed": Precision(dtype="bfloat16", products="fp8_delayed"),
-    "fp8_block": Precision(dtype="bfloat16", products="fp8_block"),
+    "int8": Precision(dtype="bfloat16", matmul_precision="int8"),
+    "fp8_current": Precision(dtype="bfloat16", matmul_precision="fp8_current"),
+    "fp8_delayed": Precision(dtype="bfloat16", matmul_precision="fp8_delayed"),
+    "fp8_block": Precision(dtype="bfloat16", matmul_precision="fp8_block"),
 }
 """By name; "bf16" keeps its parameters in float32 (arXiv:1710.03740), those with a suffix do not."""
 
 
-def in_precision(run: RunConfig, name: str) -> RunConfig:
+def with_precision(run: RunConfig, name: str) -> RunConfig:
     """The run in the precision of that name.
 
     Raises:
@@ -79,11 +81,11 @@ def in_precision(run: RunConfig, name: str) -> RunConfig:
     """
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is none of these: {', '.join(PRECISIONS)}.")
-    return PRECISIONS[name].applied(run)
+    return PRECISIONS[name].apply_to(run)
 
 
 @dataclass(frozen=True)
-class Stated:
+class PrecisionCost:
     """What a precision takes, by formula: all of it known before a run.
 
     Attributes:
@@ -99,7 +101,7 @@ class Stated:
     flops: dict[str, float]
 
 
-def stated(run: RunConfig) -> Stated:
+def precision_cost(run: RunConfig) -> PrecisionCost:
     """Of a run, nothing allocated and nothing compiled."""
     model = functional(run.model)
     params = model.abstract()
@@ -107,11 +109,13 @@ def stated(run: RunConfig) -> Stated:
     state = jax.eval_shape(optimizer(run.optim, run.steps, model.logical_axes()).init, params)
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
     wide = jnp.dtype(run.model.param_dtype).itemsize
-    kept = jax.eval_shape(lambda: numerics(run.model))
-    return Stated(wide, bytes_of(arrays) / count, wide, bytes_of(kept), flops_by_dtype(run.model, run.data.seq_len))
+    kept = jax.eval_shape(lambda: init_numerics(run.model))
+    return PrecisionCost(
+        wide, tree_bytes(arrays) / count, wide, tree_bytes(kept), flops_by_dtype(run.model, run.data.seq_len)
+    )
 
 
-def bytes_of(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
     """Of all arrays of a tree, with values or without."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -125,12 +129,12 @@ def flops_by_dtype(config: DecoderConfig, seq_len: int) -> dict[str, float]:
     d = config.embed_dim
     weights = attended = 0.0
     for block in config.blocks:
-        weights += 2.0 * block.attention.projections(d)
-        attended += 2.0 * block.attention.attended_dim * causal_mean(seq_len, block.attention.window)
+        weights += 2.0 * block.attention.projection_params(d)
+        attended += 2.0 * block.attention.attention_macs * causal_mean(seq_len, block.attention.window)
         hidden = getattr(block.mlp, "hidden", 0)
-        weights += 2.0 * (block.products - 4) * d * hidden
+        weights += 2.0 * (block.weight_matmuls - 4) * d * hidden
     plain = 3 * (attended + 2.0 * d * config.vocab_size)
-    scheme = Scheme(config.products)
+    scheme = QuantisationScheme(config.matmul_precision)
     if not scheme.bits8:
         return {config.dtype: plain + 3 * weights}
     forward, gradient = (jnp.dtype(scheme.format(of)).name for of in (False, True))

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxllm.checkpoint import StateProvider, state_providers
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
-from jaxllm.data.skip_batches import Passing
+from jaxllm.data.skip_batches import SkippingDataset
 from jaxllm.models import Functional, functional
-from jaxllm.observe.metric_sinks import check as check_trackers
+from jaxllm.observe.metric_sinks import check_sinks as check_trackers
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.mesh_search import check_parameters, resolve
@@ -25,11 +25,11 @@ from jaxllm.train.init_from import beginning
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.recovery.saving import Place, Saver
-from jaxllm.train.run_processes import own_part, put
+from jaxllm.train.run_processes import local_part, put_batch
 from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.numerics import numerics
-from jaxllm.train.step.pipelined_loss import pipelined, planned
-from jaxllm.train.step.step_builder import check_host, check_rule, optimizer_of, step_of
+from jaxllm.train.step.numerics import init_numerics
+from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
+from jaxllm.train.step.step_builder import build_optimizer, build_step, check_offload, check_optimizer
 from jaxllm.train.step.train_state import TrainState, abstract_state
 from jaxllm.train.step.training_step import ValueAndGrad, jit_step
 from pallas_kernels.ring_attention import order
@@ -52,30 +52,30 @@ class Run:
         self.also = also
         check_trackers(config.observe.sinks)
         self.group = group()
-        self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.leads)
+        self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.is_leader)
         check_precision(config)
         self.model = functional(config.model, config.parallel.rules())
         self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
-        self.optimizer = optimizer_of(config, self.model)
+        self.optimizer = build_optimizer(config, self.model)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, config.host, config.spikes)
-        self.begin = beginning(config.init_from, config.model) if config.init_from else None
-        begin = self.begin
-        self.data: Dataset = load_dataset(config.data, begin and begin.tokenizer, begin and begin.template)
+        self.init_model = beginning(config.init_from, config.model) if config.init_from else None
+        init = self.init_model
+        self.data: Dataset = load_dataset(config.data, init and init.tokenizer, init and init.template)
         self.data.train.check_steps(config.steps)
-        self.batches = Passing(self.data.train)
+        self.batches = SkippingDataset(self.data.train)
         self.spikes: list[dict[str, Any]] = []
         check_vocabulary(config, self.data.tokenizer)
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
-        self.part, self.parts = own_part(self.batch_sharding, shape)
+        self.data_shard, self.num_data_shards = local_part(self.batch_sharding, shape)
         device = self.mesh.devices.flat[0]
         self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
 
-    def put(self, batch: Batch) -> Batch:
+    def put_batch(self, batch: Batch) -> Batch:
         """This process's part of a batch, on the devices."""
         rows = self.config.data.batch_size
-        return put(batch, self.batch_sharding, rows, self.part * rows // self.parts)
+        return put_batch(batch, self.batch_sharding, rows, self.data_shard * rows // self.num_data_shards)
 
     def saver(self) -> Saver:
         """Of this process, or of all together."""
@@ -84,9 +84,9 @@ class Run:
     def compile_step(self) -> tuple[Any, float]:
         """The compiled step and the seconds it took; being compiled, it can never recompile."""
         start = time.monotonic()
-        grads = gradients(self.config, self.model, self.mesh)
+        grads = build_value_and_grad(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
-        own = step_of(self.config, self.model, grads, self.optimizer, layers=layers)
+        own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
         step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
@@ -103,7 +103,9 @@ class Run:
         """What a checkpoint carries beside the state."""
         return {
             "config": to_dict(self.config),
-            "source": None if self.begin is None or self.begin.source is None else dict(self.begin.source),
+            "source": None
+            if self.init_model is None or self.init_model.source is None
+            else dict(self.init_model.source),
             "cursor": self.batches.cursor(step),
             "spikes": self.spikes,
             "tokenizer": self.data.tokenizer.fingerprint,
@@ -122,13 +124,13 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
 
     def fits(mesh: AbstractMesh) -> None:
         if (stages := mesh.shape.get("stage", 1)) > 1:
-            planned(config, stages)
+            pipeline_plan(config, stages)
         check_batch(config, mesh, model.rules)
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    check_rule(config, mesh.abstract())
-    check_host(config, mesh.abstract())
+    check_optimizer(config, mesh.abstract())
+    check_offload(config, mesh.abstract())
     if dict(mesh.axes).get("stage", 1) == 1:
         for name in ("chunks", "depths", "offload"):
             if getattr(config.parallel, name):
@@ -149,7 +151,7 @@ def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
         order(config.parallel.layout, shards, config.data.seq_len)  # refuses lengths that do not divide
 
 
-def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> ValueAndGrad:
+def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> ValueAndGrad:
     """The function of loss and gradients that the run's step takes."""
     same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
     if (stages := mesh.shape.get("stage", 1)) > 1:
@@ -158,11 +160,11 @@ def gradients(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -
                 f'model.remat = "{config.model.remat}" is not for pipelines: what a stage keeps is '
                 f"{', '.join(get_args(Remat))}."
             )
-        if numerics(config.model) is not None:
-            what = 'dtype = "float16"' if config.model.dtype == "float16" else 'products = "fp8_delayed"'
+        if init_numerics(config.model) is not None:
+            what = 'dtype = "float16"' if config.model.dtype == "float16" else 'matmul_precision = "fp8_delayed"'
             raise ConfigError(f"model.{what} keeps state that pipelines do not hand on; leave out the mesh's stages.")
-        return pipelined(
-            model, *planned(config, stages), routing=config.routing, offload=config.parallel.offload, **same
+        return pipelined_value_and_grad(
+            model, *pipeline_plan(config, stages), routing=config.routing, offload=config.parallel.offload, **same
         )
     return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **same)
 

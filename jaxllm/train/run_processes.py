@@ -20,7 +20,7 @@ from jaxllm.data import Batch
 from jaxllm.train.config import RunConfig
 from jaxllm.train.records.receipt import versions
 
-SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 """Environment variables that change what is compiled."""
 
 
@@ -28,7 +28,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     """What every process must have alike before a device is touched: versions, source code, settings, configuration."""
     packages = {f"version of {name}": version for name, version in versions().items()}
     packages["version of jaxllm"] = importlib.metadata.version("jaxllm")
-    settings = {name: os.environ.get(name, "") for name in SETTINGS}
+    settings = {name: os.environ.get(name, "") for name in COMPILER_VARIABLES}
     return {**packages, "source code": source_hash(), **settings, **flat(config)}
 
 
@@ -41,7 +41,7 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def surroundings(mesh: Mesh, data: str) -> dict[str, Any]:
+def device_fingerprint(mesh: Mesh, data: str) -> dict[str, Any]:
     """What every process must have alike before anything is compiled, once the devices are known."""
     local = jax.local_devices()
     return {
@@ -52,7 +52,7 @@ def surroundings(mesh: Mesh, data: str) -> dict[str, Any]:
     }
 
 
-def own_part(where: NamedSharding, shape: Sequence[int]) -> tuple[int, int]:
+def local_part(where: NamedSharding, shape: Sequence[int]) -> tuple[int, int]:
     """``(part, parts)``: the smallest of equal consecutive parts of a batch's rows that holds all rows of this process.
 
     Its devices need not be neighbours in the mesh; then it makes rows that it does not need, at worst all.
@@ -71,7 +71,7 @@ def covering_part(spans: Sequence[tuple[int, int]], rows: int) -> tuple[int, int
     return 0, 1
 
 
-def put(batch: Batch, where: NamedSharding, rows: int, begin: int = 0) -> Batch:
+def put_batch(batch: Batch, where: NamedSharding, rows: int, begin: int = 0) -> Batch:
     """A batch of ``rows`` rows on the devices of all processes.
 
     Args:

@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import Functional, functional
-from jaxllm.parallel.collective_traffic import expected
+from jaxllm.parallel.collective_traffic import expected_collectives
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.parallel.pipeline.schedule_view import facts
-from jaxllm.parallel.sharding_table import Table, table
+from jaxllm.parallel.sharding_table import ShardingTable, state_sharding_table
 from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import fitting_mesh
-from jaxllm.train.step.pipelined_loss import planned
-from jaxllm.train.step.step_builder import optimizer_of
+from jaxllm.train.step.pipelined_loss import pipeline_plan
+from jaxllm.train.step.step_builder import build_optimizer
 from jaxllm.train.step.train_state import abstract_state
 
 
-def sharding_table(config: RunConfig, num_devices: int) -> Table:
+def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     """How a run's parameters and optimizer state lie on ``num_devices`` devices; nothing is allocated or compiled.
 
     Raises:
@@ -29,22 +29,24 @@ def sharding_table(config: RunConfig, num_devices: int) -> Table:
     """
     model = functional(config.model, config.parallel.rules())
     mesh = fitting_mesh(config, model, num_devices).abstract()
-    transform = optimizer_of(config, model)
+    transform = build_optimizer(config, model)
     state = abstract_state(model, transform, mesh, config.host)
-    found = table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
+    found = state_sharding_table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:
-        return replace(found, remark=of_pipeline(config, model, mesh))
+        return replace(found, remark=pipeline_remark(config, model, mesh))
     try:
-        sent = expected(model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate)
+        sent = expected_collectives(
+            model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate
+        )
     except NotImplementedError as unknown:
         return replace(found, remark=str(unknown))
     return replace(found, collectives=sent)
 
 
-def of_pipeline(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:
+def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:
     """A pipeline's bubble and memory, what it sends, and what its ends take; other collectives have no formula yet."""
-    schedule, depths = planned(config, mesh.shape["stage"])
+    schedule, depths = pipeline_plan(config, mesh.shape["stage"])
     table = tabulate(schedule)
     width = jnp.dtype(config.model.dtype).itemsize
     shape = (config.data.batch_size // config.accumulate, config.data.seq_len, config.model.embed_dim)

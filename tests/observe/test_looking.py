@@ -17,8 +17,8 @@ import pytest
 from jaxllm.files import DataError, read_rows
 from jaxllm.observe.config import ObserveConfig
 from jaxllm.observe.event_log import goodput, read_events
-from jaxllm.observe.metric_sinks import SinkError, Sinks, check
-from jaxllm.observe.profile_summary import Op, read_trace, summarise
+from jaxllm.observe.metric_sinks import MetricSinks, SinkError, check_sinks
+from jaxllm.observe.profile_summary import ProfiledOp, read_trace, summarise
 from jaxllm.train import train
 from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
@@ -137,7 +137,7 @@ def test_a_tracker_that_is_not_there_is_refused_by_name(tmp_path, monkeypatch):
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(SinkError, match=f"{name} needs a package: pip install {module}"):
-            check([name])
+            check_sinks([name])
         with pytest.raises(SinkError):
             train(run_config(tmp_path, observe=ObserveConfig(sinks=(name,))))
     assert not (tmp_path / "runs").exists(), "refused before anything is written"
@@ -145,7 +145,7 @@ def test_a_tracker_that_is_not_there_is_refused_by_name(tmp_path, monkeypatch):
 
 def test_a_tracker_that_breaks_does_not_end_the_run(tmp_path, trackers, caplog):
     trackers["wandb"].breaks_at = 2
-    with Sinks(tmp_path / "metrics.jsonl", ("wandb", "trackio"), "mine", {}) as sinks:
+    with MetricSinks(tmp_path / "metrics.jsonl", ("wandb", "trackio"), "mine", {}) as sinks:
         for step in (1, 2, 3):
             sinks.log(step, {"loss": 1.0 / step, "expert_load": [1.0, 2.0]})
     assert trackers["wandb"].rows == [(1, {"loss": 1.0})]
@@ -158,7 +158,7 @@ def test_a_tracker_that_breaks_does_not_end_the_run(tmp_path, trackers, caplog):
 def test_a_tracker_knows_the_run_again(tmp_path, trackers):
     begun = []
     for folder in ("a", "a", "b"):
-        with Sinks(tmp_path / folder / "metrics.jsonl", ("wandb",), "mine", {}):
+        with MetricSinks(tmp_path / folder / "metrics.jsonl", ("wandb",), "mine", {}):
             begun.append(trackers["wandb"].begun["id"])
     assert begun[0] == begun[1] != begun[2]
 
@@ -167,7 +167,7 @@ def test_event_files_of_tensorboard_say_the_same(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
-    with Sinks(tmp_path / "metrics.jsonl", ("tensorboard",), "mine", {"steps": 3}) as sinks:
+    with MetricSinks(tmp_path / "metrics.jsonl", ("tensorboard",), "mine", {"steps": 3}) as sinks:
         for step in (1, 2, 3):
             sinks.log(step, {"loss": 1.0 / step, "expert_load": [1.0]})
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -191,7 +191,7 @@ def test_profiles_of_no_steps_are_refused(profile):
 
 
 def test_other_settings_that_mean_nothing_are_refused():
-    assert list(ObserveConfig(profile="10:13").profiled()) == [10, 11, 12]
+    assert list(ObserveConfig(profile="10:13").profiled_steps()) == [10, 11, 12]
     with pytest.raises(ValueError, match="none of tensorboard, wandb, trackio"):
         ObserveConfig(sinks=("mlflow",))
     with pytest.raises(ValueError, match="layers_every"):
@@ -204,8 +204,8 @@ def test_other_settings_that_mean_nothing_are_refused():
 def test_exposed_communication_is_what_nothing_hides():
     """By hand: of 10 ms, an all-gather of 4 of which 3 are under a fusion, a reduce of 2 alone, a loop around all."""
 
-    def op(name: str, begin: float, end: float, device: str = "TPU:0") -> Op:
-        return Op(device, name, begin * 1e3, end * 1e3)
+    def op(name: str, begin: float, end: float, device: str = "TPU:0") -> ProfiledOp:
+        return ProfiledOp(device, name, begin * 1e3, end * 1e3)
 
     one = [
         op("while.3", 0, 10),
@@ -237,7 +237,7 @@ def test_exposed_communication_is_what_nothing_hides():
     ],
 )  # fmt: skip
 def test_what_is_communication(name, is_one):
-    found = summarise([Op("GPU:0", name, 0.0, 1e6)])
+    found = summarise([ProfiledOp("GPU:0", name, 0.0, 1e6)])
     assert (found.communicating > 0) is is_one
 
 
@@ -281,7 +281,7 @@ def test_the_signal_has_its_old_meaning_after_a_run(tmp_path):
     from jaxllm.observe.profiler import Profiler
 
     old = signal.getsignal(signal.SIGUSR2)
-    with Profiler(Path(tmp_path), range(0)).listening():
+    with Profiler(Path(tmp_path), range(0)).listen_for_signal():
         assert signal.getsignal(signal.SIGUSR2) is not old
         os.kill(os.getpid(), signal.SIGUSR2)
     assert signal.getsignal(signal.SIGUSR2) is old

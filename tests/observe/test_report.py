@@ -37,9 +37,9 @@ def test_goodput_is_the_whole_time_and_counts_each_step_once():
 def test_all_that_time_is_spent_on_has_a_colour_of_its_own():
     account = goodput(events())
     assert account is not None
-    assert sorted(html_report.TIMES) == sorted(name for name, _ in account.parts())
-    bar = shares([(name, 1.0, n) for n, name in enumerate(html_report.TIMES)], title="time")
-    assert len(set(re.findall(r'<rect class="([^"]+)"', bar))) == len(html_report.TIMES)
+    assert sorted(html_report.TIME_COLORS) == sorted(name for name, _ in account.parts())
+    bar = shares([(name, 1.0, n) for n, name in enumerate(html_report.TIME_COLORS)], title="time")
+    assert len(set(re.findall(r'<rect class="([^"]+)"', bar))) == len(html_report.TIME_COLORS)
 
 
 def test_between_two_layers_there_is_no_tick():
@@ -82,7 +82,7 @@ def test_a_page_has_the_figures_and_needs_nothing_else(tmp_path):
 
 def test_what_a_page_shows_is_escaped(tmp_path):
     run = write_run(tmp_path, name="a<b>&c", source="<script>alert(1)</script>")
-    page = html_report.report(read_record(run))
+    page = html_report.html_report(read_record(run))
     assert "<script" not in page
     assert "a&lt;b&gt;&amp;c" in page
 
@@ -123,7 +123,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     run = write_run(tmp_path)
     for file in ("metrics.jsonl", "events.jsonl"):
         (run / file).unlink()
-    assert "not finished" in html_report.report(read_record(run))
+    assert "not finished" in html_report.html_report(read_record(run))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -12,13 +12,16 @@ import jax
 
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.optim.adam8bit import block_dim_and_size
-from jaxllm.optim.config import LAYERWISE, FIELDS_OF_KIND, OptimizerKind
+from jaxllm.optim.config import FIELDS_OF_KIND, LAYERWISE, OptimizerKind
 from jaxllm.optim.matrix_params import matrix_dims
 from tests import environment
 
 DOCS = environment.ROOT / "docs" / "optimizers.md"
 
-KINDS = (*get_args(OptimizerKind), *(f"{kind} 8bit" for kind in get_args(OptimizerKind) if "moments" in FIELDS_OF_KIND[kind]))
+KINDS = (
+    *get_args(OptimizerKind),
+    *(f"{kind} 8bit" for kind in get_args(OptimizerKind) if "moments" in FIELDS_OF_KIND[kind]),
+)
 """By name; with moments in eight bits too, where a kind has that."""
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.optim.adam8bit import Blocks, blocked, codebook, dequantise, quantise
+from jaxllm.optim.adam8bit import QuantisedMoments, block_dim_and_size, codebook, dequantise, quantise
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -43,12 +43,12 @@ def test_errors_are_half_a_part(signed, rng):
 
 
 def test_blocks():
-    assert blocked((3, 512, 64)) == (1, 256)
-    assert blocked((3, 64, 64)) == (2, 64)
-    assert blocked((6, 5)) == (0, 2)
-    assert blocked((3, 5)) == (1, 1)
+    assert block_dim_and_size((3, 512, 64)) == (1, 256)
+    assert block_dim_and_size((3, 64, 64)) == (2, 64)
+    assert block_dim_and_size((6, 5)) == (0, 2)
+    assert block_dim_and_size((3, 5)) == (1, 1)
     x = jnp.concatenate([jnp.full((1, 256), 1e-9), jnp.full((1, 256), 1e9), jnp.zeros((1, 256))], axis=1)
     found = quantise(x, False)
-    assert isinstance(found, Blocks)
+    assert isinstance(found, QuantisedMoments)
     assert found.scales.shape == (1, 3)
     np.testing.assert_allclose(dequantise(found, False), x, rtol=1e-6)

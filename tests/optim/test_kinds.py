@@ -14,14 +14,14 @@ from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
-from jaxllm.optim.matrix_params import Matrix, matrix_of
+from jaxllm.optim.matrix_params import MatrixDims, matrix_dims
 from jaxllm.optim.schedule_free import gradient_point
-from jaxllm.optim.sophia import Curvature
+from jaxllm.optim.sophia import HessianEstimate
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, train_step
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.step_builder import step_of
+from jaxllm.train.step.step_builder import build_step
 from tests import quick, tiny
 from tests.optim.kinds import KINDS, arrays_bytes, named, table_bytes
 
@@ -221,7 +221,7 @@ def test_layer_by_layer_is_all_at_once(kind, float64):
     transform, grads_of = optimizer(run.optim, run.steps, model.logical_axes()), value_and_grad(model)
     params = jax.tree.map(jnp.asarray, quick.params(config))
     state = TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), jax.random.key(0))
-    fused = quick.jit(step_of(run, model, grads_of, transform))
+    fused = quick.jit(build_step(run, model, grads_of, transform))
     plain = quick.jit(train_step(grads_of, transform, schedule(CONSTANT, 3)))
     one = other = state
     for number in range(2):
@@ -245,7 +245,7 @@ def test_mezo_moves_along_its_direction_by_the_slope(float64):
     params = jax.tree.map(jnp.asarray, quick.params(config))
     state = TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), jax.random.key(0))
     batch = tiny.batch(0, 4, 8, config.vocab_size, packed=True)
-    after, metrics = quick.jit(step_of(run, model, grads_of, transform))(state, batch)
+    after, metrics = quick.jit(build_step(run, model, grads_of, transform))(state, batch)
     sums, grads = quick.jit(grads_of)(params, batch)
     moved = jax.tree.map(lambda a, b: np.asarray(a - b) / -0.01, after.params, params)
     length = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(moved)))
@@ -296,8 +296,8 @@ def test_sophia(rng, float64):
     clipped = 0.0
     for t in range(5):
         grad, square = draw(), {name: 30 * value**2 for name, value in draw().items()}
-        curvature = Curvature(jnp.asarray(t % 2 == 0), square)
-        updates, state = transform.update(grad, state, params, curvature=curvature)  # type: ignore[call-arg]
+        curvature = HessianEstimate(jnp.asarray(t % 2 == 0), square)
+        updates, state = transform.update(grad, state, params, hessian=curvature)  # type: ignore[call-arg]
         params = jax.tree.map(jnp.add, params, updates)
         for name in SHAPES:
             m[name] = 0.9 * m[name] + 0.1 * grad[name]
@@ -351,12 +351,12 @@ def test_eight_bits_stay_near_float32(rng, float64):
 
 
 def test_which_parameters_are_matrices():
-    assert matrix_of(("layers", "heads", "head_dim", "embed")) == Matrix((3,), (1, 2), False)
-    assert matrix_of(("layers", "experts", "expert_embed", "expert_mlp")) == Matrix((2,), (3,), False)
-    assert matrix_of(("vocab", "vocab_embed")) == Matrix((1,), (0,), True)
-    assert matrix_of(("layers", "embed", None)) == Matrix((1,), (2,), False)
+    assert matrix_dims(("layers", "heads", "head_dim", "embed")) == MatrixDims((3,), (1, 2), False)
+    assert matrix_dims(("layers", "experts", "expert_embed", "expert_mlp")) == MatrixDims((2,), (3,), False)
+    assert matrix_dims(("vocab", "vocab_embed")) == MatrixDims((1,), (0,), True)
+    assert matrix_dims(("layers", "embed", None)) == MatrixDims((1,), (2,), False)
     for none in (("embed",), ("layers", "embed"), ("layers", "experts", "expert_embed"), ("heads", "head_dim")):
-        assert matrix_of(none) is None
+        assert matrix_dims(none) is None
 
 
 def test_numbers_of_other_rules_are_refused():

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
-from jaxllm.optim.bfloat16_params import narrow, round_up_or_down, split
+from jaxllm.optim.bfloat16_params import round_stochastically, split_bfloat16, store_in_bfloat16
 from tests import quick
 
 AXES = {"w": ("embed", "mlp"), "gain": ("embed",)}
@@ -23,7 +23,7 @@ def params() -> dict[str, Any]:
 
 def test_two_numbers_hold_a_float32_but_for_its_last_bits(rng):
     x = np.asarray(rng.normal(size=4096) * 10 ** rng.uniform(-6, 6, 4096), np.float32)
-    high, low = (np.asarray(part, np.float64) for part in quick.jit(split)(x))
+    high, low = (np.asarray(part, np.float64) for part in quick.jit(split_bfloat16)(x))
     assert np.all(np.abs(x - high) <= 2.0**-8 * np.abs(x))
     assert np.all(np.abs(x - high - low) <= 2.0**-16 * np.abs(x))
     # What is cut off is a float32 itself: an error-free transformation.
@@ -32,20 +32,20 @@ def test_two_numbers_hold_a_float32_but_for_its_last_bits(rng):
 
 def test_stochastic_rounding_is_to_a_neighbour_and_right_on_average(rng):
     x = np.asarray(rng.normal(size=64), np.float32)
-    draw = quick.jit(jax.vmap(round_up_or_down, (None, 0)))
+    draw = quick.jit(jax.vmap(round_stochastically, (None, 0)))
     made = np.asarray(draw(x, jax.random.split(jax.random.key(0), 4000)), np.float64)
     step = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
     assert np.all(np.abs(made - x) < step)
     assert np.all(np.abs(made.mean(0) - x) < 5 * step * 0.5 / np.sqrt(4000))
     exact = jnp.asarray(x, jnp.bfloat16)
     assert np.array_equal(draw(exact.astype(jnp.float32), jax.random.split(jax.random.key(1), 10))[7], exact)
-    assert np.isnan(float(round_up_or_down(jnp.float32(np.nan), jax.random.key(0))))
+    assert np.isnan(float(round_stochastically(jnp.float32(np.nan), jax.random.key(0))))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "collage", "stochastic"])
 def test_updates_far_below_a_last_place_arrive(rounding):
     """A hundred steps of 1e-4 from 1, each a seventieth of bfloat16's step there."""
-    rule = narrow(optax.sgd(1e-4), rounding)
+    rule = store_in_bfloat16(optax.sgd(1e-4), rounding)
     p = params()
     state, grads = rule.init(p), jax.tree.map(jnp.ones_like, p)
 

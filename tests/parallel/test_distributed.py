@@ -15,10 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.data import Batch
 from jaxllm.parallel import distributed, heartbeat
-from jaxllm.parallel.cluster_environment import Cluster
-from jaxllm.parallel.distributed import DistributedConfig, DistributedError, Group, StopTogether, group, running
+from jaxllm.parallel.cluster_environment import ClusterEnvironment
+from jaxllm.parallel.distributed import (
+    DistributedConfig,
+    DistributedError,
+    ProcessGroup,
+    SynchronizedStop,
+    group,
+    running,
+)
 from jaxllm.train import RunConfig
-from jaxllm.train.run_processes import covering_part, fingerprint, own_part, put
+from jaxllm.train.run_processes import covering_part, fingerprint, local_part, put_batch
 from sharding import MeshSpec
 
 
@@ -52,7 +59,7 @@ def in_each(size: int, act):
 
     def one(rank: int):
         try:
-            return act(Group(rank, size, store))
+            return act(ProcessGroup(rank, size, store))
         except DistributedError as error:
             return error
 
@@ -61,12 +68,12 @@ def in_each(size: int, act):
 
 
 def test_gather_and_tell():
-    def act(one: Group):
-        return [(one.gather("a", f"{one.rank}{turn}"), one.tell("a", f"t{turn}")) for turn in range(3)]
+    def act(one: ProcessGroup):
+        return [(one.gather("a", f"{one.rank}{turn}"), one.broadcast("a", f"t{turn}")) for turn in range(3)]
 
     assert in_each(3, act)[0] == [([f"0{turn}", f"1{turn}", f"2{turn}"], f"t{turn}") for turn in range(3)]
     assert in_each(3, act)[2] == [([], f"t{turn}") for turn in range(3)]
-    assert act(Group()) == [([f"0{turn}"], f"t{turn}") for turn in range(3)]
+    assert act(ProcessGroup()) == [([f"0{turn}"], f"t{turn}") for turn in range(3)]
 
 
 def test_agreement_is_silent_and_may_be_repeated():
@@ -91,7 +98,7 @@ def test_a_fact_that_one_lacks_is_a_difference():
 
 
 def test_silence_is_named_in_each():
-    def act(one: Group):
+    def act(one: ProcessGroup):
         if one.rank == 2:
             return None
         return one.agree("the run", {}, 0.2)
@@ -102,19 +109,19 @@ def test_silence_is_named_in_each():
 
 
 def test_one_process_is_a_group_that_starts_nothing():
-    with running(Cluster()) as alone:
+    with running(ClusterEnvironment()) as alone:
         assert alone is group()
-        assert (alone.rank, alone.size, alone.leads) == (0, 1, True)
+        assert (alone.rank, alone.size, alone.is_leader) == (0, 1, True)
         alone.agree("anything", {"a": object()})
-        stop = StopTogether(MeshSpec.parse("dp").build())
+        stop = SynchronizedStop(MeshSpec.parse("dp").build())
         assert [stop([]), stop([15]), stop([2, 15])] == [0, 15, 2]
 
 
 def test_a_signal_of_one_stops_all_one_step_later(monkeypatch):
     """On the devices of this process, as if they were several processes'."""
     mesh = MeshSpec.parse("fsdp=4,tensor=2").build()
-    monkeypatch.setattr(distributed, "_group", Group(0, 2, Store()))
-    stop, seen = StopTogether(mesh), []
+    monkeypatch.setattr(distributed, "_group", ProcessGroup(0, 2, Store()))
+    stop, seen = SynchronizedStop(mesh), []
     with jax.set_mesh(mesh):
         assert [stop(seen), stop(seen)] == [0, 0]
         assert stop([15]) == 0
@@ -158,14 +165,14 @@ def test_the_rows_of_a_process(spans, rows, expected):
 
 def test_one_process_makes_all_rows():
     mesh = MeshSpec.parse("fsdp=4,context=2").build()
-    assert own_part(NamedSharding(mesh, P("fsdp", "context")), (8, 6)) == (0, 1)
+    assert local_part(NamedSharding(mesh, P("fsdp", "context")), (8, 6)) == (0, 1)
 
 
 def test_put_places_a_batch_as_device_put_does(rng):
     mesh = MeshSpec.parse("fsdp=4,context=2").build()
     where = NamedSharding(mesh, P("fsdp", "context"))
     batch = Batch(*(rng.integers(0, 9, (8, 6)).astype(np.int32) for _ in range(4)))
-    placed, expected = put(batch, where, 8), jax.device_put(batch, where)
+    placed, expected = put_batch(batch, where, 8), jax.device_put(batch, where)
     for mine, other in zip(placed, expected, strict=True):
         assert mine.sharding == other.sharding
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))

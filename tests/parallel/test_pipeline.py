@@ -20,15 +20,15 @@ from jaxllm.models import functional
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.schedule import ScheduleError, forward_only
 from jaxllm.parallel.pipeline.schedule_generators import make
-from jaxllm.parallel.pipeline.schedule_table import KINDS, allot, tabulate
-from jaxllm.parallel.pipeline.stage_layout import places, spread
-from jaxllm.parallel.pipeline.stage_split import cut
+from jaxllm.parallel.pipeline.schedule_table import KINDS, allocate_slots, tabulate
+from jaxllm.parallel.pipeline.stage_layout import assign_units, place_units
+from jaxllm.parallel.pipeline.stage_split import split_layer
 from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train import RunConfig, loss_sums
-from jaxllm.train.run import fitting_mesh, gradients
+from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_sharding import sharding_table
 from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.pipelined_loss import pipelined, pipelined_sums, planned
+from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums, pipelined_value_and_grad
 from jaxllm.train.step.routing_losses import RoutingConfig
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.state import abstract_params
@@ -94,7 +94,7 @@ def test_a_table_run_by_hand_computes_everything(sizes):
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=20))
 def test_slots_are_as_few_as_things_at_a_time(lives):
     ends = {number: (first, first + more) for number, (first, more) in enumerate(lives)}
-    slots = allot(ends.items())
+    slots = allocate_slots(ends.items())
     for tick in range(26):
         here = [slots[n] for n, (first, last) in ends.items() if first <= tick <= last]
         assert len(set(here)) == len(here)
@@ -108,11 +108,11 @@ def test_every_layer_has_its_place(sizes, first, more):
     schedule = make(*sizes)
     virtual = schedule.stages * schedule.chunks
     repeats = [*first, virtual + more]
-    depths = spread(repeats, virtual)
+    depths = assign_units(repeats, virtual)
     assert depths.counts.sum(1).max() - depths.counts.sum(1).min() <= 1
     assert tuple(depths.counts.sum(0)) == tuple(repeats)
     for g, units in enumerate(repeats):
-        where = places(depths, schedule, g, units)
+        where = place_units(depths, schedule, g, units)
         assert np.array_equal(where.taken.reshape(-1)[where.place], np.arange(units))
         for unit, place in enumerate(where.place):
             stage, rest = divmod(int(place), where.taken.shape[1])
@@ -134,7 +134,7 @@ def test_a_layer_in_three_parts(remat, split, rng, float64):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape))  # noqa: E731
     w = {name: draw(*shape) for name, shape in shapes.items()}
     x, dy, consts = draw(5, 4), draw(5, 4), draw(5, 1)
-    parts = cut(layer, w, x, consts, remat=remat, names=["up"], split=split)
+    parts = split_layer(layer, w, x, consts, remat=remat, names=["up"], split=split)
     (y, _), pull, more = jax.vjp(lambda w, x: layer(w, x, consts), w, x, has_aux=True)
     dw, dx = pull((dy, jnp.ones(())))
 
@@ -182,7 +182,7 @@ def run_of(**fields: Any) -> RunConfig:
 )
 def test_illegal_pipelines_say_what_is_legal(fields, stages, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
-        planned(run_of(**fields), stages)
+        pipeline_plan(run_of(**fields), stages)
 
 
 @pytest.mark.parametrize("fields", [{"chunks": 2, "schedule": "interleaved"}, {"depths": (2, 4)}, {"offload": 0.5}])
@@ -218,16 +218,16 @@ def test_the_sharding_table_says_what_a_pipeline_takes():
 
 
 def test_a_share_of_few_layers_is_one_of_them():
-    assert spread([4], 4).offloaded(0.1) == (1,)
-    assert spread([4], 4).offloaded(0.0) == (0,)
-    assert spread([16], 2).offloaded(0.5) == (4,)
+    assert assign_units([4], 4).offloaded(0.1) == (1,)
+    assert assign_units([4], 4).offloaded(0.0) == (0,)
+    assert assign_units([16], 2).offloaded(0.5) == (4,)
 
 
 def test_rings_in_stages_are_refused_on_cpu():
     config = run_of(mesh="stage=2,context=2")
     model = functional(config.model, config.parallel.rules())
     mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:4])
-    run = pipelined_sums(model, *planned(config, 2))
+    run = pipelined_loss_sums(model, *pipeline_plan(config, 2))
     abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     with jax.set_mesh(mesh), pytest.raises(ScheduleError, match="all_gather"):
         jax.eval_shape(run, abstract, tiny.batch(0, 8, 8, 64, packed=False))
@@ -244,7 +244,7 @@ def test_evaluation_goes_through_the_same_stages(rng):
     with jax.set_mesh(mesh):
         abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         placed = jax.device_put(params, shardings_of(abstract))
-        got = quick.jit(pipelined_sums(model, *planned(config, 2)))(
+        got = quick.jit(pipelined_loss_sums(model, *pipeline_plan(config, 2)))(
             placed, jax.device_put(batch, jax.NamedSharding(mesh, jax.P()))
         )
     assert got.routing is want.routing is None
@@ -269,7 +269,7 @@ def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
         abstract = abstract_params(piped.abstract(), piped.logical_axes(), built, piped.rules)
         placed = jax.device_put(params, shardings_of(abstract))
         spec = piped.rules.spec(("batch", "seq"), built)
-        got, grads = quick.jit(pipelined(piped, *planned(config, 2), **same))(
+        got, grads = quick.jit(pipelined_value_and_grad(piped, *pipeline_plan(config, 2), **same))(
             placed, jax.device_put(batch, jax.NamedSharding(built, spec))
         )
     assert np.array_equal(got.routing.counts, want.routing.counts)
@@ -289,7 +289,7 @@ def compiled(config: RunConfig, rows: Any) -> str:
     tokens: Any = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, rows))
     with jax.set_mesh(mesh):
         batch = Batch(tokens, tokens, tokens, tokens)
-        step = jax.jit(gradients(config, piped, mesh), out_shardings=(None, shardings_of(params)))
+        step = jax.jit(build_value_and_grad(config, piped, mesh), out_shardings=(None, shardings_of(params)))
         return step.lower(params, batch).compile().as_text() or ""
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import cli
 from jaxllm.config import to_dict
-from jaxllm.observe.profile_summary import Summary
+from jaxllm.observe.profile_summary import ProfileSummary
 from jaxllm.plan.formulas import step_time
 from jaxllm.plan.formulas.calibration import DEFAULT
 from jaxllm.plan.hardware import TABLE, Cluster
@@ -27,12 +27,12 @@ def run():
     return dataclasses.replace(llama3_8b(), mesh=str(MESH), parallel=plan)
 
 
-def seen(step: step_time.StepTime, slower: float, links: float) -> Summary:
+def seen(step: step_time.StepTime, slower: float, links: float) -> ProfileSummary:
     """A profile of devices that compute ``slower`` and send ``links`` times as long as predicted."""
     computing = STEPS * slower * (step.compute + step.memory)
     sent = STEPS * links * sum(sum(part.values()) for part in (step.near, step.far, step.hidden))
     exposed = STEPS * links * sum(step.near.values())
-    return Summary(("TPU:0",), computing + exposed, computing, sent, exposed, (), STEPS)
+    return ProfileSummary(("TPU:0",), computing + exposed, computing, sent, exposed, (), STEPS)
 
 
 @pytest.mark.parametrize(("slower", "links"), [(1.0, 1.0), (1.3, 1.0), (1.0, 1.7), (1.2, 1.4)])

@@ -20,7 +20,7 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.train import RunConfig, run_processes
-from jaxllm.train.records.live_view import View
+from jaxllm.train.records.live_view import LiveView
 
 
 def together_run() -> RunConfig:
@@ -53,13 +53,13 @@ def together_run() -> RunConfig:
 
 def signal_at(step: int, number: signal.Signals, once: str | None = None) -> None:
     """This process gets a signal when it has seen the metrics of ``step``; if ``once``, no process after it does."""
-    show, last = View.step, step
+    show, last = LiveView.step, step
 
-    def shown(self: View, step: int, metrics: dict[str, float]) -> None:
+    def shown(self: LiveView, step: int, metrics: dict[str, float]) -> None:
         show(self, step, metrics)
         if step == last and (once is None or not Path(once).exists()):
             if once is not None:
                 Path(once).touch()
             os.kill(os.getpid(), number)
 
-    View.step = shown
+    LiveView.step = shown

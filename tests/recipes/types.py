@@ -21,7 +21,7 @@ from jaxllm.data import Batch
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
-from jaxllm.train.run import fitting_mesh, gradients
+from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from sharding.topology import Topology
 
 
@@ -43,7 +43,9 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
         assert sums.nll.shape == (), sums
         if step:
             rate = schedule(run.optim.schedule, run.steps)
-            whole = train_step(gradients(run, model, mesh), transform, rate, run.model, run.routing.bias_rate)
+            whole = train_step(
+                build_value_and_grad(run, model, mesh), transform, rate, run.model, run.routing.bias_rate
+            )
             after, metrics = jax.eval_shape(whole, state, batch)
             assert metrics["loss"].shape == ()
             for before, now in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):

@@ -16,7 +16,7 @@ from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.train import RunConfig, train
-from jaxllm.train.records.live_view import View
+from jaxllm.train.records.live_view import LiveView
 from jaxllm.train.records.run_directory import RunDirectory
 
 STEPS = 12
@@ -93,14 +93,14 @@ def losses(directory: Path) -> list[tuple[int, float, float]]:
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
     """This process gets a signal when the view shows ``step``."""
-    show = View.step
+    show = LiveView.step
 
-    def shown(self: View, at: int, metrics: dict[str, float]) -> None:
+    def shown(self: LiveView, at: int, metrics: dict[str, float]) -> None:
         show(self, at, metrics)
         if at == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(View, "step", shown)
+    monkeypatch.setattr(LiveView, "step", shown)
 
 
 def stopped_at(folder: Path, step: int, **fields: Any) -> Path:

@@ -47,7 +47,7 @@ def begin(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, begin: Path, **fields: Any) -> Any:
-    model = dataclasses.replace(decoder_config(SOURCE), remat="full", products="int8", embed_grad=0.5)
+    model = dataclasses.replace(decoder_config(SOURCE), remat="full", matmul_precision="int8", embed_grad=0.5)
     more = {"model": model, "init_from": str(begin), "tokenizer": "model", "steps": 2} | fields
     return runs.run_config(folder, **more)
 

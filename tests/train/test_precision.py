@@ -19,9 +19,9 @@ from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig, train, train_step, value_and_grad
-from jaxllm.train.precision import PRECISIONS, Precision, bytes_of, in_precision, stated
-from jaxllm.train.run import gradients
-from jaxllm.train.step.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, numerics
+from jaxllm.train.precision import PRECISIONS, Precision, precision_cost, tree_bytes, with_precision
+from jaxllm.train.run import build_value_and_grad
+from jaxllm.train.step.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, init_numerics
 from jaxllm.train.step.train_state import TrainState, abstract_state
 from sharding import MeshSpec
 from tests import quick, tiny
@@ -41,22 +41,22 @@ def batch(rows: int = 2) -> Any:
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_bytes_are_those_of_the_state(name):
-    run = in_precision(RUN, name)
+    run = with_precision(RUN, name)
     model = functional(run.model)
     mesh = MeshSpec.parse("data=1").build(jax.devices()[:1])
     state = abstract_state(model, optimizer(run.optim, run.steps, model.logical_axes()), mesh)
-    said, count = stated(run), sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    assert bytes_of(state.params) == said.parameters * count
-    assert bytes_of([x for x in jax.tree.leaves(state.opt_state) if x.ndim]) == said.optimizer * count
-    assert bytes_of(state.numerics) == said.numerics
+    said, count = precision_cost(run), sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert tree_bytes(state.params) == said.parameters * count
+    assert tree_bytes([x for x in jax.tree.leaves(state.opt_state) if x.ndim]) == said.optimizer * count
+    assert tree_bytes(state.numerics) == said.numerics
     _, grads, *_ = jax.eval_shape(value_and_grad(model), *_given(run, state.params))
-    assert bytes_of(grads) == said.gradients * count
+    assert tree_bytes(grads) == said.gradients * count
     table = {"float32": 16, "bf16": 16, "fp16": 16, "bf16_collage": 12, "bf16_stochastic": 8}
     assert said.parameters + said.optimizer + said.gradients == table.get(name, 16)
 
 
 def _given(run: RunConfig, params: Any) -> tuple[Any, ...]:
-    kept = numerics(run.model)
+    kept = init_numerics(run.model)
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     return (plain, batch()) if kept is None else (plain, batch(), kept)
 
@@ -64,7 +64,7 @@ def _given(run: RunConfig, params: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", ["fp16", "int8", "fp8_delayed", "fp8_block"])
 def test_flops_are_those_of_the_program(name):
     """Every product of the traced step, by what its factors are in. Attention is traced as whole blocks of scores."""
-    run = in_precision(RUN, name)
+    run = with_precision(RUN, name)
     program = jax.make_jaxpr(value_and_grad(functional(run.model)))(*_given(run, functional(run.model).abstract()))
     found: Counter[str] = Counter()
     for equation in equations(program.jaxpr):
@@ -76,7 +76,7 @@ def test_flops_are_those_of_the_program(name):
             found["*".join(kinds)] += (
                 repeats * 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[i] for i in over)
             )
-    said = stated(run).flops
+    said = precision_cost(run).flops
     eight = {kind: flops for kind, flops in said.items() if "8" in kind.replace("bfloat16", "")}
     assert set(eight) == {kind for kind in found if "8" in kind.replace("bfloat16", "")}
     for kind, flops in eight.items():
@@ -89,11 +89,11 @@ def _within_layers(left: Any, right: Any) -> bool:
 
 
 def test_a_step_that_overflows_is_skipped_and_recorded():
-    run = in_precision(RUN, "fp16")
+    run = with_precision(RUN, "fp16")
     model, rule = functional(run.model), optax.sgd(0.1)
     params = jax.tree.map(jnp.asarray, quick.params(run.model, scale=0.1))
     step = quick.jit(train_step(value_and_grad(model), rule, lambda _: jnp.float32(0.1)))
-    kept = numerics(run.model)
+    kept = init_numerics(run.model)
     assert kept is not None
     large = kept._replace(loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(7)))
     state = TrainState(params, rule.init(params), jnp.int32(0), jax.random.key(0), large)
@@ -111,23 +111,23 @@ def test_a_step_that_overflows_is_skipped_and_recorded():
     assert abs(float(metrics["grad_norm"]) / float(optax.tree.norm(grads)) - 1) < 5e-3
     # At the least scale nothing is skipped: the run's own check stops it.
     small = large._replace(loss_scale=LossScale(jnp.float32(1.0), jnp.int32(0)))
-    assert not small.skips(jnp.asarray(False))
+    assert not small.should_skip(jnp.asarray(False))
 
 
 def test_the_scale_grows_after_as_many_steps_without_overflow():
     scale = LossScale(jnp.float32(8), jnp.int32(GROWTH_EVERY - 2))
-    scale = scale.moved(jnp.asarray(True))
+    scale = scale.updated(jnp.asarray(True))
     assert (float(scale.scale), int(scale.steps)) == (8, GROWTH_EVERY - 1)
-    scale = scale.moved(jnp.asarray(True))
+    scale = scale.updated(jnp.asarray(True))
     assert (float(scale.scale), int(scale.steps)) == (16, 0)
 
 
 def test_delayed_scaling_remembers_every_product_of_every_layer_whatever_accumulate_is():
-    run = in_precision(RUN, "fp8_delayed")
+    run = with_precision(RUN, "fp8_delayed")
     model = functional(dataclasses.replace(run.model, dtype="float32"))
-    params, kept = jax.tree.map(jnp.asarray, quick.params(run.model, scale=0.1)), numerics(run.model)
+    params, kept = jax.tree.map(jnp.asarray, quick.params(run.model, scale=0.1)), init_numerics(run.model)
     seen = [quick.jit(value_and_grad(model, accumulate=n))(params, batch(4), kept)[2]["0"]["0"] for n in (1, 2)]
-    layers, products = RUN.model.layers, RUN.model.pattern[0].products
+    layers, products = RUN.model.layers, RUN.model.pattern[0].weight_matmuls
     assert seen[0].shape[:3] == (layers, products, 3)
     assert np.all(np.asarray(seen[0][..., 0]) > 0)
     np.testing.assert_allclose(seen[0][:, :, 1, 0], seen[1][:, :, 1, 0], rtol=1e-6)  # of weights: the same
@@ -138,7 +138,9 @@ def test_delayed_scaling_remembers_every_product_of_every_layer_whatever_accumul
 @pytest.mark.parametrize("name", ["fp16", "fp8_delayed", "bf16_stochastic"])
 def test_a_stopped_run_goes_on_bit_for_bit(name, tmp_path):
     """The state of numbers, and the seed of rounding, are in checkpoints."""
-    whole, parts = (dataclasses.replace(in_precision(run_config(tmp_path), name), name=at) for at in ("whole", "parts"))
+    whole, parts = (
+        dataclasses.replace(with_precision(run_config(tmp_path), name), name=at) for at in ("whole", "parts")
+    )
     directory = train(whole).directory
     with pytest.MonkeyPatch.context() as patch:
         signal_at(patch, 7)
@@ -153,15 +155,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(name, tmp_path):
 
 def test_a_name_sets_all_axes_and_is_read_back():
     for name, precision in PRECISIONS.items():
-        assert Precision.of(in_precision(RUN, name)) == precision
+        assert Precision.of(with_precision(RUN, name)) == precision
     with pytest.raises(ConfigError, match="none of these: float32, bf16"):
-        in_precision(RUN, "fp4")
+        with_precision(RUN, "fp4")
 
 
 def test_refusals():
     with pytest.raises(ValueError, match="is of parameters in bfloat16"):
         dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, rounding="stochastic"))
-    run = in_precision(RUN, "fp16")
+    run = with_precision(RUN, "fp16")
     mesh = MeshSpec.parse("stage=2").build(jax.devices()[:2])
     with pytest.raises(ConfigError, match='dtype = "float16" keeps state that pipelines do not'):
-        gradients(run, functional(run.model), mesh)
+        build_value_and_grad(run, functional(run.model), mesh)

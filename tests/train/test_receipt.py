@@ -12,7 +12,14 @@ import pytest
 
 from jaxllm import cli
 from jaxllm.config import ConfigError
-from jaxllm.train.records.receipt import ReceiptError, commit, compare, read_receipt, reproduction, versions
+from jaxllm.train.records.receipt import (
+    ReceiptError,
+    compare_receipts,
+    git_commit,
+    read_receipt,
+    reproduction_config,
+    versions,
+)
 from tests import environment
 
 
@@ -51,16 +58,16 @@ def test_a_tampered_result_is_not_reproduced(finished, receipt, tmp_path, capsys
 
 
 def fake_training(finished: Path) -> Any:
-    from jaxllm.train import Finished
+    from jaxllm.train import TrainResult
 
-    return lambda config: Finished(finished / "runs" / "tiny", 12, True, None, None)
+    return lambda config: TrainResult(finished / "runs" / "tiny", 12, True, None, None)
 
 
 def test_equal_surroundings_must_give_equal_bits(receipt):
-    assert compare(receipt, receipt)[0]
+    assert compare_receipts(receipt, receipt)[0]
     for key in ("nll", "heldout_nll", "heldout_bits_per_byte"):
         near = changed(receipt, "result", key, to=math.nextafter(receipt["result"][key], 9))
-        good, text = compare(receipt, near)
+        good, text = compare_receipts(receipt, near)
         assert not good
         assert f"{key}: {receipt['result'][key]!r} then, {near['result'][key]!r} now" in text
 
@@ -78,45 +85,45 @@ def test_equal_surroundings_must_give_equal_bits(receipt):
 def test_other_surroundings_allow_a_per_cent_and_are_named(path, value, receipt):
     other = changed(receipt, *path, to=value)
     nll = receipt["result"]["nll"]
-    good, text = compare(receipt, changed(other, "result", "nll", to=nll * 1.009))
+    good, text = compare_receipts(receipt, changed(other, "result", "nll", to=nll * 1.009))
     assert good
     assert str(value) in text
     assert path[0 if path[0] != "config" else 1] in text
-    assert not compare(receipt, changed(other, "result", "nll", to=nll * 1.011))[0]
+    assert not compare_receipts(receipt, changed(other, "result", "nll", to=nll * 1.011))[0]
 
 
 @pytest.mark.parametrize("key", ["config_hash", "data_hash"])
 def test_other_work_is_no_reproduction_whatever_its_result(key, receipt):
-    good, text = compare(receipt, changed(receipt, key, to="another"))
+    good, text = compare_receipts(receipt, changed(receipt, key, to="another"))
     assert not good
     assert key in text
 
 
 @pytest.mark.parametrize("result", [{}, {"steps": 12}, {"nll": math.nan}, {"nll": 1.0}])
 def test_a_receipt_without_figures_proves_nothing(result, receipt):
-    assert not compare(changed(receipt, "result", to=result), receipt)[0]
+    assert not compare_receipts(changed(receipt, "result", to=result), receipt)[0]
 
 
 def test_figures_that_are_missing_or_nan_now_are_not_reproduced(receipt):
-    assert not compare(receipt, changed(receipt, "result", to={"nll": receipt["result"]["nll"]}))[0]
-    assert not compare(receipt, changed(receipt, "result", "nll", to=math.nan))[0]
+    assert not compare_receipts(receipt, changed(receipt, "result", to={"nll": receipt["result"]["nll"]}))[0]
+    assert not compare_receipts(receipt, changed(receipt, "result", "nll", to=math.nan))[0]
 
 
 def test_a_changed_configuration_is_refused_before_it_is_trained(receipt, tmp_path):
     touched = changed(receipt, "config", "optim", "b2", to=0.9)
     with pytest.raises(ReceiptError, match=f"receipt says {receipt['config_hash']}"):
-        reproduction(touched, tmp_path)
+        reproduction_config(touched, tmp_path)
     with pytest.raises(ConfigError, match=r"unknown key 'stepz'. Did you mean 'steps'\?"):
-        reproduction(changed(receipt, "config", "stepz", to=3), tmp_path)
+        reproduction_config(changed(receipt, "config", "stepz", to=3), tmp_path)
     # Where it ran and how often it logged does not matter.
     elsewhere = changed(changed(receipt, "config", "out", to="elsewhere"), "config", "log_every", to=99)
-    assert reproduction(elsewhere, tmp_path).out == str(tmp_path)
+    assert reproduction_config(elsewhere, tmp_path).out == str(tmp_path)
 
 
 def test_a_run_that_is_there_is_not_gone_on_with(receipt, tmp_path):
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ReceiptError, match="exists; choose another --out"):
-        reproduction(receipt, tmp_path)
+        reproduction_config(receipt, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -141,5 +148,5 @@ def test_it_says_what_decides_the_last_bits(receipt):
     assert receipt["versions"] == versions()
     assert {"python", "jax", "jaxlib", "numpy"} <= versions().keys()
     head = environment.git("rev-parse", "HEAD")
-    assert (commit() or "").startswith(head)
+    assert (git_commit() or "").startswith(head)
     assert receipt["device"] == {"kind": "cpu", "platform": "cpu", "count": environment.DEVICES}

@@ -13,7 +13,13 @@ import sharding
 from jaxllm.models import BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RouterConfig, Segments, functional
 from jaxllm.models.moe.router import Routing
 from jaxllm.train import value_and_grad
-from jaxllm.train.step.routing_losses import RoutingConfig, RoutingSums, Tally, move_biases, routing_metrics
+from jaxllm.train.step.routing_losses import (
+    RoutingAccumulator,
+    RoutingConfig,
+    RoutingSums,
+    routing_metrics,
+    update_balance_biases,
+)
 from tests import quick, tiny
 from tests.train import runs
 
@@ -33,11 +39,11 @@ def test_losses_are_their_formulas(rng: np.random.Generator, float64: None) -> N
     logits = rng.normal(size=(2, 2, 4, 5))
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     experts = np.argsort(-logits, axis=-1)[..., :2]
-    tally = Tally.of(mixture(), Segments(jnp.asarray(ids)))
+    tally = RoutingAccumulator.of(mixture(), Segments(jnp.asarray(ids)))
     assert tally is not None
     for layer in (0, 1):
         parts = (jnp.asarray(x[layer]) for x in (logits, shares, experts))
-        tally = tally.routed(jnp.int32(layer + 1), Routing(*parts, jnp.ones((2, 4, 2)), jnp.float64(3)))
+        tally = tally.record_routing(jnp.int32(layer + 1), Routing(*parts, jnp.ones((2, 4, 2)), jnp.float64(3)))
     sums = tally.sums(mixture(), jnp.float64(10))
     real = ids > 0
     counts = np.zeros((3, 5))
@@ -84,7 +90,7 @@ def test_biases_move_towards_even_loads() -> None:
     params = jax.tree.map(jnp.asarray, quick.params(config))
     counts = jnp.array([[0.0] * 5, [4, 1, 1, 1, 3], [2, 2, 2, 2, 2]])
     zero = jnp.zeros(())
-    moved = move_biases(config, 0.5)(params, RoutingSums(counts, zero, zero, zero))
+    moved = update_balance_biases(config, 0.5)(params, RoutingSums(counts, zero, zero, zero))
     before = params["segments"]["1"]["0"]["mlp"]["balance_bias"]
     after = moved["segments"]["1"]["0"]["mlp"]["balance_bias"]
     want = 0.5 * np.array([[-1, 1, 1, 1, -1], [0, 0, 0, 0, 0]])
@@ -151,7 +157,7 @@ def test_the_same_on_a_mesh(float64: None) -> None:
     spec = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
     with jax.set_mesh(mesh):
         there = run(jax.device_put(params, shardings), jax.device_put(batch, spec))
-        moved = quick.jit(move_biases(config, 0.1))(jax.device_put(params, shardings), there[0].routing)
+        moved = quick.jit(update_balance_biases(config, 0.1))(jax.device_put(params, shardings), there[0].routing)
     assert tiny.leaf_error(there[0], sums) < 1e-12
     assert tiny.leaf_error(there[1], grads) < 1e-10
-    assert tiny.leaf_error(moved, move_biases(config, 0.1)(params, sums.routing)) < 1e-12
+    assert tiny.leaf_error(moved, update_balance_biases(config, 0.1)(params, sums.routing)) < 1e-12

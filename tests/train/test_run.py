@@ -290,9 +290,9 @@ def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
     rows = [{"step": step, "nll": 1.0} for step in range(1, 10)]
     directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 10, "loss": 4.2, "nl')
     assert directory.read_metrics() == rows
-    directory.keep_metrics(6)
+    directory.drop_metrics_after(6)
     assert directory.metrics.read_text() == "".join(json.dumps(row) + "\n" for row in rows[:6])
-    directory.keep_metrics(0)
+    directory.drop_metrics_after(0)
     assert directory.metrics.read_text() == ""
 
 
@@ -302,8 +302,8 @@ def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
 def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(stopped, finished, tmp_path):
     """The learning rate is sane for seven steps and then is not."""
     with pytest.MonkeyPatch.context() as explode:
-        wild = lambda config, model: run_optimizer_of(dataclasses.replace(config, optim=huge(config.optim)), model)  # noqa: E731
-        explode.setattr(run, "optimizer_of", wild)
+        wild = lambda config, model: run_build_optimizer(dataclasses.replace(config, optim=huge(config.optim)), model)  # noqa: E731
+        explode.setattr(run, "build_optimizer", wild)
         with pytest.raises(NonFiniteLossError) as raised:
             train(run_config(finished, every=1, out=tmp_path))
     rows = losses(stopped)
@@ -319,7 +319,7 @@ def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(st
     assert f"That of step {step - 1} leads here and is now {aside}" in message
 
 
-run_optimizer_of = run.optimizer_of
+run_build_optimizer = run.build_optimizer
 
 
 def huge(config):

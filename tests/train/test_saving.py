@@ -16,10 +16,10 @@ import pytest
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, MemoryConfig
 from jaxllm.checkpoint.memory.peer_storage import Holder
-from jaxllm.parallel.distributed import Group
+from jaxllm.parallel.distributed import ProcessGroup
 from jaxllm.train import train
-from jaxllm.train.records.live_view import View
-from jaxllm.train.recovery.saving import MEASURED, Saver
+from jaxllm.train.records.live_view import LiveView
+from jaxllm.train.recovery.saving import TIMED_STEPS, Saver
 from tests.train.runs import STEPS, losses, run_config
 
 PLACES = (f"memory://training-{n}" for n in itertools.count())
@@ -32,15 +32,15 @@ class Crash(Exception):
 @contextlib.contextmanager
 def crash_at(step: int):
     """Training ends by an exception when it shows ``step``."""
-    show = View.step
+    show = LiveView.step
 
-    def shown(self: View, at: int, metrics: dict[str, float]) -> None:
+    def shown(self: LiveView, at: int, metrics: dict[str, float]) -> None:
         show(self, at, metrics)
         if at == step:
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(View, "step", shown)
+        patch.setattr(LiveView, "step", shown)
         try:
             yield
         except Crash:
@@ -106,13 +106,13 @@ def test_memory_survives_a_crash_and_the_disk_its_loss(tmp_path: Path) -> None:
 
 def test_the_interval_is_found_out(tmp_path: Path) -> None:
     config = CheckpointConfig(every=50, memory=MemoryConfig(linger=60))
-    with Saver(tmp_path, config, Group()) as saver:
+    with Saver(tmp_path, config, ProcessGroup()) as saver:
         places = {}
         for step in range(1, 51):
             if place := saver.due(step, last=step == 50):
                 places[step] = place
                 saver.save(place, step, {"w": jnp.full(3, step)}, {})
-        assert places[1 + MEASURED] == "memory"
+        assert places[1 + TIMED_STEPS] == "memory"
         assert places[50] == "disk"
         saver.wait()
         assert saver.latest() == 50

@@ -18,12 +18,12 @@ from jaxllm.checkpoint import Checkpointer, MemoryConfig
 from jaxllm.config import ConfigError
 from jaxllm.data.dataset import TokenDataset
 from jaxllm.models import functional
-from jaxllm.observe.html_report import report, text
+from jaxllm.observe.html_report import html_report, text_report
 from jaxllm.observe.run_record import read_record
 from jaxllm.optim import OptimConfig
 from jaxllm.train import RunConfig, SpikeConfig, SpikesError, train
 from jaxllm.train import run as ready
-from jaxllm.train.step.loss_spikes import LEAST, watch
+from jaxllm.train.step.loss_spikes import MIN_DEVIATION, init_spike_detector
 from tests import tiny
 from tests.train.runs import losses, run_config, signal_at
 
@@ -40,7 +40,7 @@ def compiled_once() -> Iterator[None]:
     made, plain = {}, ready.Run.compile_step
 
     def compile_step(self: ready.Run) -> Any:
-        key = dataclasses.replace(self.config.spikes, limit=8), ready.gradients
+        key = dataclasses.replace(self.config.spikes, limit=8), ready.build_value_and_grad
         if key not in made:
             made[key] = plain(self)
         return made[key]
@@ -110,10 +110,10 @@ def rolled_back(folder: Path) -> Path:
 
 
 def seen(values: list[tuple[float, float]], config: SpikeConfig) -> list[bool]:
-    state, out = watch(config), []
+    state, out = init_spike_detector(config), []
     for loss, norm in values:
         assert state is not None
-        spike, score, state = state.after(config, jnp.float32(loss), jnp.float32(norm), None)
+        spike, score, state = state.update(config, jnp.float32(loss), jnp.float32(norm), None)
         assert bool(spike) == (float(score) > config.threshold or not math.isfinite(loss + norm))
         out.append(bool(spike))
     return out
@@ -127,7 +127,7 @@ def test_the_statistic_is_its_definition(rng):
     for n in range(9, 200):
         before = logs[n - 9 : n]
         middle = np.median(before, axis=0)
-        deviation = np.maximum(1.4826 * np.median(abs(before - middle), axis=0), LEAST)
+        deviation = np.maximum(1.4826 * np.median(abs(before - middle), axis=0), MIN_DEVIATION)
         score = np.max((logs[n] - middle) / deviation)
         assert found[n] == (score > 3) or abs(score - 3) < 1e-3
     assert 5 < sum(found) < 60
@@ -165,7 +165,7 @@ def test_a_skipped_step_leaves_what_the_run_without_the_batch_has(skipped, folde
 
 
 def test_gradients_that_are_no_numbers_are_skipped_and_the_run_goes_on(folder):
-    plain = ready.gradients
+    plain = ready.build_value_and_grad
 
     def poisoned(*run: Any) -> Any:
         def grads(params: Any, batch: Any) -> Any:
@@ -175,7 +175,7 @@ def test_gradients_that_are_no_numbers_are_skipped_and_the_run_goes_on(folder):
         return grads
 
     with pytest.MonkeyPatch.context() as patch, batches():
-        patch.setattr(ready, "gradients", poisoned)
+        patch.setattr(ready, "build_value_and_grad", poisoned)
         done = run(folder, dataclasses.replace(SKIP, window=6), "poisoned")
     rows = read_record(done).steps
     assert len(rows) == 12
@@ -252,10 +252,10 @@ def test_too_many_spikes_stop_the_run(folder):
 
 
 def test_a_report_and_the_view_say_so(skipped, rolled_back, folder, capsys):
-    assert "spike at step 9: skipped" in text(read_record(skipped))
+    assert "spike at step 9: skipped" in text_report(read_record(skipped))
     record = read_record(rolled_back)
-    assert "spike at step 9: back to step 6, from 6 on without batches 6 to 9" in text(record)
-    assert "spike at step 9: back to step 6" in report(record)
+    assert "spike at step 9: back to step 6, from 6 on without batches 6 to 9" in text_report(record)
+    assert "spike at step 9: back to step 6" in html_report(record)
     account = record.goodput
     assert account is not None
     assert account.lost > 0
@@ -302,6 +302,6 @@ def test_what_a_run_cannot_do_is_refused(action, changes, words, tmp_path):
 
 
 def test_a_run_with_no_eye_on_spikes_has_no_state_of_them():
-    assert watch(SpikeConfig()) is None
+    assert init_spike_detector(SpikeConfig()) is None
     assert RunConfig().spikes.action == "none"
-    assert jax.tree.leaves(watch(SKIP))
+    assert jax.tree.leaves(init_spike_detector(SKIP))

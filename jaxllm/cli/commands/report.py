@@ -26,10 +26,10 @@ def report(argv: list[str]) -> int:
 
         record = read_record(directory)
         if text:
-            print(pages.text(record))
+            print(pages.text_report(record))
             return 0
         file = out or directory / "report.html"
-        pages.write(pages.report(record), file)
+        pages.write(pages.html_report(record), file)
         print(f"written: {file}")
         return 0
 
@@ -49,7 +49,7 @@ def compare(argv: list[str]) -> int:
         from jaxllm.observe import html_report as pages
         from jaxllm.observe.run_record import read_record
 
-        pages.write(pages.compare([read_record(each) for each in directories]), out)
+        pages.write(pages.html_comparison([read_record(each) for each in directories]), out)
         print(f"written: {out}")
         return 0
 

@@ -24,14 +24,14 @@ def reproduce(argv: list[str]) -> int:
         """
         use_compilation_cache()
         from jaxllm.train import train as run_training
-        from jaxllm.train.records.receipt import compare, read_receipt, reproduction
+        from jaxllm.train.records.receipt import compare_receipts, read_receipt, reproduction_config
 
         old = read_receipt(receipt)
-        config = reproduction(old, out)
+        config = reproduction_config(old, out)
         finished = run_training(config)
         if not finished.complete:
             return 128 + (finished.signal or 0)
-        equal, text = compare(old, read_receipt(finished.directory / "receipt.json"))
+        equal, text = compare_receipts(old, read_receipt(finished.directory / "receipt.json"))
         print(text)
         print("reproduced" if equal else "NOT reproduced")
         return 0 if equal else 1

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, MlpConfig, MoeConfig, functional
 from jaxllm.models.remat import offloaded_share
-from jaxllm.optim.matrix_params import STREAMS
+from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train import RunConfig
@@ -131,7 +131,7 @@ class Work:
 
     def attended(self, block: BlockConfig) -> float:
         """Products of a token with those it attends to, on one device."""
-        return block.attention.attended_dim * causal_mean(self.row, block.attention.window) / self.tensor
+        return block.attention.attention_macs * causal_mean(self.row, block.attention.window) / self.tensor
 
 
 class Leaf(NamedTuple):
@@ -197,7 +197,7 @@ def _weight(
     first = used[0] if of_layers else 1
     one, whole = used[1:] if of_layers else used, math.prod(stored)
     rest = axes[1:] if of_layers else axes
-    stream = next((i for i, axis in enumerate(rest) if axis in STREAMS), 0)
+    stream = next((i for i, axis in enumerate(rest) if axis in STREAM_AXES), 0)
     expert = "experts" in rest
     experts = rest.index("experts") if expert else None
     others = [n for i, n in enumerate(one) if i not in (stream, experts)]

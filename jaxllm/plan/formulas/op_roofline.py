@@ -22,7 +22,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
-from jaxllm.optim.matrix_params import STREAMS
+from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.plan.formulas.device_work import Leaf, check_remat, leaves_of
 from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
 from jaxllm.plan.hardware import Hardware
@@ -142,7 +142,7 @@ class _Counted:
             read = 1 - (1 - mlp.top_k / mlp.experts) ** self.tokens  # the share of experts that some token chooses
         experts = shape[axes.index("experts")] if "experts" in axes else 1
         sides = [n for n, axis in zip(shape, axes, strict=True) if axis != "experts"]
-        into = math.prod(sides[:-1]) if axes[-1] in STREAMS else sides[0]
+        into = math.prod(sides[:-1]) if axes[-1] in STREAM_AXES else sides[0]
         matrix = math.prod(sides)
         passes = self._passes(last=leaf.name.endswith("mlp/down"))
         flops = 2.0 * tokens * matrix * passes
@@ -155,17 +155,17 @@ class _Counted:
         return (3 + (self.again and not last)) if self.train else 1
 
     def _attention(self, block: BlockConfig) -> tuple[float, float]:
-        attention, cached = block.attention, block.attention.cached
+        attention, cached = block.attention, block.attention.kv_spec
         window = attention.window or self.seq_len
         if self.phase == "decode":
             seen = min(self.seq_len, window)
-            dims = attention.attended_dim
+            dims = attention.attention_macs
             if cached.latent:  # queries and what they get are latents
                 dims = attention.heads * (cached.key_dim + cached.value_dim)
             flops = 2.0 * self.tokens * dims * seen
-            return flops, self.batch * (seen * cached.numbers + dims) * self.width
-        flops = 2.0 * self.tokens * attention.attended_dim * causal_mean(self.seq_len, attention.window)
-        numbers = attention.attended_dim + (0 if cached.latent else cached.numbers)
+            return flops, self.batch * (seen * cached.elements + dims) * self.width
+        flops = 2.0 * self.tokens * attention.attention_macs * causal_mean(self.seq_len, attention.window)
+        numbers = attention.attention_macs + (0 if cached.latent else cached.elements)
         if cached.latent:
             numbers *= 2  # expanded, each head has keys and values of its own
         times = 1 + self.again + (ATTENTION_BACKWARD if self.train else 0)

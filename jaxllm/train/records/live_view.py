@@ -18,7 +18,7 @@ from rich.table import Table
 BARS = "▁▂▃▄▅▆▇█"
 
 
-class View:
+class LiveView:
     """Shows steps as they finish.
 
     Args:
@@ -53,7 +53,7 @@ class View:
         self._live: Live | None = None
         self._last_log = first
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> LiveView:
         if self.console.is_terminal or self.console.is_jupyter:
             self._live = Live(self._bar, console=self.console, refresh_per_second=4)
             self._live.start()
@@ -68,7 +68,7 @@ class View:
         self.console.print(text, highlight=False, soft_wrap=True)
         sys.stdout.flush()
 
-    def back_to(self, step: int) -> None:
+    def rewind_to(self, step: int) -> None:
         """The steps after ``step`` count no more, and are shown again."""
         self._first = self._last_log = step
 

@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
 
 
-def commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of this source tree, ``+changes`` if it is not clean; None where it is not a git checkout."""
     here = Path(__file__).parent
 
@@ -51,7 +51,7 @@ def make_receipt(config: RunConfig, *, data_hash: str, result: dict[str, Any]) -
     """
     device = jax.devices()[0]
     return {
-        "commit": commit(),
+        "commit": git_commit(),
         "versions": versions(),
         "device": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
         "config": to_dict(config),
@@ -80,7 +80,7 @@ def read_receipt(file: Path) -> dict[str, Any]:
     return value
 
 
-def reproduction(receipt: dict[str, Any], out: Path) -> RunConfig:
+def reproduction_config(receipt: dict[str, Any], out: Path) -> RunConfig:
     """The receipt's configuration, to be run under ``out``.
 
     Raises:
@@ -98,7 +98,7 @@ def reproduction(receipt: dict[str, Any], out: Path) -> RunConfig:
     return replace(config, out=str(out))
 
 
-def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float = 0.01) -> tuple[bool, str]:
+def compare_receipts(old: dict[str, Any], new: dict[str, Any], tolerance: float = 0.01) -> tuple[bool, str]:
     """Whether the second run reproduced the first, and the comparison in words.
 
     On the same versions, device kind, mesh and commit the final losses must be equal to the last bit; otherwise they

@@ -14,14 +14,14 @@ from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.config import to_dict
 from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
-from jaxllm.observe.metric_sinks import JsonLines, Sinks
+from jaxllm.observe.metric_sinks import JsonLines, MetricSinks
 from jaxllm.observe.profiler import Profiler
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
-from jaxllm.train.records.live_view import View, memory_bytes
-from jaxllm.train.records.receipt import commit, versions
+from jaxllm.train.records.live_view import LiveView, memory_bytes
+from jaxllm.train.records.receipt import git_commit, versions
 from jaxllm.train.run import Run
 
-WIDE = ("expert_load", "layers")
+NON_SCALAR = ("expert_load", "layers")
 """Metrics of a step that are more than a number."""
 
 
@@ -35,14 +35,14 @@ class Recorder:
         profiler: around steps.
     """
 
-    def __init__(self, run: Run, first: int, events: EventLog, sinks: Sinks):
+    def __init__(self, run: Run, first: int, events: EventLog, sinks: MetricSinks):
         config, files = run.config, run.directory
-        self.view = make_view(run, first)
+        self.view = make_live_view(run, first)
         self.events, self.sinks = events, sinks
-        self.profiler = Profiler(files.profiles, config.observe.profiled(), leads=files.writes)
+        self.profiler = Profiler(files.profiles, config.observe.profiled_steps(), leads=files.writes)
         self._config = config
         self._layers = JsonLines(files.layers) if files.writes and config.observe.layers_every else None
-        self._figures = figures(run)
+        self._figures = throughput_facts(run)
         self._mark = time.monotonic()
         self._waited: dict[int, float] = {}
 
@@ -56,16 +56,16 @@ class Recorder:
         """
         config, files = run.config, run.directory
         metrics = files.metrics if files.writes else None
-        with Sinks(metrics, config.observe.sinks, config.name, to_dict(config)) as sinks:
+        with MetricSinks(metrics, config.observe.sinks, config.name, to_dict(config)) as sinks:
             recorder = cls(run, first, events, sinks)
             try:
-                with recorder.view, recorder.profiler.listening():
+                with recorder.view, recorder.profiler.listen_for_signal():
                     yield recorder
             except BaseException as error:
                 events.write("failed", why=(str(error).splitlines() or [""])[0] or type(error).__name__)
                 raise
 
-    def waited(self, batches: Any, before: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, Any]]:
+    def timed_batches(self, batches: Any, before: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, Any]]:
         """The batches, with the time that the loop waits for each.
 
         Args:
@@ -104,16 +104,16 @@ class Recorder:
             row["expert_load"] = metrics["expert_load"].tolist()
         self.sinks.log(number, row)
         if self._layers is not None and number % self._config.observe.layers_every == 0:
-            self._layers.log(number, {name: lists(tree) for name, tree in metrics["layers"].items()})
+            self._layers.log(number, {name: arrays_by_path(tree) for name, tree in metrics["layers"].items()})
 
 
-def lists(tree: Any) -> dict[str, list[float]]:
+def arrays_by_path(tree: Any) -> dict[str, list[float]]:
     """Arrays by the path of their parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): value.tolist() for path, value in leaves}
 
 
-def figures(run: Run) -> dict[str, Any]:
+def throughput_facts(run: Run) -> dict[str, Any]:
     """What the run's speed is measured by."""
     config, devices = run.config, run.mesh.devices.flatten()
     peak = peak_of(devices[0].device_kind)
@@ -125,7 +125,7 @@ def figures(run: Run) -> dict[str, Any]:
     }
 
 
-def facts(run: Run) -> dict[str, Any]:
+def start_facts(run: Run) -> dict[str, Any]:
     """Of a start, for the log of events."""
     devices = run.mesh.devices.flatten()
     return {
@@ -133,21 +133,21 @@ def facts(run: Run) -> dict[str, Any]:
         "device_kind": devices[0].device_kind,
         "processes": run.group.size,
         "parameters": param_count(run.abstract.params),
-        **figures(run),
+        **throughput_facts(run),
         "versions": versions(),
-        "commit": commit(),
+        "commit": git_commit(),
     }
 
 
-def make_view(run: Run, first: int) -> View:
+def make_live_view(run: Run, first: int) -> LiveView:
     """A view with this run's figures."""
-    known = figures(run)
-    return View(
+    known = throughput_facts(run)
+    return LiveView(
         total=run.config.steps,
         first=first,
         tokens_per_step=known["tokens_per_step"],
         flops_per_token=known["flops_per_token"],
         peak=known["peak_flops"],
         log_every=run.config.log_every,
-        quiet=not run.group.leads,
+        quiet=not run.group.is_leader,
     )

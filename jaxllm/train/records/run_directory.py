@@ -39,7 +39,7 @@ class RunDirectory:
         """All rows of metrics.jsonl; a last line cut short by a kill is left out."""
         return read_rows(self.metrics)
 
-    def keep_metrics(self, step: int) -> None:
+    def drop_metrics_after(self, step: int) -> None:
         """Drops rows after ``step``: a resumed run writes them again."""
         for file in (self.metrics, self.layers):
             self._filter(file, lambda row: row["step"] <= step)

@@ -22,8 +22,8 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
     """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
     if saver.latest() is None:
         params = None
-        if run.begin is not None:
-            params = run.begin.load(run.mesh, run.config.model.param_dtype)
+        if run.init_model is not None:
+            params = run.init_model.load(run.mesh, run.config.model.param_dtype)
         spikes = run.config.spikes
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, spikes), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below

@@ -20,7 +20,7 @@ class SpikesError(RuntimeError):
     """More spikes in a window of steps than a run bears; the message says which."""
 
 
-class GoBack(Exception):
+class RollbackRequested(Exception):
     """A spike that the run goes back from; to be caught by whoever holds its state.
 
     Attributes:
@@ -33,7 +33,7 @@ class GoBack(Exception):
         self.step, self.values = step, values
 
 
-def check(run: Run, recorder: Recorder, saver: Saver, step: int, values: dict[str, float]) -> None:
+def check_step_metrics(run: Run, recorder: Recorder, saver: Saver, step: int, values: dict[str, float]) -> None:
     """What follows from the numbers of step ``step``, which is on record.
 
     Raises:
@@ -44,7 +44,7 @@ def check(run: Run, recorder: Recorder, saver: Saver, step: int, values: dict[st
     config, spike = run.config.spikes, values.get("spike", 0.0) > 0
     borne = spike and config.action in ("skip", "rollback")
     if not borne and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        raise non_finite(values, step, saver)
+        raise non_finite_error(values, step, saver)
     if not spike:
         return
     recent = [one["step"] for one in run.spikes if one["step"] > step - config.window]
@@ -56,23 +56,25 @@ def check(run: Run, recorder: Recorder, saver: Saver, step: int, values: dict[st
             "start a new run."
         )
     if config.action == "rollback":
-        raise GoBack(step, values)
-    note(run, recorder, step, values, {"batch": run.batches.number(step - 1)})
+        raise RollbackRequested(step, values)
+    record_spike(run, recorder, step, values, {"batch": run.batches.batch_index(step - 1)})
     recorder.view.say(
         f"step {step}: a spike, loss {values['loss']:.4f}, gradient norm {values['grad_norm']:.2f}; "
         + ("skipped" if config.action == "skip" else f"learning rate now {values['learning_rate']:.2e}")
     )
 
 
-def note(run: Run, recorder: Recorder, step: int, values: dict[str, float], facts: dict[str, Any]) -> None:
+def record_spike(run: Run, recorder: Recorder, step: int, values: dict[str, float], facts: dict[str, Any]) -> None:
     """A spike in the log of events, and in checkpoints from now on."""
     spike = {"step": step, "action": run.config.spikes.action, **facts}
     run.spikes = [*run.spikes, spike]
-    numbers = {name: finite(values[name]) for name in ("loss", "grad_norm")}
+    numbers = {name: finite_or_none(values[name]) for name in ("loss", "grad_norm")}
     recorder.events.write("spike", **spike, **numbers)
 
 
-def go_back(run: Run, recorder: Recorder, saver: Saver, spike: int, values: dict[str, float]) -> tuple[TrainState, int]:
+def roll_back(
+    run: Run, recorder: Recorder, saver: Saver, spike: int, values: dict[str, float]
+) -> tuple[TrainState, int]:
     """The state to go on from, and its step; the run's batches are now those without the spike's.
 
     The point to go back to is a number of steps before the spike, whichever checkpoints there are: from an older one
@@ -85,14 +87,14 @@ def go_back(run: Run, recorder: Recorder, saver: Saver, spike: int, values: dict
         to = from_  # nothing is left of the time before
     saver.set_aside_after(-1 if from_ is None else from_)
     before = run.batches
-    passing = before.without(to, config.pass_over)
-    run.data.train.check_steps(passing.number(run.config.steps - 1) + 1)
+    passing = before.skip(to, config.pass_over)
+    run.data.train.check_steps(passing.batch_index(run.config.steps - 1) + 1)
     state, first = start_state(run, saver)
     run.batches, run.spikes = passing, had
-    left = {"to": to, "from": first, "batches": [before.number(to), before.number(to + config.pass_over - 1)]}
-    run.directory.keep_metrics(first)
-    note(run, recorder, spike, values, left)
-    recorder.view.back_to(first)
+    left = {"to": to, "from": first, "batches": [before.batch_index(to), before.batch_index(to + config.pass_over - 1)]}
+    run.directory.drop_metrics_after(first)
+    record_spike(run, recorder, spike, values, left)
+    recorder.view.rewind_to(first)
     recorder.view.say(
         f"step {spike}: a spike, loss {values['loss']:.4f}, gradient norm {values['grad_norm']:.2f}; back to step "
         f"{first}, and from step {to} on without {config.pass_over} batches"
@@ -100,12 +102,12 @@ def go_back(run: Run, recorder: Recorder, saver: Saver, spike: int, values: dict
     return state, first
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """For JSON, which has no other numbers."""
     return value if math.isfinite(value) else None
 
 
-def non_finite(values: dict[str, float], number: int, saver: Saver) -> NonFiniteLossError:
+def non_finite_error(values: dict[str, float], number: int, saver: Saver) -> NonFiniteLossError:
     """The error of step ``number``; sets aside the checkpoint that gave it, so that the newest one is good."""
     saver.wait()
     # The loss of step n is that of the parameters after n - 1 steps, which were finite numbers when they were saved.

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Resumed, SharedCheckpointer, Snapshots
 from jaxllm.checkpoint.save_interval import between_failures, steps_between
-from jaxllm.parallel.distributed import Group
+from jaxllm.parallel.distributed import ProcessGroup
 
 Place = Literal["disk", "memory"]
 _log = logging.getLogger("jaxllm.train")
-MEASURED = 3
+TIMED_STEPS = 3
 """Steps before the first snapshot where the interval is to be found out: their time is measured."""
 
 
@@ -28,7 +28,7 @@ class Saver:
         group: the processes of the run.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig, group: Group):
+    def __init__(self, directory: Path, config: CheckpointConfig, group: ProcessGroup):
         self._config, self._group = config, group
         self._history = directory / "starts.json"
         where = config.directory or directory / "checkpoints"
@@ -75,7 +75,7 @@ class Saver:
             except (CheckpointError, OSError) as error:
                 problem = str(error)
             problems = [one for one in self._group.gather("saver/resume", problem) if one]
-            if not (problem := self._group.tell("saver/resume", "; ".join(problems))) and found is not None:
+            if not (problem := self._group.broadcast("saver/resume", "; ".join(problems))) and found is not None:
                 return found
             _log.error("the snapshot in memory cannot be used, going back to the disk: %s", problem)
         return self.disk.resume(abstract_state)
@@ -94,7 +94,7 @@ class Saver:
         if self._config.memory.every is not None:
             return "memory" if step % self._config.memory.every == 0 else None
         if self._next is None:
-            self._next = step + MEASURED
+            self._next = step + TIMED_STEPS
         return "memory" if step >= self._next else None
 
     def save(self, place: Place, step: int, state: Any, meta: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Saver:
         except CheckpointError as error:
             _log.error("no snapshot in memory of step %d: %s", step, error)
         if self._config.memory is not None and self._config.memory.every is None:
-            self._next = step + int(self._group.tell("saver/interval", str(self._steps(step))))
+            self._next = step + int(self._group.broadcast("saver/interval", str(self._steps(step))))
 
     def wait(self) -> None:
         """Returns when the disk has everything."""
@@ -128,11 +128,11 @@ class Saver:
         """The newest checkpoint on disk of that step or one before, as process 0 sees it; contents unchecked."""
         self.wait()
         found = max((one for one in self.disk.steps() if one <= step), default=None)
-        return json.loads(self._group.tell("saver/newest", json.dumps(found)))
+        return json.loads(self._group.broadcast("saver/newest", json.dumps(found)))
 
     def oldest(self) -> int | None:
         """The oldest."""
-        return json.loads(self._group.tell("saver/oldest", json.dumps(min(self.disk.steps(), default=None))))
+        return json.loads(self._group.broadcast("saver/oldest", json.dumps(min(self.disk.steps(), default=None))))
 
     def set_aside_after(self, step: int) -> list[Any]:
         """As ``Checkpointer.set_aside_after``; snapshots in memory are let go."""

@@ -20,12 +20,12 @@ from jaxtyping import Array, Float
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.params import on_device, on_host
-from jaxllm.train.step.loss import LossSums, arrange, sharded_sums
+from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
 
-class Moved(NamedTuple):
+class LayerwiseResult(NamedTuple):
     """What a step that has no gradients to show gives.
 
     Attributes:
@@ -42,21 +42,23 @@ class Moved(NamedTuple):
     param_norm: Float[Array, ""]
 
 
-Move = Callable[[TrainState, Any], Moved]
+LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
 
 
-def fused(model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous") -> Move:
+def lomo_update(
+    model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous"
+) -> LayerwiseUpdate:
     """``(state, batch) -> Moved``.
 
     Args:
         model: without experts, whose losses other layers' routers would hear of.
-        rules: ``jaxllm.optim.layerwise_rules.rules``; each moves the parameters of its part.
+        rules: ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each moves the parameters of its part.
     """
 
-    def move(state: TrainState, batch: Any) -> Moved:
+    def move(state: TrainState, batch: Any) -> LayerwiseResult:
         params, opt_state = state.params, dict(state.opt_state)
         with sharding.use_rules(model.rules):
-            batch = arrange(batch, layout)
+            batch = permute_sequence(batch, layout)
         segments = Segments(batch.segment_ids, layout)
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
@@ -67,7 +69,7 @@ def fused(model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layo
         def loss(ends: Any, x: Array) -> tuple[Array, LossSums]:
             hidden, weight = model.unembed(ends, x)
             with sharding.use_rules(model.rules):
-                sums = sharded_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
+                sums = sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
             return sums.loss / total, sums
 
         x, to_embedding = jax.vjp(embed, params["embedding"])
@@ -82,7 +84,7 @@ def fused(model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layo
         for s in reversed(params["segments"]):
 
             def layer(own: Any, x: Array, number: Array, s: str = s) -> Array:
-                first = _first(model, int(s)) + number * len(model.config.segments[int(s)][0])
+                first = _first_layer(model, int(s)) + number * len(model.config.segments[int(s)][0])
                 return model.group(int(s), own, x, batch.positions, first, segments)[0]
 
             new[s], opt_state["segments"][s], dx, more = _backward(
@@ -93,14 +95,14 @@ def fused(model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layo
         grads = grads | {"embedding": jax.tree.map(jnp.add, grads["embedding"], of_embedding)}
         moved = {}
         for name, own in ends.items():
-            moved[name], opt_state[name], more = _moved(rules[name], own, opt_state[name], grads[name])
+            moved[name], opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
             norms += more
-        return Moved(sums, params | moved | {"segments": new}, opt_state, *jnp.sqrt(norms))
+        return LayerwiseResult(sums, params | moved | {"segments": new}, opt_state, *jnp.sqrt(norms))
 
     return move
 
 
-def _first(model: Functional, s: int) -> int:
+def _first_layer(model: Functional, s: int) -> int:
     """Number of a segment's first layer."""
     return sum(len(group) * repeats for group, repeats in model.config.segments[:s])
 
@@ -113,7 +115,7 @@ def _forward(
 
     def one(x: Array, step: tuple[Any, Array]) -> tuple[Array, Array]:
         own, number = step
-        return model.group(s, own, x, positions, _first(model, s) + number * len(group), segments)[0], x
+        return model.group(s, own, x, positions, _first_layer(model, s) + number * len(group), segments)[0], x
 
     steps = params, jnp.arange(repeats, dtype=jnp.int32)
     return jax.lax.scan(one, x, steps, unroll=model.config.unroll or repeats)
@@ -136,12 +138,12 @@ def _backward(
     def one(carry: tuple[Any, ...], step: tuple[Array, Array]) -> tuple[tuple[Any, ...], None]:
         params, now, dx, norms = carry
         x, number = step
-        own = row(params, number)
+        own = layer_slice(params, number)
         _, pull = jax.vjp(lambda own, x: layer(own, x, number), jax.tree.map(lambda p: p[0], own), x)
         grads, dx = pull(dx)
         grads = jax.tree.map(lambda g: g[None], grads)
-        own, own_state, more = _moved(rule, own, row(now, number, state), grads)
-        return (put(params, own, number), put(now, own_state, number), dx, norms + more), None
+        own, own_state, more = _apply_gradients(rule, own, layer_slice(now, number, state), grads)
+        return (set_layer_slice(params, own, number), set_layer_slice(now, own_state, number), dx, norms + more), None
 
     repeats = len(inputs)
     steps = inputs, jnp.arange(repeats, dtype=jnp.int32)
@@ -150,7 +152,7 @@ def _backward(
     return carry
 
 
-def row(stack: Any, number: Array, before: Any = None) -> Any:
+def layer_slice(stack: Any, number: Array, before: Any = None) -> Any:
     """A layer's part of a tree of stacked arrays, on the device; scalars, which layers share, are of ``before``."""
 
     def of(x: Array, shared: Array) -> Array:
@@ -159,7 +161,7 @@ def row(stack: Any, number: Array, before: Any = None) -> Any:
     return jax.tree.map(of, stack, stack if before is None else before)
 
 
-def put(stack: Any, own: Any, number: Array) -> Any:
+def set_layer_slice(stack: Any, own: Any, number: Array) -> Any:
     """``row`` put back, where the stack is."""
 
     def into(x: Array, own: Array) -> Array:
@@ -172,9 +174,9 @@ def put(stack: Any, own: Any, number: Array) -> Any:
     return jax.tree.map(into, stack, own)
 
 
-def _moved(rule: optax.GradientTransformation, params: Any, state: Any, grads: Any) -> tuple[Any, Any, Array]:
+def _apply_gradients(rule: optax.GradientTransformation, params: Any, state: Any, grads: Any) -> tuple[Any, Any, Array]:
     """Parameters after a step, the rule's state, and the squared norms of gradients, updates and parameters."""
-    grads = jax.tree.map(lambda g, p: sharding.scatter_sum(g, p).astype(p.dtype), grads, params)
+    grads = jax.tree.map(lambda g, p: sharding.reduce_partial_sums(g, p).astype(p.dtype), grads, params)
     updates, state = rule.update(grads, state, params)
     params = optax.apply_updates(params, updates)
     return params, state, jnp.stack([optax.tree.norm(tree, squared=True) for tree in (grads, updates, params)])

@@ -16,7 +16,7 @@ import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.moe.packed_experts import has_packed
 from jaxllm.train.step.numerics import Numerics
-from jaxllm.train.step.routing_losses import RoutingConfig, RoutingSums, Tally
+from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig, RoutingSums
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.ring_attention import Layout, order
 
@@ -54,21 +54,21 @@ def loss_sums(
     The logits are never held whole: the vocabulary projection and its softmax run in chunks of tokens.
     """
     with sharding.use_rules(model.rules):
-        batch = arrange(batch, layout)
+        batch = permute_sequence(batch, layout)
     segments = Segments(batch.segment_ids, layout)
-    tally = None if routing is None else Tally.of(model.config, segments)
+    tally = None if routing is None else RoutingAccumulator.of(model.config, segments)
     hidden, heard = model.forward(params, batch.tokens, batch.positions, tally or segments)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
-        sums = sharded_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
-    if routing is None or not isinstance(heard, Tally):
+        sums = sharded_loss_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
+    if routing is None or not isinstance(heard, RoutingAccumulator):
         return sums
     own = heard.sums(model.config, sums.count)
     loss = sums.loss + routing.balance_loss * own.balance + routing.z_loss * own.z
     return sums._replace(loss=loss, routing=own)
 
 
-def arrange(batch: Any, layout: Layout) -> Any:
+def permute_sequence(batch: Any, layout: Layout) -> Any:
     """The batch's rows in the order in which ``layout`` gives them to the devices that split the sequence.
 
     Raises:
@@ -82,7 +82,7 @@ def arrange(batch: Any, layout: Layout) -> Any:
     return jax.tree.map(lambda x: x.at[:, to].get(out_sharding=here), batch)
 
 
-def sharded_sums(
+def sharded_loss_sums(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "B S"],
@@ -135,7 +135,7 @@ def value_and_grad(
     """
 
     def mean_loss(given: tuple[Any, Any], batch: Any, total: Array) -> tuple[Array, LossSums]:
-        params = model.with_seen(*given)
+        params = model.with_amax_history(*given)
         sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout, routing=routing)
         return sums.loss / total, sums
 
@@ -154,7 +154,7 @@ def value_and_grad(
 
         def stored(grads: Any) -> Any:
             """As the parameters are: in their dtype, and where they are."""
-            return jax.tree.map(lambda g, p: sharding.scatter_sum(g, p).astype(p.dtype), grads, params)
+            return jax.tree.map(lambda g, p: sharding.reduce_partial_sums(g, p).astype(p.dtype), grads, params)
 
         def done(sums: LossSums, grads: Any, seen: Any) -> tuple[Any, ...]:
             if numerics is None:
@@ -172,10 +172,10 @@ def value_and_grad(
             return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), most), None
 
         with sharding.use_rules(model.rules):
-            parts = jax.tree.map(lambda x: split_batch(x, accumulate), batch)
+            parts = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
         zero_sum = jnp.zeros((), dtype)
         nothing = LossSums(zero_sum, zero_sum, zero_sum, zero_sum)
-        if routing is not None and (tally := Tally.of(model.config, Segments(None))) is not None:
+        if routing is not None and (tally := RoutingAccumulator.of(model.config, Segments(None))) is not None:
             nothing = nothing._replace(routing=tally.sums(model.config, zero_sum))
         like = params if zero > 1 else used
         none = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
@@ -194,7 +194,7 @@ def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Arr
     return jax.sharding.reshard(zeros, jax.P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else spec)
 
 
-def split_batch(x: Shaped[Array, "B S"], parts: int) -> Shaped[Array, "A B2 S"]:
+def split_micro_batches(x: Shaped[Array, "B S"], parts: int) -> Shaped[Array, "A B2 S"]:
     """Cuts the batch into ``parts`` interleaved micro-batches, each spread over all batch shards as the whole was."""
     b, s = x.shape
     return sharding.constrain(x.reshape(b // parts, parts, s).swapaxes(0, 1), None, *TOKENS)

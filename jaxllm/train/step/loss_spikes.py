@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Action = Literal["none", "skip", "rollback", "lower_rate"]
-LEAST = 0.02
+SpikeAction = Literal["none", "skip", "rollback", "lower_rate"]
+MIN_DEVIATION = 0.02
 """The least deviation, of logarithms: the loss of a spike at seven is a seventh larger than usual."""
-LARGEST = 80.0
+MAX_LOG = 80.0
 """Of logarithms, and the place of steps that were not yet."""
-OWN: dict[str, tuple[Action, ...]] = {
+ACTIONS_OF_FIELD: dict[str, tuple[SpikeAction, ...]] = {
     "window": ("skip", "rollback", "lower_rate"),
     "threshold": ("skip", "rollback", "lower_rate"),
     "limit": ("skip", "rollback", "lower_rate"),
@@ -55,7 +55,7 @@ class SpikeConfig:
         factor: "lower_rate" only: what the learning rate is multiplied by.
     """
 
-    action: Action = "none"
+    action: SpikeAction = "none"
     window: int = 128
     threshold: float = 7.0
     limit: int = 8
@@ -64,8 +64,8 @@ class SpikeConfig:
     factor: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.action not in get_args(Action):
-            raise ValueError(f"spikes.action = {self.action!r}; legal: {', '.join(get_args(Action))}.")
+        if self.action not in get_args(SpikeAction):
+            raise ValueError(f"spikes.action = {self.action!r}; legal: {', '.join(get_args(SpikeAction))}.")
         for name, least in (("window", 2), ("threshold", 1), ("limit", 0), ("back", 0), ("pass_over", 1)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"spikes.{name} = {getattr(self, name)}; give {least} or more.")
@@ -77,14 +77,14 @@ class SpikeConfig:
                 f"give {self.back + 1} or more."
             )
         for field in fields(self):
-            legal = OWN.get(field.name, ())
+            legal = ACTIONS_OF_FIELD.get(field.name, ())
             if legal and self.action not in legal and getattr(self, field.name) != field.default:
                 raise ValueError(
                     f'spikes.action = "{self.action}" has no {field.name}; it is of {", ".join(legal)}: leave it out.'
                 )
 
 
-class Watch(NamedTuple):
+class SpikeDetectorState(NamedTuple):
     """The last steps, newest first: part of a run's state.
 
     Attributes:
@@ -100,9 +100,9 @@ class Watch(NamedTuple):
     rate: Float[Array, ""]
     skipped: Int[Array, ""]
 
-    def after(
+    def update(
         self, config: SpikeConfig, loss: Float[Array, ""], grad_norm: Float[Array, ""], void: Bool[Array, ""] | None
-    ) -> tuple[Bool[Array, ""], Float[Array, ""], Watch]:
+    ) -> tuple[Bool[Array, ""], Float[Array, ""], SpikeDetectorState]:
         """Whether a step is a spike, by how many deviations, and what is known after it.
 
         Args:
@@ -119,34 +119,34 @@ class Watch(NamedTuple):
         losses, norms = (jnp.concatenate([x[None], old[:-1]]) for x, old in zip(values, seen, strict=True))
         spikes = jnp.concatenate([spike[None], self.spikes[:-1]])
         rate = jnp.where(falls, self.rate * config.factor, self.rate)
-        new = Watch(losses, norms, spikes, rate, self.skipped + (spike & (config.action == "skip")))
-        return spike, score, held(void, self, new)
+        new = SpikeDetectorState(losses, norms, spikes, rate, self.skipped + (spike & (config.action == "skip")))
+        return spike, score, select_tree(void, self, new)
 
 
-def watch(config: SpikeConfig) -> Watch | None:
+def init_spike_detector(config: SpikeConfig) -> SpikeDetectorState | None:
     """Before the first step; None where nobody looks."""
     if config.action == "none":
         return None
     # Not yet seen is as large as can be: until half of the window is there, the median is the largest seen, or this.
     # Arrays of their own, for the state is donated.
-    losses, norms = (jnp.full(config.window, LARGEST, jnp.float32) for _ in range(2))
-    return Watch(losses, norms, jnp.zeros(config.window, bool), jnp.float32(1), jnp.int32(0))
+    losses, norms = (jnp.full(config.window, MAX_LOG, jnp.float32) for _ in range(2))
+    return SpikeDetectorState(losses, norms, jnp.zeros(config.window, bool), jnp.float32(1), jnp.int32(0))
 
 
-def held(flag: Bool[Array, ""], old: Any, new: Any) -> Any:
+def select_tree(flag: Bool[Array, ""], old: Any, new: Any) -> Any:
     """``old`` where the flag is set, else ``new``; trees of arrays."""
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), old, new)
 
 
 def _logarithm(x: Float[Array, ""]) -> Float[Array, ""]:
     found = jnp.log(jnp.where(x > 0, x, 0).astype(jnp.float32))
-    return jnp.where(jnp.isnan(x), LARGEST, jnp.clip(found, -LARGEST, LARGEST))
+    return jnp.where(jnp.isnan(x), MAX_LOG, jnp.clip(found, -MAX_LOG, MAX_LOG))
 
 
 def _deviations(x: Float[Array, ""], before: Float[Array, " W"]) -> Float[Array, ""]:
     """How far above the median."""
     middle = _median(before)
-    return (x - middle) / jnp.maximum(1.4826 * _median(jnp.abs(before - middle)), LEAST)
+    return (x - middle) / jnp.maximum(1.4826 * _median(jnp.abs(before - middle)), MIN_DEVIATION)
 
 
 def _median(x: Float[Array, " W"]) -> Float[Array, ""]:

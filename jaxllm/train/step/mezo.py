@@ -17,38 +17,38 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import Functional, Segments
-from jaxllm.train.step.lomo import Move, Moved, put, row
-from jaxllm.train.step.loss import LossSums, arrange, sharded_sums
+from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
+from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
-SIZE = 1e-3
+PERTURBATION = 1e-3
 """Of the step to each side (section 2.1 and table 15)."""
 
 
-def forward_only(
+def mezo_update(
     model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous"
-) -> Move:
+) -> LayerwiseUpdate:
     """``(state, batch) -> Moved``; the loss is the mean of the two that were seen.
 
     Args:
         model: without experts.
-        rules: ``jaxllm.optim.layerwise_rules.rules``; each moves the parameters of its part by slope times direction.
+        rules: ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each moves the parameters of its part by slope times direction.
     """
     segments = {str(s): (len(group), repeats) for s, (group, repeats) in enumerate(model.config.segments)}
 
-    def move(state: TrainState, batch: Any) -> Moved:
+    def move(state: TrainState, batch: Any) -> LayerwiseResult:
         params, opt_state = state.params, dict(state.opt_state)
         key = jax.random.fold_in(state.rng, state.step)
         with sharding.use_rules(model.rules):
-            batch = arrange(batch, layout)
+            batch = permute_sequence(batch, layout)
         context = Segments(batch.segment_ids, layout)
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
 
         def loss(aside: Array) -> LossSums:
             def shifted(own: Any, name: str, number: Any = 0) -> Any:
-                there = direction(key, own, name, number)
+                there = random_direction(key, own, name, number)
                 return jax.tree.map(lambda p, z: p + (aside * z).astype(p.dtype), own, there)
 
             ends = {name: shifted(params[name], name) for name in ("embedding", "head")}
@@ -56,7 +56,7 @@ def forward_only(
             for s, (size, repeats) in segments.items():
 
                 def layer(x: Array, number: Array, s: str = s, size: int = size, first: int = first) -> Any:
-                    own = shifted(row(params["segments"][s], number), s, number)
+                    own = shifted(layer_slice(params["segments"][s], number), s, number)
                     own = jax.tree.map(lambda p: p[0], own)
                     return model.group(int(s), own, x, batch.positions, first + number * size, context)[0], None
 
@@ -64,13 +64,13 @@ def forward_only(
                 first += size * repeats
             hidden, weight = model.unembed(ends, x)
             with sharding.use_rules(model.rules):
-                return sharded_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
+                return sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
 
-        both = jax.lax.map(loss, jnp.array([SIZE, -SIZE], dtype))
-        slope = (both.loss[0] - both.loss[1]) / (2 * SIZE * total)
+        both = jax.lax.map(loss, jnp.array([PERTURBATION, -PERTURBATION], dtype))
+        slope = (both.loss[0] - both.loss[1]) / (2 * PERTURBATION * total)
 
         def moved(rule: optax.GradientTransformation, own: Any, state: Any, name: str, number: Any = 0) -> Any:
-            grads = jax.tree.map(lambda z: slope.astype(z.dtype) * z, direction(key, own, name, number))
+            grads = jax.tree.map(lambda z: slope.astype(z.dtype) * z, random_direction(key, own, name, number))
             updates, state = rule.update(grads, state, own)
             own = optax.apply_updates(own, updates)
             norms = [optax.tree.norm(tree, squared=True).astype(dtype) for tree in (grads, updates, own)]
@@ -86,19 +86,23 @@ def forward_only(
 
             def layer(carry: Any, number: Array, s: str = s, before: Any = before) -> Any:
                 stack, now, norms = carry
-                own = row(stack, number), row(now, number, before)
+                own = layer_slice(stack, number), layer_slice(now, number, before)
                 own, own_state, more = moved(rules["segments"][s], *own, s, number)
-                return (put(stack, own, number), put(now, own_state, number), norms + more), None
+                return (
+                    set_layer_slice(stack, own, number),
+                    set_layer_slice(now, own_state, number),
+                    norms + more,
+                ), None
 
             carry, _ = jax.lax.scan(layer, (params["segments"][s], before, norms), jnp.arange(repeats, dtype=jnp.int32))
             new["segments"][s], opt_state["segments"][s], norms = carry
         sums = jax.tree.map(lambda x: jnp.mean(x, axis=0), both)
-        return Moved(sums, new, opt_state, *jnp.sqrt(norms))
+        return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms))
 
     return move
 
 
-def direction(key: Array, own: Any, name: str, number: Any = 0) -> Any:
+def random_direction(key: Array, own: Any, name: str, number: Any = 0) -> Any:
     """Of a layer, or an end of the model: normal numbers of its parameters' shapes and places.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models import DecoderConfig
-from jaxllm.models.low_precision_matmul import remember, state
+from jaxllm.models.low_precision_matmul import init_amax_history, update_amax_history
 
 FIRST_SCALE = 2.0**15
 GROWTH_EVERY = 200
@@ -27,7 +27,7 @@ class LossScale(NamedTuple):
     scale: Float[Array, ""]
     steps: Int[Array, ""]
 
-    def moved(self, finite: Bool[Array, ""]) -> LossScale:
+    def updated(self, finite: Bool[Array, ""]) -> LossScale:
         """After a step whose gradients were finite, or not."""
         steps = jnp.where(finite, self.steps + 1, 0)
         grows = steps >= GROWTH_EVERY
@@ -40,7 +40,7 @@ class Numerics(NamedTuple):
 
     Attributes:
         loss_scale: of float16.
-        seen: of "fp8_delayed", by segment and block: ``jaxllm.models.low_precision_matmul.state``.
+        seen: of "fp8_delayed", by segment and block: ``jaxllm.models.low_precision_matmul.init_amax_history``.
     """
 
     loss_scale: LossScale | None
@@ -51,22 +51,25 @@ class Numerics(NamedTuple):
         """What the loss is multiplied by."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def moved(self, finite: Bool[Array, ""], seen: Any) -> Numerics:
+    def updated(self, finite: Bool[Array, ""], seen: Any) -> Numerics:
         """After a step; nothing is remembered of one that was skipped."""
-        scale = None if self.loss_scale is None else self.loss_scale.moved(finite)
-        known = jax.tree.map(lambda old, now: jnp.where(finite, remember(old, now), old), self.seen, seen)
+        scale = None if self.loss_scale is None else self.loss_scale.updated(finite)
+        known = jax.tree.map(lambda old, now: jnp.where(finite, update_amax_history(old, now), old), self.seen, seen)
         return Numerics(scale, known)
 
-    def skips(self, finite: Bool[Array, ""]) -> Bool[Array, ""]:
+    def should_skip(self, finite: Bool[Array, ""]) -> Bool[Array, ""]:
         """Whether a step is skipped, because a smaller scale may mend it."""
         return jnp.zeros((), bool) if self.loss_scale is None else ~finite & (self.loss_scale.scale > LEAST_SCALE)
 
 
-def numerics(config: DecoderConfig) -> Numerics | None:
+def init_numerics(config: DecoderConfig) -> Numerics | None:
     """Before the first step; None for a model that needs no such state."""
     scale = LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0)) if config.dtype == "float16" else None
     seen = None
-    if config.products == "fp8_delayed":
+    if config.matmul_precision == "fp8_delayed":
         segments = enumerate(config.segments)
-        seen = {str(s): state([block.products for block in group], repeats) for s, (group, repeats) in segments}
+        seen = {
+            str(s): init_amax_history([block.weight_matmuls for block in group], repeats)
+            for s, (group, repeats) in segments
+        }
     return None if scale is None and seen is None else Numerics(scale, seen)

@@ -16,14 +16,14 @@ from jaxllm.parallel.pipeline import schedule_executor
 from jaxllm.parallel.pipeline.pipeline_step import Pipeline
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
 from jaxllm.parallel.pipeline.schedule_generators import make
-from jaxllm.parallel.pipeline.stage_layout import Depths, spread
+from jaxllm.parallel.pipeline.stage_layout import StageDepths, assign_units
 from jaxllm.train.config import RunConfig
-from jaxllm.train.step.loss import LossSums, arrange, sharded_sums, split_batch
-from jaxllm.train.step.routing_losses import RoutingConfig, RoutingSums, Tally
+from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums, split_micro_batches
+from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig, RoutingSums
 from pallas_kernels.ring_attention import Layout
 
 
-def planned(config: RunConfig, stages: int) -> tuple[Schedule, Depths]:
+def pipeline_plan(config: RunConfig, stages: int) -> tuple[Schedule, StageDepths]:
     """A run's schedule over so many stages, and which layers its virtual stages have.
 
     Raises:
@@ -31,7 +31,7 @@ def planned(config: RunConfig, stages: int) -> tuple[Schedule, Depths]:
     """
     parallel, repeats = config.parallel, [repeats for _, repeats in config.model.segments]
     schedule = make(parallel.schedule, stages, config.accumulate, parallel.chunks)
-    depths = spread(repeats, stages * schedule.chunks, parallel.depths)
+    depths = assign_units(repeats, stages * schedule.chunks, parallel.depths)
     if parallel.in_place and not depths.even:
         even = tuple(int(n) for n in depths.counts.sum(1))
         what = f"{sum(repeats)} layers" if len(repeats) == 1 else f"layers of {len(repeats)} kinds"
@@ -42,10 +42,10 @@ def planned(config: RunConfig, stages: int) -> tuple[Schedule, Depths]:
     return schedule, depths
 
 
-def pipelined(
+def pipelined_value_and_grad(
     model: Functional,
     schedule: Schedule,
-    depths: Depths,
+    depths: StageDepths,
     *,
     z_loss: float = 0.0,
     layout: Layout = "contiguous",
@@ -62,7 +62,7 @@ def pipelined(
         routing: weights of the routers' losses, of a model with experts; None: they are not even counted.
         offload: share of a stage's layers whose activations wait on the host.
     """
-    routers = Routers.of(model.config, routing)
+    routers = PipelineRouting.of(model.config, routing)
     pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
@@ -75,8 +75,8 @@ def pipelined(
     return run
 
 
-def pipelined_sums(
-    model: Functional, schedule: Schedule, depths: Depths, *, layout: Layout = "contiguous"
+def pipelined_loss_sums(
+    model: Functional, schedule: Schedule, depths: StageDepths, *, layout: Layout = "contiguous"
 ) -> Callable[[Any, Any], LossSums]:
     """``(params, batch) -> sums``, forward through the same stages: for evaluation where the parameters lie so."""
     pipeline = Pipeline(model, forward_only(schedule), depths, 3, layout)
@@ -88,7 +88,7 @@ def pipelined_sums(
 
 
 @dataclass(frozen=True)
-class Routers:
+class PipelineRouting:
     """What a pipeline's layers say of their routers: a ``Listener``.
 
     Sums of losses are shares of the whole batch's mean until ``joined``.
@@ -98,20 +98,22 @@ class Routers:
     routing: RoutingConfig
 
     @classmethod
-    def of(cls, config: DecoderConfig, routing: RoutingConfig | None) -> Routers | None:
+    def of(cls, config: DecoderConfig, routing: RoutingConfig | None) -> PipelineRouting | None:
         """None where nothing is to be heard."""
-        return None if routing is None or Tally.of(config, Segments(None)) is None else cls(config, routing)
+        return (
+            None if routing is None or RoutingAccumulator.of(config, Segments(None)) is None else cls(config, routing)
+        )
 
     def nothing(self) -> RoutingSums:
         """Sums of no layer."""
         return self._tally(Segments(None)).sums(self.config, jnp.zeros(()))
 
-    def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> Tally:
+    def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> RoutingAccumulator:
         """Hears the layers of a unit, by their places in it."""
         tally = self._tally(segments)
         return replace(tally, counts=tally.counts[: len(self.config.segments[g][0])], over=over)
 
-    def heard(self, context: Tally, weight: Array) -> tuple[Array, RoutingSums]:
+    def heard(self, context: RoutingAccumulator, weight: Array) -> tuple[Array, RoutingSums]:
         """A unit's part of the step's loss, and what it has counted."""
         sums = context.sums(self.config, weight)
         return self._loss(sums), sums
@@ -133,8 +135,8 @@ class Routers:
     def _loss(self, sums: RoutingSums) -> Array:
         return self.routing.balance_loss * sums.balance + self.routing.z_loss * sums.z
 
-    def _tally(self, segments: Segments) -> Tally:
-        tally = Tally.of(self.config, segments)
+    def _tally(self, segments: Segments) -> RoutingAccumulator:
+        tally = RoutingAccumulator.of(self.config, segments)
         assert tally is not None
         return tally
 
@@ -142,7 +144,7 @@ class Routers:
 def _parts(model: Functional, batch: Any, schedule: Schedule, layout: Layout) -> Any:
     """The batch, cut into micro-batches: Int[M B S] each."""
     with sharding.use_rules(model.rules):
-        return jax.tree.map(lambda x: split_batch(x, schedule.micro_batches), arrange(batch, layout))
+        return jax.tree.map(lambda x: split_micro_batches(x, schedule.micro_batches), permute_sequence(batch, layout))
 
 
 def _head(model: Functional, z_loss: float) -> Callable[[Any, Array, Any], LossSums]:
@@ -150,6 +152,6 @@ def _head(model: Functional, z_loss: float) -> Callable[[Any, Array, Any], LossS
 
     def head(ends: Any, hidden: Array, batch: Any) -> LossSums:
         hidden, weight = model.unembed(ends, hidden)
-        return sharded_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
+        return sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
 
     return head

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models import DecoderConfig, MoeConfig, Segments
-from jaxllm.models.attention_context import LayerIndex, Scoring
+from jaxllm.models.attention_context import AttentionParams, LayerIndex
 from jaxllm.models.moe.router import Routing
 
 
@@ -76,7 +76,7 @@ class RoutingSums(NamedTuple):
     meta_fields=["over"],
 )
 @dataclass(frozen=True)
-class Tally:
+class RoutingAccumulator:
     """A context of training that hears every router. Padding is not counted.
 
     Attributes:
@@ -94,7 +94,7 @@ class Tally:
     over: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: DecoderConfig, segments: Segments) -> Tally | None:
+    def of(cls, config: DecoderConfig, segments: Segments) -> RoutingAccumulator | None:
         """An empty one; None for a model without experts."""
         most = max((block.mlp.experts for block in config.blocks if isinstance(block.mlp, MoeConfig)), default=0)
         if most == 0:
@@ -109,13 +109,13 @@ class Tally:
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K V"],
         positions: Int[Array, "B S"],
-        scoring: Scoring,
+        params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
-    ) -> tuple[Float[Array, "B S N V"], Tally]:
+    ) -> tuple[Float[Array, "B S N V"], RoutingAccumulator]:
         """As ``Segments``."""
-        return self.segments.attend(layer, q, k, v, positions, scoring, sinks)[0], self
+        return self.segments.attend(layer, q, k, v, positions, params, sinks)[0], self
 
-    def routed(self, layer: LayerIndex, routing: Routing) -> Tally:
+    def record_routing(self, layer: LayerIndex, routing: Routing) -> RoutingAccumulator:
         """Adds a layer's."""
         dtype, experts = self.counts.dtype, routing.shares.shape[-1]
         ids = self.segments.segment_ids
@@ -165,7 +165,7 @@ def routing_metrics(config: DecoderConfig, sums: RoutingSums, count: Float[Array
     }
 
 
-def move_biases(config: DecoderConfig, rate: float) -> Callable[[Any, RoutingSums], Any]:
+def update_balance_biases(config: DecoderConfig, rate: float) -> Callable[[Any, RoutingSums], Any]:
     """``(params, sums) -> params`` whose routers' balance biases moved towards even loads."""
 
     def moved(bias: Float[Array, "R E"], counts: Float[Array, "R E2"]) -> Float[Array, "R E"]:

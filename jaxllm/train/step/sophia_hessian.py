@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import cap_logits
-from jaxllm.optim.sophia import Curvature
-from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, arrange, split_batch
+from jaxllm.optim.sophia import HessianEstimate
+from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, permute_sequence, split_micro_batches
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout, order
 
@@ -28,14 +28,14 @@ CHUNK = 256
 """Tokens whose logits a device has at once."""
 
 
-def gauss_newton(
+def gauss_newton_estimator(
     model: Functional,
     value_and_grad: Callable[[Any, Any], tuple[LossSums, Any]],
     every: int,
     *,
     accumulate: int = 1,
     layout: Layout = "contiguous",
-) -> Callable[[TrainState, Any], Curvature]:
+) -> Callable[[TrainState, Any], HessianEstimate]:
     """``(state, batch) -> Curvature``, a new one every so many steps, the first with the first.
 
     Args:
@@ -48,10 +48,10 @@ def gauss_newton(
         sums, grads = value_and_grad(state.params, batch._replace(targets=drawn))
         return jax.tree.map(lambda g: sums.count.astype(g.dtype) * jnp.square(g), grads)
 
-    def run(state: TrainState, batch: Any) -> Curvature:
+    def run(state: TrainState, batch: Any) -> HessianEstimate:
         fresh = state.step % every == 0
         nothing = lambda state, batch: jax.tree.map(jnp.zeros_like, state.params)  # noqa: E731
-        return Curvature(fresh, jax.lax.cond(fresh, estimate, nothing, state, batch))
+        return HessianEstimate(fresh, jax.lax.cond(fresh, estimate, nothing, state, batch))
 
     return run
 
@@ -63,15 +63,15 @@ def sample_targets(
     with sharding.use_rules(model.rules):
         uniform = jax.random.uniform(key, batch.targets.shape, jnp.promote_types(model.config.dtype, jnp.float32))
         whole = batch._replace(targets=sharding.constrain(uniform, *TOKENS))
-        parts = jax.tree.map(lambda x: split_batch(x, accumulate), whole)
+        parts = jax.tree.map(lambda x: split_micro_batches(x, accumulate), whole)
 
     def one(part: Any) -> Int[Array, "B2 S"]:
         with sharding.use_rules(model.rules):
-            part = arrange(part, layout)
+            part = permute_sequence(part, layout)
         x = model.forward(params, part.tokens, part.positions, Segments(part.segment_ids, layout))[0]
         hidden, head = model.unembed(params, x)
         with sharding.use_rules(model.rules):
-            return disarranged(_sampled(hidden, head, part.targets, model.config.logit_softcap), layout)
+            return unpermute_sequence(_sampled(hidden, head, part.targets, model.config.logit_softcap), layout)
 
     drawn = jax.lax.map(one, parts).swapaxes(0, 1)
     with sharding.use_rules(model.rules):
@@ -106,7 +106,7 @@ def _sampled(
     return jnp.minimum(found, head.shape[0] - 1)
 
 
-def disarranged(x: Int[Array, "B S"], layout: Layout) -> Int[Array, "B S"]:
+def unpermute_sequence(x: Int[Array, "B S"], layout: Layout) -> Int[Array, "B S"]:
     """Back from ``arrange``."""
     shards = sharding.axis_size("attn_seq")
     if shards == 1 or layout == "contiguous":

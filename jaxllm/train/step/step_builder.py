@@ -11,21 +11,21 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxllm.config import ConfigError
 from jaxllm.models import Functional, MoeConfig
 from jaxllm.optim import optimizer, schedule
-from jaxllm.optim.build import of_layers
+from jaxllm.optim.build import layerwise_transform
 from jaxllm.optim.config import LAYERWISE
-from jaxllm.optim.layerwise_rules import rules
+from jaxllm.optim.layerwise_rules import layerwise_transforms
 from jaxllm.optim.schedule_free import gradient_point
 from jaxllm.train.config import RunConfig
-from jaxllm.train.host_offload import STREAMED
-from jaxllm.train.step.lomo import fused
+from jaxllm.train.host_offload import STREAMABLE
+from jaxllm.train.step.lomo import lomo_update
 from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.mezo import forward_only
-from jaxllm.train.step.numerics import numerics
-from jaxllm.train.step.sophia_hessian import gauss_newton
-from jaxllm.train.step.training_step import Rule, Step, ValueAndGrad, moving_step, train_step
+from jaxllm.train.step.mezo import mezo_update
+from jaxllm.train.step.numerics import init_numerics
+from jaxllm.train.step.sophia_hessian import gauss_newton_estimator
+from jaxllm.train.step.training_step import Step, StepHooks, ValueAndGrad, layerwise_step, train_step
 
 
-def step_of(
+def build_step(
     config: RunConfig,
     model: Functional,
     grads: ValueAndGrad,
@@ -41,26 +41,28 @@ def step_of(
     """
     rate, kind = schedule(config.optim.schedule, config.steps), config.optim.kind
     if kind in LAYERWISE:
-        parts = rules(functools.partial(of_layers, config.optim, config.steps), model.logical_axes())
-        make = forward_only if kind == "mezo" else fused
-        return moving_step(make(model, parts, z_loss=config.z_loss, layout=config.parallel.layout), rate)
-    rule = Rule()
+        parts = layerwise_transforms(
+            functools.partial(layerwise_transform, config.optim, config.steps), model.logical_axes()
+        )
+        make = mezo_update if kind == "mezo" else lomo_update
+        return layerwise_step(make(model, parts, z_loss=config.z_loss, layout=config.parallel.layout), rate)
+    rule = StepHooks()
     if kind == "schedule_free":
-        rule = Rule(point=functools.partial(gradient_point, config.optim.b1))
+        rule = StepHooks(gradient_point=functools.partial(gradient_point, config.optim.b1))
     if kind == "sophia":
         same: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
         plain = value_and_grad(model, zero=config.parallel.zero, **same)
-        rule = Rule(curvature=gauss_newton(model, plain, config.optim.every, **same))
+        rule = StepHooks(hessian=gauss_newton_estimator(model, plain, config.optim.every, **same))
     return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, rule, config.spikes)
 
 
-def optimizer_of(config: RunConfig, model: Functional) -> optax.GradientTransformation:
+def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:
     """The run's optimizer."""
     every = config.host.device_every if config.host.optimizer else 0
     return optimizer(config.optim, config.steps, model.logical_axes(), every)
 
 
-def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
+def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuses what the optimizer cannot do.
 
     Raises:
@@ -76,10 +78,10 @@ def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         raise ConfigError(
             f"{said} {why}, which a pipeline's stages cannot: leave stage out of the mesh {config.mesh!r}."
         )
-    if numerics(config.model) is not None:
+    if init_numerics(config.model) is not None:
         raise ConfigError(
             f"{said} takes more passes than a step, or none that has all gradients: model.dtype cannot be float16, "
-            "nor model.products fp8_delayed."
+            "nor model.matmul_precision fp8_delayed."
         )
     if kind == "mezo" and config.model.embed_grad != 1.0:
         raise ConfigError(f"{said} has no backward pass for model.embed_grad to shrink: set it to 1.")
@@ -102,7 +104,7 @@ def check_rule(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def check_host(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
+def check_offload(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuses what cannot wait in the host's memory.
 
     Raises:
@@ -121,9 +123,9 @@ def check_host(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         )
     if not host.optimizer:
         return
-    if optim.kind not in STREAMED or optim.rounding != "nearest":
+    if optim.kind not in STREAMABLE or optim.rounding != "nearest":
         raise ConfigError(
-            f"host.optimizer updates layer by layer, which {', '.join(STREAMED)} can with "
+            f"host.optimizer updates layer by layer, which {', '.join(STREAMABLE)} can with "
             f'optim.rounding = "nearest"; here optim.kind = "{optim.kind}", optim.rounding = "{optim.rounding}".'
         )
     if host.device_every > 1 and optim.moments != "float32":

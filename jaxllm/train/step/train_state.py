@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import sharding
 from jaxllm.models import Functional
 from jaxllm.train.host_offload import HostConfig, host_bytes
-from jaxllm.train.step.loss_spikes import SpikeConfig, watch
-from jaxllm.train.step.numerics import numerics
+from jaxllm.train.step.loss_spikes import SpikeConfig, init_spike_detector
+from jaxllm.train.step.numerics import init_numerics
 
 
 @jax.tree_util.register_dataclass
@@ -72,8 +72,8 @@ def abstract_state(
         opt_state=opt_state,
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
-        numerics=whole(lambda: numerics(model.config)),
-        spikes=whole(lambda: None if spikes is None else watch(spikes)),
+        numerics=whole(lambda: init_numerics(model.config)),
+        spikes=whole(lambda: None if spikes is None else init_spike_detector(spikes)),
     )
 
 
@@ -104,8 +104,8 @@ def init_state(
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
             # Not device_put: it takes no keys to devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
-            numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), numerics(model.config)),
-            spikes=None if spikes is None else jax.device_put(watch(spikes), abstract.step.sharding),
+            numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), init_numerics(model.config)),
+            spikes=None if spikes is None else jax.device_put(init_spike_detector(spikes), abstract.step.sharding),
         )
 
 

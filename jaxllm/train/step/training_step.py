@@ -15,10 +15,10 @@ from jaxtyping import Array, ArrayLike, Float
 import sharding
 from jaxllm.models import DecoderConfig
 from jaxllm.models.params import at_least_f32
-from jaxllm.train.step.lomo import Move
+from jaxllm.train.step.lomo import LayerwiseUpdate
 from jaxllm.train.step.loss import LossSums
-from jaxllm.train.step.loss_spikes import SpikeConfig, held
-from jaxllm.train.step.routing_losses import move_biases, routing_metrics
+from jaxllm.train.step.loss_spikes import SpikeConfig, select_tree
+from jaxllm.train.step.routing_losses import routing_metrics, update_balance_biases
 from jaxllm.train.step.train_state import TrainState
 
 ValueAndGrad = Callable[..., tuple[Any, ...]]
@@ -27,7 +27,7 @@ Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class StepHooks:
     """What an optimizer asks of the step.
 
     Attributes:
@@ -35,8 +35,8 @@ class Rule:
         curvature: ``(state, batch)`` -> what its update is given besides.
     """
 
-    point: Callable[[Any, Any], Any] | None = None
-    curvature: Callable[[TrainState, Any], Any] | None = None
+    gradient_point: Callable[[Any, Any], Any] | None = None
+    hessian: Callable[[TrainState, Any], Any] | None = None
 
 
 def train_step(
@@ -46,7 +46,7 @@ def train_step(
     model: DecoderConfig | None = None,
     bias_rate: float = 0.0,
     layers: bool = False,
-    rule: Rule | None = None,
+    rule: StepHooks | None = None,
     spikes: SpikeConfig | None = None,
 ) -> Step:
     """Composes loss, gradients and update; jit the result once, donating the state.
@@ -65,27 +65,27 @@ def train_step(
         rule: what the optimizer asks of the step besides.
         spikes: what is done about them, of a state that has ``spikes``.
     """
-    asked = rule or Rule()
+    asked = rule or StepHooks()
     lowers, skips = (spikes is not None and spikes.action == name for name in ("lower_rate", "skip"))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        at = state.params if asked.point is None else asked.point(state.params, state.opt_state)
+        at = state.params if asked.gradient_point is None else asked.gradient_point(state.params, state.opt_state)
         kept, watch, said = state.numerics, state.spikes, {}
         given = (at, batch) if kept is None else (at, batch, kept)
         sums, grads, *seen = value_and_grad(*given)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
         finite, skipped, learning_rate = jnp.isfinite(grad_norm), None, rate(state.step)
         if kept is not None and kept.loss_scale is not None:
-            skipped = kept.skips(finite)
+            skipped = kept.should_skip(finite)
             said["loss_scale"] = kept.scale
         if watch is not None and spikes is not None:
             learning_rate = rate(state.step - watch.skipped)
-            spike, score, watch = watch.after(spikes, sums.loss / jnp.maximum(sums.count, 1), grad_norm, skipped)
+            spike, score, watch = watch.update(spikes, sums.loss / jnp.maximum(sums.count, 1), grad_norm, skipped)
             said |= {"spike": spike.astype(jnp.float32), "spike_score": score}
             learning_rate = learning_rate * watch.rate
         if skipped is not None:
             grad_norm = jnp.where(skipped, 0.0, grad_norm)
-        more = {} if asked.curvature is None else {"curvature": asked.curvature(state, batch)}
+        more = {} if asked.hessian is None else {"hessian": asked.hessian(state, batch)}
         update = optax.with_extra_args_support(optimizer).update
         updates, opt_state = update(grads, state.opt_state, state.params, **more)
         if lowers and watch is not None:
@@ -93,16 +93,16 @@ def train_step(
             updates = jax.tree.map(lambda u: u * lower.astype(u.dtype), updates)
         params = optax.apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
-            params = move_biases(model, bias_rate)(params, sums.routing)
+            params = update_balance_biases(model, bias_rate)(params, sums.routing)
         if kept is not None:
-            kept = kept.moved(finite, *seen)
+            kept = kept.updated(finite, *seen)
         if skips:
-            kept = held(spike, state.numerics, kept)
+            kept = select_tree(spike, state.numerics, kept)
             skipped = spike if skipped is None else skipped | spike
         if skipped is not None:
             nothing = jax.tree.map(jnp.zeros_like, updates)
             old = state.params, state.opt_state, nothing
-            params, opt_state, updates = held(skipped, old, (params, opt_state, updates))
+            params, opt_state, updates = select_tree(skipped, old, (params, opt_state, updates))
             said["skipped"] = skipped.astype(jnp.float32)
 
         metrics = _metrics(sums, learning_rate, optax.tree.norm(params), grad_norm, optax.tree.norm(updates)) | said
@@ -110,14 +110,14 @@ def train_step(
             metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.count, 1))
         if layers:
             trees = {"grad": grads, "param": params, "update": updates}
-            metrics["layers"] = {name: jax.tree.map_with_path(norms, tree) for name, tree in trees.items()}
+            metrics["layers"] = {name: jax.tree.map_with_path(layer_norms, tree) for name, tree in trees.items()}
         after = {"params": params, "opt_state": opt_state, "numerics": kept, "spikes": watch}
         return replace(state, step=state.step + 1, **after), metrics
 
     return step
 
 
-def moving_step(move: Move, rate: optax.Schedule) -> Step:
+def layerwise_step(move: LayerwiseUpdate, rate: optax.Schedule) -> Step:
     """``train_step`` of an optimizer that has moved the parameters by the time gradients could be seen.
 
     Args:
@@ -147,7 +147,7 @@ def _metrics(
     }
 
 
-def norms(path: Any, x: Array) -> Float[Array, " L"]:
+def layer_norms(path: Any, x: Array) -> Float[Array, " L"]:
     """Of each layer's part of a parameter, which is stacked over them if it is a segment's; else of the whole."""
     stacked = bool(path) and getattr(path[0], "key", None) == "segments"
     wide = jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))

@@ -23,7 +23,7 @@ from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
-from jaxllm.train.run import gradients
+from jaxllm.train.run import build_value_and_grad
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
 from tests.proofs.harness import proof
@@ -64,7 +64,7 @@ class Run:
         self.transform = optimizer(OPTIM, BEFORE + AFTER, self.model.logical_axes())
         self.abstract = abstract_state(self.model, self.transform, self.mesh)
         run = RunConfig(model=self.config, mesh=mesh, parallel=plan, accumulate=2 if "stage" in mesh else 1)
-        grads = gradients(run, self.model, self.mesh)
+        grads = build_value_and_grad(run, self.model, self.mesh)
         step = train_step(grads, self.transform, schedule(OPTIM.schedule, BEFORE + AFTER))
         self.step = quick.jit(step, out_shardings=(shardings_of(self.abstract), None))
 

@@ -15,7 +15,7 @@ from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
-from jaxllm.train.run import gradients
+from jaxllm.train.run import build_value_and_grad
 from jaxllm.train.step.routing_losses import RoutingConfig
 from sharding import MeshSpec, shardings_of
 from tests import environment, quick, tiny
@@ -55,7 +55,7 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
     mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1])
     transform = optimizer(OPTIM, steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
-    grads_of = gradients(
+    grads_of = build_value_and_grad(
         RunConfig(
             model=config,
             parallel=plan,

@@ -15,7 +15,7 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig, TrainState
 from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.step_builder import step_of
+from jaxllm.train.step.step_builder import build_step
 from tests.optim.kinds import KINDS, named
 from tests.proofs.harness import proof
 
@@ -50,7 +50,7 @@ def best(name: str) -> float:
             transform = optimizer(run.optim, STEPS, model.logical_axes())
             params = model.init(jax.random.key(0))
             state = TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), jax.random.key(1))
-            step = step_of(run, model, grads, transform)
+            step = build_step(run, model, grads, transform)
             return jax.lax.scan(lambda state, batch: (lambda s, m: (s, m["nll"]))(*step(state, batch)), state, data)[1]
 
     jitted = jax.jit(losses)

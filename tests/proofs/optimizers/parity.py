@@ -14,11 +14,11 @@ from jaxllm.config import ConfigError
 from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import ScheduleConfig, optimizer
-from jaxllm.optim.config import LAYERWISE, REFRESH
+from jaxllm.optim.config import LAYERWISE, PAPER_REFRESH
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state
-from jaxllm.train.run import fitting_mesh, gradients
-from jaxllm.train.step.step_builder import step_of
+from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.step_builder import build_step
 from sharding import shardings_of
 from tests import quick, tiny
 from tests.optim.kinds import KINDS, named
@@ -31,7 +31,7 @@ STEPS, ROWS, LENGTH = 4, 8, 8
 def trained(name: str, mesh: str | None) -> tuple[np.ndarray, Any]:
     """Losses, and the parameters after the last step."""
     config = tiny.decoder(dtype="float64", kv_heads=4, remat="full")
-    of_kind = {"refresh": 2} if name.split()[0] in REFRESH else {}  # more than once in these steps
+    of_kind = {"refresh": 2} if name.split()[0] in PAPER_REFRESH else {}  # more than once in these steps
     optim = named(name, schedule=ScheduleConfig("constant", peak=1e-2, warmup=0.5), **of_kind)
     staged = mesh is not None and "stage" in mesh
     run = RunConfig(
@@ -49,7 +49,7 @@ def trained(name: str, mesh: str | None) -> tuple[np.ndarray, Any]:
     here = spec.build(devices)
     transform = optimizer(optim, STEPS, model.logical_axes())
     abstract = abstract_state(model, transform, here)
-    step = step_of(run, model, gradients(run, model, here), transform)
+    step = build_step(run, model, build_value_and_grad(run, model, here), transform)
     jitted = quick.jit(step, out_shardings=(shardings_of(abstract), None))
     losses = []
     with jax.set_mesh(here):

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jaxllm.models import Segments, functional
 from jaxllm.models.moe.router import Routing
 from jaxllm.parallel.parallel_config import ParallelConfig
-from jaxllm.train.step.loss import arrange
+from jaxllm.train.step.loss import permute_sequence
 from pallas_kernels.ring_attention.layout import LAYOUTS, order
 from sharding import MeshSpec, shardings_of, use_rules
 from sharding.state import abstract_params
@@ -139,7 +139,7 @@ class Watching(Segments):
     chosen: Any = None
     shares: Any = None
 
-    def routed(self, layer: Array, routing: Routing) -> Watching:
+    def record_routing(self, layer: Array, routing: Routing) -> Watching:
         chosen, shares = self.chosen.at[layer].set(routing.experts), self.shares.at[layer].set(routing.shares)
         return replace(self, chosen=chosen, shares=shares)
 
@@ -162,7 +162,7 @@ def routing(example: dict[str, Any], preset: str | None, dtype: str) -> tuple[np
 
     def forward(params: Any, batch: Any) -> Any:
         with use_rules(model.rules):
-            batch = arrange(batch, plan.layout)
+            batch = permute_sequence(batch, plan.layout)
         shape = (config.layers, *batch.tokens.shape)
         empty = jnp.zeros((*shape, top_k), jnp.int32), jnp.zeros((*shape, experts), jnp.dtype(dtype))
         if preset:

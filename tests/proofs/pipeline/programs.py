@@ -18,7 +18,7 @@ from jaxllm.parallel.pipeline.schedule_generators import NAMES, VEES, default_ch
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import compile_for
-from jaxllm.train.run import gradients
+from jaxllm.train.run import build_value_and_grad
 from recipes.llama3 import llama3_70b, llama3_405b
 from sharding import MeshSpec
 from sharding.state import abstract_params
@@ -51,7 +51,7 @@ def compiled(schedule: str, micro_batches: int) -> tuple[int, str]:
     there = jax.NamedSharding(mesh, jax.P())
     tokens = jax.ShapeDtypeStruct((ROWS * micro_batches, LENGTH), jnp.int32, sharding=there)
     with jax.set_mesh(mesh):
-        made = jax.jit(gradients(run, model, mesh)).lower(params, Batch(*[tokens] * 4)).compile()  # type: ignore[arg-type]
+        made = jax.jit(build_value_and_grad(run, model, mesh)).lower(params, Batch(*[tokens] * 4)).compile()  # type: ignore[arg-type]
     memory: Any = made.memory_analysis()
     return memory.temp_size_in_bytes, made.as_text() or ""
 

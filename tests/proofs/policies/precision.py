@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from jaxllm.train.precision import in_precision
+from jaxllm.train.precision import with_precision
 from tests.proofs.harness import proof
 from tests.proofs.policies.reference import RUN, evaluated, trained
 
@@ -25,7 +25,7 @@ GAPS = {
 @functools.cache
 def losses(name: str) -> tuple[float, ...]:
     """Held-out loss of each seed."""
-    run = in_precision(RUN, name)
+    run = with_precision(RUN, name)
     return tuple(evaluated(run, trained(run, seed)[0].params) for seed in SEEDS)
 
 

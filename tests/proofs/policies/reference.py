@@ -15,7 +15,7 @@ from jaxllm.data import Batch, DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import RunConfig, loss_sums, train_step, value_and_grad
-from jaxllm.train.step.numerics import numerics
+from jaxllm.train.step.numerics import init_numerics
 from jaxllm.train.step.train_state import TrainState
 from tests import quick
 
@@ -63,7 +63,7 @@ def trained(run: RunConfig, seed: int) -> tuple[TrainState, list[dict[str, float
     transform, step = stepper(run)
     first = quick.params(dataclasses.replace(run.model, param_dtype="float32"), seed, scale=0.15)
     params = jax.tree.map(lambda x: jnp.asarray(x, run.model.param_dtype), first)
-    state = TrainState(params, transform.init(params), jnp.int32(0), jax.random.key(seed), numerics(run.model))
+    state = TrainState(params, transform.init(params), jnp.int32(0), jax.random.key(seed), init_numerics(run.model))
     rng, said = np.random.default_rng(seed), []
     for _ in range(run.steps):
         state, metrics = step(state, batch_at(rng, run.data.batch_size))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import SpikeConfig, train_step, value_and_grad
-from jaxllm.train.step.loss_spikes import watch
+from jaxllm.train.step.loss_spikes import init_spike_detector
 from jaxllm.train.step.train_state import TrainState
 from tests import quick
 from tests.proofs.harness import proof
@@ -42,7 +42,11 @@ def trained(seed: int, spoil: dict[int, str], leave_out: frozenset[int] = frozen
     transform, step = stepper()
     params = jax.tree.map(jnp.asarray, quick.params(RUN.model, seed, scale=0.15))
     state = TrainState(
-        params, transform.init(params), jnp.int32(0), jax.random.key(seed), spikes=jax.tree.map(jnp.copy, watch(SKIP))
+        params,
+        transform.init(params),
+        jnp.int32(0),
+        jax.random.key(seed),
+        spikes=jax.tree.map(jnp.copy, init_spike_detector(SKIP)),
     )
     rng, wild, seen = np.random.default_rng(seed), np.random.default_rng(seed + 1), []
     for number in range(RUN.steps):
