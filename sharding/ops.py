@@ -27,14 +27,14 @@ SCATTERED_SUM = "scattered_sum"
 keeps the parts, and not the summands."""
 
 Product = Callable[[Array, Array, int, PartitionSpec | None], Array]
-"""``(x, w, contract, where the result is)``: what ``project`` multiplies by, see ``use_product``."""
+"""``(x, w, contract, where the result is)``: what ``project`` multiplies by, see ``use_matmul``."""
 
-ByTokens = Callable[[Callable[[Array], Array], Array], Array]
-"""``(multiply, x) -> multiply(x)``, perhaps of some tokens after the others: see ``use_tokens``."""
+TokenSplit = Callable[[Callable[[Array], Array], Array], Array]
+"""``(multiply, x) -> multiply(x)``, perhaps of some tokens after the others: see ``use_token_split``."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
 _product: ContextVar[Product | None] = ContextVar("sharding_product", default=None)
-_tokens: ContextVar[ByTokens] = ContextVar("sharding_tokens", default=lambda multiply, x: multiply(x))
+_tokens: ContextVar[TokenSplit] = ContextVar("sharding_tokens", default=lambda multiply, x: multiply(x))
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def use_rules(rules: Rules) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def use_product(product: Product | None) -> Iterator[None]:
+def use_matmul(product: Product | None) -> Iterator[None]:
     """Traces the body with another product of activations and weights than the plain one, such as one of 8 bits."""
     token = _product.set(product)
     try:
@@ -61,7 +61,7 @@ def use_product(product: Product | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def use_tokens(by: ByTokens) -> Iterator[None]:
+def use_token_split(by: TokenSplit) -> Iterator[None]:
     """Traces the body with ``by`` around every ``project`` whose result no device has a summand of."""
     token = _tokens.set(by)
     try:
@@ -143,7 +143,7 @@ def products(
 
     def local(x: Array, *weights: Array) -> tuple[Array, ...]:
         first, *rest = _alike(x, *weights)
-        return ring.gathered_products(axis, first, tuple(rest))
+        return ring.all_gather_matmul(axis, first, tuple(rest))
 
     return list(
         jax.shard_map(
@@ -252,7 +252,7 @@ def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array
     def local(x: Array, w: Array) -> Array:
         x, w = _alike(x, w)
         flat = x.reshape(*x.shape[:-contract], -1), w.reshape(math.prod(w.shape[:contract]), -1)
-        return ring.scattered_product(axis, *flat)
+        return ring.matmul_reduce_scatter(axis, *flat)
 
     mesh = jax.sharding.get_abstract_mesh()
     specs = jax.typeof(x).sharding.spec, _spec_of(w)
@@ -272,11 +272,11 @@ def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") ->
     return jax.sharding.reshard(found, there)
 
 
-def gather_weight(w: Array, *logical: str | None, sums_late: bool = False, what: str = "weight") -> Array:
+def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, what: str = "weight") -> Array:
     """A weight as it is used: whole over the axes it is only stored split over (fsdp), still split over tensor.
 
     Args:
-        sums_late: its gradient is one summand a device (``jax.P(unreduced=...)``) over the axes that split tokens,
+        unreduced_grad: its gradient is one summand a device (``jax.P(unreduced=...)``) over the axes that split tokens,
             until the transpose of this adds it up and scatters it to where the weight is stored, or the caller does so
             who gathers ahead of all uses. Only a weight that products and lookups use can do so; one that was gathered
             in this way before is left alone.
@@ -285,7 +285,7 @@ def gather_weight(w: Array, *logical: str | None, sums_late: bool = False, what:
     if mesh is None or jax.typeof(w).sharding.spec.reduced:
         return w
     whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
-    if sums_late and _sums_can_wait(mesh):
+    if unreduced_grad and _sums_can_wait(mesh):
         late = frozenset(axis_names("batch", "seq")) - _mesh_axes(whole)
         stored = jax.typeof(w).sharding.spec
         # In two steps, so that the gradient is first scattered and then only the parts are summed over replicas.
@@ -294,7 +294,7 @@ def gather_weight(w: Array, *logical: str | None, sums_late: bool = False, what:
     return checkpoint_name(jax.sharding.reshard(w, whole), GATHERED_WEIGHT)
 
 
-def scatter_sum(x: Array, like: Array) -> Array:
+def reduce_partial_sums(x: Array, like: Array) -> Array:
     """``x`` where ``like`` is, what devices hold as summands (``jax.P(unreduced=...)``) added up.
 
     First over the axes that then split the sum, so that only parts travel over the others.

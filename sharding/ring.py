@@ -21,7 +21,7 @@ from jax import Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered_products(axis: str, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+def all_gather_matmul(axis: str, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
     """``all_gather(x) @ w`` for each weight: x[B, S, D], w[D, *F] -> [B, T, *F].
 
     Args:
@@ -60,12 +60,12 @@ def _gather_backward(axis: str, saved: tuple[Array, ...], d_outs: tuple[Array, .
     return d_x, tuple(d_weights)
 
 
-gathered_products.defvjp(_gather_forward, _gather_backward)
+all_gather_matmul.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scattered_product(axis: str, x: Array, weight: Array) -> Array:
-    """``psum_scatter(x @ weight)`` over the sequence: x[B, T, F], w[F, D] -> [B, S, D]; see ``gathered_products``."""
+def matmul_reduce_scatter(axis: str, x: Array, weight: Array) -> Array:
+    """``psum_scatter(x @ weight)`` over the sequence: x[B, T, F], w[F, D] -> [B, S, D]; see ``all_gather_matmul``."""
     return _scatter(axis, (x,), (weight,))
 
 
@@ -94,7 +94,7 @@ def _scatter_backward(axis: str, saved: tuple[Array, Array], d_out: Array) -> tu
     return d_x, jnp.tensordot(x, whole, ((0, 1), (0, 1)))
 
 
-scattered_product.defvjp(_scatter_forward, _scatter_backward)
+matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _flat(x: Array, leading: int) -> Array:

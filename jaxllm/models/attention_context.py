@@ -33,7 +33,7 @@ SINK_AXES = ("attn_heads",)
 
 
 @dataclass(frozen=True)
-class Scoring:
+class AttentionParams:
     """How one layer scores keys; known when the program is traced.
 
     Attributes:
@@ -50,7 +50,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Cached:
+class KVSpec:
     """What a cache holds of a token in one layer: so many heads of keys and of values.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cached:
     latent: bool = False
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         """In all."""
         return self.kv_heads * (self.key_dim if self.latent else self.key_dim + self.value_dim)
 
@@ -72,7 +72,7 @@ class Cached:
 class AttentionContext(Protocol):
     """A pytree with ``attend``.
 
-    One that keeps keys says so by ``keeps = True``: multi-head latent attention then hands it latents, and no values.
+    One that keeps keys says so by ``is_kv_cache = True``: multi-head latent attention then hands it latents, and no values.
     """
 
     def attend(
@@ -82,13 +82,13 @@ class AttentionContext(Protocol):
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K V"] | None,
         positions: Int[Array, "B S"],
-        scoring: Scoring,
+        params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
         """Attends this step's queries to what this context holds, this step's keys included.
 
         Args:
-            v: None where ``scoring.latent`` says what values are.
+            v: None where ``params.latent`` says what values are.
             sinks: a score that each head always sees and that has no value.
         """
         ...
@@ -98,24 +98,26 @@ class AttentionContext(Protocol):
 class RoutingContext(AttentionContext, Protocol):
     """A context that wants to know what mixtures of experts choose."""
 
-    def routed(self, layer: LayerIndex, routing: Routing) -> RoutingContext:
+    def record_routing(self, layer: LayerIndex, routing: Routing) -> RoutingContext:
         """Hears what a layer's router made of its tokens."""
         ...
 
 
 @runtime_checkable
-class KeepingContext(AttentionContext, Protocol):
+class KVCacheContext(AttentionContext, Protocol):
     """A context that keeps keys, and knows when a step's tokens need none but their own."""
 
-    def begins(self, positions: Int[Array, "B S"]) -> Bool[Array, ""] | None:
+    def is_fresh_prefill(self, positions: Int[Array, "B S"]) -> Bool[Array, ""] | None:
         """Whether every sequence of this step begins in it; None where that is not to make a difference."""
         ...
 
-    def own(self, tokens: int) -> Segments:
+    def self_segments(self, tokens: int) -> Segments:
         """The step's sequences, of ``tokens`` in a row, as documents that attend to themselves alone."""
         ...
 
-    def keep(self, layer: LayerIndex, k: Float[Array, "B S K H"], positions: Int[Array, "B S"]) -> KeepingContext:
+    def write_latents(
+        self, layer: LayerIndex, k: Float[Array, "B S K H"], positions: Int[Array, "B S"]
+    ) -> KVCacheContext:
         """Holds keys that are values as well, and attends to nothing."""
         ...
 
@@ -140,11 +142,11 @@ class Segments:
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K V"],
         positions: Int[Array, "B S"],
-        scoring: Scoring,
+        params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N V"], Segments]:
         """Causal attention within each segment; ``layer`` makes no difference here."""
-        rule = {"scale": scoring.scale, "window": scoring.window, "softcap": scoring.softcap}
+        rule = {"scale": params.scale, "window": params.window, "softcap": params.softcap}
         split, kv_split = sharding.axis_names("attn_seq"), sharding.axis_names("attn_kv_seq")
 
         def local(
@@ -162,7 +164,7 @@ class Segments:
 
         axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES, SINK_AXES)
         attend = sharding.shard_map(local, axes, Q_AXES)
-        return attend(q, share_kv_heads(k), share_kv_heads(v), self.segment_ids, self.segment_ids, sinks), self
+        return attend(q, replicate_kv_heads(k), replicate_kv_heads(v), self.segment_ids, self.segment_ids, sinks), self
 
 
 def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Array, "..."]]:
@@ -176,7 +178,7 @@ def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Ar
     }
 
 
-def share_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:
+def replicate_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:
     """Repeats kv heads up to the number of shards of attention's heads, so that each holds the one its queries need.
 
     Unchanged where there are at least as many kv heads as shards.

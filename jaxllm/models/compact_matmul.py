@@ -23,18 +23,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 
-def seed_of(tokens: Int[Array, "B S"]) -> UInt32[Array, ""]:
+def batch_seed(tokens: Int[Array, "B S"]) -> UInt32[Array, ""]:
     """A number that is another one for every batch, and the same on every mesh: sums of integers do not round."""
     places = jnp.arange(tokens.shape[1], dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(1)
     return jnp.sum(tokens.astype(jnp.uint32) * places, dtype=jnp.uint32)
 
 
-def width(share: float, inner: int) -> int:
+def projection_width(share: float, inner: int) -> int:
     """Numbers kept of a token, of ``inner``."""
     return max(1, round(share * inner))
 
 
-class Compact:
+class CompactMatmul:
     """The products of a block as they are traced: ``sharding.Product``.
 
     Inputs of one width share a projection, so which of a block's products comes first is of no account.
@@ -49,11 +49,11 @@ class Compact:
 
     def __call__(self, x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
         key = jax.random.key_data(jax.random.fold_in(self.key, math.prod(w.shape[:contract])))
-        return compact_product(self.share, contract, _spec(x), there, x, w, key)
+        return compact_matmul(self.share, contract, _spec(x), there, x, w, key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def compact_product(
+def compact_matmul(
     share: float,
     contract: int,
     here: PartitionSpec | None,
@@ -103,7 +103,7 @@ def _projection(
     share: float, inner: tuple[int, ...], within: Any, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "*C r"]:
     """P; its values do not depend on where it is."""
-    kept = width(share, math.prod(inner))
+    kept = projection_width(share, math.prod(inner))
     place = {} if within is None else {"out_sharding": jax.P(*within, None)}
     drawn = jax.random.normal(jax.random.wrap_key_data(key), (*inner, kept), dtype, **place)
     return drawn / math.sqrt(kept)
@@ -125,4 +125,4 @@ def _plain(x: Array) -> Array:
     return x if spec is None or not spec.reduced else jax.sharding.reshard(x, jax.P(*spec.partitions))
 
 
-compact_product.defvjp(_forward, _backward)
+compact_matmul.defvjp(_forward, _backward)

@@ -15,15 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.config import renamed_fields
 from jaxllm.models.attention_context import AttentionContext, LayerIndex, RoutingContext
 from jaxllm.models.layers.attention import Attention, AttentionConfig
-from jaxllm.models.layers.mla import LatentAttention, LatentConfig
+from jaxllm.models.layers.mla import MLAConfig, MultiHeadLatentAttention
 from jaxllm.models.layers.mlp import Mlp, MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
-from jaxllm.models.low_precision_matmul import Rounding
+from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import Moe, MoeConfig
 from jaxllm.models.params import normal, use
-from jaxllm.models.remat import by_segment
+from jaxllm.models.remat import policies_by_segment
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -39,18 +40,19 @@ class BlockConfig:
             ("sandwich", arXiv:2105.13290; Gemma 2).
     """
 
-    attention: AttentionConfig | LatentConfig = field(default_factory=AttentionConfig)
+    attention: AttentionConfig | MLAConfig = field(default_factory=AttentionConfig)
     mlp: MlpConfig | MoeConfig = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
 
     @property
-    def products(self) -> int:
+    def weight_matmuls(self) -> int:
         """How many products with weights training has."""
-        latent = isinstance(self.attention, LatentConfig) and self.attention.q_latent is not None
+        latent = isinstance(self.attention, MLAConfig) and self.attention.q_latent is not None
         gated = not isinstance(self.mlp, MlpConfig) or self.mlp.gated
         return 4 + latent + 2 + gated
 
 
+@renamed_fields(products="matmul_precision")
 @dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer.
@@ -97,7 +99,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     param_dtype: DTypeName = "float32"
     dtype: DTypeName = "float32"
-    products: Rounding = "plain"
+    matmul_precision: MatmulPrecision = "plain"
     remat: str = "elementwise"
     unroll: int = 1
 
@@ -122,14 +124,14 @@ class DecoderConfig:
                 f"model: layers = {self.layers} is too few for a prefix of {len(self.prefix)} and a pattern; "
                 f"choose at least {len(self.prefix) + 1}."
             )
-        if self.products != "plain" and any(isinstance(block.mlp, MoeConfig) for block in self.blocks):
+        if self.matmul_precision != "plain" and any(isinstance(block.mlp, MoeConfig) for block in self.blocks):
             raise ValueError(
-                f'model: products = "{self.products}" is of dense layers, and this model has experts; choose "plain".'
+                f'model: matmul_precision = "{self.matmul_precision}" needs dense layers, but this model has experts; choose "plain".'
             )
-        by_segment(self.remat, self.segments)  # refuses what does not fit
+        policies_by_segment(self.remat, self.segments)  # refuses what does not fit
         if "compact" in self.remat:
             dense = all(isinstance(b.mlp, MlpConfig) and isinstance(b.attention, AttentionConfig) for b in self.blocks)
-            if self.products != "plain" or not dense:
+            if self.matmul_precision != "plain" or not dense:
                 raise ValueError(
                     f'model: remat = "{self.remat}"; "compact" is of plain products of dense layers whose attention '
                     'is not latent; choose "none" or "elementwise".'
@@ -175,7 +177,7 @@ class Block(nnx.Module):
             self.attention_norm, self.mlp_norm = norm(), norm()
         if config.norms != "pre":
             self.attention_out_norm, self.mlp_out_norm = norm(), norm()
-        attention = LatentAttention if isinstance(config.attention, LatentConfig) else Attention
+        attention = MultiHeadLatentAttention if isinstance(config.attention, MLAConfig) else Attention
         self.attention = attention(
             config.attention,  # type: ignore[arg-type]
             model.embed_dim,
@@ -202,7 +204,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, Mlp):
             return self.mlp(x), ctx
         out, routing = self.mlp(x)
-        return out, ctx.routed(layer, routing) if isinstance(ctx, RoutingContext) else ctx
+        return out, ctx.record_routing(layer, routing) if isinstance(ctx, RoutingContext) else ctx
 
 
 class Embedding(nnx.Module):

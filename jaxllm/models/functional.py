@@ -1,7 +1,7 @@
 """Pure functions over plain parameter trees, from NNX declarations.
 
 NNX declares; these functions execute. Parameters are nested dicts of arrays with every segment's layers stacked along
-a leading ``layers`` dimension and scanned, so one block is compiled however deep the model is. ``layers_apart`` makes
+a leading ``layers`` dimension and scanned, so one block is compiled however deep the model is. ``unstack_layers`` makes
 another form of the same tree, for decoding, where each layer's weights are read once and multiplied with little else.
 
 Legend: B batch, S sequence, D embed, V vocab, L layers.
@@ -24,15 +24,15 @@ import sharding
 from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
-from jaxllm.models.low_precision_matmul import SEEN, Products
-from jaxllm.models.params import draw, on_device, sums_late, use
+from jaxllm.models.low_precision_matmul import AMAX_HISTORY, LowPrecisionMatmul
+from jaxllm.models.params import allows_unreduced_grad, draw, on_device, use
 from sharding import Rules
 
 Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredParam:
     """One weight: its NNX declaration and the leading dimensions it is stacked over."""
 
     param: nnx.Variable
@@ -61,7 +61,7 @@ class Functional:
         Every weight's key is folded from its path, so a weight's value depends on nothing but the seed and its name.
         """
 
-        def draw_leaf(path: tuple, leaf: Declared, out: NamedSharding | None = None) -> Array:
+        def draw_leaf(path: tuple, leaf: DeclaredParam, out: NamedSharding | None = None) -> Array:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             return draw(leaf.param, jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.stack, out)
 
@@ -73,7 +73,7 @@ class Functional:
     def abstract(self) -> Params:
         """Shape and dtype of every parameter, nothing allocated."""
 
-        def shape(leaf: Declared) -> jax.ShapeDtypeStruct:
+        def shape(leaf: DeclaredParam) -> jax.ShapeDtypeStruct:
             value = leaf.param.get_value()
             return jax.ShapeDtypeStruct((*leaf.stack, *value.shape), value.dtype)
 
@@ -82,14 +82,14 @@ class Functional:
     def logical_axes(self) -> Params:
         """Logical axes of every parameter, in the same tree; stacked ones begin with ``layers``."""
 
-        def axes(leaf: Declared) -> sharding.LogicalAxes:
+        def axes(leaf: DeclaredParam) -> sharding.LogicalAxes:
             return ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
 
         return jax.tree.map(axes, self._declared())
 
     def matrices(self) -> Params:
         """For every parameter, whether products and lookups use it (True), or it is added or multiplied elementwise."""
-        return jax.tree.map(lambda leaf: sums_late(leaf.param), self._declared())
+        return jax.tree.map(lambda leaf: allows_unreduced_grad(leaf.param), self._declared())
 
     def gather(self, params: Params) -> Params:
         """All parameters whole over the axes they are stored split over, for a forward and backward pass or several.
@@ -98,12 +98,12 @@ class Functional:
         ``sharding.gather_weight``; gains and biases are as ``params`` has them.
         """
 
-        def one(leaf: Declared, value: Array) -> Array:
-            matrix = sums_late(leaf.param)
+        def one(leaf: DeclaredParam, value: Array) -> Array:
+            matrix = allows_unreduced_grad(leaf.param)
             axes = ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
             if matrix:
                 value = value.astype(self.config.dtype)
-            return sharding.gather_weight(value, *axes, sums_late=matrix)
+            return sharding.gather_weight(value, *axes, unreduced_grad=matrix)
 
         with sharding.use_rules(self.rules):
             return jax.tree.map(one, self._declared(), params)
@@ -113,7 +113,7 @@ class Functional:
 
         def tree(state: Any, *stack: int) -> Params:
             is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
-            return nnx.to_pure_dict(jax.tree.map(lambda v: Declared(v, stack), state, is_leaf=is_variable))
+            return nnx.to_pure_dict(jax.tree.map(lambda v: DeclaredParam(v, stack), state, is_leaf=is_variable))
 
         return {
             "embedding": tree(self._modules["embedding"][1]),
@@ -147,27 +147,33 @@ class Functional:
 
         What of them is in the host's memory comes to the device for it.
         """
-        kind = self.config.products
+        kind = self.config.matmul_precision
         with sharding.use_rules(self.rules):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
-                own = jax.tree.map(on_device, {name: value for name, value in params[str(b)].items() if name != SEEN})
+                own = jax.tree.map(
+                    on_device, {name: value for name, value in params[str(b)].items() if name != AMAX_HISTORY}
+                )
                 # Plain ones leave the product in force as it is: remat may have set one.
                 other = kind != "plain"
-                product = sharding.use_product(Products(kind, params[str(b)].get(SEEN))) if other else nullcontext()
+                product = (
+                    sharding.use_matmul(LowPrecisionMatmul(kind, params[str(b)].get(AMAX_HISTORY)))
+                    if other
+                    else nullcontext()
+                )
                 with product:
                     x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
         return x, ctx
 
-    def with_seen(self, params: Params, seen: Params | None) -> Params:
+    def with_amax_history(self, params: Params, seen: Params | None) -> Params:
         """Parameters with what "fp8_delayed" has seen of each block's products, which is theirs to take gradients of.
 
         Args:
-            seen: by segment and block, ``jaxllm.models.low_precision_matmul.state``; None: parameters as they are.
+            seen: by segment and block, ``jaxllm.models.low_precision_matmul.init_amax_history``; None: parameters as they are.
         """
         if seen is None:
             return params
         segments = {
-            s: {b: {**block, SEEN: seen[s][b]} for b, block in blocks.items()}
+            s: {b: {**block, AMAX_HISTORY: seen[s][b]} for b, block in blocks.items()}
             for s, blocks in params["segments"].items()
         }
         return params | {"segments": segments}
@@ -187,7 +193,7 @@ class Functional:
             group_params, repeat = step
             return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1]), None
 
-        pieces = remat.by_segment(self.config.remat, self.config.segments)[s]
+        pieces = remat.policies_by_segment(self.config.remat, self.config.segments)[s]
         carry = x, ctx
         if isinstance(params, tuple):
             names = [name for name, count in pieces for _ in range(count)]
@@ -226,7 +232,7 @@ class Functional:
         self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Hidden states before the head, and the context after this step: training, prefill and decode alike."""
-        with remat.seeded(self.config.remat, tokens):
+        with remat.with_batch_seed(self.config.remat, tokens):
             return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
 
 
@@ -249,7 +255,7 @@ def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functi
     return Functional(config, rules, modules)
 
 
-def layers_apart(params: Params, *, donate: bool = False) -> Params:
+def unstack_layers(params: Params, *, donate: bool = False) -> Params:
     """The same parameters with each layer's in arrays of their own: ``segments`` hold a tuple over their repeats.
 
     ``Functional.forward`` and its parts take either form; training, ``gather`` and checkpoints need stacks. XLA copies

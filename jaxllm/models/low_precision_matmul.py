@@ -1,4 +1,4 @@
-"""Products of activations and weights whose factors are rounded to 8 bits, forward and backward.
+"""LowPrecisionMatmul of activations and weights whose factors are rounded to 8 bits, forward and backward.
 
 A layer's output, the gradient of its input and that of its weight are three products of the same three arrays: of x and
 w, of dy and w, of x and dy. Each factor is divided by a scale that brings its largest number to the format's, rounded,
@@ -7,7 +7,7 @@ multiplied with the other in 8 bits, summed in at least 32, and scaled back. Sca
     a vector    all numbers that one sum runs over: a token's, a channel's (int8: arXiv:2208.07339, arXiv:2304.13013)
     the array   float8 e4m3, gradients of outputs in e5m2 (arXiv:2209.05433); from its own largest number ("current"),
                 or from that of the last steps ("delayed", Transformer Engine), which is state
-    a block     ``BLOCK`` numbers along the sum (MX, arXiv:2310.10537; DeepSeek-V3, arXiv:2412.19437 section 3.3).
+    a block     ``MX_BLOCK`` numbers along the sum (MX, arXiv:2310.10537; DeepSeek-V3, arXiv:2412.19437 section 3.3).
                 What XLA has for all devices is a product of what the rounded numbers stand for, in compute dtype:
                 the rounding is the format's, the speed is not.
 
@@ -28,28 +28,28 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.params import at_least_f32
 
-Rounding = Literal["plain", "int8", "fp8_current", "fp8_delayed", "fp8_block"]
-BLOCK = 32
+MatmulPrecision = Literal["plain", "int8", "fp8_current", "fp8_delayed", "fp8_block"]
+MX_BLOCK = 32
 """Numbers that share a scale in ``fp8_block``, as in MX formats; fewer where a sum is shorter or does not divide."""
-HISTORY = 16
+AMAX_HISTORY_LENGTH = 16
 """Steps whose largest numbers ``fp8_delayed`` remembers."""
-SEEN = "seen"
+AMAX_HISTORY = "seen"
 """Where in a block's parameters the history of its products is during a step of ``fp8_delayed``."""
-FACTORS = 3
+OPERANDS = 3
 """x, w and dy: what a product remembers largest numbers of."""
 
 Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuantisationScheme:
     """How factors are rounded.
 
     Attributes:
         kind: see the module.
     """
 
-    kind: Rounding
+    kind: MatmulPrecision
 
     @property
     def bits8(self) -> bool:
@@ -85,7 +85,7 @@ class Scheme:
 def _in_blocks(x: Array, axis: int, form: Any) -> Array:
     """What numbers stand for that share a power of two by blocks along ``axis``: the least that holds the largest."""
     size = x.shape[axis]
-    length = next(n for n in range(min(BLOCK, size), 0, -1) if size % n == 0)
+    length = next(n for n in range(min(MX_BLOCK, size), 0, -1) if size % n == 0)
     parts = x.reshape(*x.shape[:axis], size // length, length, *x.shape[axis + 1 :])
     found = jnp.max(jnp.abs(parts), axis=axis + 1, keepdims=True)
     scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.where(found > 0, found, 1) / float(jnp.finfo(form).max))))
@@ -93,8 +93,13 @@ def _in_blocks(x: Array, axis: int, form: Any) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def rounded_product(
-    scheme: Scheme, contract: int, there: PartitionSpec | None, x: Array, w: Array, seen: Float[Array, "3 H"] | None
+def quantised_matmul(
+    scheme: QuantisationScheme,
+    contract: int,
+    there: PartitionSpec | None,
+    x: Array,
+    w: Array,
+    seen: Float[Array, "3 H"] | None,
 ) -> Array:
     """``x[*T, *C]`` times ``w[*C, *O]`` in x's dtype, over ``contract`` dimensions; its gradients likewise.
 
@@ -107,7 +112,7 @@ def rounded_product(
 
 
 def _forward(
-    scheme: Scheme, contract: int, there: PartitionSpec | None, x: Array, w: Array, seen: Array | None
+    scheme: QuantisationScheme, contract: int, there: PartitionSpec | None, x: Array, w: Array, seen: Array | None
 ) -> tuple[Array, Any]:
     x_over, w_over = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     (qx, sx), (qw, sw) = (
@@ -121,7 +126,9 @@ def _forward(
     return y.astype(x.dtype), (x, w, seen)
 
 
-def _backward(scheme: Scheme, contract: int, there: PartitionSpec | None, kept: Any, dy: Array) -> tuple[Any, ...]:
+def _backward(
+    scheme: QuantisationScheme, contract: int, there: PartitionSpec | None, kept: Any, dy: Array
+) -> tuple[Any, ...]:
     x, w, seen = kept
     tokens, x_in = tuple(range(x.ndim - contract)), tuple(range(x.ndim - contract, x.ndim))
     w_in, w_out = tuple(range(contract)), tuple(range(contract, w.ndim))
@@ -144,7 +151,7 @@ def _backward(scheme: Scheme, contract: int, there: PartitionSpec | None, kept: 
     return dx.astype(x.dtype), dw.astype(w.dtype), jnp.zeros_like(seen).at[:, 0].set(now)
 
 
-rounded_product.defvjp(_forward, _backward)
+quantised_matmul.defvjp(_forward, _backward)
 
 
 def _remembered(seen: Array | None, factor: int, x: Array) -> Array | None:
@@ -192,7 +199,7 @@ def _plain(x: Array) -> Array:
     return x if spec is None or not spec.reduced else jax.sharding.reshard(x, jax.P(*spec.partitions))
 
 
-class Products:
+class LowPrecisionMatmul:
     """The products of one block as they are traced, in order: hands each its row of largest numbers.
 
     Attributes:
@@ -201,21 +208,21 @@ class Products:
         count: products so far.
     """
 
-    def __init__(self, kind: Rounding, seen: Float[Array, "P 3 H"] | None = None):
-        self.scheme, self.seen, self.count = Scheme(kind), seen, 0
+    def __init__(self, kind: MatmulPrecision, seen: Float[Array, "P 3 H"] | None = None):
+        self.scheme, self.seen, self.count = QuantisationScheme(kind), seen, 0
 
     def __call__(self, x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
         """``sharding.Product``."""
         seen = None if self.seen is None else self.seen[self.count]
         self.count += 1
-        return rounded_product(self.scheme, contract, there, x, w, seen)
+        return quantised_matmul(self.scheme, contract, there, x, w, seen)
 
 
-def state(products: Sequence[int], repeats: int) -> dict[str, Float[Array, "L P 3 H"]]:
+def init_amax_history(products: Sequence[int], repeats: int) -> dict[str, Float[Array, "L P 3 H"]]:
     """What "fp8_delayed" knows of a segment's blocks before the first step, of so many products each."""
-    return {str(b): jnp.zeros((repeats, count, FACTORS, HISTORY)) for b, count in enumerate(products)}
+    return {str(b): jnp.zeros((repeats, count, OPERANDS, AMAX_HISTORY_LENGTH)) for b, count in enumerate(products)}
 
 
-def remember(seen: Float[Array, "..."], now: Float[Array, "..."]) -> Float[Array, "..."]:
+def update_amax_history(seen: Float[Array, "..."], now: Float[Array, "..."]) -> Float[Array, "..."]:
     """The history after a step whose "gradient" of it is ``now``; the oldest step is forgotten."""
     return jnp.concatenate([now[..., :1], seen[..., :-1]], axis=-1)

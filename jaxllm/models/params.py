@@ -55,7 +55,7 @@ def _draw(
     return mean + std * unit
 
 
-def sums_late(param: nnx.Variable) -> bool:
+def allows_unreduced_grad(param: nnx.Variable) -> bool:
     """Whether a weight is used by products and lookups alone, whose gradients can be left unsummed over devices."""
     return param.get_metadata()["std"] > 0
 
@@ -66,7 +66,7 @@ def use(param: nnx.Param, dtype: jnp.dtype) -> Array:
     The one visible cast. Casting first means that the gather moves compute-dtype bytes.
     """
     axes = param.get_metadata()["logical_axes"]
-    return sharding.gather_weight(param[...].astype(dtype), *axes, sums_late=sums_late(param))
+    return sharding.gather_weight(param[...].astype(dtype), *axes, unreduced_grad=allows_unreduced_grad(param))
 
 
 def at_least_f32(dtype: jnp.dtype) -> jnp.dtype:

@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.compact_matmul import Compact, seed_of
+from jaxllm.models.compact_matmul import CompactMatmul, batch_seed
 from pallas_kernels.flash_attention import RESIDUALS
 
 Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload", "compact"]
@@ -97,7 +97,7 @@ def compact_share(policy: Policy) -> float | None:
     return float(share) if name == "compact" else None
 
 
-def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Policy, int]]]:
+def policies_by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Policy, int]]]:
     """Of each segment its policies in order, and the repeats of each.
 
     Args:
@@ -132,9 +132,9 @@ def by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> lis
     return out
 
 
-def by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Policy]:
+def policies_by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Policy]:
     """Of each layer its policy."""
-    pieces = zip(segments, by_segment(remat, segments), strict=True)
+    pieces = zip(segments, policies_by_segment(remat, segments), strict=True)
     return [name for (group, _), own in pieces for name, repeats in own for _ in range(repeats * len(group))]
 
 
@@ -199,7 +199,7 @@ def _named(body: Any, share: float) -> Any:
         return sharding.join_tokens(checkpoint_name(multiply(first), PRODUCT), multiply(rest))
 
     def named(carry: tuple[Array, Any], step: Any) -> Any:
-        with sharding.use_tokens(by_tokens):
+        with sharding.use_token_split(by_tokens):
             return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step)
 
     return named
@@ -209,12 +209,12 @@ _seed: ContextVar[Array | None] = ContextVar("remat_seed", default=None)
 
 
 @contextlib.contextmanager
-def seeded(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
+def with_batch_seed(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
     """Traces the body with the batch's seed, where a policy draws by it."""
     if not any(compact_share(policy) is not None for policy, _ in parse(remat)):
         yield
         return
-    token = _seed.set(seed_of(tokens))
+    token = _seed.set(batch_seed(tokens))
     try:
         yield
     finally:
@@ -231,7 +231,7 @@ def _compact(body: Any, share: float) -> Any:
 
     def compacted(carry: Any, step: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(seed), step[-1])
-        with sharding.use_product(Compact(share, key)):
+        with sharding.use_matmul(CompactMatmul(share, key)):
             return body(carry, step)
 
     return compacted

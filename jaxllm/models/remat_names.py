@@ -11,7 +11,7 @@ from pallas_kernels._compat import target_device
 from sharding import LogicalAxes
 
 
-def saved(x: Float[Array, "..."], name: str, axes: LogicalAxes) -> Float[Array, "..."]:
+def name_for_remat(x: Float[Array, "..."], name: str, axes: LogicalAxes) -> Float[Array, "..."]:
     """``x``, named for policies of ``jax.checkpoint``, in row-major order wherever it is used on a TPU.
 
     Left alone, the TPU compiler lays a block's values out as attention's backward kernels like them, the sequence

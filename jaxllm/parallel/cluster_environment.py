@@ -34,7 +34,7 @@ class ClusterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterEnvironment:
     """This process among all.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cluster:
         return f"process {self.rank} of {self.processes} (by {self.found_by}), coordinator {self.coordinator}"
 
 
-def detect(env: Mapping[str, str], metadata: Metadata | None = None) -> Cluster:
+def detect(env: Mapping[str, str], metadata: Metadata | None = None) -> ClusterEnvironment:
     """The cluster that an environment describes; one process where it describes none.
 
     Args:
@@ -86,7 +86,7 @@ def detect(env: Mapping[str, str], metadata: Metadata | None = None) -> Cluster:
     for finder in (_ours, _plain, _torchrun, _tpu_pods, _kubernetes, _slurm):
         if (found := finder(env)) is not None:
             return found
-    return (metadata and _tpu_vm(env, metadata)) or Cluster()
+    return (metadata and _tpu_vm(env, metadata)) or ClusterEnvironment()
 
 
 def tpu_metadata(key: str) -> str | None:
@@ -107,17 +107,17 @@ def tpu_metadata(key: str) -> str | None:
 # One function for each scheduler: None if it is not there.
 
 
-def _ours(env: Mapping[str, str]) -> Cluster | None:
+def _ours(env: Mapping[str, str]) -> ClusterEnvironment | None:
     names = ("JAXLLM_PROCESSES", "JAXLLM_PROCESS_ID", "JAXLLM_COORDINATOR")
     if not any(env.get(name) for name in names):
         return None
     if _number(env, names[0]) == 1:
-        return Cluster(found_by="jaxllm's variables")
+        return ClusterEnvironment(found_by="jaxllm's variables")
     _require(env, names, "the variables JAXLLM_*")
     devices = env.get("JAXLLM_LOCAL_DEVICES")
     if devices and not re.fullmatch(r"\d+(,\d+)*", devices):
         raise ClusterError(f"JAXLLM_LOCAL_DEVICES is {devices!r}; write numbers such as 0,1.")
-    return Cluster(
+    return ClusterEnvironment(
         _number(env, names[0]),
         _number(env, names[1]),
         env[names[2]],
@@ -126,7 +126,7 @@ def _ours(env: Mapping[str, str]) -> Cluster | None:
     )
 
 
-def _plain(env: Mapping[str, str]) -> Cluster | None:
+def _plain(env: Mapping[str, str]) -> ClusterEnvironment | None:
     names = ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS")
     merged: dict[str, str] = {}
     for name in names:
@@ -142,29 +142,29 @@ def _plain(env: Mapping[str, str]) -> Cluster | None:
     if "PROCESS_ID" not in merged and env.get("JOB_COMPLETION_INDEX"):
         merged["PROCESS_ID"] = str(_number(env, "JOB_COMPLETION_INDEX"))
     if merged.get("NUM_PROCESSES") == "1":
-        return Cluster(found_by="the environment")
+        return ClusterEnvironment(found_by="the environment")
     _require(merged, names, "the environment")
-    return Cluster(
+    return ClusterEnvironment(
         _number(merged, names[0]), _number(merged, names[1]), merged[names[2]], found_by="the environment"
     )  # fmt: skip
 
 
-def _torchrun(env: Mapping[str, str]) -> Cluster | None:
+def _torchrun(env: Mapping[str, str]) -> ClusterEnvironment | None:
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     if not any(env.get(name) for name in ("WORLD_SIZE", "RANK")):
         return None
     if env.get("WORLD_SIZE") == "1":
-        return Cluster(found_by="torchrun's variables")
+        return ClusterEnvironment(found_by="torchrun's variables")
     _require(env, names, "torchrun")
     local = None
     if env.get("LOCAL_RANK") and _number(env, "LOCAL_WORLD_SIZE", 1) > 1:
         local = _share(env, _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE"))
     # torchrun itself listens at MASTER_PORT.
     address = f"{env['MASTER_ADDR']}:{_number(env, 'MASTER_PORT') + 1}"
-    return Cluster(_number(env, "WORLD_SIZE"), _number(env, "RANK"), address, local, "torchrun's variables")
+    return ClusterEnvironment(_number(env, "WORLD_SIZE"), _number(env, "RANK"), address, local, "torchrun's variables")
 
 
-def _tpu_pods(env: Mapping[str, str]) -> Cluster | None:
+def _tpu_pods(env: Mapping[str, str]) -> ClusterEnvironment | None:
     """TPU pods of GKE, whose admission webhook sets these."""
     hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if not hosts or (env.get("TPU_WORKER_ID") is None and len(hosts) == 1):
@@ -173,7 +173,7 @@ def _tpu_pods(env: Mapping[str, str]) -> Cluster | None:
     return _slices(env, hosts, _number(env, "TPU_WORKER_ID"), "TPU_WORKER_ID", "the TPU pod's variables")
 
 
-def _tpu_vm(env: Mapping[str, str], metadata: Metadata) -> Cluster | None:
+def _tpu_vm(env: Mapping[str, str], metadata: Metadata) -> ClusterEnvironment | None:
     """A TPU VM of Compute Engine, single or one of a slice."""
     if env.get("TPU_SKIP_MDS_QUERY") or (worker := metadata("agent-worker-number")) is None:
         return None
@@ -188,7 +188,9 @@ def _tpu_vm(env: Mapping[str, str], metadata: Metadata) -> Cluster | None:
     return _slices(known, hosts, number, "agent-worker-number", "the TPU VM's metadata")
 
 
-def _slices(env: Mapping[str, str], hosts: list[str], worker: int, name: str, found_by: str) -> Cluster | None:
+def _slices(
+    env: Mapping[str, str], hosts: list[str], worker: int, name: str, found_by: str
+) -> ClusterEnvironment | None:
     """``hosts`` are those of one slice; MEGASCALE_* says which of several it is."""
     if not 0 <= worker < len(hosts):
         raise ClusterError(f"{name} is {worker}, and there are {len(hosts)} workers: {', '.join(hosts)}.")
@@ -201,25 +203,27 @@ def _slices(env: Mapping[str, str], hosts: list[str], worker: int, name: str, fo
     if not 0 <= number < slices:
         raise ClusterError(f"MEGASCALE_SLICE_ID is {number}, and MEGASCALE_NUM_SLICES is {slices}.")
     rank = number * len(hosts) + worker
-    return Cluster(slices * len(hosts), rank, f"{coordinator}:{_TPU_PORT}", found_by=found_by)
+    return ClusterEnvironment(slices * len(hosts), rank, f"{coordinator}:{_TPU_PORT}", found_by=found_by)
 
 
-def _kubernetes(env: Mapping[str, str]) -> Cluster | None:
+def _kubernetes(env: Mapping[str, str]) -> ClusterEnvironment | None:
     """A JobSet, whose pods have names that can be told; the JobSet's own template sets these variables."""
     if not env.get("JOBSET_NAME"):
         return None
     _require(env, ("REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "NNODES"), "JOBSET_NAME")
     if _number(env, "NNODES") == 1:
-        return Cluster(found_by="the JobSet's variables")
+        return ClusterEnvironment(found_by="the JobSet's variables")
     if _number(env, "JOB_INDEX", 0) and not env.get("NODE_RANK"):
         raise ClusterError("JOB_INDEX is not 0: of several replicated jobs, set NODE_RANK, the pod's number among all.")
     rank = _number(env, "NODE_RANK") if env.get("NODE_RANK") else _number(env, "JOB_COMPLETION_INDEX")
     name = env["JOBSET_NAME"]
     host = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}"
-    return Cluster(_number(env, "NNODES"), rank, f"{host}:{_KUBERNETES_PORT}", found_by="the JobSet's variables")
+    return ClusterEnvironment(
+        _number(env, "NNODES"), rank, f"{host}:{_KUBERNETES_PORT}", found_by="the JobSet's variables"
+    )
 
 
-def _slurm(env: Mapping[str, str]) -> Cluster | None:
+def _slurm(env: Mapping[str, str]) -> ClusterEnvironment | None:
     if not env.get("SLURM_JOB_ID") or _number(env, "SLURM_NTASKS", 1) == 1:
         return None
     if not env.get("SLURM_STEP_NODELIST"):
@@ -232,7 +236,7 @@ def _slurm(env: Mapping[str, str]) -> Cluster | None:
     port = 61440 + _number(env, "SLURM_JOB_ID") % 4096
     tasks = _tasks_per_node(env)
     local = _share(env, _number(env, "SLURM_LOCALID"), tasks) if tasks > 1 and env.get("SLURM_LOCALID") else None
-    return Cluster(
+    return ClusterEnvironment(
         _number(env, "SLURM_NTASKS"),
         _number(env, "SLURM_PROCID"),
         f"{first_host(env['SLURM_STEP_NODELIST'])}:{port}",

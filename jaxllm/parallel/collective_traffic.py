@@ -20,12 +20,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import AttentionConfig, BlockConfig, Functional, MoeConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
-from jaxllm.parallel.sharding_table import Expected
+from jaxllm.parallel.sharding_table import ExpectedCollective
 
 TOKENS = ("batch", "seq")
 
 
-def expected(
+def expected_collectives(
     model: Functional,
     mesh: Mesh | AbstractMesh,
     plan: ParallelConfig,
@@ -34,7 +34,7 @@ def expected(
     seq_len: int,
     accumulate: int = 1,
     proven: bool = True,
-) -> tuple[Expected, ...]:
+) -> tuple[ExpectedCollective, ...]:
     """The collectives of one training step on one device.
 
     Args:
@@ -55,7 +55,7 @@ def expected(
             key = (one.kind, one.axes, one.bytes, one.why)
             found[key] = found.get(key, 0) + one.count
     return tuple(
-        Expected(kind, axes, count, size, why)
+        ExpectedCollective(kind, axes, count, size, why)
         for (kind, axes, size, why), count in sorted(found.items(), key=lambda item: -item[0][2] * item[1])
     )
 
@@ -102,7 +102,7 @@ class _Step:
             if names := [name for name, is_so in unknown.items() if is_so]:
                 raise NotImplementedError(f"what a plan sends with {', '.join(names)}: no formula yet.")
 
-    def weights(self) -> Iterator[Expected]:
+    def weights(self) -> Iterator[ExpectedCollective]:
         """Gathers of weights, sums of their gradients."""
         leaves = jax.tree_util.tree_leaves_with_path(self.model.abstract())
         logical = jax.tree.leaves(self.model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
@@ -110,7 +110,7 @@ class _Step:
         for (path, leaf), axes, matrix in zip(leaves, logical, matrices, strict=True):
             yield from self._weight(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, axes, matrix)
 
-    def _weight(self, name: str, leaf: Any, logical: Any, matrix: bool) -> Iterator[Expected]:
+    def _weight(self, name: str, leaf: Any, logical: Any, matrix: bool) -> Iterator[ExpectedCollective]:
         rules, zero, micro = self.model.rules, self.plan.zero, self.accumulate
         layers = leaf.shape[0] if logical[0] == "layers" else 1
         stored, used = (_axes(rules.spec(logical, self.mesh, gathered=gathered)) for gathered in (False, True))
@@ -122,17 +122,17 @@ class _Step:
         part = whole // self.size(over)
         if zero == 3:
             each, gathers, sums = whole // layers, (2 if layers > 1 or "segments" in name else 1), micro
-            yield Expected("all-gather", over, gathers * layers * micro, each, "weights")
-            yield Expected("reduce-scatter", over, layers * sums, each, "gradients")
-            yield Expected("all-reduce", rest, layers * sums, part // layers, "gradients")
+            yield ExpectedCollective("all-gather", over, gathers * layers * micro, each, "weights")
+            yield ExpectedCollective("reduce-scatter", over, layers * sums, each, "gradients")
+            yield ExpectedCollective("all-reduce", rest, layers * sums, part // layers, "gradients")
             return
         late = zero == 1 and matrix and micro > 1
         wide = jnp.dtype(leaf.dtype).itemsize / jnp.dtype(dtype).itemsize if late else 1
-        yield Expected("all-gather", over, 1, whole, "weights")
-        yield Expected("reduce-scatter", over, 1 if late else micro, int(whole * wide), "gradients")
-        yield Expected("all-reduce", rest, 1 if late else micro, int(part * wide), "gradients")
+        yield ExpectedCollective("all-gather", over, 1, whole, "weights")
+        yield ExpectedCollective("reduce-scatter", over, 1 if late else micro, int(whole * wide), "gradients")
+        yield ExpectedCollective("all-reduce", rest, 1 if late else micro, int(part * wide), "gradients")
 
-    def activations(self) -> Iterator[Expected]:
+    def activations(self) -> Iterator[ExpectedCollective]:
         """Everything that goes between devices because tokens, heads or experts lie apart."""
         config, micro = self.model.config, self.accumulate
         tokens = self.rows * self.seq_len // self.size(self.axes(*TOKENS))
@@ -150,34 +150,34 @@ class _Step:
     def _bytes(self, *dims: int) -> int:
         return math.prod(dims) * jnp.dtype(self.model.config.dtype).itemsize
 
-    def _residual(self, tokens: int) -> Iterator[Expected]:
+    def _residual(self, tokens: int) -> Iterator[ExpectedCollective]:
         """Into and out of attention and feed-forward, forward and backward; what is not needed is not recomputed."""
         tensor, stream = self.axes("act_heads"), self._bytes(tokens, self.model.config.embed_dim)
         if self.plan.overlap == "ring":
             # The last product's sum is not computed again, as below; what was gathered is kept for weights' gradients.
             around = self.size(tensor) - 1
-            yield Expected(
+            yield ExpectedCollective(
                 "collective-permute", tensor, around * (5 + 3 * self.passes), stream // self.size(tensor), "activations"
             )
         elif self.plan.sequence:
-            yield Expected("all-gather", tensor, 2 + 2 * self.passes, stream, "activations")
-            yield Expected("reduce-scatter", tensor, 3 + self.passes, stream, "activations")
+            yield ExpectedCollective("all-gather", tensor, 2 + 2 * self.passes, stream, "activations")
+            yield ExpectedCollective("reduce-scatter", tensor, 3 + self.passes, stream, "activations")
         else:
-            yield Expected("all-reduce", tensor, 3 + self.passes, stream, "activations")
+            yield ExpectedCollective("all-reduce", tensor, 3 + self.passes, stream, "activations")
 
-    def _ends(self, tokens: int) -> Iterator[Expected]:
+    def _ends(self, tokens: int) -> Iterator[ExpectedCollective]:
         """The embedding and the loss, whose vocabulary is split."""
         tensor, stream = self.axes("act_vocab"), self._bytes(tokens, self.model.config.embed_dim)
         wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
-        yield Expected("all-reduce", tensor, 1, 3 * tokens * wide, "softmax over the vocabulary")
+        yield ExpectedCollective("all-reduce", tensor, 1, 3 * tokens * wide, "softmax over the vocabulary")
         if self.plan.sequence:
-            yield Expected("reduce-scatter", tensor, 1, stream, "embedding")
-            yield Expected("all-gather", tensor, 2, stream, "embedding, backward, and loss")
-            yield Expected("reduce-scatter", tensor, 1, stream, "loss, backward")
+            yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "embedding")
+            yield ExpectedCollective("all-gather", tensor, 2, stream, "embedding, backward, and loss")
+            yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "loss, backward")
         else:
-            yield Expected("all-reduce", tensor, 2, stream, "embedding; loss, backward")
+            yield ExpectedCollective("all-reduce", tensor, 2, stream, "embedding; loss, backward")
 
-    def _attention(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
+    def _attention(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
         attention, passes = block.attention, self.passes
         if not isinstance(attention, AttentionConfig):
             return  # heads that are split are counted with the residual stream
@@ -191,14 +191,16 @@ class _Step:
             kv = kv_heads * self.size(ulysses)
             for count in (heads, heads, kv, kv):
                 size = self._bytes(tokens, count, attention.head_dim)
-                yield Expected("all-to-all", ulysses, 1 + passes, size, "queries, keys, values, results")
+                yield ExpectedCollective("all-to-all", ulysses, 1 + passes, size, "queries, keys, values, results")
             ids = rows * self.seq_len // self.size(self.axes("attn_seq")) * 4
-            yield Expected("all-gather", ulysses, passes, ids, "numbers of documents")
+            yield ExpectedCollective("all-gather", ulysses, passes, ids, "numbers of documents")
         if split and not ring:
             gathered = rows * self.seq_len
             kv = self._bytes(gathered, 2, kv_heads, attention.head_dim)
-            yield Expected("all-gather", split, passes, kv + gathered * 4, "keys, values, numbers of documents")
-            yield Expected("reduce-scatter", split, 1, kv, "their gradients")
+            yield ExpectedCollective(
+                "all-gather", split, passes, kv + gathered * 4, "keys, values, numbers of documents"
+            )
+            yield ExpectedCollective("reduce-scatter", split, 1, kv, "their gradients")
         if ring:
             steps = self.size(ring) - 1
             if steps == 1 and self.proven:
@@ -210,26 +212,30 @@ class _Step:
             here = tokens * self.size(ulysses)
             kv = self._bytes(here, 2, kv_heads, attention.head_dim)
             wide = kv * 4 // jnp.dtype(self.model.config.dtype).itemsize
-            yield Expected("collective-permute", ring, steps * passes, kv + here * 4, "keys and values, forward")
-            yield Expected("collective-permute", ring, steps, kv + here * 4 + wide, "keys and values, backward")
-            yield Expected("collective-permute", ring, 1, wide, "their gradients, one step behind")
-            yield Expected("collective-permute", ring, 1, kv, "their gradients, home")
+            yield ExpectedCollective(
+                "collective-permute", ring, steps * passes, kv + here * 4, "keys and values, forward"
+            )
+            yield ExpectedCollective(
+                "collective-permute", ring, steps, kv + here * 4 + wide, "keys and values, backward"
+            )
+            yield ExpectedCollective("collective-permute", ring, 1, wide, "their gradients, one step behind")
+            yield ExpectedCollective("collective-permute", ring, 1, kv, "their gradients, home")
 
-    def _experts(self, block: BlockConfig, tokens: int) -> Iterator[Expected]:
+    def _experts(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
         over = self.axes("experts")
         if not isinstance(block.mlp, MoeConfig):
             return
         rows = tokens * block.mlp.top_k
         sent, room = (self._bytes(n, self.model.config.embed_dim) for n in (rows, rows * self.size(over)))
-        yield Expected("ragged-all-to-all", over, 1 + self.passes, sent, "tokens to experts")
-        yield Expected("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
+        yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, sent, "tokens to experts")
+        yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
 
-    def _arranged(self) -> Iterator[Expected]:
+    def _arranged(self) -> Iterator[ExpectedCollective]:
         """The four arrays of a batch, put in the order of the layout; of places only what rotations need."""
         if self.plan.layout != "contiguous":
             size = self.rows // self.size(self.axes("batch")) * self.seq_len * 4
             over = self.axes("seq") if self.axes("attn_seq") else ()
-            yield Expected("all-gather", over, 4, size, "the batch in the layout's order")
+            yield ExpectedCollective("all-gather", over, 4, size, "the batch in the layout's order")
 
 
 def _axes(spec: Any) -> tuple[str, ...]:

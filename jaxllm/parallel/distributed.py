@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.parallel.cluster_environment import Cluster
-from jaxllm.parallel.heartbeat import Watch
+from jaxllm.parallel.cluster_environment import ClusterEnvironment
+from jaxllm.parallel.heartbeat import Heartbeat
 
 PATIENCE = 24 * 3600.0
 """Seconds to wait for a process that lives: the watch ends this one when another vanishes."""
@@ -50,7 +50,7 @@ class DistributedConfig:
                 raise ValueError(f"distributed.{name} = {getattr(self, name)}; give 1 second or more.")
 
 
-class Group:
+class ProcessGroup:
     """The processes that run together; alone, there is nobody to ask.
 
     Calls of ``gather``, ``tell`` and ``agree`` under one topic come in the same order in every process.
@@ -67,7 +67,7 @@ class Group:
         self._forgotten: dict[str, int] = {}
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process is the one that logs and writes what belongs to all."""
         return self.rank == 0
 
@@ -80,7 +80,7 @@ class Group:
         if self.size == 1:
             return [text]
         key = self._key(topic)
-        if not self.leads:
+        if not self.is_leader:
             self._store.key_value_set(f"{key}/{self.rank}", text)
             return []
         said, missing = [text], []
@@ -98,7 +98,7 @@ class Group:
         self._store.key_value_delete(f"{key}/")
         return said
 
-    def tell(self, topic: str, text: str = "", timeout: float | None = None) -> str:
+    def broadcast(self, topic: str, text: str = "", timeout: float | None = None) -> str:
         """What process 0 says, in every process.
 
         Raises:
@@ -107,7 +107,7 @@ class Group:
         if self.size == 1:
             return text
         key = self._key(topic)
-        if self.leads:
+        if self.is_leader:
             self._store.key_value_set(key, text)
             return text
         answer = self._get(key, self._patience if timeout is None else timeout)
@@ -115,16 +115,16 @@ class Group:
             raise DistributedError(f"process 0 said nothing about {topic} for {timeout or self._patience:g} s.")
         return answer
 
-    def forget(self, topic: str, turns: int) -> None:
+    def delete_broadcasts(self, topic: str, turns: int) -> None:
         """In process 0: of what was told under a topic, all have heard the first ``turns``; they need not be kept."""
         for turn in range(self._forgotten.get(topic, 0) + 1, turns + 1):
             self._store.key_value_delete(f"jaxllm/{topic}/{turn}")
         self._forgotten[topic] = max(turns, self._forgotten.get(topic, 0))
 
-    def meet(self, topic: str) -> None:
+    def barrier(self, topic: str) -> None:
         """Returns when all processes have come here."""
         self.gather(topic, "")
-        self.tell(topic)
+        self.broadcast(topic)
 
     def agree(self, topic: str, facts: Mapping[str, Any], timeout: float | None = None) -> None:
         """Returns when all processes have given the same ``facts``.
@@ -141,12 +141,12 @@ class Group:
             return
         try:
             said = self.gather(topic, json.dumps(dict(facts), sort_keys=True), timeout)
-            different = _differences([json.loads(text) for text in said]) if self.leads else ""
+            different = _differences([json.loads(text) for text in said]) if self.is_leader else ""
             verdict = f"the processes disagree about {topic}:{different}" if different else ""
         except DistributedError as error:
             verdict = str(error)
         # Process 0 answers also when it has waited in vain, so the others wait a little longer than it.
-        verdict = self.tell(topic, verdict, None if timeout is None else timeout + 10 + self.size)
+        verdict = self.broadcast(topic, verdict, None if timeout is None else timeout + 10 + self.size)
         if verdict:
             raise DistributedError(verdict)
 
@@ -164,18 +164,21 @@ class Group:
             raise
 
 
-_group = Group()
+_group = ProcessGroup()
 
 
-def group() -> Group:
+def group() -> ProcessGroup:
     """The group of this process; alone where ``running`` has not been entered."""
     return _group
 
 
 @contextlib.contextmanager
 def running(
-    cluster: Cluster, config: DistributedConfig | None = None, *, plain: Callable[[BaseException], bool] | None = None
-) -> Iterator[Group]:
+    cluster: ClusterEnvironment,
+    config: DistributedConfig | None = None,
+    *,
+    plain: Callable[[BaseException], bool] | None = None,
+) -> Iterator[ProcessGroup]:
     """Joins the cluster for the time of the block. Enter it before a backend of jax starts.
 
     An exception inside ends the whole group: it is printed, the other processes are told, and this process exits
@@ -189,9 +192,9 @@ def running(
         yield _group
         return
     config = config or DistributedConfig()
-    with Watch(cluster, config.lost_after) as watch:
+    with Heartbeat(cluster, config.lost_after) as watch:
         store = _join(cluster, config, watch)
-        _group = Group(cluster.rank, cluster.processes, store)
+        _group = ProcessGroup(cluster.rank, cluster.processes, store)
         watch.begin(store, socket.gethostname())
         try:
             yield _group
@@ -200,13 +203,13 @@ def running(
         except BaseException as error:
             watch.fail(error, plain is not None and plain(error))  # does not return
         finally:
-            _group = Group()
+            _group = ProcessGroup()
     import jax
 
     jax.distributed.shutdown()
 
 
-def _join(cluster: Cluster, config: DistributedConfig, watch: Watch) -> Any:
+def _join(cluster: ClusterEnvironment, config: DistributedConfig, watch: Heartbeat) -> Any:
     """Starts ``jax.distributed``; returns its key-value store."""
     import jax
 
@@ -268,7 +271,7 @@ def _processes(ranks: list[int]) -> str:
     return ("process " if len(ranks) == 1 else "processes ") + listed
 
 
-class StopTogether:
+class SynchronizedStop:
     """Ends a loop at the same step in every process, whichever of them got a signal.
 
     Each step's call adds a reduction over all devices to the devices' queue and reads that of the step before, so the

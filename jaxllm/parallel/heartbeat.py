@@ -20,7 +20,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from jaxllm.parallel.cluster_environment import Cluster
+from jaxllm.parallel.cluster_environment import ClusterEnvironment
 
 EXIT = 75
 """Exit status of a process that ends because another did: EX_TEMPFAIL, "try again"."""
@@ -49,14 +49,14 @@ sys.stderr.write(f"\\nerror: process {rank} of {processes} has ended: {why} {res
 """
 
 
-class Watch:
+class Heartbeat:
     """Watches the processes of a cluster for the time of a ``with`` block.
 
     Args:
         lost_after: seconds without a sign of life after which a process is lost.
     """
 
-    def __init__(self, cluster: Cluster, lost_after: float):
+    def __init__(self, cluster: ClusterEnvironment, lost_after: float):
         self._cluster, self._lost_after = cluster, lost_after
         self._period = min(lost_after / 5, 5.0)
         self._over = threading.Event()
@@ -64,7 +64,7 @@ class Watch:
         self._store: Any = None
         self._ending = threading.Lock()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Heartbeat:
         arguments = [str(self._cluster.rank), str(self._cluster.processes), self._cluster.coordinator, RESUME]
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAST_WORD, *arguments], stdin=subprocess.PIPE, text=True

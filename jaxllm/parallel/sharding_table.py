@@ -39,7 +39,7 @@ LETTERS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ShardingRow:
     """One array.
 
     Attributes:
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedCollective:
     """Collectives that a plan's formula expects of one step, on one device.
 
     Attributes:
@@ -79,7 +79,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Table:
+class ShardingTable:
     """What a step's state takes of each device.
 
     Attributes:
@@ -91,9 +91,9 @@ class Table:
     """
 
     mesh: Mapping[str, int]
-    parameters: tuple[Row, ...]
-    optimizer: tuple[Row, ...]
-    collectives: tuple[Expected, ...] = ()
+    parameters: tuple[ShardingRow, ...]
+    optimizer: tuple[ShardingRow, ...]
+    collectives: tuple[ExpectedCollective, ...] = ()
     remark: str = ""
 
     @property
@@ -110,12 +110,12 @@ class Table:
         }
 
 
-def table(
+def state_sharding_table(
     params: Any,
     opt_state: Any,
     logical_axes: Any,
     mesh: Mapping[str, int],
-) -> Table:
+) -> ShardingTable:
     """The table of a state.
 
     Args:
@@ -128,14 +128,14 @@ def table(
         _name(path): leaf
         for path, leaf in tree_leaves_with_path(logical_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     }
-    return Table(
+    return ShardingTable(
         dict(mesh),
         tuple(_row(_name(path), leaf, axes[_name(path)]) for path, leaf in tree_leaves_with_path(params)),
         tuple(_row(_name(path), leaf, _axes_of(_name(path), leaf, axes)) for path, leaf in _arrays(opt_state)),
     )
 
 
-def device_bytes(rows: Sequence[Row]) -> int:
+def device_bytes(rows: Sequence[ShardingRow]) -> int:
     """Bytes of all rows on one device."""
     return sum(row.device_bytes for row in rows)
 
@@ -158,10 +158,10 @@ def notation(name: str, spec: PartitionSpec, axes: LogicalAxes) -> str:
     return f"{name}[{', '.join(parts)}]"
 
 
-def _row(name: str, leaf: Any, axes: LogicalAxes) -> Row:
+def _row(name: str, leaf: Any, axes: LogicalAxes) -> ShardingRow:
     size = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else np.dtype(leaf.dtype).itemsize
     part = leaf.sharding.shard_shape(leaf.shape)
-    return Row(
+    return ShardingRow(
         name,
         tuple(leaf.shape),
         str(leaf.dtype),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jaxllm.parallel.sharding_table import Row, Table, device_bytes
+from jaxllm.parallel.sharding_table import ShardingRow, ShardingTable, device_bytes
 
 
-def text(table: Table) -> str:
+def text(table: ShardingTable) -> str:
     """Parameters, totals, and expected collectives where they are known."""
     mesh = ", ".join(f"{name}={n}" for name, n in table.mesh.items())
     parts = [f"{table.parameter_count:,} parameters on {math.prod(table.mesh.values())} devices ({mesh})"]
@@ -35,7 +35,7 @@ def size(number: float) -> str:
     return f"{number / 2 ** (10 * power):.{2 if power else 0}f} {units[power]}"
 
 
-def _whole(rows: Sequence[Row]) -> int:
+def _whole(rows: Sequence[ShardingRow]) -> int:
     """Bytes of the arrays that are not split at all."""
     return sum(row.bytes for row in rows if row.bytes == row.device_bytes)
 

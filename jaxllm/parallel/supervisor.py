@@ -28,7 +28,7 @@ POLL = 0.1
 
 
 @dataclass(frozen=True)
-class Patience:
+class RestartPolicy:
     """How often and how soon to start again.
 
     Attributes:
@@ -56,7 +56,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessSpec:
     """One of the processes to be started.
 
     Attributes:
@@ -86,11 +86,11 @@ class Supervisor:
 
     def __init__(
         self,
-        make: Callable[[], Sequence[Process]],
-        patience: Patience | None = None,
+        make: Callable[[], Sequence[ProcessSpec]],
+        patience: RestartPolicy | None = None,
         say: Callable[[str], None] = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True),
     ):
-        self._make, self._patience, self._say = make, patience or Patience(), say
+        self._make, self._patience, self._say = make, patience or RestartPolicy(), say
         self._running: list[subprocess.Popen[bytes]] = []
         self._stopping = 0
 
@@ -105,7 +105,7 @@ class Supervisor:
                 number, code = self._once()
                 if code == 0 or self._stopping:
                     return code
-                what = described(code)
+                what = describe_exit(code)
                 if code in (USER_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
                     self._say(f"process {number} {what}; not started again")
                     return code
@@ -194,7 +194,7 @@ class Supervisor:
         self._running.clear()
 
 
-def described(code: int) -> str:
+def describe_exit(code: int) -> str:
     """``ended with status 1``, ``was killed by SIGKILL``."""
     if code >= 0:
         return f"ended with status {code}"
@@ -204,7 +204,9 @@ def described(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def local(command: Sequence[str], processes: int, *, devices: int = 0, logs: Path = Path("runs/logs")) -> list[Process]:
+def local_processes(
+    command: Sequence[str], processes: int, *, devices: int = 0, logs: Path = Path("runs/logs")
+) -> list[ProcessSpec]:
     """So many processes on this machine that find each other, the first of which speaks.
 
     Args:
@@ -229,7 +231,7 @@ def local(command: Sequence[str], processes: int, *, devices: int = 0, logs: Pat
         elif devices:
             share = range(number * devices, (number + 1) * devices)
             environment["JAXLLM_LOCAL_DEVICES"] = ",".join(map(str, share))
-        found.append(Process(tuple(command), environment, None if number == 0 else logs / f"process_{number}.log"))
+        found.append(ProcessSpec(tuple(command), environment, None if number == 0 else logs / f"process_{number}.log"))
     return found
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from jaxllm.cli import main
-from jaxllm.parallel.supervisor import Patience, Process, Supervisor, described, local
+from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy, Supervisor, describe_exit, local_processes
 
-QUICK = Patience(restarts=5, pause=0.02, longest=0.05, grace=5.0)
+QUICK = RestartPolicy(restarts=5, pause=0.02, longest=0.05, grace=5.0)
 
 
 def script(text: str) -> tuple[str, ...]:
     return ("bash", "-c", text)
 
 
-def supervised(processes: list[Process], patience: Patience = QUICK) -> tuple[int, list[str]]:
+def supervised(processes: list[ProcessSpec], patience: RestartPolicy = QUICK) -> tuple[int, list[str]]:
     """The status and what was said."""
     said: list[str] = []
     return Supervisor(lambda: processes, patience, said.append).run(), said
@@ -33,7 +33,7 @@ def lines(file: Path) -> list[str]:
 
 
 def test_all_that_end_well_are_left_alone(tmp_path):
-    status, said = supervised([Process(script(f"echo {n} >> {tmp_path}/{n}")) for n in range(3)])
+    status, said = supervised([ProcessSpec(script(f"echo {n} >> {tmp_path}/{n}")) for n in range(3)])
     assert (status, said) == (0, [])
     assert [lines(tmp_path / str(n)) for n in range(3)] == [["0"], ["1"], ["2"]]
 
@@ -48,8 +48,8 @@ def test_all_start_again_when_one_is_lost(tmp_path, how, what):
     begun = f"while [ $(wc -l < {tmp_path}/a) -lt $(wc -l < {tmp_path}/b) ]; do sleep 0.05; done"
     failing = f"echo x >> {tmp_path}/b; {begun}; [ $(wc -l < {tmp_path}/b) -gt 2 ] || {{ {how}; }}"
     waiting = f"echo x >> {tmp_path}/a; while [ $(wc -l < {tmp_path}/a) -le 2 ]; do sleep 0.05; done"
-    patience = Patience(restarts=5, pause=0.02, longest=0.05, grace=0.1)
-    status, said = supervised([Process(script(waiting)), Process(script(failing))], patience)
+    patience = RestartPolicy(restarts=5, pause=0.02, longest=0.05, grace=0.1)
+    status, said = supervised([ProcessSpec(script(waiting)), ProcessSpec(script(failing))], patience)
     assert status == 0
     assert [lines(tmp_path / name) for name in "ab"] == [["x"] * 3] * 2
     assert len(said) == 2
@@ -58,14 +58,18 @@ def test_all_start_again_when_one_is_lost(tmp_path, how, what):
 
 def test_a_mistake_of_the_user_is_not_repeated(tmp_path):
     log = tmp_path / "log"
-    status, said = supervised([Process(("true",)), Process(script("echo error: no such recipe; exit 2"), log=log)])
+    status, said = supervised(
+        [ProcessSpec(("true",)), ProcessSpec(script("echo error: no such recipe; exit 2"), log=log)]
+    )
     assert status == 2
     assert any("error: no such recipe" in line for line in said), "what the log says is shown"
     assert "not started again" in said[-1]
 
 
 def test_it_gives_up(tmp_path):
-    status, said = supervised([Process(script(f"echo x >> {tmp_path}/n; kill -9 $$"))], Patience(2, 0.01, 0.02))
+    status, said = supervised(
+        [ProcessSpec(script(f"echo x >> {tmp_path}/n; kill -9 $$"))], RestartPolicy(2, 0.01, 0.02)
+    )
     assert status == 128 + signal.SIGKILL
     assert len(lines(tmp_path / "n")) == 3
     assert "given up after 2 starts in a row" in said[-1]
@@ -74,12 +78,12 @@ def test_it_gives_up(tmp_path):
 def test_a_long_life_forgives_failures(tmp_path):
     """Two restarts in a row are allowed, and each life counts as long: six starts are made."""
     text = f"echo x >> {tmp_path}/n; [ $(wc -l < {tmp_path}/n) -gt 5 ] || exit 1"
-    status, _ = supervised([Process(script(text))], Patience(restarts=1, pause=0.0, healthy=0.0))
+    status, _ = supervised([ProcessSpec(script(text))], RestartPolicy(restarts=1, pause=0.0, healthy=0.0))
     assert (status, len(lines(tmp_path / "n"))) == (0, 6)
 
 
 def test_pauses_double_up_to_the_longest():
-    patience = Patience(pause=5, longest=60)
+    patience = RestartPolicy(pause=5, longest=60)
     assert [patience.wait(failures) for failures in range(1, 7)] == [5, 10, 20, 40, 60, 60]
 
 
@@ -93,8 +97,8 @@ def test_a_stop_is_passed_on_and_waited_for(tmp_path, number):
     )
     mine = f"""
 from jaxllm.parallel.supervisor import *
-make = lambda: [Process(({sys.executable!r}, "-c", {child!r}, str(n))) for n in range(2)]
-raise SystemExit(Supervisor(make, Patience(grace=0.1)).run())
+make = lambda: [ProcessSpec(({sys.executable!r}, "-c", {child!r}, str(n))) for n in range(2)]
+raise SystemExit(Supervisor(make, RestartPolicy(grace=0.1)).run())
 """
     process = subprocess.Popen([sys.executable, "-c", mine], cwd=Path(__file__).parents[2])
     while not all((tmp_path / f"up{n}").exists() for n in range(2)):
@@ -107,7 +111,7 @@ raise SystemExit(Supervisor(make, Patience(grace=0.1)).run())
 
 def test_a_process_that_was_stopped_by_hand_stays_stopped():
     """It has saved and said so by its status; whoever stopped it wants it to stop."""
-    status, said = supervised([Process(script("exit 143"))])
+    status, said = supervised([ProcessSpec(script("exit 143"))])
     assert status == 143
     assert "not started again" in said[0]
 
@@ -117,16 +121,16 @@ def test_processes_of_one_machine_find_each_other(monkeypatch, rng):
 
     number = random.Random(int(rng.integers(2**32))).randint(2, 9)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    found = local(["x"], number, devices=2)
+    found = local_processes(["x"], number, devices=2)
     clusters = [detect(dict(each.environment)) for each in found]
     assert [each.rank for each in clusters] == list(range(number))
     assert {each.processes for each in clusters} == {number}
     assert len({each.coordinator for each in clusters}) == 1
     assert [each.local_devices for each in clusters] == [(2 * n, 2 * n + 1) for n in range(number)]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert local(["x"], 2, devices=3)[1].environment["JAX_NUM_CPU_DEVICES"] == "3"
+    assert local_processes(["x"], 2, devices=3)[1].environment["JAX_NUM_CPU_DEVICES"] == "3"
     with pytest.raises(ValueError, match="give 1 or more"):
-        local(["x"], 0)
+        local_processes(["x"], 0)
 
 
 def test_a_dry_run_prints_lines_of_a_shell_that_do_it(tmp_path, capfd):
@@ -171,6 +175,6 @@ def test_what_cannot_be_launched_is_refused(words, message, capsys):
 
 
 def test_statuses_in_words():
-    assert described(3) == "ended with status 3"
-    assert described(-15) == "was killed by SIGTERM"
-    assert described(-os.sysconf("SC_RTSIG_MAX") - 100).startswith("was killed by signal")
+    assert describe_exit(3) == "ended with status 3"
+    assert describe_exit(-15) == "was killed by SIGTERM"
+    assert describe_exit(-os.sysconf("SC_RTSIG_MAX") - 100).startswith("was killed by signal")

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.models import LatentConfig, functional
-from jaxllm.models.compact_matmul import compact_product, seed_of
+from jaxllm.models import MLAConfig, functional
+from jaxllm.models.compact_matmul import batch_seed, compact_matmul
 from jaxllm.train import value_and_grad
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from tests import quick, tiny
@@ -37,7 +37,7 @@ def test_the_input_s_gradient_is_exact_and_the_weight_s_is_right_on_average():
     x, w, dy, keys = arrays(draws)
 
     def pulled(key: Any) -> Any:
-        y, pull = jax.vjp(lambda x, w: compact_product(0.25, 1, None, None, x, w, key), x, w)
+        y, pull = jax.vjp(lambda x, w: compact_matmul(0.25, 1, None, None, x, w, key), x, w)
         return y, *pull(dy)
 
     y, dx, dw = jax.jit(jax.vmap(pulled))(keys)
@@ -83,7 +83,7 @@ def test_its_products_are_counted():
 def test_every_batch_has_a_projection_of_its_own():
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (4, 8)), jnp.int32)
     swapped = tokens.at[0, 0].set(tokens[0, 1]).at[0, 1].set(tokens[0, 0])
-    seeds = {int(seed_of(x)) for x in (tokens, swapped, tokens.at[2, 3].add(1))}
+    seeds = {int(batch_seed(x)) for x in (tokens, swapped, tokens.at[2, 3].add(1))}
     assert len(seeds) == 3
 
 
@@ -117,6 +117,6 @@ def test_a_share_is_asked_for():
 
 def test_latent_attention_is_refused():
     (block,) = CONFIG.pattern
-    latent = dataclasses.replace(block, attention=LatentConfig())
+    latent = dataclasses.replace(block, attention=MLAConfig())
     with pytest.raises(ValueError, match="dense layers whose attention is not latent"):
         dataclasses.replace(CONFIG, pattern=(latent,), remat="compact:0.5")

@@ -22,7 +22,7 @@ from jaxllm.models import (
     RopeConfig,
     Segments,
     functional,
-    layers_apart,
+    unstack_layers,
 )
 from tests import quick, tiny
 from tests.models import numpy_llama
@@ -312,7 +312,7 @@ def test_layers_apart_are_the_same_model(remat, rng):
     config = DecoderConfig(11, 6, 6, prefix=(wide,), pattern=(narrow, wide), remat=remat)
     params = jax.tree.map(jnp.asarray, quick.params(config, seed=1))
     tokens = rng.integers(0, 11, (2, 7)).astype(np.int32)
-    apart = layers_apart(params)
+    apart = unstack_layers(params)
     assert [len(segment) for segment in apart["segments"].values()] == [1, 2, 1]
     np.testing.assert_allclose(run(config, apart, tokens), run(config, params, tokens), rtol=2e-6, atol=2e-6)
 
@@ -321,7 +321,7 @@ def test_layers_taken_apart_give_their_stacks_back():
     params = jax.tree.map(jnp.asarray, quick.params(tiny.decoder(layers=3), seed=1))
     stacks, table = jax.tree.leaves(params["segments"]), params["embedding"]["table"]
     held = jax.tree.map(np.asarray, params["segments"])
-    apart = layers_apart(params, donate=True)
+    apart = unstack_layers(params, donate=True)
     assert all(stack.is_deleted() for stack in stacks)
     assert apart["embedding"]["table"] is table
     again = jax.tree.map(lambda *layers: np.stack(layers), *apart["segments"]["0"])

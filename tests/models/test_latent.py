@@ -11,24 +11,24 @@ import numpy as np
 import sharding
 from jaxllm.infer import empty_cache
 from jaxllm.infer.runner.paged_cache import PagedCache, layer_groups
-from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, functional
+from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, MlpConfig, functional
 from pallas_kernels.paged_attention import Slots
 from tests import quick
 
-SMALL = LatentConfig(heads=2, latent=12, nope_dim=4, rope_dim=4, value_dim=4)
+SMALL = MLAConfig(heads=2, latent=12, nope_dim=4, rope_dim=4, value_dim=4)
 
 
-def decoder(latent: LatentConfig, dtype: str) -> DecoderConfig:
+def decoder(latent: MLAConfig, dtype: str) -> DecoderConfig:
     return DecoderConfig(40, 8, 2, pattern=(BlockConfig(latent, MlpConfig(8)),), dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
 
 
 def test_the_cheaper_form_is_chosen():
-    v3 = LatentConfig(heads=128, latent=512, q_latent=1536, nope_dim=128, rope_dim=64, value_dim=128)
-    assert v3.expands(2)
-    assert v3.expands(4096)
-    assert not v3.expands(1)
+    v3 = MLAConfig(heads=128, latent=512, q_latent=1536, nope_dim=128, rope_dim=64, value_dim=128)
+    assert v3.prefers_expanded(2)
+    assert v3.prefers_expanded(4096)
+    assert not v3.prefers_expanded(1)
     wide = dataclasses.replace(v3, nope_dim=512, value_dim=512)
-    assert not wide.expands(4096)
+    assert not wide.prefers_expanded(4096)
 
 
 def prefill(config: DecoderConfig, pages: int, invariant: bool = False) -> jax.stages.Traced:
@@ -47,7 +47,7 @@ def prefill(config: DecoderConfig, pages: int, invariant: bool = False) -> jax.s
 
 def test_a_pool_is_not_copied():
     config = decoder(SMALL, "float32")
-    pool = config.layers * 400 * 16 * config.blocks[0].attention.cached.numbers * 4
+    pool = config.layers * 400 * 16 * config.blocks[0].attention.kv_spec.elements * 4
     compiled = prefill(config, 400).lower().compile()
     assert "conditional(" in (compiled.as_text() or "")
     assert compiled.memory_analysis().temp_size_in_bytes < pool / 2  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.config import ConfigError, from_dict, to_dict
 from jaxllm.models import DecoderConfig, MoeConfig, RouterConfig, Segments, functional
-from jaxllm.models.moe.expert_dispatch import _experts_of, sum_of_experts, sum_within_capacity
+from jaxllm.models.moe.expert_dispatch import _experts_of, dispatch_and_combine, dispatch_within_capacity
 from jaxllm.models.moe.router import route
 from jaxllm.train.model_flops import forward_flops_per_token
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -57,7 +57,7 @@ def test_is_the_loop(tokens, all_to_one, rng, float64):
     x, weights = rng.normal(size=(tokens, 6)), rng.random((tokens, 2))
     matrices = rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 3, 6))
     run = experts_of(*map(jnp.asarray, matrices))
-    got = sum_of_experts(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), run, 5)
+    got = dispatch_and_combine(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), run, 5)
     np.testing.assert_allclose(got, loop(x, np.array(chosen), weights, *matrices), rtol=0, atol=1e-12)
 
 
@@ -70,7 +70,7 @@ def test_router(normalize, rng, float64):
     class Watching(Segments):
         experts: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((2, 2, 3, 2), jnp.int32))
 
-        def routed(self, layer, routing):
+        def record_routing(self, layer, routing):
             return dataclasses.replace(self, experts=self.experts.at[layer].set(routing.experts))
 
         def attend(self, *args):
@@ -140,7 +140,7 @@ def test_capacity_keeps_first_choices_and_counts_what_it_drops(capacity, rng, fl
             taken[e] += 1
     run = experts_of(*map(jnp.asarray, matrices))
     args = map(jnp.asarray, (x, chosen, weights))
-    got, dropped = sum_within_capacity(*args, run, experts, capacity)
+    got, dropped = dispatch_within_capacity(*args, run, experts, capacity)
     np.testing.assert_allclose(got, loop(x, chosen, kept, *matrices), rtol=0, atol=1e-12)
     assert int(dropped) == np.maximum(taken - room, 0).sum()
 
@@ -157,7 +157,9 @@ def test_capacity_where_experts_are_split(capacity, rng, float64):
 
     def local(x, chosen, weights, *own):
         run = experts_of(*own)
-        out, dropped = sum_within_capacity(x, chosen, weights, run, experts // shards, capacity, expert_axis="expert")
+        out, dropped = dispatch_within_capacity(
+            x, chosen, weights, run, experts // shards, capacity, expert_axis="expert"
+        )
         return out, dropped[None]
 
     split = jax.P("expert")
@@ -169,7 +171,7 @@ def test_capacity_where_experts_are_split(capacity, rng, float64):
     got, dropped = np.asarray(got), np.asarray(dropped)
     for shard in range(shards):
         part = [a[shard * tokens : (shard + 1) * tokens] for a in rows]
-        want, lost = sum_within_capacity(*part, experts_of(*matrices), experts, capacity)
+        want, lost = dispatch_within_capacity(*part, experts_of(*matrices), experts, capacity)
         np.testing.assert_allclose(got[shard * tokens : (shard + 1) * tokens], want, rtol=0, atol=1e-12)
         assert int(dropped[shard]) == int(lost)
     assert (dropped.sum() > 0) == (capacity < 1)

@@ -1,4 +1,4 @@
-"""Products of rounded factors: held to the same rounding in numpy, on one device and on a mesh."""
+"""LowPrecisionMatmul of rounded factors: held to the same rounding in numpy, on one device and on a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import pytest
 
 import sharding
 from jaxllm.models import DecoderConfig
-from jaxllm.models.low_precision_matmul import BLOCK, HISTORY, Products, Scheme, remember, rounded_product
+from jaxllm.models.low_precision_matmul import (
+    AMAX_HISTORY_LENGTH,
+    MX_BLOCK,
+    LowPrecisionMatmul,
+    QuantisationScheme,
+    quantised_matmul,
+    update_amax_history,
+)
 from tests import quick, tiny
 
 KINDS = ["int8", "fp8_current", "fp8_delayed", "fp8_block"]
@@ -27,7 +34,7 @@ def rounded(x: np.ndarray, kind: str, over: tuple[int, ...], gradient: bool) -> 
         scale = np.abs(x).max(axis=over, keepdims=True) / np.float32(127)
         return (np.round(x / scale).astype(np.int8) * scale.astype(np.float64)).astype(np.float64)
     if kind == "fp8_block":
-        axis, length = over[-1], min(BLOCK, x.shape[over[-1]])
+        axis, length = over[-1], min(MX_BLOCK, x.shape[over[-1]])
         out = np.empty(x.shape, np.float64)
         moved, written = np.moveaxis(x, axis, -1), np.moveaxis(out, axis, -1)
         for start in range(0, x.shape[axis], length):
@@ -51,10 +58,10 @@ def arrays(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_three_products_are_of_rounded_factors(kind, rng):
     x, w, dy = arrays(rng)
-    seen = jnp.zeros((3, HISTORY)) if kind == "fp8_delayed" else None
+    seen = jnp.zeros((3, AMAX_HISTORY_LENGTH)) if kind == "fp8_delayed" else None
 
     def run(x: Any, w: Any, dy: Any) -> Any:
-        y, pull = jax.vjp(lambda x, w: rounded_product(Scheme(kind), 2, None, x, w, seen), x, w)
+        y, pull = jax.vjp(lambda x, w: quantised_matmul(QuantisationScheme(kind), 2, None, x, w, seen), x, w)
         return y, *pull(dy)
 
     q = lambda v, over, gradient=False: rounded(v, kind, over, gradient)  # noqa: E731
@@ -75,10 +82,10 @@ def test_all_three_products_are_of_rounded_factors(kind, rng):
 def test_delayed_scales_are_of_the_steps_before(rng):
     x, w, dy = arrays(rng)
     largest = [2 * float(np.abs(v).max()) for v in (x, w, dy)]
-    seen = jnp.zeros((3, HISTORY)).at[:, 3].set(jnp.asarray(largest)).at[:, 5].set(1e-6)
+    seen = jnp.zeros((3, AMAX_HISTORY_LENGTH)).at[:, 3].set(jnp.asarray(largest)).at[:, 5].set(1e-6)
 
     def run(x: Any, w: Any, seen: Any) -> Any:
-        return rounded_product(Scheme("fp8_delayed"), 2, None, x, w, seen)
+        return quantised_matmul(QuantisationScheme("fp8_delayed"), 2, None, x, w, seen)
 
     y, pull = jax.vjp(run, jnp.asarray(x), jnp.asarray(w), seen)
     *_, now = pull(jnp.asarray(dy))
@@ -89,21 +96,21 @@ def test_delayed_scales_are_of_the_steps_before(rng):
     # What was seen now comes as the gradient, and goes first into the history.
     np.testing.assert_allclose(now[:, 0], [np.abs(v).max() for v in (x, w, dy)], rtol=1e-6)
     assert not np.any(now[:, 1:])
-    after = remember(seen, now)
+    after = update_amax_history(seen, now)
     assert np.array_equal(after[:, 0], now[:, 0])
     assert np.array_equal(after[:, 1:], seen[:, :-1])
 
 
 def test_a_number_larger_than_any_before_is_cut_and_not_infinite():
-    seen = jnp.zeros((3, HISTORY)).at[:, 0].set(1.0)
-    y = rounded_product(Scheme("fp8_delayed"), 1, None, jnp.full((1, 1), 100.0), jnp.ones((1, 1)), seen)
+    seen = jnp.zeros((3, AMAX_HISTORY_LENGTH)).at[:, 0].set(1.0)
+    y = quantised_matmul(QuantisationScheme("fp8_delayed"), 1, None, jnp.full((1, 1), 100.0), jnp.ones((1, 1)), seen)
     assert float(y[0, 0]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind):
     x, w = jnp.zeros((4, 8)), jnp.zeros((8, 2))
-    y, pull = jax.vjp(lambda x, w: rounded_product(Scheme(kind), 1, None, x, w, None), x, w)
+    y, pull = jax.vjp(lambda x, w: quantised_matmul(QuantisationScheme(kind), 1, None, x, w, None), x, w)
     assert all(np.array_equal(v, np.zeros(v.shape)) for v in (y, *pull(jnp.zeros((4, 2)))))
 
 
@@ -115,11 +122,11 @@ def test_the_same_on_a_mesh(kind, rng):
 
     def loss(x: Any, up: Any, down: Any) -> Any:
         up, down = (
-            sharding.gather_weight(w, *axes, sums_late=True)
+            sharding.gather_weight(w, *axes, unreduced_grad=True)
             for w, axes in ((up, ("embed", "mlp")), (down, ("mlp", "embed")))
         )
-        products = Products(kind)  # type: ignore[arg-type]
-        with sharding.use_product(products):
+        products = LowPrecisionMatmul(kind)  # type: ignore[arg-type]
+        with sharding.use_matmul(products):
             (inner,) = sharding.products(x, [up], [("batch", "seq", "act_mlp")], over="act_mlp")
             y = sharding.project(inner, down, ("batch", "residual_seq", "act_embed"))
         assert products.count == 2
@@ -140,6 +147,6 @@ def test_the_same_on_a_mesh(kind, rng):
 
 def test_experts_and_rings_are_refused():
     moe = tiny.decoder(moe=(4, 2, 8, True))
-    with pytest.raises(ValueError, match='products = "int8" is of dense layers'):
-        dataclasses.replace(moe, products="int8")
-    assert DecoderConfig(products="int8").products == "int8"
+    with pytest.raises(ValueError, match='matmul_precision = "int8" needs dense layers'):
+        dataclasses.replace(moe, matmul_precision="int8")
+    assert DecoderConfig(matmul_precision="int8").matmul_precision == "int8"

@@ -112,9 +112,9 @@ def test_offload_sends_a_share_of_the_tokens_to_the_host(share):
 
 def test_layers_can_have_policies_of_their_own():
     segments = ((("a",), 2), (("b", "c"), 3))
-    assert remat.by_segment("full", segments) == [[("full", 2)], [("full", 3)]]
-    assert remat.by_segment("none=4,full", segments) == [[("none", 2)], [("none", 1), ("full", 2)]]
-    assert remat.by_layer("none=1,attention=3,full=4", segments) == ["none", *["attention"] * 3, *["full"] * 4]
+    assert remat.policies_by_segment("full", segments) == [[("full", 2)], [("full", 3)]]
+    assert remat.policies_by_segment("none=4,full", segments) == [[("none", 2)], [("none", 1), ("full", 2)]]
+    assert remat.policies_by_layer("none=1,attention=3,full=4", segments) == ["none", *["attention"] * 3, *["full"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_layers_can_have_policies_of_their_own():
 )
 def test_what_does_not_fit_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
-        remat.by_segment(text, ((("a",), 2), (("b", "c"), 3)))
+        remat.policies_by_segment(text, ((("a",), 2), (("b", "c"), 3)))
 
 
 @pytest.mark.parametrize("remat", ["none", "elementwise", "attention", "full"])

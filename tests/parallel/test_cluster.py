@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.parallel.cluster_environment import Cluster, ClusterError, detect, first_host
+from jaxllm.parallel.cluster_environment import ClusterEnvironment, ClusterError, detect, first_host
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -96,8 +96,8 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
     }
     found = detect({}, answers.get)
     assert (found.processes, found.rank, found.coordinator) == (2, 1, "10.0.0.5:8482")
-    assert detect({}, lambda key: None) == Cluster()
-    assert detect({"TPU_SKIP_MDS_QUERY": "1"}, answers.get) == Cluster()
+    assert detect({}, lambda key: None) == ClusterEnvironment()
+    assert detect({"TPU_SKIP_MDS_QUERY": "1"}, answers.get) == ClusterEnvironment()
     two = answers | {
         "tpu-env": "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: 'h:1'"
     }

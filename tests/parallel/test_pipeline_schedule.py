@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.parallel.pipeline.schedule import Costs, Op, ScheduleError, check
+from jaxllm.parallel.pipeline.schedule import OpCosts, PipelineOp, ScheduleError, check
 from jaxllm.parallel.pipeline.schedule_generators import NAMES, VEES, make, peak_of_vee
 from jaxllm.parallel.pipeline.schedule_view import draw, text
 
@@ -39,7 +39,7 @@ def test_gpipe_and_1f1b_are_as_long_as_theory_says(stages, micro):
     ideal = (stages - 1) / (micro + stages - 1)
     for name, peak in (("gpipe", micro), ("1f1b", min(stages, micro))):
         schedule = make(name, stages, micro)
-        for costs in (Costs(), Costs(2, 1, 3)):
+        for costs in (OpCosts(), OpCosts(2, 1, 3)):
             assert schedule.bubble(costs) == pytest.approx(ideal)
             assert schedule.idle(costs) == pytest.approx(ideal)
         assert schedule.peak == peak
@@ -95,11 +95,11 @@ def test_the_checker_refuses_what_is_wrong(sizes, number):
     at = number // schedule.stages % len(order)
     op = order[at]
 
-    def refused(rows: tuple[tuple[Op, ...], ...]) -> None:
+    def refused(rows: tuple[tuple[PipelineOp, ...], ...]) -> None:
         with pytest.raises(ScheduleError, match=r"stage|rows for"):
             check(dataclasses.replace(schedule, orders=rows))
 
-    def with_row(row: list[Op]) -> tuple[tuple[Op, ...], ...]:
+    def with_row(row: list[PipelineOp]) -> tuple[tuple[PipelineOp, ...], ...]:
         return (*schedule.orders[:stage], tuple(row), *schedule.orders[stage + 1 :])
 
     refused(with_row(order[:at] + order[at + 1 :]))
@@ -137,7 +137,7 @@ def test_the_picture_in_letters():
     assert lines[-1] == "stage 1      F0 B0--- F1 B1---"
     assert "bubble 33.3%" in lines[1]
     assert "2 micro-batches" in lines[2]
-    assert "--png" in text(make("1f1b", 2, 2), Costs(1.0, 1.0, 0.7)).split("\n")[-1]
+    assert "--png" in text(make("1f1b", 2, 2), OpCosts(1.0, 1.0, 0.7)).split("\n")[-1]
     assert "wide" in text(make("1f1b", 2, 90)).split("\n")[-1]
 
 

@@ -23,7 +23,7 @@ from jaxllm.checkpoint import (
 )
 from jaxllm.checkpoint.snapshot import Leaf, capture
 from jaxllm.checkpoint.storage.leaf_hashing import hash_array
-from jaxllm.parallel.distributed import Group
+from jaxllm.parallel.distributed import ProcessGroup
 from sharding import MeshSpec
 from tests.parallel.test_distributed import Store
 
@@ -48,7 +48,7 @@ def save(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int], chunk:
     def one(rank: int) -> Any:
         try:
             config = CheckpointConfig(keep_last=2, saving="auto" if rank == 0 else "blocking")
-            with SharedCheckpointer(folder, config, Group(rank, 2, store)) as checkpointer:
+            with SharedCheckpointer(folder, config, ProcessGroup(rank, 2, store)) as checkpointer:
                 saved = [checkpointer.save(step, {"rank": rank}, {"cursor": step}) for step in steps]
                 checkpointer.wait()
                 return saved, checkpointer.latest()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.cli import main
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.optim import optimizer
-from jaxllm.parallel.sharding_table import Expected, device_bytes, notation
+from jaxllm.parallel.sharding_table import ExpectedCollective, device_bytes, notation
 from jaxllm.parallel.sharding_table_view import size, text
 from jaxllm.train import RunConfig, abstract_state, init_state
 from jaxllm.train.run_sharding import sharding_table
@@ -65,7 +65,7 @@ def test_text_has_every_parameter_and_the_expected_collectives():
         assert row.place in shown
     assert "all-gather" in shown
     assert "collectives" not in text(dataclasses.replace(found, collectives=()))
-    more = dataclasses.replace(found, collectives=(Expected("all-gather", ("fsdp",), 48, 2**20, "weights"),))
+    more = dataclasses.replace(found, collectives=(ExpectedCollective("all-gather", ("fsdp",), 48, 2**20, "weights"),))
     assert "all-gather             fsdp     48   1.00 MiB  weights" in text(more)
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.attention_context import AttentionContext, Cached, LayerIndex, Scoring
+from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVSpec, LayerIndex
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
 from jaxllm.models.params import constant, normal, use
@@ -71,22 +71,22 @@ class AttentionConfig:
             self.rope.dims(self.head_dim)
 
     @property
-    def scoring(self) -> Scoring:
+    def attention_params(self) -> AttentionParams:
         """How a context scores this layer's keys."""
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
-        return Scoring(scale, self.window, self.softcap)
+        return AttentionParams(scale, self.window, self.softcap)
 
     @property
-    def cached(self) -> Cached:
+    def kv_spec(self) -> KVSpec:
         """What a cache holds of a token."""
-        return Cached(self.kv_heads, self.head_dim, self.head_dim)
+        return KVSpec(self.kv_heads, self.head_dim, self.head_dim)
 
-    def projections(self, embed_dim: int) -> int:
+    def projection_params(self, embed_dim: int) -> int:
         """Numbers of the projections' weights."""
         return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
 
     @property
-    def attended_dim(self) -> int:
+    def attention_macs(self) -> int:
         """Products of a query with each token that it attends to: of all its heads, for score and value."""
         return 2 * self.heads * self.head_dim
 
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
             cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
             q, k = (rotate(x, cos, sin, interleaved=config.rope.interleaved) for x in (q, k))
         sinks = use(self.sinks, x.dtype) if config.sinks else None
-        out, ctx = ctx.attend(layer, q, k, v, positions, config.scoring, sinks)
+        out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
         out = sharding.constrain(out, "batch", "seq", "act_heads", None)
         out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
         return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.attention_context import AttentionContext, Cached, KeepingContext, LayerIndex, Scoring
+from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVCacheContext, KVSpec, LayerIndex
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
 from jaxllm.models.params import constant, normal, use
@@ -31,7 +31,7 @@ LATENT = ("batch", "seq", None)
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class MLAConfig:
     """Multi-head latent attention.
 
     Attributes:
@@ -73,16 +73,16 @@ class LatentConfig:
         return None
 
     @property
-    def scoring(self) -> Scoring:
+    def attention_params(self) -> AttentionParams:
         """How a context scores this layer's keys."""
-        return Scoring(1 / math.sqrt(self.nope_dim + self.rope_dim) if self.scale is None else self.scale)
+        return AttentionParams(1 / math.sqrt(self.nope_dim + self.rope_dim) if self.scale is None else self.scale)
 
     @property
-    def cached(self) -> Cached:
+    def kv_spec(self) -> KVSpec:
         """What a cache holds of a token."""
-        return Cached(1, self.latent + self.rope_dim, self.latent, latent=True)
+        return KVSpec(1, self.latent + self.rope_dim, self.latent, latent=True)
 
-    def projections(self, embed_dim: int) -> int:
+    def projection_params(self, embed_dim: int) -> int:
         """Numbers of the projections' weights."""
         q, kv = self.heads * (self.nope_dim + self.rope_dim), self.heads * (self.nope_dim + self.value_dim)
         queries = embed_dim * q if self.q_latent is None else self.q_latent * (embed_dim + q)
@@ -93,7 +93,7 @@ class LatentConfig:
             + self.heads * self.value_dim * embed_dim
         )
 
-    def expands(self, tokens: int) -> bool:
+    def prefers_expanded(self, tokens: int) -> bool:
         """Whether so many tokens, attending to each other, take fewer products expanded than absorbed.
 
         Each way has one projection between latents and heads, T x C x N x (H + V): of the latents, or of queries and
@@ -101,22 +101,22 @@ class LatentConfig:
         absorbed. One token is left absorbed: it is a step of decoding, whatever its position.
         """
         projected = tokens * self.latent * self.heads * (self.nope_dim + self.value_dim)
-        expanded = projected + tokens**2 * self.attended_dim
+        expanded = projected + tokens**2 * self.attention_macs
         absorbed = projected + tokens**2 * self.heads * (2 * self.latent + self.rope_dim)
         return tokens > 1 and expanded < absorbed
 
     @property
-    def attended_dim(self) -> int:
+    def attention_macs(self) -> int:
         """Products of a query with each token that it attends to: of all its heads, for score and value, expanded."""
         return self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
 
-class LatentAttention(nnx.Module):
-    """One layer of latent attention; shapes in ``LatentConfig``'s terms."""
+class MultiHeadLatentAttention(nnx.Module):
+    """One layer of latent attention; shapes in ``MLAConfig``'s terms."""
 
     def __init__(
         self,
-        config: LatentConfig,
+        config: MLAConfig,
         embed_dim: int,
         *,
         norm: NormKind,
@@ -192,14 +192,14 @@ class LatentAttention(nnx.Module):
             return self._absorbed(plain, turned, latent, key, up, positions, layer, ctx)
 
         def first(ctx: Any) -> tuple[Array, AttentionContext]:
-            out, _ = expanded(ctx.own(positions.shape[1]))
-            return out, ctx.keep(layer, jnp.concatenate([latent[:, :, None], key], axis=-1), positions)
+            out, _ = expanded(ctx.self_segments(positions.shape[1]))
+            return out, ctx.write_latents(layer, jnp.concatenate([latent[:, :, None], key], axis=-1), positions)
 
-        if not getattr(ctx, "keeps", False):
+        if not getattr(ctx, "is_kv_cache", False):
             return expanded(ctx)
-        if not (isinstance(ctx, KeepingContext) and self.config.expands(positions.shape[1])):
+        if not (isinstance(ctx, KVCacheContext) and self.config.prefers_expanded(positions.shape[1])):
             return absorbed(ctx)
-        begins = ctx.begins(positions)
+        begins = ctx.is_fresh_prefill(positions)
         return absorbed(ctx) if begins is None else jax.lax.cond(begins, first, absorbed, ctx)
 
     def _expanded(
@@ -217,7 +217,7 @@ class LatentAttention(nnx.Module):
         keys, values = both[..., : self.config.nope_dim], both[..., self.config.nope_dim :]
         shared = sharding.constrain(jnp.broadcast_to(key, (*keys.shape[:3], key.shape[-1])), *HEADS)
         q, k = jnp.concatenate([plain, turned], axis=-1), jnp.concatenate([keys, shared], axis=-1)
-        out, ctx = ctx.attend(layer, q, k, values, positions, self.config.scoring)
+        out, ctx = ctx.attend(layer, q, k, values, positions, self.config.attention_params)
         return sharding.constrain(out, *HEADS), ctx
 
     def _absorbed(
@@ -235,7 +235,7 @@ class LatentAttention(nnx.Module):
         to_keys, to_values = up[..., : config.nope_dim], up[..., config.nope_dim :]
         q = jnp.concatenate([sharding.einsum("bsnh,cnh->bsnc", plain, to_keys, out=HEADS), turned], axis=-1)
         k = jnp.concatenate([latent[:, :, None], key], axis=-1)
-        scoring = Scoring(config.scoring.scale, latent=config.latent)
-        out, ctx = ctx.attend(layer, q, k, None, positions, scoring)
+        params = AttentionParams(config.attention_params.scale, latent=config.latent)
+        out, ctx = ctx.attend(layer, q, k, None, positions, params)
         out = sharding.constrain(out, *HEADS)
         return sharding.einsum("bsnc,cnv->bsnv", out, to_values, out=HEADS), ctx

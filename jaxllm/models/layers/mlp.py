@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models.params import constant, normal, use
-from jaxllm.models.remat_names import saved
+from jaxllm.models.remat_names import name_for_remat
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -79,4 +79,4 @@ class Mlp(nnx.Module):
     def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
         if self.config.bias:
             inner = inner + use(getattr(self, f"{name}_bias"), inner.dtype)
-        return saved(inner, name, INNER)
+        return name_for_remat(inner, name, INNER)

@@ -25,7 +25,7 @@ RunExperts = Callable[[Array, Array], Array]
 """``(rows [M D] in the order of their experts, how many each has [X]) -> what the experts make of them [M D]``."""
 
 
-def sum_of_experts(
+def dispatch_and_combine(
     x: Float[Array, "T D"],
     experts: Int[Array, "T A"],
     weights: Float[Array, "T A"],
@@ -52,7 +52,7 @@ def sum_of_experts(
     return jnp.einsum("tad,ta->td", out, weights)
 
 
-def sum_within_capacity(
+def dispatch_within_capacity(
     x: Float[Array, "T D"],
     experts: Int[Array, "T A"],
     weights: Float[Array, "T A"],
@@ -62,7 +62,7 @@ def sum_within_capacity(
     *,
     expert_axis: str | None = None,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
-    """``sum_of_experts`` where an expert takes ``capacity * M / E`` rows of a shard, rounded up, and no more.
+    """``dispatch_and_combine`` where an expert takes ``capacity * M / E`` rows of a shard, rounded up, and no more.
 
     Rows have their places in a buffer of one size, known before the program runs. Those beyond an expert's room count
     nothing; first choices come before second ones, earlier tokens before later ones.

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.layers.mlp import ACTIVATIONS, Mlp, MlpConfig
-from jaxllm.models.moe.expert_dispatch import sum_of_experts, sum_within_capacity
-from jaxllm.models.moe.packed_experts import Packed, packed_product
+from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
+from jaxllm.models.moe.packed_experts import PackedExperts, packed_grouped_matmul
 from jaxllm.models.moe.router import RouterConfig, Routing, route
 from jaxllm.models.params import at_least_f32, constant, normal, use
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -111,9 +111,11 @@ class Experts(nnx.Module):
             axis, count = (expert_axes[0] if expert_axes else None), own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
             if config.capacity is None:
-                out = sum_of_experts(rows, chosen, shares, run, count, expert_axis=axis)
+                out = dispatch_and_combine(rows, chosen, shares, run, count, expert_axis=axis)
             else:
-                out, lost = sum_within_capacity(rows, chosen, shares, run, count, config.capacity, expert_axis=axis)
+                out, lost = dispatch_within_capacity(
+                    rows, chosen, shares, run, count, config.capacity, expert_axis=axis
+                )
                 token_axes = sharding.axis_names(*TOKENS[:2])
                 dropped = (jax.lax.psum(lost, token_axes) if token_axes else lost).astype(dropped.dtype)
             out = out.reshape(x.shape)
@@ -123,21 +125,21 @@ class Experts(nnx.Module):
         return run(x, experts, weights.astype(x.dtype), *flat)
 
 
-def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | Packed:
+def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | PackedExperts:
     """A weight as it is used, or packed as it is."""
     value = param.get_value()
-    return value if isinstance(value, Packed) else use(param, dtype)
+    return value if isinstance(value, PackedExperts) else use(param, dtype)
 
 
 def _feed_forward(
-    config: MoeConfig, own: dict[str, Array | Packed], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
+    config: MoeConfig, own: dict[str, Array | PackedExperts], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
 ) -> Float[Array, "M D"]:
     """What each row's expert makes of it; rows are in the order of experts."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
 
     def project(rows: Array, name: str) -> Array:
         matrices = own[name]
-        run = packed_product if isinstance(matrices, Packed) else grouped_matmul
+        run = packed_grouped_matmul if isinstance(matrices, PackedExperts) else grouped_matmul
         out = run(rows, matrices, sizes)  # type: ignore[arg-type]
         return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
 

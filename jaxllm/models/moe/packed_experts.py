@@ -1,6 +1,6 @@
 """Experts' matrices as they are published, in few bits with scales, dequantised where they are multiplied.
 
-A ``Packed`` stands in a tree of parameters where an array would, and is sliced by a scan over layers as an array is.
+A ``PackedExperts`` stands in a tree of parameters where an array would, and is sliced by a scan over layers as an array is.
 Its formats are those of ``jaxllm.hub.quantised_checkpoints``; the numbers it stands for are the same to the bit.
 
 Legend: E experts, A rows and B columns of an expert's matrix, M rows that are multiplied.
@@ -26,7 +26,7 @@ PLAIN_BYTES = 2**29
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["block"])
 @dataclass(frozen=True)
-class Packed:
+class PackedExperts:
     """Matrices of experts, packed; leading dimensions (layers, experts) are those of both arrays.
 
     Attributes:
@@ -61,7 +61,7 @@ class Packed:
         return (values * scales[..., :rows, :columns]).astype(dtype)
 
 
-def packed_product(lhs: Float[Array, "M A"], rhs: Packed, sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
+def packed_grouped_matmul(lhs: Float[Array, "M A"], rhs: PackedExperts, sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
     """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only where there are rows.
 
     So many at a time as ``PLAIN_BYTES`` hold; where there are fewer rows than experts, as in decoding, one.
@@ -78,7 +78,7 @@ def packed_product(lhs: Float[Array, "M A"], rhs: Packed, sizes: Int[Array, " E"
         own, start = part(sizes), starts[i * chunk]
 
         def product(out: Array) -> Array:
-            matrices = Packed(part(rhs.values), part(rhs.scales), rhs.block).plain(lhs.dtype)
+            matrices = PackedExperts(part(rhs.values), part(rhs.scales), rhs.block).plain(lhs.dtype)
             return out + jnp.roll(grouped_matmul(jnp.roll(lhs, -start, axis=0), matrices, own), start, axis=0)
 
         return jax.lax.cond(jnp.any(own > 0), product, lambda out: out, out)
@@ -89,5 +89,5 @@ def packed_product(lhs: Float[Array, "M A"], rhs: Packed, sizes: Int[Array, " E"
 
 def has_packed(params: Any) -> bool:
     """Whether a tree of parameters holds packed matrices."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))
-    return any(isinstance(leaf, Packed) for leaf in leaves)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, PackedExperts))
+    return any(isinstance(leaf, PackedExperts) for leaf in leaves)

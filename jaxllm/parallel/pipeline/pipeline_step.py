@@ -17,20 +17,27 @@ from jaxtyping import Array, Int
 
 from jaxllm.models import Functional, Segments
 from jaxllm.models.remat import MATMUL_RESULTS
-from jaxllm.parallel.pipeline.saved_activations import Slot, Store
+from jaxllm.parallel.pipeline.saved_activations import ActivationSlot, ActivationStore
 from jaxllm.parallel.pipeline.schedule import Schedule
-from jaxllm.parallel.pipeline.schedule_table import Table, tabulate
+from jaxllm.parallel.pipeline.schedule_table import ScheduleTable, tabulate
 from jaxllm.parallel.pipeline.slot_arrays import added, at, put, zeros
 from jaxllm.parallel.pipeline.stage_collectives import (
+    all_gather_over,
     dimension_over,
-    gathered,
-    gathered_layer,
+    gather_layer_weight,
     is_spec,
-    scattered,
-    undivided,
+    reduce_scatter_over,
+    replicate_shared_dims,
 )
-from jaxllm.parallel.pipeline.stage_layout import STAGE, Depths, Places, bring, places, take_back
-from jaxllm.parallel.pipeline.stage_split import Cut, cut
+from jaxllm.parallel.pipeline.stage_layout import (
+    STAGE,
+    StageDepths,
+    UnitPlacement,
+    gather_units,
+    place_units,
+    return_gradients,
+)
+from jaxllm.parallel.pipeline.stage_split import SplitLayer, split_layer
 
 MANUAL = (STAGE, "data", "fsdp")
 TREE = ("embedding", "segments", "head")
@@ -39,12 +46,12 @@ Head = Callable[[Any, Array, Any], Any]
 """``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
 
 
-Branch = Callable[[Any, Any, list[Slot], Array], tuple[Any, list[Slot], Array]]
+Branch = Callable[[Any, Any, list[ActivationSlot], Array], tuple[Any, list[ActivationSlot], Array]]
 """An operation: ``(cell of the table, state, its slots by segment, message) -> (state, slots, what it sends)``."""
 
 
 @runtime_checkable
-class Listener(Protocol):
+class AuxLossCollector(Protocol):
     """Hears what layers say besides their output: a loss of their own, and sums for the log."""
 
     def nothing(self) -> Any:
@@ -77,14 +84,14 @@ class Pipeline:
 
     model: Functional
     schedule: Schedule
-    depths: Depths
+    depths: StageDepths
     zero: Literal[1, 2, 3] = 3
     layout: Any = "contiguous"
-    listener: Listener | None = None
+    listener: AuxLossCollector | None = None
     offload: float = 0.0
 
 
-class Step:
+class PipelineStep:
     """One step on one device."""
 
     def __init__(
@@ -99,7 +106,7 @@ class Step:
         total: Array,
     ):
         self.pipeline, self.model, self.mesh, self.manual = pipeline, pipeline.model, mesh, manual
-        self.table: Table = tabulate(pipeline.schedule)
+        self.table: ScheduleTable = tabulate(pipeline.schedule)
         self.stored, self.head, self.params, self.parts, self.total = stored, head, params, parts, total
         self.batch_axes = tuple(axis for axis in manual if axis != STAGE)
         targets = jnp.sum(parts.targets >= 0, axis=(1, 2)).astype(total.dtype)
@@ -107,15 +114,15 @@ class Step:
         schedule, segments = pipeline.schedule, self.model.config.segments
         self.last = schedule.stages * schedule.chunks - 1
         self.offloaded = pipeline.depths.offloaded(pipeline.offload)
-        self.where: list[Places] = [
-            places(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
+        self.where: list[UnitPlacement] = [
+            place_units(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
         ]
-        used = jax.tree.map(undivided, jax.tree.map(self._cast, params, self.model.matrices()), stored)
+        used = jax.tree.map(replicate_shared_dims, jax.tree.map(self._cast, params, self.model.matrices()), stored)
         self.ends = jax.tree.map(self._whole_end, _ends(used), _ends(stored))
         # Whole for the step, or as stored over fsdp and gathered by each use of a layer.
         self.parts_of = [
             jax.tree.map(
-                lambda w, spec, where=where: bring(w, where, dimension_over(spec, STAGE)),
+                lambda w, spec, where=where: gather_units(w, where, dimension_over(spec, STAGE)),
                 used["segments"][str(g)],
                 stored["segments"][str(g)],
             )
@@ -133,7 +140,7 @@ class Step:
         self.cuts = [self._cut(g) for g in range(len(self.where))]
         table = self.table
         stores = [
-            Store.empty(c, table, room, part)
+            ActivationStore.empty(c, table, room, part)
             for c, room, part in zip(self.cuts, self.pipeline.depths.rooms, self.offloaded, strict=True)
         ]
         state = {
@@ -153,14 +160,14 @@ class Step:
         """Sums."""
         return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate], [])["sums"])
 
-    def _ticks(self, state: Any, branches: list[Branch], stores: list[Store]) -> Any:
+    def _ticks(self, state: Any, branches: list[Branch], stores: list[ActivationStore]) -> Any:
         """The state after all ticks; a branch for each kind of operation."""
         table, stage = self.table, jax.lax.axis_index(STAGE)
         names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending", "out", "back", "stays")
         arrivals = ("from_left", "from_right", "from_self")
         rows = {name: jnp.asarray(getattr(table, name)) for name in (*names, *arrivals, "right", "left")}
 
-        def tick(carry: tuple[Array, Any, list[Store]], row: Mapping[str, Array]) -> tuple[Any, None]:
+        def tick(carry: tuple[Array, Any, list[ActivationStore]], row: Mapping[str, Array]) -> tuple[Any, None]:
             pool, state, stores = carry
             cell = {name: row[name][stage] for name in (*names, *arrivals)}
             message = at(pool, cell["message"])
@@ -191,7 +198,9 @@ class Step:
 
     # Operations
 
-    def _idle(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+    def _idle(
+        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
+    ) -> tuple[Any, list[ActivationSlot], Array]:
         return state, slots, message
 
     def _input(self, cell: Any, batch: Any, message: Array) -> Array:
@@ -199,7 +208,9 @@ class Step:
         first = cell["virtual"] == 0
         return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
 
-    def _evaluate(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+    def _evaluate(
+        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
+    ) -> tuple[Any, list[ActivationSlot], Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
         consts = self._consts(cell["micro"])
@@ -209,7 +220,9 @@ class Step:
         add = lambda sums: jax.tree.map(jnp.add, sums, self._loss(self.ends, x, batch)[1])  # noqa: E731
         return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, slots, x
 
-    def _forward(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+    def _forward(
+        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
+    ) -> tuple[Any, list[ActivationSlot], Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
         consts, listener = self._consts(cell["micro"]), self.pipeline.listener
@@ -217,7 +230,9 @@ class Step:
         for g, c in enumerate(self.cuts):
             first = jnp.asarray(self.pipeline.depths.firsts[:, g])[cell["virtual"]]
 
-            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = c, first: Array = first) -> Any:
+            def unit(
+                carry: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = c, first: Array = first
+            ) -> Any:
                 x, slot, heard = carry
                 y, more, values = c.forward(w, x, consts)
                 if listener is not None:
@@ -236,12 +251,14 @@ class Step:
         )
         return {**state, "ends": ends, "sums": sums, "heard": heard}, slots, out
 
-    def _backward(self, cell: Any, state: Any, slots: list[Slot], dy: Array) -> tuple[Any, list[Slot], Array]:
+    def _backward(
+        self, cell: Any, state: Any, slots: list[ActivationSlot], dy: Array
+    ) -> tuple[Any, list[ActivationSlot], Array]:
         batch, consts = self._micro(cell["micro"]), self._consts(cell["micro"])
         grads, slots = list(state["grads"]), list(slots)
         for g in reversed(range(len(self.cuts))):
 
-            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = self.cuts[g]) -> Any:
+            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = self.cuts[g]) -> Any:
                 dy, grads, slot = carry
                 saved = slot.saved(i, self.offloaded[g], away)
                 dx, early, left = c.backward(w, saved, consts, dy)
@@ -258,12 +275,14 @@ class Step:
         ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
         return {**state, "grads": grads, "ends": ends}, slots, dy
 
-    def _weights(self, cell: Any, state: Any, slots: list[Slot], message: Array) -> tuple[Any, list[Slot], Array]:
+    def _weights(
+        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
+    ) -> tuple[Any, list[ActivationSlot], Array]:
         consts = self._consts(cell["micro"])
         grads = list(state["grads"])
         for g, c in enumerate(self.cuts):
 
-            def unit(grads: Any, i: Array, w: Any, away: bool, g: int = g, c: Cut = c) -> Any:
+            def unit(grads: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = c) -> Any:
                 saved = slots[g].saved(i, self.offloaded[g], away)
                 left = [at(p, i) for p in slots[g].pending]
                 return self._add(g, grads, c.weights(w, saved, consts, left), cell, i)
@@ -297,7 +316,7 @@ class Step:
         place = cell["chunk"] * self.pipeline.depths.rooms[g] + i
         for number, value in found.items():
             if self.pipeline.zero == 2:
-                value = scattered(value, specs[number], stacked=True)
+                value = reduce_scatter_over(value, specs[number], stacked=True)
             sum_ = at(leaves[number], place) + value.astype(leaves[number].dtype)
             leaves[number] = put(leaves[number], sum_, place)
         return jax.tree.unflatten(tree, leaves)
@@ -309,7 +328,7 @@ class Step:
 
     def _whole_end(self, w: Array, spec: Any) -> Array:
         """A weight of the embedding or the head, whole over the manual axes."""
-        return gathered(w, spec, (STAGE, "fsdp"))
+        return all_gather_over(w, spec, (STAGE, "fsdp"))
 
     def _collect(self, state: Any) -> Any:
         """Gradients summed over devices, where the parameters are stored and in their types."""
@@ -318,10 +337,12 @@ class Step:
             specs = self.stored["segments"][str(g)]
             if self.pipeline.zero == 1:
                 grads = jax.tree.map(scattered, grads, specs)
-            back = jax.tree.map(lambda x, s, g=g: take_back(x, self.where[g], dimension_over(s, STAGE)), grads, specs)
+            back = jax.tree.map(
+                lambda x, s, g=g: return_gradients(x, self.where[g], dimension_over(s, STAGE)), grads, specs
+            )
             segments[str(g)] = jax.tree.map(lambda x, s: self._summed(x, s, (*self.manual[1:],)), back, specs)
         ends = jax.tree.map(
-            lambda x, s: self._summed(scattered(x, s, (STAGE, "fsdp")), s, self.manual),
+            lambda x, s: self._summed(reduce_scatter_over(x, s, (STAGE, "fsdp")), s, self.manual),
             state["ends"],
             _ends(self.stored),
         )
@@ -357,7 +378,7 @@ class Step:
     ) -> tuple[tuple[Array, Any], Any]:
         """One unit of segment g: ``((y, loss), more)``, see ``cut``."""
         if self.pipeline.zero == 3:
-            w = jax.tree.map(gathered_layer, w, self.stored["segments"][str(g)])
+            w = jax.tree.map(gather_layer_weight, w, self.stored["segments"][str(g)])
         positions, segment_ids, share = consts
         context: Any = Segments(segment_ids, self.pipeline.layout)
         listener = self.pipeline.listener
@@ -370,8 +391,8 @@ class Step:
         loss, sums = listener.heard(context, share)
         return (y, loss), sums
 
-    def _cut(self, g: int) -> Cut:
-        return cut(
+    def _cut(self, g: int) -> SplitLayer:
+        return split_layer(
             functools.partial(self._layer, g),
             jax.tree.map(lambda w: at(w, 0), self.weights[g]),
             zeros(self.blank),

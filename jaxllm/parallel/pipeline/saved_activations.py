@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxllm.parallel.pipeline.schedule_table import Table
+from jaxllm.parallel.pipeline.schedule_table import ScheduleTable
 from jaxllm.parallel.pipeline.slot_arrays import at, put, zeros, zeros_on_host
-from jaxllm.parallel.pipeline.stage_split import Cut
+from jaxllm.parallel.pipeline.stage_split import SplitLayer
 
 Values = list[Array]
 """An array for each value that a layer's F saves, or its B leaves; of no layers: none."""
 
 
-class Slot(NamedTuple):
-    """An operation's part of a ``Store``, see there. R layers, of which the first K are offloaded.
+class ActivationSlot(NamedTuple):
+    """An operation's part of a ``ActivationStore``, see there. R layers, of which the first K are offloaded.
 
     Attributes:
         kept: [R-K ...], F fills it.
@@ -45,14 +45,14 @@ class Slot(NamedTuple):
         """What F saved of one layer; of the first ``k`` if ``offloaded``."""
         return [at(v, layer) for v in self.ready] if offloaded else [at(v, layer - k) for v in self.kept]
 
-    def save(self, values: Sequence[Array], layer: Array, k: int, offloaded: bool) -> Slot:
+    def save(self, values: Sequence[Array], layer: Array, k: int, offloaded: bool) -> ActivationSlot:
         """With what F saves of one layer."""
         if offloaded:
             return self._replace(left=_put(self.left, values, layer))
         return self._replace(kept=_put(self.kept, values, layer - k))
 
 
-class Store(NamedTuple):
+class ActivationStore(NamedTuple):
     """What one segment's layers have left on one device, between ticks.
 
     Attributes:
@@ -70,7 +70,7 @@ class Store(NamedTuple):
     ready: Values
 
     @classmethod
-    def empty(cls, cut: Cut, table: Table, layers: int, offloaded: int) -> Store:
+    def empty(cls, cut: SplitLayer, table: ScheduleTable, layers: int, offloaded: int) -> ActivationStore:
         """Of so many layers."""
         kept = cut.saved if offloaded < layers else ()
         away = cut.saved if offloaded else ()
@@ -82,18 +82,18 @@ class Store(NamedTuple):
             [zeros(v, offloaded) for v in away],
         )
 
-    def open(self, cell: Mapping[str, Array]) -> tuple[Slot, Store, Values]:
+    def open(self, cell: Mapping[str, Array]) -> tuple[ActivationSlot, ActivationStore, Values]:
         """Before an operation: its slot; then the store, and what comes from the host beside it."""
         kept = [at(v, cell["saved"]) for v in self.kept]
         pending = [at(v, cell["pending"]) for v in self.pending]
         there = [jax.device_put(v, jax.memory.Space.Host) for v in self.left]
         host = _put(self.host, there, cell["out"])
         brought = [jax.device_put(at(v, cell["back"]), jax.memory.Space.Device) for v in host]
-        return Slot(kept, pending, self.left, self.ready), self._replace(host=host), brought
+        return ActivationSlot(kept, pending, self.left, self.ready), self._replace(host=host), brought
 
-    def close(self, slot: Slot, brought: Values, cell: Mapping[str, Array]) -> Store:
+    def close(self, slot: ActivationSlot, brought: Values, cell: Mapping[str, Array]) -> ActivationStore:
         """After an operation."""
-        return Store(
+        return ActivationStore(
             _put(self.kept, slot.kept, cell["saved"]),
             _put(self.pending, slot.pending, cell["pending"]),
             self.host,

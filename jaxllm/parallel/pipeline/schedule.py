@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 Kind = Literal["F", "B", "W"]
 
 
-class Op(NamedTuple):
+class PipelineOp(NamedTuple):
     """One operation of a stage: ``kind`` of micro-batch ``micro`` in its chunk ``chunk``."""
 
     kind: Kind
@@ -24,7 +24,7 @@ class Op(NamedTuple):
     chunk: int
 
 
-class Costs(NamedTuple):
+class OpCosts(NamedTuple):
     """Time of each operation, any unit; a backward pass that is not split takes ``B + W``."""
 
     F: float = 1.0
@@ -32,14 +32,14 @@ class Costs(NamedTuple):
     W: float = 1.0
 
 
-UNIT = Costs()
+UNIT = OpCosts()
 """As the papers compare schedules: all operations take as long."""
 
 
-class Timed(NamedTuple):
+class TimedOp(NamedTuple):
     """An operation, when it begins and ends."""
 
-    op: Op
+    op: PipelineOp
     start: float
     end: float
 
@@ -69,7 +69,7 @@ class Schedule:
     chunks: int
     split: bool
     vee: bool
-    orders: tuple[tuple[Op, ...], ...]
+    orders: tuple[tuple[PipelineOp, ...], ...]
 
     def virtual(self, stage: int, chunk: int) -> int:
         """The place of a chunk in the model, 0 for its first layers."""
@@ -80,20 +80,20 @@ class Schedule:
         chunk, rest = divmod(virtual, self.stages)
         return (self.stages - 1 - rest if self.vee and chunk % 2 else rest), chunk
 
-    def needs(self, stage: int, op: Op) -> Iterator[tuple[int, Op]]:
+    def needs(self, stage: int, op: PipelineOp) -> Iterator[tuple[int, PipelineOp]]:
         """Operations, with their stages, whose results ``op`` takes."""
         here = self.virtual(stage, op.chunk)
         if op.kind == "W":
-            yield stage, Op("B", op.micro, op.chunk)
+            yield stage, PipelineOp("B", op.micro, op.chunk)
             return
         if op.kind == "B":
-            yield stage, Op("F", op.micro, op.chunk)
+            yield stage, PipelineOp("F", op.micro, op.chunk)
         before = here - 1 if op.kind == "F" else here + 1
         if 0 <= before < self.stages * self.chunks:
             there, chunk = self.holder(before)
-            yield there, Op(op.kind, op.micro, chunk)
+            yield there, PipelineOp(op.kind, op.micro, chunk)
 
-    def duration(self, op: Op, costs: Costs) -> float:
+    def duration(self, op: PipelineOp, costs: OpCosts) -> float:
         """Time that ``op`` takes; a chunk is a part of a stage's layers."""
         whole = costs.B + costs.W if op.kind == "B" and not self.split else getattr(costs, op.kind)
         return whole / self.chunks
@@ -104,14 +104,14 @@ class Schedule:
         found = {op.kind for op in self.orders[0]}
         return tuple(kind for kind in ("F", "B", "W") if kind in found)
 
-    def timeline(self, costs: Costs = UNIT) -> tuple[tuple[Timed, ...], ...]:
+    def timeline(self, costs: OpCosts = UNIT) -> tuple[tuple[TimedOp, ...], ...]:
         """Every stage's operations, each begun as soon as the one before and those it needs are done.
 
         Raises:
             ScheduleError: operations wait for each other.
         """
-        done: dict[tuple[int, Op], float] = {}
-        out: list[list[Timed]] = [[] for _ in self.orders]
+        done: dict[tuple[int, PipelineOp], float] = {}
+        out: list[list[TimedOp]] = [[] for _ in self.orders]
         moved = True
         while moved:
             moved = False
@@ -124,7 +124,7 @@ class Schedule:
                     free = out[stage][-1].end if out[stage] else 0.0
                     start = max([free, *(done[need] for need in needed)])
                     end = start + self.duration(op, costs)
-                    out[stage].append(Timed(op, start, end))
+                    out[stage].append(TimedOp(op, start, end))
                     done[stage, op] = end
                     moved = True
         for stage, order in enumerate(self.orders):
@@ -133,16 +133,16 @@ class Schedule:
                 raise ScheduleError(f"{self.name}: stage {stage} waits for ever at {describe(op)}.")
         return tuple(tuple(row) for row in out)
 
-    def bubble(self, costs: Costs = UNIT) -> float:
+    def bubble(self, costs: OpCosts = UNIT) -> float:
         """Share of time that the busiest stage idles, from its own first operation to its last (arXiv:2405.15362)."""
         rows = self.timeline(costs)
         return 1 - self.work(costs) / max(row[-1].end - row[0].start for row in rows)
 
-    def idle(self, costs: Costs = UNIT) -> float:
+    def idle(self, costs: OpCosts = UNIT) -> float:
         """Share of all stages' time, from the first operation of any to the last, in which they idle."""
         return 1 - self.work(costs) / max(row[-1].end for row in self.timeline(costs))
 
-    def work(self, costs: Costs = UNIT) -> float:
+    def work(self, costs: OpCosts = UNIT) -> float:
         """Time that a stage works."""
         return self.micro_batches * (costs.F + costs.B + costs.W)
 
@@ -180,7 +180,7 @@ def virtual_stage(stages: int, stage: int, chunk: int, vee: bool) -> int:
     return chunk * stages + (stages - 1 - stage if vee and chunk % 2 else stage)
 
 
-def describe(op: Op) -> str:
+def describe(op: PipelineOp) -> str:
     """In words, for messages."""
     what = {"F": "forward", "B": "backward", "W": "weights' gradients"}[op.kind]
     return f"{what} of micro-batch {op.micro}, chunk {op.chunk}"
@@ -196,7 +196,10 @@ def check(schedule: Schedule) -> None:
     if len(s.orders) != s.stages:
         raise ScheduleError(f"{s.name}: {len(s.orders)} rows for {s.stages} stages.")
     wanted = {
-        Op(kind, micro, chunk) for kind in s.kinds for micro in range(s.micro_batches) for chunk in range(s.chunks)
+        PipelineOp(kind, micro, chunk)
+        for kind in s.kinds
+        for micro in range(s.micro_batches)
+        for chunk in range(s.chunks)
     }
     for stage, order in enumerate(s.orders):
         found = set(order)

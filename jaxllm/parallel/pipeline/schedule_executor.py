@@ -21,15 +21,15 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 import sharding
-from jaxllm.parallel.pipeline.pipeline_step import MANUAL, Head, Pipeline, Step
+from jaxllm.parallel.pipeline.pipeline_step import MANUAL, Head, Pipeline, PipelineStep
 from jaxllm.parallel.pipeline.schedule import ScheduleError
 from jaxllm.parallel.pipeline.stage_collectives import (
-    handed_in,
-    handed_out,
+    after_entry,
+    after_exit,
+    before_entry,
+    before_exit,
     is_spec,
     only,
-    taken_in,
-    taken_out,
 )
 from pallas_kernels._compat import target_device
 
@@ -69,7 +69,9 @@ def _check(pipeline: Pipeline, mesh: AbstractMesh) -> None:
         )
 
 
-def _mapped(pipeline: Pipeline, run: Callable[[Step], Any], head: Head, arguments: Any, *, gradients: bool) -> Any:
+def _mapped(
+    pipeline: Pipeline, run: Callable[[PipelineStep], Any], head: Head, arguments: Any, *, gradients: bool
+) -> Any:
     params = arguments[0]
     mesh = jax.sharding.get_abstract_mesh()
     _check(pipeline, mesh)
@@ -80,12 +82,12 @@ def _mapped(pipeline: Pipeline, run: Callable[[Step], Any], head: Head, argument
     rows = only(rules.spec((None, "batch", "seq"), mesh), manual)
 
     def local(params: Any, parts: Any, total: Array) -> Any:
-        params = jax.tree.map(lambda x, spec: taken_in(x, spec, manual), params, whole)
+        params = jax.tree.map(lambda x, spec: after_entry(x, spec, manual), params, whole)
         with sharding.use_rules(rules):
-            made = run(Step(pipeline, mesh, manual, stored, head, params, parts, total))
+            made = run(PipelineStep(pipeline, mesh, manual, stored, head, params, parts, total))
         if not gradients:
             return made
-        return *made[:-1], jax.tree.map(lambda x, spec: handed_out(x, spec, manual), made[-1], whole)
+        return *made[:-1], jax.tree.map(lambda x, spec: before_exit(x, spec, manual), made[-1], whole)
 
     mapped = jax.shard_map(
         local,
@@ -97,10 +99,10 @@ def _mapped(pipeline: Pipeline, run: Callable[[Step], Any], head: Head, argument
     )
 
     def across(params: Any, parts: Any, total: Array) -> Any:
-        params = jax.tree.map(lambda x, spec: handed_in(x, spec, manual), params, whole)
+        params = jax.tree.map(lambda x, spec: before_entry(x, spec, manual), params, whole)
         made = mapped(params, parts, total)
         if not gradients:
             return made
-        return *made[:-1], jax.tree.map(lambda x, spec: taken_out(x, spec, manual), made[-1], whole)
+        return *made[:-1], jax.tree.map(lambda x, spec: after_exit(x, spec, manual), made[-1], whole)
 
     return across

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from jaxllm.parallel.pipeline.schedule import Kind, Op, Schedule, ScheduleError, check
+from jaxllm.parallel.pipeline.schedule import Kind, PipelineOp, Schedule, ScheduleError, check
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "v_min", "v_half", "v_zb"]
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -80,7 +80,7 @@ def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None
 
 def _gpipe(p: int, m: int, v: int) -> Schedule:
     """All forward, then all backward (arXiv:1811.06965)."""
-    order = (*(Op("F", i, 0) for i in range(m)), *(Op("B", i, 0) for i in range(m)))
+    order = (*(PipelineOp("F", i, 0) for i in range(m)), *(PipelineOp("B", i, 0) for i in range(m)))
     return Schedule("gpipe", p, m, v, split=False, vee=False, orders=(order,) * p)
 
 
@@ -89,23 +89,25 @@ def _one_f_one_b(p: int, m: int, v: int) -> Schedule:
     return Schedule("1f1b", p, m, v, split=False, vee=False, orders=_alternating(p, m, [p - 1 - s for s in range(p)]))
 
 
-def _alternating(p: int, m: int, warm: Sequence[int]) -> tuple[tuple[Op, ...], ...]:
+def _alternating(p: int, m: int, warm: Sequence[int]) -> tuple[tuple[PipelineOp, ...], ...]:
     """``warm[s]`` forward operations, then forward and backward in turn, then what is left."""
     orders = []
     for s in range(p):
         ahead = min(m, warm[s])
-        pairs = itertools.chain.from_iterable((Op("F", ahead + i, 0), Op("B", i, 0)) for i in range(m - ahead))
-        first = [Op("F", i, 0) for i in range(ahead)]
-        orders.append((*first, *pairs, *(Op("B", i, 0) for i in range(m - ahead, m))))
+        pairs = itertools.chain.from_iterable(
+            (PipelineOp("F", ahead + i, 0), PipelineOp("B", i, 0)) for i in range(m - ahead)
+        )
+        first = [PipelineOp("F", i, 0) for i in range(ahead)]
+        orders.append((*first, *pairs, *(PipelineOp("B", i, 0) for i in range(m - ahead, m))))
     return tuple(orders)
 
 
 def _interleaved(p: int, m: int, v: int) -> Schedule:
     """1F1B over several chunks a stage, micro-batches in groups of the stages' number (arXiv:2104.04473, 2.2)."""
 
-    def sequence(kind: Kind) -> list[Op]:
+    def sequence(kind: Kind) -> list[PipelineOp]:
         chunks = range(v) if kind == "F" else range(v - 1, -1, -1)
-        return [Op(kind, g + i, c) for g in range(0, m, p) for c in chunks for i in range(p)]
+        return [PipelineOp(kind, g + i, c) for g in range(0, m, p) for c in chunks for i in range(p)]
 
     forward, backward = sequence("F"), sequence("B")
     orders = []
@@ -141,7 +143,7 @@ def _zero_bubble_vee(p: int, m: int, v: int) -> Schedule:
         hops += [down, down_back, up, up_back] * m
         numbers = {hop: itertools.count() for hop in _HOPS}
         numbered = ((hop, next(numbers[hop])) for hop in hops)
-        orders.append(tuple(Op(kind, i, chunk) for (kind, chunk), i in numbered if i < m))
+        orders.append(tuple(PipelineOp(kind, i, chunk) for (kind, chunk), i in numbered if i < m))
     return Schedule("v_zb", p, m, v, split=True, vee=True, orders=fill(p, m, v, True, tuple(orders), [2 * p] * p))
 
 
@@ -165,7 +167,9 @@ def _vee(name: str, p: int, m: int, v: int) -> Schedule:
     times = _block(name, p)
     orders = []
     for s in range(p):
-        placed = [(times[s][k] + PERIOD * i, Op(kind, i, c)) for k, (kind, c) in enumerate(_HOPS) for i in range(m)]
+        placed = [
+            (times[s][k] + PERIOD * i, PipelineOp(kind, i, c)) for k, (kind, c) in enumerate(_HOPS) for i in range(m)
+        ]
         orders.append(tuple(op for _, op in sorted(placed)))
     room = [2 * peak_of_vee(name, p)] * p
     return Schedule(name, p, m, v, split=True, vee=True, orders=fill(p, m, v, True, tuple(orders), room))
@@ -193,18 +197,18 @@ def _block(name: str, p: int) -> tuple[tuple[int, ...], ...]:
 
 
 def fill(
-    p: int, m: int, v: int, vee: bool, orders: tuple[tuple[Op, ...], ...], room: Sequence[int]
-) -> tuple[tuple[Op, ...], ...]:
+    p: int, m: int, v: int, vee: bool, orders: tuple[tuple[PipelineOp, ...], ...], room: Sequence[int]
+) -> tuple[tuple[PipelineOp, ...], ...]:
     """Orders of F and B with every W put where the next of them cannot be done yet, or has no room.
 
     Args:
         room: chunks of activations that each stage may hold.
     """
     bare = Schedule("", p, m, v, split=True, vee=vee, orders=orders)
-    done: dict[tuple[int, Op], int] = {}
-    out: list[list[Op]] = [[] for _ in range(p)]
+    done: dict[tuple[int, PipelineOp], int] = {}
+    out: list[list[PipelineOp]] = [[] for _ in range(p)]
     place, held = [0] * p, [0] * p
-    waiting: list[list[Op]] = [[] for _ in range(p)]
+    waiting: list[list[PipelineOp]] = [[] for _ in range(p)]
     time = 0
     while any(len(row) < 3 * m * v for row in out):
         busy = False
@@ -215,7 +219,7 @@ def fill(
                 place[s] += 1
                 held[s] += op.kind == "F"
                 if op.kind == "B":
-                    waiting[s].append(Op("W", op.micro, op.chunk))
+                    waiting[s].append(PipelineOp("W", op.micro, op.chunk))
             elif waiting[s]:
                 op = waiting[s].pop(0)
                 held[s] -= 1

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxllm.parallel.pipeline.schedule import Costs, Op, Schedule, ScheduleError
+from jaxllm.parallel.pipeline.schedule import OpCosts, PipelineOp, Schedule, ScheduleError
 
 KINDS = ("idle", "F", "B", "W")
 
@@ -23,7 +23,7 @@ Cells = Int[np.ndarray, "T P"]
 
 
 @dataclass(frozen=True)
-class Table:
+class ScheduleTable:
     """What every stage does in every tick. T ticks, P stages.
 
     Attributes:
@@ -78,11 +78,11 @@ class Table:
         return int(self.right.sum() + self.left.sum())
 
 
-def tabulate(schedule: Schedule) -> Table:
+def tabulate(schedule: Schedule) -> ScheduleTable:
     """The table of a schedule: every operation as early as those it needs allow, a tick each."""
     s, p = schedule, schedule.stages
     whole = float(s.chunks)
-    rows = s.timeline(Costs(whole, whole, whole) if s.split else Costs(whole, whole / 2, whole / 2))
+    rows = s.timeline(OpCosts(whole, whole, whole) if s.split else OpCosts(whole, whole / 2, whole / 2))
     tick = {(stage, t.op): round(t.start) for stage, row in enumerate(rows) for t in row}
     ticks = max(tick.values()) + 1
     last = s.kinds[-1]
@@ -100,7 +100,7 @@ def tabulate(schedule: Schedule) -> Table:
             continue
         for stage in range(p):
             lives = {op: (t, tick[stage, op._replace(kind=last)]) for op, t in _of(tick, stage) if op.kind == begins}
-            slots = allot(lives.items())
+            slots = allocate_slots(lives.items())
             sizes[pool] = max(sizes[pool], 1 + max(slots.values()))
             for op, slot in slots.items():
                 for kind in s.kinds:
@@ -108,7 +108,7 @@ def tabulate(schedule: Schedule) -> Table:
                         cells[pool][tick[stage, same], stage] = slot
 
     cells["back"], cells["stays"] = np.zeros((ticks, p), np.int32), np.zeros((ticks, p), bool)
-    away: dict[tuple[int, Op], tuple[int, list[int]]] = {}  # when F's values go out, and when others take them
+    away: dict[tuple[int, PipelineOp], tuple[int, list[int]]] = {}  # when F's values go out, and when others take them
     for (stage, op), t in tick.items():
         if op.kind == "F" and "B" in s.kinds:
             takes = [tick[stage, op._replace(kind=kind)] for kind in s.kinds[1:]]
@@ -117,7 +117,9 @@ def tabulate(schedule: Schedule) -> Table:
     host = {
         (stage, op): slot
         for stage in range(p)
-        for op, slot in allot((op, (o, max(b))) for (there, op), (o, b) in away.items() if there == stage and b).items()
+        for op, slot in allocate_slots(
+            (op, (o, max(b))) for (there, op), (o, b) in away.items() if there == stage and b
+        ).items()
     }
     hosted = 1 + max(host.values(), default=-1)
     cells["out"] = np.full((ticks, p), hosted, np.int32)
@@ -128,10 +130,10 @@ def tabulate(schedule: Schedule) -> Table:
 
     routes = [_route(s, stage, op) for stage, order in enumerate(s.orders) for op in order]
     sent = [(stage, op, there, to) for stage, op, there, to in routes if to is not None]
-    slots_of: dict[tuple[int, Op], int] = {}
+    slots_of: dict[tuple[int, PipelineOp], int] = {}
     for stage in range(p):
         lives = {to: (tick[a, op] + 1, tick[stage, to]) for a, op, there, to in sent if there == stage}
-        slots_of |= {(stage, to): slot for to, slot in allot(lives.items()).items()}
+        slots_of |= {(stage, to): slot for to, slot in allocate_slots(lives.items()).items()}
     messages = 1 + max(slots_of.values())
     cells |= {name: np.full((ticks, p), messages, np.int32) for name in ("message", *ARRIVALS)}
     used = {"right": np.zeros(ticks, bool), "left": np.zeros(ticks, bool)}
@@ -144,7 +146,7 @@ def tabulate(schedule: Schedule) -> Table:
             side = ("right", "left")[way]
             used[side][t] = True
             pairs[side].add((a, there))
-    return Table(
+    return ScheduleTable(
         **cells,
         **used,
         pairs_right=tuple(sorted(pairs["right"])),
@@ -159,11 +161,11 @@ def tabulate(schedule: Schedule) -> Table:
 ARRIVALS = ("from_left", "from_right", "from_self")
 
 
-def _of(tick: dict[tuple[int, Op], int], stage: int) -> list[tuple[Op, int]]:
+def _of(tick: dict[tuple[int, PipelineOp], int], stage: int) -> list[tuple[PipelineOp, int]]:
     return [(op, t) for (there, op), t in tick.items() if there == stage]
 
 
-def _route(s: Schedule, stage: int, op: Op) -> tuple[int, Op, int, Op | None]:
+def _route(s: Schedule, stage: int, op: PipelineOp) -> tuple[int, PipelineOp, int, PipelineOp | None]:
     """Who takes what an operation makes: (stage, op, the taker's stage, its operation or None).
 
     The last chunk's forward pass ends in the loss, whose gradient is its own backward pass's.
@@ -175,7 +177,7 @@ def _route(s: Schedule, stage: int, op: Op) -> tuple[int, Op, int, Op | None]:
     if op.kind == "W" or after < 0:
         return stage, op, stage, None
     there, chunk = s.holder(after)
-    return stage, op, there, Op(op.kind, op.micro, chunk)
+    return stage, op, there, PipelineOp(op.kind, op.micro, chunk)
 
 
 def _way(p: int, a: int, b: int) -> int:
@@ -187,7 +189,7 @@ def _way(p: int, a: int, b: int) -> int:
 Thing = TypeVar("Thing", bound=Hashable)
 
 
-def allot(lives: Iterable[tuple[Thing, tuple[int, int]]]) -> dict[Thing, int]:
+def allocate_slots(lives: Iterable[tuple[Thing, tuple[int, int]]]) -> dict[Thing, int]:
     """A slot for each thing, such that two with a common tick have different ones: as few as can be.
 
     Args:

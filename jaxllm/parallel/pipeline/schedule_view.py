@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from jaxllm.parallel.pipeline.schedule import UNIT, Costs, Op, Schedule
+from jaxllm.parallel.pipeline.schedule import UNIT, OpCosts, PipelineOp, Schedule
 
 COLORS = {"F": ("#9db4d0", "#d3deec"), "B": ("#c4501b", "#e9a37f"), "W": ("#5f8a3c", "#b4d196")}
 WORDS = {"F": "forward", "B": "backward", "W": "weights' gradients"}
 
 
-def text(schedule: Schedule, costs: Costs = UNIT, *, width: int = 160) -> str:
+def text(schedule: Schedule, costs: OpCosts = UNIT, *, width: int = 160) -> str:
     """The facts and, where it fits ``width`` characters, a row for each stage.
 
     A cell is an operation: F, B or W and the number of its micro-batch, in small letters for a second chunk (then with
@@ -39,7 +39,7 @@ def text(schedule: Schedule, costs: Costs = UNIT, *, width: int = 160) -> str:
     return "\n".join(lines)
 
 
-def facts(schedule: Schedule, costs: Costs = UNIT) -> str:
+def facts(schedule: Schedule, costs: OpCosts = UNIT) -> str:
     """Sizes, bubble and memory."""
     s = schedule
     peaks = ", ".join(f"{peak:g}" for peak in s.peaks)
@@ -55,7 +55,7 @@ def facts(schedule: Schedule, costs: Costs = UNIT) -> str:
     )
 
 
-def draw(schedule: Schedule, file: Path, costs: Costs = UNIT) -> None:
+def draw(schedule: Schedule, file: Path, costs: OpCosts = UNIT) -> None:
     """Draws the schedule, and below it what each stage holds over time, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -106,6 +106,6 @@ def draw(schedule: Schedule, file: Path, costs: Costs = UNIT) -> None:
     temporary.replace(file)
 
 
-def _name(op: Op, schedule: Schedule) -> str:
+def _name(op: PipelineOp, schedule: Schedule) -> str:
     letter = op.kind if op.chunk == 0 else op.kind.lower()
     return f"{letter}{op.micro}" + (f".{op.chunk}" if schedule.chunks > 2 and op.chunk else "")

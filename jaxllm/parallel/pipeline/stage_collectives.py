@@ -1,7 +1,7 @@
 """Collectives by hand, in a program that is manual over some mesh axes and explicit over the others.
 
 XLA makes an array whole over explicit axes before it gathers it over manual ones, and jax 0.10 wherever one goes into
-such a program or comes out of it. So what moves weights goes through ``manually``, a nested ``shard_map`` over all
+such a program or comes out of it. So what moves weights goes through ``run_fully_manual``, a nested ``shard_map`` over all
 axes, and weights and gradients cross the border as the parts that devices have.
 
 Specs are those of whole arrays, less all but the manual axes (``only``).
@@ -37,7 +37,7 @@ def dimension_over(spec: Any, axis: str) -> int | None:
     return None
 
 
-def gathered(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
+def all_gather_over(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
     """Whole over ``axes``; the innermost first, so that parts come in order.
 
     Args:
@@ -46,37 +46,37 @@ def gathered(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked:
     for axis in reversed(_nested(spec, axes)):
         dim = dimension_over(spec, axis)
         assert dim is not None
-        w = manually(functools.partial(jax.lax.all_gather, axis_name=axis, axis=dim - stacked, tiled=True), w)
+        w = run_fully_manual(functools.partial(jax.lax.all_gather, axis_name=axis, axis=dim - stacked, tiled=True), w)
     return w
 
 
-def scattered(g: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
+def reduce_scatter_over(g: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
     """The transpose of ``gathered``: sums over ``axes``, and each device its part."""
     for axis in _nested(spec, axes):
         dim = dimension_over(spec, axis)
         assert dim is not None
         scatter = functools.partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim - stacked, tiled=True)
-        g = manually(scatter, g)
+        g = run_fully_manual(scatter, g)
     return g
 
 
-def handed_in(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
+def before_entry(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
     """Before the border: an array stored by ``spec`` as it goes in, explicit axes not in its type any more."""
     return x if _mixed(spec, manual) else _called(x, spec, only(spec, manual))
 
 
-def taken_in(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """Behind the border: the array that ``handed_in`` was given, split over explicit axes as it is stored."""
+def after_entry(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
+    """Behind the border: the array that ``before_entry`` was given, split over explicit axes as it is stored."""
     return x if _mixed(spec, manual) else _called(x, jax.P(), _others(spec, manual))
 
 
-def handed_out(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """``taken_in`` the other way."""
+def before_exit(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
+    """``after_entry`` the other way."""
     return x if _mixed(spec, manual) else _called(x, _others(spec, manual), jax.P())
 
 
-def taken_out(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """``handed_in`` the other way."""
+def after_exit(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
+    """``before_entry`` the other way."""
     return x if _mixed(spec, manual) else _called(x, only(spec, manual), spec)
 
 
@@ -99,7 +99,7 @@ def _called(x: Array, before: Any, after: Any) -> Array:
     return jax.shard_map(lambda x: x, mesh=mesh, in_specs=before, out_specs=after, axis_names=names, check_vma=False)(x)
 
 
-def manually(fn: Callable[[Array], Array], x: Array) -> Array:
+def run_fully_manual(fn: Callable[[Array], Array], x: Array) -> Array:
     """``fn`` of the part of ``x`` that a device has, over explicit axes too.
 
     jax 0.10 cannot lower ``psum_scatter`` of an array that explicit axes split, and XLA makes one whole over them
@@ -113,7 +113,7 @@ def manually(fn: Callable[[Array], Array], x: Array) -> Array:
     return jax.shard_map(fn, mesh=mesh, in_specs=there, out_specs=there, axis_names=names, check_vma=False)(x)
 
 
-def undivided(w: Array, spec: Any) -> Array:
+def replicate_shared_dims(w: Array, spec: Any) -> Array:
     """``w``, whole over explicit axes that split a dimension which manual ones split too.
 
     Parts of such a dimension would change places when it is gathered over the manual, outer axes.
@@ -124,20 +124,20 @@ def undivided(w: Array, spec: Any) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered_layer(w: Array, spec: Any) -> Array:
+def gather_layer_weight(w: Array, spec: Any) -> Array:
     """One layer's weight, gathered for its use; its gradient is scattered. The spec is that of the stack."""
-    return gathered(w, spec, stacked=True)
+    return all_gather_over(w, spec, stacked=True)
 
 
 def _layer_forward(w: Array, spec: Any) -> tuple[Array, None]:
-    return gathered(w, spec, stacked=True), None
+    return all_gather_over(w, spec, stacked=True), None
 
 
 def _layer_backward(spec: Any, _: None, dy: Array) -> tuple[Array]:
-    return (scattered(dy, spec, stacked=True),)
+    return (reduce_scatter_over(dy, spec, stacked=True),)
 
 
-gathered_layer.defvjp(_layer_forward, _layer_backward)
+gather_layer_weight.defvjp(_layer_forward, _layer_backward)
 
 
 def _nested(spec: Any, axes: tuple[str, ...]) -> list[str]:

@@ -18,13 +18,13 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError
-from jaxllm.parallel.pipeline.stage_collectives import manually
+from jaxllm.parallel.pipeline.stage_collectives import run_fully_manual
 
 STAGE = "stage"
 
 
 @dataclass(frozen=True)
-class Depths:
+class StageDepths:
     """Units of the virtual stages.
 
     Attributes:
@@ -53,7 +53,7 @@ class Depths:
         return self.counts.shape[1] == 1 and bool((self.counts == self.counts[0]).all())
 
 
-def spread(repeats: Sequence[int], virtual_stages: int, depths: Sequence[int] = ()) -> Depths:
+def assign_units(repeats: Sequence[int], virtual_stages: int, depths: Sequence[int] = ()) -> StageDepths:
     """Shares the units of a model out to virtual stages.
 
     Args:
@@ -86,11 +86,11 @@ def spread(repeats: Sequence[int], virtual_stages: int, depths: Sequence[int] = 
     offsets = np.cumsum([0, *repeats])[:-1]
     low = np.clip(starts[:, None] - offsets, 0, repeats)
     high = np.clip(ends[:, None] - offsets, 0, repeats)
-    return Depths((high - low).astype(np.int32), low.astype(np.int32))
+    return StageDepths((high - low).astype(np.int32), low.astype(np.int32))
 
 
 @dataclass(frozen=True)
-class Places:
+class UnitPlacement:
     """Where the units of one segment lie, stored and used.
 
     Attributes:
@@ -102,7 +102,7 @@ class Places:
     place: Int[np.ndarray, " U"]
 
 
-def places(depths: Depths, schedule: Schedule, segment: int, repeats: int) -> Places:
+def place_units(depths: StageDepths, schedule: Schedule, segment: int, repeats: int) -> UnitPlacement:
     """Of a segment of ``repeats`` units."""
     room = depths.rooms[segment]
     taken = np.zeros((schedule.stages, schedule.chunks * room), np.int32)
@@ -114,10 +114,10 @@ def places(depths: Depths, schedule: Schedule, segment: int, repeats: int) -> Pl
                 unit = depths.firsts[k, segment] + i
                 taken[stage, chunk * room + i] = unit
                 place[unit] = stage * taken.shape[1] + chunk * room + i
-    return Places(taken, place)
+    return UnitPlacement(taken, place)
 
 
-def bring(w: Array, where: Places, split: int | None) -> Array:
+def gather_units(w: Array, where: UnitPlacement, split: int | None) -> Array:
     """A segment's stacked weight [U ...], its part here, to this stage's units [R ...].
 
     Inside ``jax.shard_map`` over ``stage``.
@@ -131,10 +131,10 @@ def bring(w: Array, where: Places, split: int | None) -> Array:
         mine = jnp.asarray(where.taken)[jax.lax.axis_index(STAGE)]
         return _rows(w, mine)
     rows = _rows(w, jnp.asarray(where.taken.reshape(-1)))
-    return manually(lambda rows: jax.lax.all_to_all(rows, STAGE, 0, split, tiled=True), rows)
+    return run_fully_manual(lambda rows: jax.lax.all_to_all(rows, STAGE, 0, split, tiled=True), rows)
 
 
-def take_back(g: Array, where: Places, split: int | None) -> Array:
+def return_gradients(g: Array, where: UnitPlacement, split: int | None) -> Array:
     """Gradients of this stage's units [R ...] to the part of the segment's [U ...] that is stored here."""
     if split == 0:
         return g
@@ -144,7 +144,7 @@ def take_back(g: Array, where: Places, split: int | None) -> Array:
         mine = place // room == here
         rows = _rows(g, place % room)
         return jax.lax.psum(jnp.where(mine.reshape(-1, *(1,) * (g.ndim - 1)), rows, 0), STAGE)
-    return _rows(manually(lambda g: jax.lax.all_to_all(g, STAGE, split, 0, tiled=True), g), place)
+    return _rows(run_fully_manual(lambda g: jax.lax.all_to_all(g, STAGE, split, 0, tiled=True), g), place)
 
 
 def _rows(w: Array, rows: Array) -> Array:

@@ -21,7 +21,7 @@ Remat = Literal["none", "elementwise", "full"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitLayer:
     """The three parts. Values are flat lists.
 
     Attributes:
@@ -56,7 +56,7 @@ class Cut:
         return dict(zip(self._late, self._weights(*jax.tree.leaves((w, consts)), *saved, *pending), strict=True))
 
 
-def cut(
+def split_layer(
     layer: Callable[[Any, Any, Any], Any],
     w: Any,
     x: Any,
@@ -65,7 +65,7 @@ def cut(
     remat: Remat,
     names: Iterable[str],
     split: bool,
-) -> Cut:
+) -> SplitLayer:
     """Cuts ``layer(w, x, consts) -> ((y, loss), more)``, where y is as x.
 
     ``loss``, a scalar or None, is added to the step's own, so its gradient is one; ``more`` is any tree and has none.
@@ -110,7 +110,7 @@ def cut(
     late = [i for i in range(len(dw_out)) if i not in early]
     left = graph.inputs([dw_out[i] for i in late], made | set(saved) | set(dy_in))
     pending = [v for v in left if v not in free and v not in saved and v not in c_in]
-    return Cut(
+    return SplitLayer(
         jax.tree.structure(w),
         said,
         tuple(v.aval for v in saved),
