@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizers of every kind that models come with, and chat templates.
+"""Tokenizers and chat templates: Hugging Face, SentencePiece, tiktoken and GGUF files, bytes, BPE training.
 
 Names are imported when they are first used, so importing this package costs nothing.
 """

@@ -1,4 +1,4 @@
-"""Training a byte-level BPE on the corpus, and keeping it.
+"""BPE training: trains a byte-level BPE tokenizer on a corpus and caches it.
 
 Byte-level (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", 2.2): merges run over the UTF-8
 bytes of the text, so every text has an encoding and nothing is unknown.
@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxllm.files import DataError, atomic, digest, file_sha256, read_json
 from jaxllm.text.byte_tokenizer import ByteTokenizer
-from jaxllm.text.hf_tokenizer import LibraryTokenizer
+from jaxllm.text.hf_tokenizer import HFTokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.text.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE
 from jaxllm.text.tokenizer_loading import load_tokenizer
@@ -22,10 +22,16 @@ from jaxllm.text.tokenizer_loading import load_tokenizer
 log = logging.getLogger(__name__)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, where: str) -> LibraryTokenizer:
-    """Trains a byte-level BPE with exactly `vocab_size` tokens: specials, 256 bytes, merges. Same texts, same result.
+def train_bpe(texts: Iterable[str], vocab_size: int, *, where: str) -> HFTokenizer:
+    """Trains a byte-level BPE with exactly `vocab_size` tokens: special tokens, 256 bytes, merges. Deterministic.
 
-    Raises DataError when the size is below what bytes and specials need, or above what the texts have merges for.
+    Args:
+        texts: training corpus.
+        vocab_size: size of the vocabulary.
+        where: name of the corpus in errors.
+
+    Raises:
+        DataError: the size is below that of bytes and special tokens, or above what the corpus has merges for.
     """
     specials = ByteTokenizer.SPECIALS
     least = 256 + len(specials)
@@ -43,12 +49,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, where: str) -> LibraryTo
     library.train_from_iterator(iter(texts), trainer)
     reached = library.get_vocab_size()
     if reached != vocab_size:
-        raise DataError(f"{where}: the text has merges for {reached} tokens only; use 'bpe:{reached}' or 'byte'")
-    return LibraryTokenizer(library.to_str(), bos=ByteTokenizer.BOS, eos=ByteTokenizer.EOS, where=f"bpe:{vocab_size}")
+        raise DataError(f"{where}: the corpus has merges for {reached} tokens only; use 'bpe:{reached}' or 'byte'")
+    return HFTokenizer(library.to_str(), bos=ByteTokenizer.BOS, eos=ByteTokenizer.EOS, where=f"bpe:{vocab_size}")
 
 
 def cached_bpe(texts: Iterable[str], vocab_size: int, *, content_hash: str, where: str, cache: Path) -> Tokenizer:
-    """`train_bpe`, or its earlier result for the same text. A damaged cache entry is trained again, never used."""
+    """`train_bpe` with a cache, keyed by `content_hash` and size. A damaged entry is trained again, never used."""
     folder = cache / "tokenizers" / f"bpe-{vocab_size}-{digest([content_hash, ByteTokenizer.SPECIALS])[:16]}"
     stamp = folder / "sha256.json"
     if stamp.is_file():
@@ -62,6 +68,6 @@ def cached_bpe(texts: Iterable[str], vocab_size: int, *, content_hash: str, wher
     trained = train_bpe(texts, vocab_size, where=where)
     trained.save(folder)
     hashes = {name: file_sha256(folder / name) for name in (TOKENIZER_FILE, CONFIG_FILE)}
-    with atomic(stamp) as file:  # last: an entry without its stamp is not an entry
+    with atomic(stamp) as file:  # written last: an entry without its hashes is incomplete
         file.write(json.dumps(hashes).encode())
     return trained

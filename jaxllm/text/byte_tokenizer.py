@@ -1,4 +1,4 @@
-"""The byte tokenizer: no training, no vocabulary to keep, any text."""
+"""Byte tokenizer: every UTF-8 byte is a token. Needs no training and encodes any text."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxllm.text.tokenizer_files import TOKENIZER_FILE, write_config
 
 
 def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """Byte-level alphabet: the printable character that stands for each byte in a vocabulary (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -22,9 +22,9 @@ def byte_alphabet() -> list[str]:
 
 
 class ByteTokenizer(Tokenizer):
-    """Each UTF-8 byte is its own id; 256 and 257 begin and end a document.
+    """Tokenizer whose ids are UTF-8 bytes; ids 256 and 257 are bos and eos.
 
-    The other ids up to 272 are reserved for special tokens of later training (and 272 divides over 16 devices).
+    The other ids below 272 are reserved for special tokens of later training (and 272 divides over 16 devices).
     """
 
     BOS, EOS = "<|bos|>", "<|eos|>"
@@ -45,17 +45,21 @@ class ByteTokenizer(Tokenizer):
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
+        """Bytes of each id; empty for special tokens."""
         return [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIALS)
 
     @cached_property
     def special_names(self) -> dict[int, str]:
+        """Names of the special tokens by id."""
         return {256 + n: name for n, name in enumerate(self.SPECIALS)}
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash over everything that determines the ids."""
         return digest(["byte", 1, self.SPECIALS])
 
     def save(self, folder: Path | str) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`."""
         folder = Path(folder)
         added = [
             {"id": 256 + n, "content": name, "special": True, "normalized": False}

@@ -1,4 +1,4 @@
-"""Ids of special tokens in a GGUF file's metadata."""
+"""Special token ids in a GGUF file's metadata."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,25 +8,25 @@ import numpy as np
 from jaxllm.files import DataError
 
 UNKNOWN, CONTROL = 2, 3
-"""Types of tokens in `tokenizer.ggml.token_type`, as SentencePiece numbers them."""
+"""Token types in `tokenizer.ggml.token_type`, which are SentencePiece's."""
 
-# What llama.cpp takes in a vocabulary of SentencePiece's that does not say it, and how such tokens are called.
+# llama.cpp's default ids for SentencePiece vocabularies whose metadata has none, and the usual names of these tokens.
 _DEFAULTS = {"unknown": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 
 
 def special_id(metadata: Mapping[str, Any], name: str, *, where: str) -> int | None:
-    """The id of `tokenizer.ggml.NAME_token_id`, or the one that its absence means; None where there is none.
+    """Token id of `tokenizer.ggml.NAME_token_id`, or its default where the key is absent; None where there is neither.
 
-    A default is taken only if the token there is a special one or has the usual name.
+    A default is used only if the token of that id is a special one or has the usual name.
 
     Raises:
-        DataError: it is no id of one of the file's tokens.
+        DataError: the id is not that of a token of the file.
     """
     found, tokens = metadata.get(f"tokenizer.ggml.{name}_token_id"), metadata.get("tokenizer.ggml.tokens", ())
     if found is None:
         return _default(metadata, name) if metadata.get("tokenizer.ggml.model") == "llama" else None
     if isinstance(found, bool) or not isinstance(found, int | np.integer):
-        raise DataError(f"{where}: tokenizer.ggml.{name}_token_id is {found!r}; it is a token's number")
+        raise DataError(f"{where}: tokenizer.ggml.{name}_token_id is {found!r}; legal: a token id")
     if not 0 <= found < len(tokens):
         raise DataError(f"{where}: tokenizer.ggml.{name}_token_id is {found}, outside the {len(tokens)} tokens")
     return int(found)

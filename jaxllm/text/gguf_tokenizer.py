@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, from the file's metadata.
+"""GGUF tokenizer: opens the tokenizer in a GGUF file's metadata.
 
-Keys and their meaning: GGUF's specification and llama.cpp's `llama-vocab.cpp`, which decides how text is split
-(`tokenizer.ggml.pre`) and what a key means that is absent.
+Keys and their meaning: GGUF's specification, and llama.cpp's `llama-vocab.cpp` for pre-tokenization
+(`tokenizer.ggml.pre`) and for the defaults of absent keys.
 """
 
 from collections import Counter
@@ -11,10 +11,18 @@ from typing import Any
 from jaxllm.files import DataError
 from jaxllm.text import pretokenizers, tokenizer_json
 from jaxllm.text.gguf_special_tokens import special_id
-from jaxllm.text.hf_tokenizer import LibraryTokenizer
-from jaxllm.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Pieces, bpe_definition
+from jaxllm.text.hf_tokenizer import HFTokenizer
+from jaxllm.text.sentencepiece import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    SentencePieceVocabulary,
+    bpe_tokenizer_json,
+)
 
-# tokenizer.ggml.pre -> splits.SPLITS. Names that llama.cpp treats alike are listed alike.
+# tokenizer.ggml.pre -> name in pretokenizers.SPLITS. Names that llama.cpp treats alike share a row.
 _PRE = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe", "exaone4", "trillion"), "gpt2"),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "smollm"),
@@ -26,24 +34,24 @@ _PRE = {
     **dict.fromkeys(("gpt-4o", "llama4"), "o200k"),
     "default": "ggml-default",
 }
-# Those whose words are tokens before they are merges, and those that begin a text with bos unless told otherwise.
+# Pre-tokenizers that look up whole words before merging (ignore_merges), and those that add bos by default.
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
 _ADD_BOS = _WHOLE_WORDS
 
-# Ids of tokens that end a turn, and names of such tokens in files that do not have the ids.
+# Metadata keys of tokens that end a turn, and names of such tokens in files without these keys.
 _END_KEYS = ("eot", "eom")
 _END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metadata") -> LibraryTokenizer:
-    """The tokenizer that a GGUF file's metadata describes: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
+def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metadata") -> HFTokenizer:
+    """Opens the tokenizer of a GGUF file's metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
     Args:
         metadata: keys and values of the file, arrays as sequences.
-        where: what to call the file in errors.
+        where: name of the file in errors.
 
     Raises:
-        DataError: a key is missing or does not fit, or the kind is one that is not known; names it.
+        DataError: a key is missing or invalid, or the kind of tokenizer is unknown; names it.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -57,7 +65,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metad
     if len(types) != len(tokens):
         raise DataError(f"{where}: {len(tokens)} tokens, but tokenizer.ggml.token_type has {len(types)} entries")
     bos, eos = (special_id(metadata, name, where=where) for name in ("bos", "eos"))
-    if kind == "llama":  # old files have no types: text must not spell these tokens
+    if kind == "llama":  # old files have no token types; bos and eos must not be matched in text
         types = [CONTROL if index in (bos, eos) and one == NORMAL else one for index, one in enumerate(types)]
     pre = metadata.get("tokenizer.ggml.pre", "default")
     default_bos = kind == "llama" or pre in _ADD_BOS
@@ -66,7 +74,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metad
     make = _byte_level if kind == "gpt2" else _sentencepiece
     ends = [special_id(metadata, key, where=where) for key in _END_KEYS]
     named = [n for n, token in enumerate(tokens) if token in _END_NAMES and types[n] in (CONTROL, USER_DEFINED)]
-    return LibraryTokenizer(
+    return HFTokenizer(
         make(metadata, tokens, types, begin, where),
         bos=None if bos is None else tokens[bos],
         eos=None if eos is None else tokens[eos],
@@ -81,16 +89,16 @@ def _byte_level(
 ) -> str:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE:
-        raise DataError(f"{where}: tokenizer.ggml.pre is {pre!r}, an unknown way to split text; known: {sorted(_PRE)}")
+        raise DataError(f"{where}: tokenizer.ggml.pre is {pre!r}, an unknown pre-tokenizer; known: {sorted(_PRE)}")
     split = _PRE[pre]
     merges = [str(merge).split(" ") for merge in _need(metadata, "merges", where)]
     vocab = {token: index for index, token in enumerate(tokens)}
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
-            raise DataError(f"{where}: tokenizer.ggml.merges has {' '.join(merge)!r}, which joins no two tokens to one")
+            raise DataError(f"{where}: tokenizer.ggml.merges has {' '.join(merge)!r}, which does not join two tokens")
     return tokenizer_json.tokenizer_json(
         tokenizer_json.bpe(vocab, merges, whole_words=pre in _WHOLE_WORDS),
-        added=Pieces(tokens, (), types).added(),
+        added=SentencePieceVocabulary(tokens, (), types).added(),
         normalizer=pretokenizers.normalizer(split),
         pre_tokenizer=pretokenizers.pre_tokenizer(split),
         decoder=tokenizer_json.BYTE_LEVEL,
@@ -105,14 +113,14 @@ def _sentencepiece(
     scores = [float(score) for score in _need(metadata, "scores", where)]
     if len(scores) != len(tokens):
         raise DataError(f"{where}: {len(tokens)} tokens, but tokenizer.ggml.scores has {len(scores)} entries")
-    if architecture.startswith("gemma"):  # whose files' scores do not follow the merges; the order of tokens does
+    if architecture.startswith("gemma"):  # in Gemma's files token order, not the scores, gives the merge order
         scores = [float(-index) for index in range(len(tokens))]
     unknown = special_id(metadata, "unknown", where=where)
     if UNKNOWN not in types and unknown is not None:
         types = [UNKNOWN if index == unknown else kind for index, kind in enumerate(types)]
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    return bpe_definition(
-        Pieces(tokens, scores, types),
+    return bpe_tokenizer_json(
+        SentencePieceVocabulary(tokens, scores, types),
         normalizer=tokenizer_json.prefixed_spaces(prefix),
         prefix=prefix,
         byte_fallback=BYTE in types,
@@ -125,5 +133,5 @@ def _sentencepiece(
 def _need(metadata: Mapping[str, Any], key: str, where: str) -> Any:
     name = f"tokenizer.ggml.{key}"
     if name not in metadata:
-        raise DataError(f"{where}: {name} is missing; without it there is no tokenizer of this kind")
+        raise DataError(f"{where}: {name} is missing; a tokenizer of this kind needs it")
     return metadata[name]

@@ -1,7 +1,7 @@
-"""Tokenizers that a tokenizer.json defines, run by the `tokenizers` library: byte-level BPE and SentencePiece's kinds.
+"""Hugging Face tokenizers: a tokenizer.json run by the `tokenizers` library, byte-level BPE or SentencePiece.
 
-Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2, OLMo 2) spell each byte with a printable character;
-SentencePiece ones (Llama 2, Mistral, Gemma, Phi-3) spell a space as U+2581 and bytes without a character as `<0xNN>`.
+Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2, OLMo 2) spell each byte as a printable character;
+SentencePiece ones (Llama 2, Mistral, Gemma, Phi-3) spell a space as U+2581 and other bytes as `<0xNN>`.
 """
 
 import json
@@ -27,8 +27,8 @@ from jaxllm.text.tokenizer_files import (
 )
 from jaxllm.text.tokenizer_json import SPACE, prefixed_spaces
 
-# (bos, eos) of vocabularies that come without a tokenizer_config.json; the first whose eos is present is taken.
-KNOWN_ENDS = (
+# (bos, eos) candidates for vocabularies without a tokenizer_config.json; the first whose eos is present is used.
+KNOWN_BOS_EOS = (
     ("<|bos|>", "<|eos|>"),
     ("<|begin_of_text|>", "<|end_of_text|>"),
     ("<|endoftext|>", "<|endoftext|>"),
@@ -36,19 +36,24 @@ KNOWN_ENDS = (
     ("<bos>", "<eos>"),
 )
 
-# Bytes that occur in no UTF-8 text; a vocabulary may lack them.
+# Bytes that never occur in UTF-8 text, so a vocabulary may lack them.
 NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class LibraryTokenizer(Tokenizer):
-    """A tokenizer that a tokenizer.json defines. Make one with `train_bpe`, `load_tokenizer` or `tokenizer_from_gguf`.
+class HFTokenizer(Tokenizer):
+    """Tokenizer defined by a tokenizer.json; created by `train_bpe`, `load_tokenizer` and `tokenizer_from_gguf`.
 
-    definition: the text of a `tokenizer.json`, kept as it is, so that saving gives back the same file.
-    bos, eos: names of the tokens that begin and end a document; either may be None.
-    where: what to call this tokenizer in errors.
-    stop_ids: tokens at which generation ends, besides `eos`.
+    Args:
+        definition: text of a `tokenizer.json`, kept unchanged, so that saving writes the same file.
+        bos, eos: names of the tokens that begin and end a document; either may be None.
+        where: name of the tokenizer in errors.
+        adds_bos: whether prompts begin with bos.
+        stop_ids: ids of tokens that end generation, besides `eos`.
+
+    Raises:
+        DataError: the definition is invalid or of an unsupported kind.
     """
 
     def __init__(
@@ -68,8 +73,8 @@ class LibraryTokenizer(Tokenizer):
             self._begins = _prepends_to_each_part(self._json)
             plain, self._renamed = _for_plain_text(self._json)
             self._plain = _library(definition if plain is self._json else json.dumps(plain))
-            self._plain.encode_special_tokens = True  # a special token's name inside a text is only text
-        except Exception as error:  # the library raises bare Exception
+            self._plain.encode_special_tokens = True  # names of special tokens in a document are encoded as text
+        except Exception as error:  # the tokenizers library raises bare Exception
             raise DataError(f"{where}: not a tokenizer.json ({error})") from None
         self._byte_level, self.prefix_space = self._read_decoder()
         self.kind = "byte-level BPE" if self._byte_level else f"SentencePiece {self._kind}"
@@ -85,8 +90,12 @@ class LibraryTokenizer(Tokenizer):
         self._absent = self._absent_bytes()
 
     @classmethod
-    def from_file(cls, file: Path, config: Mapping[str, Any]) -> "LibraryTokenizer":
-        """`config`: the neighbouring tokenizer_config.json, or {} where there is none."""
+    def from_file(cls, file: Path, config: Mapping[str, Any]) -> "HFTokenizer":
+        """Opens a tokenizer.json; `config` is the tokenizer_config.json beside it, or {}.
+
+        Raises:
+            DataError: the file is invalid, or it is unknown which token ends a document.
+        """
         try:
             definition = file.read_text("utf-8")
         except UnicodeDecodeError as error:
@@ -95,7 +104,7 @@ class LibraryTokenizer(Tokenizer):
         bos, eos = token_name(config.get("bos_token")), token_name(config.get("eos_token"))
         if eos is None:
             names = {token["content"] for token in parsed.get("added_tokens", [])}
-            ends = [pair for pair in KNOWN_ENDS if pair[1] in names]
+            ends = [pair for pair in KNOWN_BOS_EOS if pair[1] in names]
             if not ends:
                 raise DataError(
                     f"{at(file)}: which token ends a document? Put a {CONFIG_FILE} with 'eos_token' beside it "
@@ -103,13 +112,14 @@ class LibraryTokenizer(Tokenizer):
                 )
             bos, eos = ends[0] if ends[0][0] in names else (None, ends[0][1])
         adds_bos = config.get("add_bos_token")
-        if adds_bos is None:  # a tokenizer made here begins every document; others say it in their post-processor
+        if adds_bos is None:  # tokenizers written by this package add bos; others say so in their post-processor
             adds_bos = "jaxllm_tokenizer" in config or (bos is not None and _begins_with(parsed, bos))
         stop_ids = read_stop_ids(file.parent)
         return cls(definition, bos=bos, eos=eos, where=at(file), adds_bos=adds_bos, stop_ids=stop_ids)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end generation."""
         return self._stop_ids
 
     def _special(self, name: str | None) -> int | None:
@@ -120,7 +130,7 @@ class LibraryTokenizer(Tokenizer):
         return self._vocabulary[name]
 
     def _read_decoder(self) -> tuple[bool, bool]:
-        """(whether tokens are spelt in bytes, whether decoding takes a space from the beginning)."""
+        """Reads the decoder: (whether tokens are spelt in bytes, whether decoding removes a leading space)."""
         decoder = self._json.get("decoder") or {}
         steps = {one["type"]: one for one in decoder.get("decoders", [decoder] if decoder else [])}
         if "ByteLevel" in steps and self._kind == "BPE":
@@ -159,7 +169,7 @@ class LibraryTokenizer(Tokenizer):
         return ids
 
     def _absent_bytes(self) -> bytes:
-        """Bytes that occur in text and that a byte-level vocabulary has no token for."""
+        """Bytes of UTF-8 text for which a byte-level vocabulary has no token."""
         if not self._byte_level:
             return b""
         absent = [byte for byte, char in enumerate(byte_alphabet()) if char not in self._vocabulary]
@@ -167,7 +177,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _unknown_id(self) -> int | None:
-        """The id that text gets which a SentencePiece vocabulary cannot spell; None if it can spell every byte."""
+        """Id of the unknown token of a SentencePiece vocabulary; None if the vocabulary can spell every byte."""
         if self._byte_level:
             return None
         model = self._json["model"]
@@ -177,12 +187,12 @@ class LibraryTokenizer(Tokenizer):
         unknown = self._vocabulary.get(model.get("unk_token")) if self._kind == "BPE" else model.get("unk_id")
         if unknown is None:
             raise DataError(
-                f"{self._where}: has tokens neither for every byte nor for what is unknown; text would vanish"
+                f"{self._where}: has neither tokens for all bytes nor an unknown token; text would be lost silently"
             )
         return unknown
 
     def _refuse_absent_bytes(self, texts: Sequence[str]) -> None:
-        """The library drops what has no token; nothing may vanish from a text unseen."""
+        """Refuses text with bytes that have no token; the library would drop them silently."""
         for text in texts:
             raw = text.encode()
             if len(raw.translate(None, self._absent)) != len(raw):
@@ -204,6 +214,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
+        """Bytes of each id; empty for special tokens."""
         spelt = self._byte_spelling if self._byte_level else self._piece_spelling
         table = [b""] * self.vocab_size
         for token, index in self._vocabulary.items():
@@ -227,11 +238,13 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def special_names(self) -> dict[int, str]:
+        """Names of the special tokens by id."""
         named = self._renamed
         return {index: named.get(added.content, added.content) for index, added in self._added.items() if added.special}
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash over everything that determines the ids."""
         model = self._json["model"]
         added = sorted(
             (index, self.special_names.get(index, one.content), one.special) for index, one in self._added.items()
@@ -243,6 +256,7 @@ class LibraryTokenizer(Tokenizer):
         return digest(["sentencepiece", 1, model, added, rules, self._bos, self._eos])
 
     def save(self, folder: Path | str) -> None:
+        """Writes the tokenizer.json unchanged, `tokenizer_config.json`, and stop ids if they are not the default."""
         folder = Path(folder)
         with atomic(folder / TOKENIZER_FILE) as file:
             file.write(self._definition.encode())
@@ -253,18 +267,18 @@ class LibraryTokenizer(Tokenizer):
 
 def _library(definition: str) -> tokenizers.Tokenizer:
     library = tokenizers.Tokenizer.from_str(definition)
-    # A tokenizer.json may carry truncation and padding from its training; both would change documents silently.
+    # A tokenizer.json may enable truncation and padding, which would change documents silently.
     library.no_truncation()
     library.no_padding()
     return library
 
 
 def _for_plain_text(definition: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The definition for text that is not a chat template's, and special tokens' names in it: {name there: name}.
+    """Definition that encodes no text as a special token, for documents; and its renamed tokens: {new name: name}.
 
-    Its model can make no special token out of text. Where those are part of the model's vocabulary, merges or scores
-    may lead to them, so their names get a space in front there: no token has one, as every kind of vocabulary spells
-    spaces otherwise. And a space that is put before a text is put there once, not after every added token again.
+    Merges or scores may lead to special tokens that are part of the model's vocabulary. Their names get a leading
+    space there, which no other token has, because every kind of vocabulary spells spaces as another character. A
+    normalizer that prepends a space to every part between added tokens is replaced: callers prepend it once.
     """
     model = definition["model"]
     listed = isinstance(model["vocab"], list)
@@ -291,12 +305,12 @@ def _for_plain_text(definition: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _prepends_to_each_part(definition: dict[str, Any]) -> bool:
-    """Whether the normalizer is Llama 2's, which sees the text between two added tokens as a text of its own."""
+    """Whether the normalizer is Llama 2's, which prepends a space to every part between added tokens."""
     return definition.get("normalizer") == prefixed_spaces(prefix=True)
 
 
 def _begins_with(definition: dict[str, Any], bos: str) -> bool:
-    """Whether the post-processor puts `bos` before a text."""
+    """Whether the post-processor prepends `bos`."""
     after = definition.get("post_processor") or {}
     for step in after.get("processors", [after]):
         if step.get("type") == "TemplateProcessing":

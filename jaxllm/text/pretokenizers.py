@@ -1,8 +1,8 @@
-r"""How each byte-level vocabulary cuts text into words before merging: regular expressions, by name.
+r"""Pre-tokenizers: regular expressions that split text into words before BPE merges, by name.
 
-Each is the one its vocabulary was trained with: `gpt2`, `cl100k` and `o200k` as in OpenAI's tiktoken package,
-`llama3`, `qwen2`, `qwen35`, `tekken` and `smollm` as in those models' own tokenizer.json. They are written for
-Oniguruma, which the `tokenizers` library uses: no possessive `{1,3}+`, and `\z` where others write `$`.
+Each is the one that its vocabulary was trained with: `gpt2`, `cl100k` and `o200k` as in OpenAI's tiktoken package,
+`llama3`, `qwen2`, `qwen35`, `tekken` and `smollm` as in those models' tokenizer.json. They are written for
+Oniguruma, which the `tokenizers` library uses: no possessive `{1,3}+`, and `\z` instead of `$`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+"
 
 
 def _cased(tail: str) -> str:
-    """Words that end where lower case turns to upper."""
+    """Regular expression of words that end where lower case changes to upper case."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     return rf"{lead}{_UPPER}*{_LOWER}+{tail}|{lead}{_UPPER}+{_LOWER}*{tail}"
 
@@ -34,16 +34,16 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
     "tekken": (rf"{_cased('')}|\p{{N}}|{_PUNCTUATION}[\r\n/]*|{_SPACES}",),
     "o200k": (rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_PUNCTUATION}[\r\n/]*|{_SPACES}",),
-    # What llama.cpp uses for files that do not say how to split.
+    # llama.cpp's default for files that do not name a pre-tokenizer.
     "ggml-default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 
-# Qwen's tokenizers compose characters first; the others take text as it is.
+# Qwen's tokenizers normalize text to NFC first; the others do not normalize.
 _COMPOSED = ("qwen2", "qwen35")
 
 
 def pre_tokenizer(name: str) -> dict[str, Any]:
-    """The `pre_tokenizer` of a tokenizer.json that splits as `name` does, then spells words in bytes."""
+    """The `pre_tokenizer` of a tokenizer.json: splits by the expressions of `name`, then spells words in bytes."""
     split = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
         for regex in SPLITS[name]
@@ -53,5 +53,5 @@ def pre_tokenizer(name: str) -> dict[str, Any]:
 
 
 def normalizer(name: str) -> dict[str, Any] | None:
-    """The `normalizer` that goes with it."""
+    """The `normalizer` of a tokenizer.json that belongs to the pre-tokenizer `name`; None for none."""
     return {"type": "NFC"} if name in _COMPOSED else None

@@ -1,8 +1,8 @@
-"""SentencePiece models (Kudo and Richardson 2018), `tokenizer.model`: read here, then written as a tokenizer.json.
+"""SentencePiece models (Kudo and Richardson 2018): reads `tokenizer.model` and converts it to a tokenizer.json.
 
-The file is one protobuf message; field numbers are those of sentencepiece's `sentencepiece_model.proto`. BPE joins,
-of all neighbours that make a piece, those whose piece has the best score; Unigram takes the pieces whose scores sum
-to the most. Either may spell what is left in bytes.
+The file is one protobuf message; field numbers are those of sentencepiece's `sentencepiece_model.proto`. BPE merges
+the neighbouring pair whose merged piece has the best score; Unigram chooses the segmentation with the largest sum of
+scores. Both may spell characters without a piece in bytes (byte fallback).
 """
 
 import struct
@@ -13,37 +13,37 @@ from typing import Any
 
 from jaxllm.files import DataError, at
 from jaxllm.text import tokenizer_json
-from jaxllm.text.hf_tokenizer import LibraryTokenizer
+from jaxllm.text.hf_tokenizer import HFTokenizer
 from jaxllm.text.tokenizer_files import CONFIG_FILE, read_stop_ids, token_name
 from jaxllm.text.tokenizer_json import SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of piece; GGUF files use the same numbers."""
+"""Piece types; GGUF files use the same numbers."""
 
 UNIGRAM, BPE = 1, 2
 
 _USER_SCORE = -0.1
-"""What sentencepiece's Unigram scores every user-defined piece with: better than any parts of it."""
+"""Score of user-defined pieces in sentencepiece's Unigram, better than that of any segmentation of them."""
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A vocabulary: texts, scores and kinds, by id."""
+class SentencePieceVocabulary:
+    """SentencePiece vocabulary: text, score and type of each piece, by id."""
 
     texts: Sequence[str]
     scores: Sequence[float]
     kinds: Sequence[int]
 
     def added(self, *, rstrip: bool = False) -> list[dict[str, Any]]:
-        """The pieces that are found in the text itself: those a user defined, and special tokens."""
+        """Added tokens of the tokenizer.json, matched in raw text: user-defined pieces and special tokens."""
         return [
             tokenizer_json.added_token(index, text, special=kind != USER_DEFINED, rstrip=rstrip)
             for index, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True))
             if kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
 
-    def with_spaces(self) -> "Pieces":
-        """User-defined pieces as they are looked for: where spaces are still spaces."""
+    def with_spaces(self) -> "SentencePieceVocabulary":
+        """The vocabulary with real spaces in user-defined pieces, which are matched before spaces are replaced."""
         pairs = zip(self.texts, self.kinds, strict=True)
         texts = [text.replace(SPACE, " ") if kind == USER_DEFINED else text for text, kind in pairs]
         return replace(self, texts=texts)
@@ -51,7 +51,7 @@ class Pieces:
 
 @dataclass
 class _Proto:
-    """What a model file says, with the defaults of the message."""
+    """Contents of a model file; trainer and normalizer settings by field number."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -60,16 +60,16 @@ class _Proto:
     normalizer: dict[int, Any] = field(default_factory=dict)
 
 
-def open_sentencepiece(file: Path, data: bytes, config: Mapping[str, Any]) -> LibraryTokenizer:
-    """The tokenizer of a SentencePiece model file.
+def open_sentencepiece(file: Path, data: bytes, config: Mapping[str, Any]) -> HFTokenizer:
+    """Opens a SentencePiece model file.
 
     Args:
-        file: its path, for errors and for `generation_config.json` beside it.
-        data: its content.
-        config: the neighbouring tokenizer_config.json, or {}.
+        file: path of the file, for errors and for `generation_config.json` beside it.
+        data: content of the file.
+        config: the tokenizer_config.json beside it, or {}.
 
     Raises:
-        DataError: not such a file, or of a kind that cannot be had exactly; says which.
+        DataError: the file is invalid, or has a setting that cannot be reproduced exactly; says which.
     """
     where = at(file)
     try:
@@ -77,7 +77,7 @@ def open_sentencepiece(file: Path, data: bytes, config: Mapping[str, Any]) -> Li
     except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"{where}: neither a SentencePiece model nor a tiktoken file ({error})") from None
     trainer, rules = proto.trainer, proto.normalizer
-    pieces = Pieces(proto.texts, proto.scores, proto.kinds)
+    pieces = SentencePieceVocabulary(proto.texts, proto.scores, proto.kinds)
     kind, byte_fallback = trainer.get(3, UNIGRAM), bool(trainer.get(35, 0))
     if kind not in (UNIGRAM, BPE):
         raise DataError(f"{where}: a SentencePiece model of type {kind}; legal: {UNIGRAM} (Unigram), {BPE} (BPE)")
@@ -88,7 +88,7 @@ def open_sentencepiece(file: Path, data: bytes, config: Mapping[str, Any]) -> Li
         raise DataError(f"{where}: trained with {what}, which is not supported")
     if charsmap:
         raise DataError(
-            f"{where}: replaces characters first, by the rules {_text(rules.get(1, b'')) or 'of its own'!r}; only "
+            f"{where}: normalizes text by the rules {_text(rules.get(1, b'')) or 'of its own'!r}; only "
             "'identity' is supported. Use the tokenizer.json of the same model, if there is one"
         )
     if kind == BPE and prefix and squeeze and USER_DEFINED in pieces.kinds:
@@ -98,7 +98,7 @@ def open_sentencepiece(file: Path, data: bytes, config: Mapping[str, Any]) -> Li
     if eos is None:
         raise DataError(f"{where}: which token ends a document? Put a {CONFIG_FILE} with 'eos_token' beside it")
     adds_bos = bool(config.get("add_bos_token", True)) and bos in pieces.texts
-    make = bpe_definition if kind == BPE else _unigram_definition
+    make = bpe_tokenizer_json if kind == BPE else _unigram_tokenizer_json
     text = make(
         pieces,
         normalizer=_normalizer(prefix, squeeze),
@@ -108,11 +108,11 @@ def open_sentencepiece(file: Path, data: bytes, config: Mapping[str, Any]) -> Li
         where=where,
     )
     stop_ids = read_stop_ids(file.parent)
-    return LibraryTokenizer(text, bos=bos, eos=eos, where=where, adds_bos=adds_bos, stop_ids=stop_ids)
+    return HFTokenizer(text, bos=bos, eos=eos, where=where, adds_bos=adds_bos, stop_ids=stop_ids)
 
 
-def bpe_definition(
-    pieces: Pieces,
+def bpe_tokenizer_json(
+    pieces: SentencePieceVocabulary,
     *,
     normalizer: Mapping[str, Any],
     prefix: bool,
@@ -121,21 +121,24 @@ def bpe_definition(
     where: str,
     rstrip: bool = False,
 ) -> str:
-    """The tokenizer.json of a SentencePiece BPE.
+    """The tokenizer.json of a SentencePiece BPE model.
 
     Args:
         pieces: the vocabulary.
-        normalizer: what happens to text before, spaces to `SPACE` included.
-        prefix: whether that puts a space before the text, which decoding takes away.
-        byte_fallback: characters without a piece are spelt in bytes.
-        bos: name and id of the token that begins a text, if one does.
-        where: what to call it in errors.
-        rstrip: special tokens take the white space after them, as Phi-3's do.
+        normalizer: normalizer of the tokenizer.json, which also replaces spaces by `SPACE`.
+        prefix: whether the normalizer prepends a space, which decoding removes.
+        byte_fallback: whether characters without a piece are spelt in bytes.
+        bos: name and id of the token that begins a text; None for none.
+        where: name of the tokenizer in errors.
+        rstrip: whether special tokens absorb the white space after them, as Phi-3's do.
+
+    Raises:
+        DataError: a piece occurs twice, or merges lead to an unused piece.
     """
     pieces = pieces.with_spaces()
     vocab = {text: index for index, text in enumerate(pieces.texts)}
     if len(vocab) != len(pieces.texts):
-        raise DataError(f"{where}: {len(pieces.texts) - len(vocab)} pieces are there twice")
+        raise DataError(f"{where}: {len(pieces.texts) - len(vocab)} pieces occur twice")
     ranks = {
         text: -score
         for text, score, kind in zip(pieces.texts, pieces.scores, pieces.kinds, strict=True)
@@ -156,8 +159,8 @@ def bpe_definition(
     )
 
 
-def _unigram_definition(
-    pieces: Pieces,
+def _unigram_tokenizer_json(
+    pieces: SentencePieceVocabulary,
     *,
     normalizer: Mapping[str, Any],
     prefix: bool,
@@ -170,12 +173,12 @@ def _unigram_definition(
     vocab = []
     for text, score, kind in zip(pieces.texts, pieces.scores, pieces.kinds, strict=True):
         if kind == UNUSED:
-            vocab.append([f" {text}", score])  # what the model sees has no spaces, so this is never used
+            vocab.append([f" {text}", score])  # normalized text has no spaces, so this piece never matches
         elif kind == USER_DEFINED:
             vocab.append([text, _USER_SCORE])
         else:
             vocab.append([text, score])
-    # The library would take `<0x41>` in a text for the byte's piece.
+    # Without this split the library would match a literal `<0x41>` in text as the byte's piece.
     apart = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior": "Isolated", "invert": False}
     return tokenizer_json.tokenizer_json(
         {"type": "Unigram", "unk_id": pieces.kinds.index(UNKNOWN), "vocab": vocab, "byte_fallback": byte_fallback},
@@ -188,7 +191,7 @@ def _unigram_definition(
 
 
 def _normalizer(prefix: bool, squeeze: bool) -> dict[str, Any]:
-    """SentencePiece's order: spaces at the ends and in a row, the space before, spaces to `SPACE`."""
+    """Normalizer in SentencePiece's order: remove extra spaces, prepend a space, replace spaces by `SPACE`."""
     last = tokenizer_json.prefixed_spaces(prefix)
     rules = ((r"\A +| +\z", ""), (" {2,}", " ")) if squeeze else ()
     first = [{"type": "Replace", "pattern": {"Regex": regex}, "content": content} for regex, content in rules]
@@ -196,7 +199,7 @@ def _normalizer(prefix: bool, squeeze: bool) -> dict[str, Any]:
 
 
 def _named(texts: list[str], trainer: Mapping[int, Any], number: int) -> str | None:
-    """The piece whose id is a field of the trainer's settings: 41 is bos, 1 by default, 42 eos, 2 by default."""
+    """Piece whose id is in a field of the trainer settings: 41 is bos (default 1), 42 is eos (default 2)."""
     index = trainer.get(number, number - 40)
     return texts[index] if 0 <= index < len(texts) else None
 
@@ -222,7 +225,7 @@ def _read(data: bytes) -> _Proto:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and values: whole numbers, float32 values, or bytes."""
+    """Yields (field number, value) of a protobuf message; values are integers, floats or bytes."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)
@@ -260,5 +263,5 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 def _text(raw: Any) -> str:
     if not isinstance(raw, bytes):
-        raise ValueError("a number where a text belongs")
+        raise ValueError("a number instead of text")
     return raw.decode()

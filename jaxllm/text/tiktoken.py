@@ -1,7 +1,7 @@
-"""tiktoken's vocabulary files: a token in base64 and its rank on each line.
+"""tiktoken vocabulary files: each line has a token in base64 and its rank.
 
-Such a file says neither how text is split into words nor which special tokens there are. Both are known for the
-published ones; another is opened only when told how it splits.
+Such a file contains neither the pre-tokenizer nor the special tokens. Both are known for published vocabularies; for
+others the caller names the pre-tokenizer (`split`).
 """
 
 import base64
@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.files import DataError, at
 from jaxllm.text import pretokenizers, tokenizer_json
 from jaxllm.text.byte_tokenizer import byte_alphabet
-from jaxllm.text.hf_tokenizer import LibraryTokenizer
+from jaxllm.text.hf_tokenizer import HFTokenizer
 from jaxllm.text.tokenizer_files import CONFIG_FILE, read_stop_ids, token_name
 
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
@@ -23,7 +23,7 @@ _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 
 @dataclass(frozen=True)
 class _Published:
-    """A published vocabulary: how it splits, its special tokens by id, and which of them begin and end."""
+    """Published vocabulary: its pre-tokenizer, special tokens by id, and which of them are bos, eos and stop tokens."""
 
     split: str
     specials: Mapping[int, str]
@@ -42,7 +42,7 @@ _LLAMA3_RESERVED = [n for n in range(256) if n not in _LLAMA3]
 _LLAMA3_ALL = _LLAMA3 | {n: f"<|reserved_special_token_{count}|>" for count, n in enumerate(_LLAMA3_RESERVED)}
 _QWEN = [_END, "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205))]
 
-# By the number of ranks and the rank of b"Hello": a file's name can be anything ("tokenizer.model").
+# Key: (number of ranks, rank of b"Hello"), because a file's name may be anything ("tokenizer.model").
 _PUBLISHED = {
     (50256, 15496): _Published("gpt2", {50256: _END}, _END),
     (50280, 15496): _Published("gpt2", {50256: _END}, _END),
@@ -60,28 +60,28 @@ _PUBLISHED = {
 
 
 def is_tiktoken(data: bytes) -> bool:
-    """Whether a file's content begins as such a file does."""
+    """Whether a file's content begins like a tiktoken file."""
     return _LINE.fullmatch(data[:1000].partition(b"\n")[0].strip()) is not None
 
 
-def open_tiktoken(file: Path, data: bytes, config: Mapping[str, Any], split: str | None) -> LibraryTokenizer:
-    """The tokenizer of a tiktoken file.
+def open_tiktoken(file: Path, data: bytes, config: Mapping[str, Any], split: str | None) -> HFTokenizer:
+    """Opens a tiktoken file.
 
     Args:
-        file: its path, for errors and for `generation_config.json` beside it.
-        data: its content.
-        config: the neighbouring tokenizer_config.json, or {}; its `added_tokens_decoder` names special tokens.
-        split: how text is split, by the names in `splits.SPLITS`; None for a published vocabulary.
+        file: path of the file, for errors and for `generation_config.json` beside it.
+        data: content of the file.
+        config: the tokenizer_config.json beside it, or {}; its `added_tokens_decoder` names special tokens.
+        split: pre-tokenizer, a name of `pretokenizers.SPLITS`; None for a published vocabulary.
 
     Raises:
-        DataError: not such a file, or not one that is known and `split` is not given.
+        DataError: the file is invalid, or its vocabulary is unknown and `split` is not given.
     """
     where = at(file)
     ranks = _ranks(data, where)
     known = _PUBLISHED.get((len(ranks), ranks.get(b"Hello", -1)))
     if split is None and known is None:
         raise DataError(
-            f"{where}: {len(ranks):,} tokens of no vocabulary that is known, so it is not known how text is split; "
+            f"{where}: {len(ranks):,} tokens of an unknown vocabulary, so its pre-tokenizer is unknown; "
             f"give `split`, one of {', '.join(pretokenizers.SPLITS)}"
         )
     if split is not None and split not in pretokenizers.SPLITS:
@@ -100,7 +100,7 @@ def open_tiktoken(file: Path, data: bytes, config: Mapping[str, Any], split: str
     adds_bos = bool(config.get("add_bos_token", bos is not None)) and bos in names
     stop_ids = [*read_stop_ids(file.parent), *(names[one] for one in (known.stop if known else ()) if one in names)]
     text = _definition(ranks, added, split, (bos, names[bos]) if adds_bos and bos else None, where)
-    return LibraryTokenizer(text, bos=bos, eos=eos, where=where, adds_bos=adds_bos, stop_ids=stop_ids)
+    return HFTokenizer(text, bos=bos, eos=eos, where=where, adds_bos=adds_bos, stop_ids=stop_ids)
 
 
 def _ranks(data: bytes, where: str) -> dict[bytes, int]:
@@ -116,7 +116,7 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
         if found is None or not token:
             raise DataError(f"{where}:{row}: not a token in base64 and its rank")
         if token in ranks:
-            raise DataError(f"{where}:{row}: the token {token!r} again")
+            raise DataError(f"{where}:{row}: the token {token!r} occurs twice")
         ranks[token] = int(found[2])
     if len(set(ranks.values())) != len(ranks):
         raise DataError(f"{where}: several tokens have the same rank")
@@ -124,7 +124,7 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
 
 
 def _added(config: Mapping[str, Any], known: _Published | None, where: str) -> dict[int, dict[str, Any]]:
-    """Added tokens by id: the configuration's, else those of the published vocabulary."""
+    """Added tokens by id: those of the configuration, else those of the published vocabulary."""
     listed = config.get("added_tokens_decoder")
     if listed is None:
         specials = known.specials if known else {}
@@ -150,8 +150,8 @@ def _definition(
     if taken := set(ranks.values()) & added.keys():
         raise DataError(f"{where}: the id {min(taken)} is a token's rank and a special token's too")
     if both := spelt.keys() & {one["content"] for one in added.values()}:
-        raise DataError(f"{where}: {min(both)!r} is a special token and a text's too; they cannot be told apart")
-    # Ids that nothing has are given names, since the library numbers added tokens without gaps.
+        raise DataError(f"{where}: {min(both)!r} is both a special token and an ordinary token")
+    # Unused ids get placeholder tokens, because the library numbers added tokens without gaps.
     last_rank = max(ranks.values())
     for index in set(range(max([last_rank, *added]))) - set(ranks.values()) - added.keys():
         added[index] = tokenizer_json.added_token(index, f"<|unused_{index}|>", special=True)

@@ -1,8 +1,8 @@
-"""Text to token ids and back: the interface of every tokenizer, and decoding as ids come.
+"""Tokenizer interface, and streaming decoding of token ids to text.
 
-Every tokenizer knows the bytes of each token (`token_bytes`), which gives exact streaming decode and exact
-bits per byte. Special tokens have no bytes, and text never encodes to them: `"<|eos|>"` in a document is nine letters.
-Only the text of a chat template is encoded with `specials=True`, which makes it one token there.
+Every tokenizer knows the bytes of each token (`token_bytes`), which makes streaming decoding and bits per byte exact.
+Special tokens have no bytes, and text never encodes to them: `"<|eos|>"` in a document is seven characters. Only
+rendered chat templates are encoded with `specials=True`, where the name of a special token is that token.
 """
 
 import codecs
@@ -19,13 +19,14 @@ from jaxllm.files import DataError
 
 
 class Tokenizer(ABC):
-    """What every tokenizer offers.
+    """Abstract tokenizer.
 
-    kind: what it is, for people to read: "byte-level BPE".
-    vocab_size: ids are 0 .. vocab_size - 1.
-    bos_id, eos_id: begin and end of a document; None where the vocabulary has none.
-    adds_bos: whether the model expects `start_id` before a prompt.
-    prefix_space: whether text is encoded with a space before it, which decoding takes away.
+    Attributes:
+        kind: human-readable kind, such as "byte-level BPE".
+        vocab_size: size of the vocabulary; ids are 0 .. vocab_size - 1.
+        bos_id, eos_id: ids of the tokens that begin and end a document; None where the vocabulary has none.
+        adds_bos: whether the model expects `start_id` before a prompt.
+        prefix_space: whether encoding prepends a space to the text, which decoding removes.
     """
 
     kind: str
@@ -37,26 +38,26 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids of each text, in which names of special tokens are text."""
+        """Token ids (int32) of each text; names of special tokens are encoded as text."""
 
     @abstractmethod
     def _marked_ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids of each text, in which names of special tokens are those tokens."""
+        """Token ids (int32) of each text; names of special tokens are encoded as those tokens."""
 
     @cached_property
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
-        """The bytes each id stands for; empty for special tokens."""
+        """Bytes of each id; empty for special tokens."""
 
     @cached_property
     @abstractmethod
     def special_names(self) -> dict[int, str]:
-        """Names of the special tokens, by id."""
+        """Names of the special tokens by id."""
 
     @cached_property
     @abstractmethod
     def fingerprint(self) -> str:
-        """sha256 over everything that decides the ids: vocabulary, merges, splitting rules, specials."""
+        """Hash (sha256) over everything that determines the ids: vocabulary, merges, pre-tokenizer, special tokens."""
 
     @abstractmethod
     def save(self, folder: Path | str) -> None:
@@ -64,29 +65,34 @@ class Tokenizer(ABC):
 
     @property
     def start_id(self) -> int | None:
-        """What a document begins with: bos, or eos where there is no bos (the GPT-2 convention), else nothing."""
+        """Id that begins a document: bos, or eos where there is no bos (the GPT-2 convention), or None."""
         return self.eos_id if self.bos_id is None else self.bos_id
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens at which generation ends: the end of a document, and in chat models the end of a turn."""
+        """Ids of the tokens that end generation: end of document, and for chat models end of turn."""
         return () if self.eos_id is None else (self.eos_id,)
 
     def encode(
         self, text: str, *, bos: bool = False, eos: bool = False, specials: bool = False
     ) -> Int[np.ndarray, " tokens"]:
-        """int32 ids of `text`; `bos` puts `start_id` before them and `eos` the end-of-document token after them.
+        """Encodes a text as token ids, int32 [tokens].
 
-        `specials`: the text comes from a chat template, so the name of a special token in it is that token.
+        Args:
+            text: text to encode.
+            bos: prepend `start_id`.
+            eos: append `eos_id`.
+            specials: encode names of special tokens as those tokens, for rendered chat templates.
 
-        Raises DataError for text that is not valid Unicode (a lone surrogate), or that the vocabulary cannot spell.
+        Raises:
+            DataError: the text is not valid Unicode (a lone surrogate), or the vocabulary cannot spell it.
         """
         return self.encode_batch([text], bos=bos, eos=eos, specials=specials)[0]
 
     def encode_batch(
         self, texts: Sequence[str], *, bos: bool = False, eos: bool = False, specials: bool = False
     ) -> list[np.ndarray]:
-        """`encode` of many texts, in parallel where the tokenizer can."""
+        """Encodes many texts like `encode`, in parallel where the tokenizer can."""
         for index, text in enumerate(texts):
             try:
                 text.encode()
@@ -101,7 +107,11 @@ class Tokenizer(ABC):
         return [np.concatenate([start, one, end]) for one in ids]
 
     def decode_bytes(self, ids: Iterable[SupportsInt], *, specials: bool = False) -> bytes:
-        """The bytes of `ids`; `specials` spells special tokens out instead of leaving them away."""
+        """Bytes of `ids`; `specials` includes the names of special tokens, which are omitted otherwise.
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
         table = self._spelt_out if specials else self.token_bytes
         listed = ids.tolist() if isinstance(ids, np.ndarray) else [int(one) for one in ids]
         if listed and (min(listed) < 0 or max(listed) >= self.vocab_size):
@@ -110,13 +120,13 @@ class Tokenizer(ABC):
         return b"".join(map(table.__getitem__, listed))
 
     def decode(self, ids: Iterable[SupportsInt], *, specials: bool = False) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, and a `prefix_space` is taken away."""
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, and a `prefix_space` is removed."""
         raw = self.decode_bytes(ids, specials=specials)
         return (raw.removeprefix(b" ") if self.prefix_space else raw).decode("utf-8", errors="replace")
 
     @cached_property
     def token_lengths(self) -> Int[np.ndarray, " V"]:
-        """int32 bytes per token: `token_lengths[targets].sum()` is the text that a loss over `targets` covers."""
+        """Bytes per token, int32 [V]: `token_lengths[targets].sum()` bytes are covered by a loss over `targets`."""
         return np.array([len(one) for one in self.token_bytes], np.int32)
 
     @cached_property
@@ -128,12 +138,14 @@ class Tokenizer(ABC):
 
 
 class StreamDecoder:
-    """Decodes a stream of ids to text as it comes, holding back the bytes of a character until it is whole.
+    """Streaming decoder from token ids to text; holds back incomplete UTF-8 characters.
 
-    The pieces joined, with `flush()` at the end, equal `tokenizer.decode` of all the ids.
+    The concatenated outputs, with that of `flush()`, equal `tokenizer.decode` of all the ids.
 
-    continues: the stream goes on from other text, so a space at its beginning is kept (see `Tokenizer.prefix_space`).
-    spelt: special tokens whose names are given.
+    Args:
+        tokenizer: tokenizer of the ids.
+        continues: the stream continues other text, so a leading space is kept (see `Tokenizer.prefix_space`).
+        spelt: ids of special tokens whose names are part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, continues: bool = False, spelt: Iterable[int] = ()):
@@ -143,7 +155,7 @@ class StreamDecoder:
         self._at_start = True
 
     def push(self, ids: SupportsInt | Iterable[SupportsInt]) -> str:
-        """The text that became complete with these ids; may be empty."""
+        """Text that these ids complete; may be empty."""
         new = ids if isinstance(ids, Iterable) else [ids]
         if self._spelt:
             raw = b"".join(self._tokenizer.decode_bytes([i], specials=int(i) in self._spelt) for i in new)
@@ -155,6 +167,6 @@ class StreamDecoder:
         return self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """The end of the stream: an unfinished character becomes U+FFFD. The decoder can then be used again."""
+        """Ends the stream; an incomplete character becomes U+FFFD. The decoder can be used again afterwards."""
         self._at_start = True
         return self._utf8.decode(b"", final=True)

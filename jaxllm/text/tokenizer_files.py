@@ -1,4 +1,4 @@
-"""The files of a tokenizer's folder, in the layout that transformers uses too."""
+"""Tokenizer files: names, reading and writing of a tokenizer's folder in the layout of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ MODEL_FILE = "config.json"
 
 
 def write_config(folder: Path, bos: str | None, eos: str | None, *, kind: str, adds_bos: bool = True) -> None:
-    """`tokenizer_config.json`, the neighbour that names the tokens which begin and end a document."""
+    """Writes `tokenizer_config.json`, which names the tokens that begin and end a document."""
     names = {"bos_token": bos, "eos_token": eos}
     about = {} if adds_bos else {"add_bos_token": False}
     write_json(
@@ -22,26 +22,32 @@ def write_config(folder: Path, bos: str | None, eos: str | None, *, kind: str, a
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, or {} where there is none."""
+    """Contents of `tokenizer_config.json`, or {} where there is none."""
     return read_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Raises DataError when the file is missing or is no JSON object."""
+    """Reads a JSON file whose top level is an object.
+
+    Raises:
+        DataError: the file is missing or is not a JSON object.
+    """
     found = read_json(file)
     if not isinstance(found, dict):
-        raise DataError(f"{at(file)}: a {type(found).__name__} at the top; it is an object of names and values")
+        raise DataError(f"{at(file)}: a {type(found).__name__} at the top level; legal: a JSON object")
     return found
 
 
 def write_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
+    """Writes `generation_config.json` with the ids of the tokens that end generation."""
     write_json(folder / GENERATION_FILE, {"eos_token_id": list(stop_ids)})
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json, or of config.json: one id or several; () where there is none.
+    """Stop ids: `eos_token_id` of generation_config.json, else of config.json; () where there is none.
 
-    Raises DataError for what is no id.
+    Raises:
+        DataError: the value is neither a token id nor a list of them.
     """
     for name in (GENERATION_FILE, MODEL_FILE):
         if (folder / name).is_file():
@@ -50,15 +56,19 @@ def read_stop_ids(folder: Path) -> tuple[int, ...]:
                 ids = tuple(found) if isinstance(found, list) else (found,)
                 if any(type(one) is not int for one in ids):
                     raise DataError(
-                        f"{at(folder / name)}: eos_token_id is {found!r}; it is a token's number, or a list of them"
+                        f"{at(folder / name)}: eos_token_id is {found!r}; legal: a token id, or a list of them"
                     )
                 return ids
     return ()
 
 
 def token_name(token: Any) -> str | None:
-    """A token in tokenizer_config.json is its name or an object with `content`."""
+    """Name of a token in tokenizer_config.json, which is a string or an object with `content`.
+
+    Raises:
+        DataError: it is neither.
+    """
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
-        raise DataError(f"{CONFIG_FILE}: {token!r} is no token; it is a name, or an object with 'content'")
+        raise DataError(f"{CONFIG_FILE}: {token!r} is not a token; legal: a name, or an object with 'content'")
     return name

@@ -1,6 +1,6 @@
-"""Writing a tokenizer.json: what SentencePiece, tiktoken and GGUF files are turned into.
+"""Builders of a tokenizer.json, to which SentencePiece, tiktoken and GGUF tokenizers are converted.
 
-One form for all of them means one library that encodes, one way to save, and files that transformers opens too.
+One common format means one encoder (the `tokenizers` library), one way to save, and files that transformers opens.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SPACE = "\u2581"
-"""What stands for a space in SentencePiece vocabularies: LOWER ONE EIGHTH BLOCK."""
+"""Character that stands for a space in SentencePiece vocabularies: LOWER ONE EIGHTH BLOCK."""
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
@@ -22,7 +22,7 @@ def tokenizer_json(
     decoder: Mapping[str, Any],
     bos: tuple[str, int] | None,
 ) -> str:
-    """The text of a tokenizer.json. `bos`: name and id of the token that the model was trained to see first, if any."""
+    """Text of a tokenizer.json; `bos` is name and id of the token that the post-processor prepends, or None."""
     return json.dumps(
         {
             "version": "1.0",
@@ -40,7 +40,7 @@ def tokenizer_json(
 
 
 def added_token(index: int, content: str, *, special: bool, rstrip: bool = False) -> dict[str, Any]:
-    """A token that is looked for in the text itself, before anything else; `rstrip` takes the white space after it."""
+    """Entry of `added_tokens`: a token matched in raw text first; `rstrip` absorbs the white space after it."""
     return {
         "id": index,
         "content": content,
@@ -60,7 +60,7 @@ def bpe(
     unknown: str | None = None,
     byte_fallback: bool = False,
 ) -> dict[str, Any]:
-    """The `model` of a BPE. `whole_words`: a word that is a token is not built from merges."""
+    """The `model` of a BPE tokenizer.json; `whole_words`: words in the vocabulary bypass merges (`ignore_merges`)."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -76,13 +76,13 @@ def bpe(
 
 
 def merges_of(ranks: Mapping[str, float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two, in the order of the result's rank (least first).
+    """BPE merges: every pair of tokens that forms a token, ordered by the rank of the result (least first).
 
-    SentencePiece and tiktoken name no merges: they join whichever neighbours make the token of the best rank.
+    SentencePiece and tiktoken store no merges: they merge the neighbours whose result has the best rank.
 
     Args:
-        ranks: the tokens that may be made or used, and their ranks.
-        vocab: ids, which order the ways to make one token.
+        ranks: ranks of the tokens that take part in merges.
+        vocab: ids, which order the pairs that form the same token.
     """
     found = [
         (rank, vocab[token], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
@@ -94,14 +94,14 @@ def merges_of(ranks: Mapping[str, float], vocab: Mapping[str, int]) -> list[tupl
 
 
 def prefixed_spaces(prefix: bool) -> dict[str, Any]:
-    """The normalizer that writes a space as `SPACE`, with one before the text if `prefix`."""
+    """Normalizer that replaces spaces by `SPACE`; with `prefix` it prepends one first."""
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     return {"type": "Sequence", "normalizers": steps}
 
 
 def spaces_decoder(prefix: bool) -> dict[str, Any]:
-    """The way back: spaces, bytes, and no space at the beginning if one was put there."""
+    """Decoder that reverts `prefixed_spaces`: restores spaces, decodes byte tokens, and removes a prepended space."""
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},

@@ -1,4 +1,4 @@
-"""Opening a tokenizer, whatever kind of file it comes in."""
+"""Tokenizer loading: detects the kind of file and opens it."""
 
 from pathlib import Path
 
@@ -11,19 +11,19 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 
 
 def load_tokenizer(path: Path | str, *, split: str | None = None) -> Tokenizer:
-    """Opens a tokenizer: a file, or a folder that holds one.
+    """Opens a tokenizer from a file or a folder.
 
     Legal files: `tokenizer.json`; a SentencePiece `*.model`; a tiktoken file (`*.tiktoken`, or a `tokenizer.model`
-    that is one). A folder's `tokenizer.json` goes before the others. `tokenizer_config.json` and
+    that is one). A folder's `tokenizer.json` takes precedence. `tokenizer_config.json` and
     `generation_config.json` beside the file name the tokens that begin and end a document or a turn.
 
     Args:
         path: the file or the folder.
-        split: how a tiktoken file's vocabulary splits text into words, by the names in `jaxllm.text.pretokenizers`; needed
-            only where the file's name does not tell.
+        split: pre-tokenizer of a tiktoken file, a name of `jaxllm.text.pretokenizers.SPLITS`; None for a published
+            vocabulary.
 
     Raises:
-        DataError: there is none, it is of another kind, or no end-of-document token is known; says what is legal.
+        DataError: there is no tokenizer, its kind is unsupported, or its end-of-document token is unknown.
     """
     path = Path(path).expanduser()
     file = _find(path) if path.is_dir() else path
@@ -33,22 +33,22 @@ def load_tokenizer(path: Path | str, *, split: str | None = None) -> Tokenizer:
             f"a SentencePiece {SENTENCEPIECE_FILE}, or a .tiktoken file"
         )
     if split is not None and file.suffix == ".json":
-        raise DataError(f"{at(file)}: says itself how text is split; leave `split` out")
+        raise DataError(f"{at(file)}: contains its own pre-tokenizer; leave `split` out")
     config = read_config(file.parent)
     if config.get("jaxllm_tokenizer") == "byte":
         return ByteTokenizer()
-    # The library that these need takes time to import.
+    # Imported here, because importing the tokenizers library is slow.
     if file.suffix == ".json":
-        from jaxllm.text.hf_tokenizer import LibraryTokenizer
+        from jaxllm.text.hf_tokenizer import HFTokenizer
 
-        return LibraryTokenizer.from_file(file, config)
+        return HFTokenizer.from_file(file, config)
     from jaxllm.text import sentencepiece, tiktoken
 
     data = file.read_bytes()
     if file.suffix == ".tiktoken" or tiktoken.is_tiktoken(data):
         return tiktoken.open_tiktoken(file, data, config, split)
     if split is not None:
-        raise DataError(f"{at(file)}: not a tiktoken file, so `split` has no meaning for it; leave it out")
+        raise DataError(f"{at(file)}: not a tiktoken file; `split` is for those only, leave it out")
     return sentencepiece.open_sentencepiece(file, data, config)
 
 

@@ -134,10 +134,10 @@ def test_bos_as_the_file_says_or_else_as_its_kind_does():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"pre": "mystery"}, "tokenizer.ggml.pre is 'mystery', an unknown way to split text; known: .*'smollm'"),
+        ({"pre": "mystery"}, "tokenizer.ggml.pre is 'mystery', an unknown pre-tokenizer; known: .*'smollm'"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
-        ({"merges": ["a"]}, "has 'a', which joins no two tokens"),
-        ({"merges": ["Ġ nothere"]}, "has 'Ġ nothere', which joins no two tokens"),
+        ({"merges": ["a"]}, "has 'a', which does not join two tokens"),
+        ({"merges": ["Ġ nothere"]}, "has 'Ġ nothere', which does not join two tokens"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ],
 )

@@ -222,7 +222,7 @@ def test_a_stop_token_outside_the_vocabulary(tmp_path):
 @pytest.mark.parametrize("wrong", ["x", [2, "x"], {"a": 1}, 2.5, True])
 def test_a_stop_token_that_is_no_number(name, wrong, tmp_path):
     (tmp_path / name).write_text(json.dumps({"eos_token_id": wrong}))
-    with pytest.raises(DataError, match=rf"{name}: eos_token_id is .*; it is a token's number"):
+    with pytest.raises(DataError, match=rf"{name}: eos_token_id is .*; legal: a token id"):
         opened(tmp_path, "llama2")
 
 

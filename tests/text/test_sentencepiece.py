@@ -193,7 +193,7 @@ def test_specials_of_phi3_take_the_white_space_after_them():
         ({"scores": [0.0]}, "scores has 1 entries"),
         ({"token_type": [1]}, "token_type has 1 entries"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, outside"),
-        ({"eos_token_id": "x"}, "eos_token_id is 'x'; it is a token's number"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; legal: a token id"),
         ({"model": "gemma4"}, "'gemma4'; legal: 'gpt2'"),
         ({"model": None}, "holds no tokenizer"),
         ({"tokens": ["a", "a"]}, "'a' twice"),

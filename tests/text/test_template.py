@@ -233,12 +233,12 @@ def test_one_file_and_none(tmp_path):
     [
         ("tokenizer_config.json", [1], r"tokenizer_config.json: a list at the top"),
         ("chat_template.json", "[]", r"chat_template.json: a list at the top"),
-        ("tokenizer_config.json", {"chat_template": [{"x": 1}]}, "chat_template is no template; legal"),
-        ("tokenizer_config.json", {"chat_template": [1]}, "chat_template is no template; legal"),
-        ("tokenizer_config.json", {"chat_template": [{"name": 1, "template": "x"}]}, "chat_template is no template"),
-        ("tokenizer_config.json", {"chat_template": {"default": 1}}, "chat_template is no template; legal"),
-        ("chat_template.json", {"chat_template": 7}, "chat_template.json: chat_template is no template; legal"),
-        ("tokenizer_config.json", {"chat_template": "x", "bos_token": [1]}, r"\[1\] is no token"),
+        ("tokenizer_config.json", {"chat_template": [{"x": 1}]}, "chat_template is invalid; legal"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "chat_template is invalid; legal"),
+        ("tokenizer_config.json", {"chat_template": [{"name": 1, "template": "x"}]}, "chat_template is invalid"),
+        ("tokenizer_config.json", {"chat_template": {"default": 1}}, "chat_template is invalid; legal"),
+        ("chat_template.json", {"chat_template": 7}, "chat_template.json: chat_template is invalid; legal"),
+        ("tokenizer_config.json", {"chat_template": "x", "bos_token": [1]}, r"\[1\] is not a token"),
     ],
 )
 def test_files_that_hold_no_template_are_refused(name, content, message, tmp_path):

@@ -89,7 +89,7 @@ def test_llama_3_is_known_by_what_is_in_its_file(tmp_path):
 
 def test_a_vocabulary_that_is_not_known_is_refused(tmp_path):
     file = write(tmp_path, ranks())
-    with pytest.raises(DataError, match=r"400 tokens of no vocabulary that is known.*give `split`, one of gpt2"):
+    with pytest.raises(DataError, match=r"400 tokens of an unknown vocabulary.*give `split`, one of gpt2"):
         load_tokenizer(file)
     with pytest.raises(DataError, match="no split 'p50k'; legal: gpt2"):
         load_tokenizer(file, split="p50k")
@@ -99,13 +99,13 @@ def test_a_vocabulary_that_is_not_known_is_refused(tmp_path):
     ("content", "config", "message"),
     [
         (b"YQ== 0\nnot base64! 1\n", CONFIG, r"some.tiktoken:2: not a token in base64"),
-        (b"YQ== 0\nYQ== 1\n", CONFIG, r"some.tiktoken:2: the token b'a' again"),
+        (b"YQ== 0\nYQ== 1\n", CONFIG, r"some.tiktoken:2: the token b'a' occurs twice"),
         (b"YQ== 0\nYg== 0\n", CONFIG, "several tokens have the same rank"),
         (b"YQ== 402\n", CONFIG, "the id 402 is a token's rank and a special token's too"),
         (
             base64.b64encode(b"<|endoftext|>") + b" 7\n",
             CONFIG,
-            r"'<\|endoftext\|>' is a special token and a text's too",
+            r"'<\|endoftext\|>' is both a special token and an ordinary token",
         ),
         (b"YQ== 0\n", None, "which token ends a document"),
         (b"YQ== 0\n", {"eos_token": "</s>"}, "'</s>' is not in the vocabulary"),
@@ -121,5 +121,5 @@ def test_files_that_do_not_fit(content, config, message, tmp_path):
 
 def test_split_is_only_for_tiktoken_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="says itself how text is split"):
+    with pytest.raises(DataError, match="contains its own pre-tokenizer"):
         load_tokenizer(tmp_path, split="gpt2")

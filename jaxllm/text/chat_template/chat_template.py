@@ -1,8 +1,8 @@
-"""Chat templates: from messages to the text that a model was trained to go on from.
+"""Chat templates: render a list of messages as the prompt text that a model was trained on.
 
-A template is a jinja2 program that comes with a model. Where it is kept: `chat_template.jinja`, `chat_template` in
+A chat template is a jinja2 program that comes with a model: in `chat_template.jinja`, `chat_template` of
 `tokenizer_config.json`, `chat_template.json`, or a GGUF file's metadata. Settings, globals and filters are those of
-transformers' `apply_chat_template`, so that templates give the same text; see `sandbox.py` for what they may not do.
+transformers' `apply_chat_template`, so rendered text is the same; `template_sandbox.py` restricts what it may do.
 """
 
 import contextlib
@@ -24,22 +24,23 @@ NAMED_FOLDER = "additional_chat_templates"
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 
-# Names that a message's thoughts go by. The first is what templates read, gpt-oss reads the second.
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Message fields that hold reasoning. Templates read the first; gpt-oss reads the second.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class TemplateError(DataError):
-    """A chat template cannot be used, or refuses the conversation; the message says which and why."""
+    """A chat template is invalid or refuses the conversation; the message says which and why."""
 
 
 class ChatTemplate:
-    """A model's chat template.
+    """Chat template of a model.
 
-    source: the template, or several by name: "default", and "tool_use" for conversations with tools.
-    bos, eos: names of the model's tokens, which templates write as `bos_token` and `eos_token`.
-    tokens: further ones, such as {"pad_token": "<pad>"}.
-    where: what to call the template in errors.
+    Args:
+        source: the template, or several by name: "default", and "tool_use" for conversations with tools.
+        bos, eos: names of the tokens that templates refer to as `bos_token` and `eos_token`.
+        tokens: further special tokens, such as {"pad_token": "<pad>"}.
+        where: name of the template in errors.
     """
 
     def __init__(
@@ -62,16 +63,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a conversation; encode it with `specials=True`.
+        """Prompt text of a conversation; encode it with `specials=True`.
 
         Args:
-            messages: each with "role" and "content", or what else the template knows ("tool_calls", ...).
+            messages: mappings with "role", "content", and other fields that the template reads ("tool_calls", ...).
             tools: JSON schemas of functions that the model may call.
-            add_generation_prompt: end with the beginning of the model's turn.
-            variables: further ones that the template reads, such as `enable_thinking`.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            variables: further template variables, such as `enable_thinking`.
 
         Raises:
-            TemplateError: the conversation is not one, the template refuses it, or the template is at fault.
+            TemplateError: a message is malformed, the template refuses the conversation, or rendering fails.
         """
         import jinja2
 
@@ -80,7 +81,7 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if not isinstance(message, Mapping) or "role" not in message:
                 raise TemplateError(f"{self._where}: message {number} is no mapping with a 'role'")
-        chat = [_with_thoughts(message) for message in self._plain(list(messages))]
+        chat = [_with_reasoning(message) for message in self._plain(list(messages))]
         given = {"messages": chat, "tools": self._plain(tools and list(tools)), "documents": None}
         named = {name: token for name, token in self.tokens.items() if token is not None}
         extra = self._plain(variables)
@@ -93,18 +94,18 @@ class ChatTemplate:
             raise TemplateError(f"{self._where}: the model's template refuses this conversation: {error}") from None
         except jinja2.TemplateError as error:
             raise TemplateError(f"{self._where}: {_described(error)}") from None
-        except Exception as error:  # whatever Python raises within a template is the template's
+        except Exception as error:  # the template's expressions may raise any Python exception
             raise TemplateError(
                 f"{self._where}: it fails on this conversation: {type(error).__name__}: {error}"
             ) from None
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that decides the text: the templates and the tokens they write."""
+        """Hash (sha256) over everything that determines the rendered text: templates and special tokens."""
         return digest([self.sources, self.tokens])
 
     def save(self, folder: Path | str) -> None:
-        """Writes `chat_template.jinja`, and the other named ones where transformers looks for them."""
+        """Writes `chat_template.jinja`, and other named templates where transformers looks for them."""
         folder = Path(folder)
         for name, source in self.sources.items():
             file = folder / TEMPLATE_FILE if name == DEFAULT else folder / NAMED_FOLDER / f"{name}.jinja"
@@ -129,7 +130,7 @@ class ChatTemplate:
         return template_sandbox.environment()
 
     def _plain(self, value: Any) -> Any:
-        """A copy in JSON's types, so that a template meets no object with methods of its own."""
+        """Copy in plain JSON types, so that templates cannot reach objects with methods of their own."""
         if value is None or isinstance(value, bool):
             return value
         for kind in (str, int, float):
@@ -139,13 +140,14 @@ class ChatTemplate:
             return {self._plain(key): self._plain(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self._plain(one) for one in value]
-        raise TemplateError(f"{self._where}: a conversation is made of JSON's types; this has a {type(value).__name__}")
+        raise TemplateError(f"{self._where}: messages are made of JSON's types; this has a {type(value).__name__}")
 
 
 def load_template(path: Path | str) -> ChatTemplate | None:
-    """The chat template in a model's folder, or a template file itself; None where there is none.
+    """Loads the chat template of a model's folder, or a template file; None where there is none.
 
-    Raises DataError for a file that cannot be read.
+    Raises:
+        DataError: a file cannot be read.
     """
     path = Path(path).expanduser()
     folder = path if path.is_dir() else path.parent
@@ -156,9 +158,10 @@ def load_template(path: Path | str) -> ChatTemplate | None:
 
 
 def template_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metadata") -> ChatTemplate | None:
-    """The chat template in a GGUF file's metadata (keys to values); None where there is none.
+    """Chat template of a GGUF file's metadata (keys to values); None where there is none.
 
-    Raises DataError (TemplateError) for one that is no text.
+    Raises:
+        TemplateError: the template is not text.
     """
     key, listed = "tokenizer.chat_template", metadata.get("tokenizer.ggml.tokens", ())
     found = {name: one for name, one in metadata.items() if _is_under(name, key)}
@@ -169,7 +172,7 @@ def template_from_gguf(metadata: Mapping[str, Any], *, where: str = "GGUF metada
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     tokens: dict[str, str] = {}
     for name, short in ids.items():
-        with contextlib.suppress(DataError):  # opening the tokenizer tells what is wrong with those it needs
+        with contextlib.suppress(DataError):  # invalid ids are reported when the tokenizer is opened
             if (found_id := special_id(metadata, short, where=where)) is not None:
                 tokens[name] = str(listed[found_id])
     return ChatTemplate(sources, tokens=tokens, where=where) if sources else None
@@ -180,7 +183,7 @@ def _is_under(name: str, key: str) -> bool:
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """A file of its own goes before the configuration."""
+    """Templates of a folder by name; a file of its own takes precedence over the configuration."""
     found, file = config.get("chat_template"), folder / CONFIG_FILE
     if (folder / JSON_FILE).is_file() and found is None:
         file = folder / JSON_FILE
@@ -192,7 +195,7 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _by_name(found: Any, file: Path) -> dict[str, str]:
-    """`chat_template`: a text, a list of objects with a name and a text, or texts by name."""
+    """Templates by name from `chat_template`: a text, a list of objects with name and template, or a mapping."""
     if isinstance(found, str):
         return {DEFAULT: found}
     if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
@@ -200,7 +203,7 @@ def _by_name(found: Any, file: Path) -> dict[str, str]:
     sources = {} if found is None else found
     if not isinstance(sources, dict) or not all(isinstance(one, str) for pair in sources.items() for one in pair):
         raise TemplateError(
-            f"{file}: chat_template is no template; legal: a text, or a list of objects with 'name' and 'template'"
+            f"{file}: chat_template is invalid; legal: a text, or a list of objects with 'name' and 'template'"
         )
     return sources
 
@@ -214,10 +217,10 @@ def _text(file: Path) -> str:
         raise TemplateError(f"{file}: not a template ({error})") from None
 
 
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """What was thought goes by several names; the template finds it under each that it may read."""
-    thought = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
-    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning, whatever the field's name, under every name that templates read."""
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _described(error: "jinja2.TemplateError") -> str:

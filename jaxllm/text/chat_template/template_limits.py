@@ -1,4 +1,4 @@
-"""What a chat template may use, counted while it runs.
+"""Resource limits of chat templates: steps, time, and sizes of values and output, counted while a template renders.
 
 The limits are far above what the longest conversation needs.
 """
@@ -11,40 +11,42 @@ from typing import Any
 import jinja2
 
 MAX_SOURCE = 1_000_000
-"""Characters of a template."""
+"""Maximum length of a template in characters."""
 MAX_OUTPUT = 16_000_000
-"""Characters that a template may write, captured text included."""
+"""Maximum length of the output in characters, captured text included."""
 MAX_VALUE = 16_000_000
-"""Size of one value: characters, and entries counted through all levels."""
-MAX_MADE = 400_000_000
-"""Size of all values made on the way."""
+"""Maximum size of one value: characters, plus entries of all nesting levels."""
+MAX_TOTAL_SIZE = 400_000_000
+"""Maximum total size of all intermediate values."""
 MAX_STEPS = 1_000_000
-"""Turns of loops, calls and operations."""
+"""Maximum number of loop iterations, calls and operations."""
 MAX_SECONDS = 10.0
+"""Maximum rendering time."""
 MAX_WIDTH = 100_000
-"""A number given to a function that pads, repeats or formats."""
+"""Maximum width given to a function that pads, repeats or formats."""
 MAX_BITS = 10_000
-"""Bits of a whole number."""
+"""Maximum size of an integer in bits."""
 
-# Methods of texts and numbers that make more than they are given.
+# Methods of strings and numbers whose result may be larger than their arguments.
 _WIDENING_METHODS = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "rjust", "to_bytes", "zfill"})
 
 _VIEWS = (type({}.items()), type({}.keys()), type({}.values()))
 
 
 class LimitExceeded(jinja2.TemplateError):
-    """A template does more than any conversation needs."""
+    """A template exceeds a resource limit."""
 
 
-class Meter:
-    """What one rendering has used."""
+class ResourceMeter:
+    """Resource meter: counts what one rendering uses and raises ``LimitExceeded`` above a limit."""
 
     def __init__(self) -> None:
-        self._steps = self._made = self._written = 0
+        self._steps = self._total_size = self._output_size = 0
         self._deadline = time.monotonic() + MAX_SECONDS
-        self._sizes: dict[int, tuple[Any, int]] = {}  # with the value itself, so that no other gets its id
+        self._sizes: dict[int, tuple[Any, int]] = {}  # holds the value too, so that its id is not reused
 
     def step(self) -> None:
+        """Counts one step and checks the deadline."""
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise LimitExceeded(f"it does not come to an end: more than {MAX_STEPS:,} steps")
@@ -52,24 +54,24 @@ class Meter:
             raise LimitExceeded(f"it runs for more than {MAX_SECONDS:g} s")
 
     def made(self, value: Any) -> Any:
-        """Counts a value that the template made, and hands it on."""
+        """Counts an intermediate value of the template and returns it."""
         self.step()
         size = self.size(value)
-        self._made += size
-        if size > MAX_VALUE or self._made > MAX_MADE:
-            raise LimitExceeded(f"it makes too much on the way: a value of size {size:,}, {self._made:,} in all")
+        self._total_size += size
+        if size > MAX_VALUE or self._total_size > MAX_TOTAL_SIZE:
+            raise LimitExceeded(f"it makes too much data: a value of size {size:,}, {self._total_size:,} in all")
         return value
 
     def written(self, value: Any) -> Any:
-        """Counts what is written, and hands it on."""
+        """Counts a part of the output and returns it."""
         self.step()
-        self._written += self.size(value)
-        if self._written > MAX_OUTPUT:
+        self._output_size += self.size(value)
+        if self._output_size > MAX_OUTPUT:
             raise LimitExceeded(f"it writes more than {MAX_OUTPUT:,} characters")
         return value
 
     def size(self, value: Any) -> int:
-        """Characters of a text; for a list or mapping the sum over its entries, as if they were written out."""
+        """Size of a value: characters of a string; for a list or mapping, its entries and their sizes, nested too."""
         if isinstance(value, str | bytes):
             return len(value)
         if isinstance(value, int):
@@ -87,8 +89,8 @@ class Meter:
         self._sizes[id(value)] = (value, total)
         return total
 
-    def check_widening(self, arguments: Iterable[Any], times: int) -> None:
-        """Sizes in advance what padding or formatting makes: at most the widest argument, `times` times."""
+    def check_width(self, arguments: Iterable[Any], times: int) -> None:
+        """Checks the result of padding or formatting in advance: at most the widest argument, `times` times."""
         widest = 1
         for argument in arguments:
             if isinstance(argument, int | float) and abs(argument) > MAX_WIDTH:
@@ -97,17 +99,20 @@ class Meter:
         self.check_size(widest * max(times, 1))
 
     def check_size(self, size: int) -> None:
+        """Checks the size of a value before it is made."""
         if size > MAX_VALUE:
             raise LimitExceeded(f"it would make a value of size {size:,}")
 
 
-def check_method(meter: Meter, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Sizes what a method of a text or number would make; the arguments, with iterators written out."""
+def check_method(
+    meter: ResourceMeter, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Checks the result size of a string's or number's method in advance; returns the arguments, iterators as lists."""
     given = [*args, *kwargs.values()]
     if name in ("format", "format_map"):
         check_format(meter, owner, given)
     elif name in _WIDENING_METHODS:
-        meter.check_widening(given, owner.count("\t") if name == "expandtabs" else 1)
+        meter.check_width(given, owner.count("\t") if name == "expandtabs" else 1)
     elif name == "replace" and len(args) > 1:
         meter.check_size(len(owner) + owner.count(args[0]) * len(args[1]))
     elif name == "join" and args:
@@ -117,16 +122,16 @@ def check_method(meter: Meter, owner: Any, name: str, args: tuple[Any, ...], kwa
     return args
 
 
-def check_format(meter: Meter, text: str, arguments: Iterable[Any]) -> None:
-    """Widths stand in the format itself or among the arguments; each field may use the widest."""
+def check_format(meter: ResourceMeter, text: str, arguments: Iterable[Any]) -> None:
+    """Checks the result size of string formatting: widths are in the format or the arguments; fields use the widest."""
     if re.search(r"\{[^{}]*:[^{}]*\{", text):
         raise LimitExceeded("it takes the width of a field from another field")
     widths = [int(digits[:9]) for digits in re.findall(r"\d+", text)]
-    meter.check_widening([*widths, *arguments], text.count("%") + text.count("{"))
+    meter.check_width([*widths, *arguments], text.count("%") + text.count("{"))
 
 
-def joinable(meter: Meter, separator: Any, entries: Iterable[Any]) -> list[Any]:
-    """What is joined, as a list whose joined size is legal."""
+def joinable(meter: ResourceMeter, separator: Any, entries: Iterable[Any]) -> list[Any]:
+    """Entries of a join as a list, after checking the size of the joined string."""
     listed = list(entries)
     meter.check_size(meter.size(listed) + len(listed) * meter.size(separator))
     return listed

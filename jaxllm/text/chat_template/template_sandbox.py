@@ -1,9 +1,8 @@
-"""Running a stranger's chat template: no files, no way into Python, and bounded work.
+"""Sandbox for untrusted chat templates: no files, no access to Python's internals, bounded time and memory.
 
-jinja2's sandbox keeps a template away from Python's internals; it does not keep it from running for ever or from
-filling the memory. Here every template is rewritten after parsing so that each loop turn, each value it makes and
-each piece it writes is counted (`meter.py`), on whatever thread it runs. Single operations whose result may be far
-larger than what goes in ("a" * 10**9, padding, formatting, `**`) are sized before they run.
+jinja2's sandbox denies access to Python's internals, but not endless loops or memory exhaustion. Here the parsed
+template is rewritten so that each loop iteration, intermediate value and output is counted (`template_limits.py`), on
+any thread. The result size of operations that may amplify ("a" * 10**9, padding, formatting, `**`) is checked first.
 """
 
 import json
@@ -25,35 +24,35 @@ from jaxllm.text.chat_template.template_limits import (
     MAX_BITS,
     MAX_SOURCE,
     LimitExceeded,
-    Meter,
+    ResourceMeter,
     check_format,
     check_method,
     joinable,
 )
 
-# Filters that take their time over each character.
+# Filters that are slow per character.
 _SLOW = frozenset({"pprint", "striptags", "title", "urlize", "wordcount", "wordwrap", "xmlattr"})
 _MAX_SLOW = 1_000_000
-# Filters that make more than they are given: once by a number or a text among their arguments, or by a text for
-# each character.
+# Filters whose result may be larger than their input: by a width or text among the arguments (`_WIDENING`), or by a
+# text inserted at every character (`_INSERTING`).
 _WIDENING = frozenset({"batch", "center", "indent", "round", "slice"})
 _INSERTING = frozenset({"urlize", "wordwrap"})
 
 
 class TemplateRefused(jinja2.TemplateError):
-    """The template itself refuses the conversation, by `raise_exception`."""
+    """The template refuses the conversation by calling `raise_exception`."""
 
 
-_METER: ContextVar[Meter] = ContextVar("meter")
+_METER: ContextVar[ResourceMeter] = ContextVar("meter")
 
 
 def run(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Renders a template of `environment()`.
+    """Renders a template of `environment()` within the limits.
 
     Raises:
-        jinja2.TemplateError: what the template did wrong, or that it refuses the variables.
+        jinja2.TemplateError: the template fails, exceeds a limit, or refuses the conversation.
     """
-    meter = Meter()
+    meter = ResourceMeter()
     token = _METER.set(meter)
     try:
         return "".join(template.generate(variables))
@@ -76,7 +75,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateSyntaxError("it asks for another file; a chat template is one text", node.lineno)
         return _Metered(self).visit(tree)
 
-    # What the rewritten template calls.
+    # Called by the rewritten template.
 
     def step(self) -> None:
         _METER.get().step()
@@ -87,7 +86,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def written(self, value: Any) -> Any:
         return _METER.get().written(value)
 
-    # What jinja2's sandbox asks.
+    # Hooks of jinja2's sandbox.
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         raise SecurityError(
@@ -108,7 +107,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(function, "__self__", None) is self:  # what the rewritten template calls: no template can name it
+        if getattr(function, "__self__", None) is self:  # step, made, written: a template cannot name them itself
             return function(*args)
         method = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -118,8 +117,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with what it is given and what it makes counted."""
-    skip = 1 if hasattr(function, "jinja_pass_arg") else 0  # context or environment comes first
+    """The filter with its input checked and its result counted."""
+    skip = 1 if hasattr(function, "jinja_pass_arg") else 0  # the first argument is the context or environment
 
     def filtered(*args: Any, **kwargs: Any) -> Any:
         meter = _METER.get()
@@ -136,12 +135,12 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         elif name == "sum":
             listed = list(value)
             args = (*args[:skip], listed, *args[skip + 1 :])
-            if any(isinstance(one, list | tuple) for one in given):  # each addition copies what there is
+            if any(isinstance(one, list | tuple) for one in given):  # each addition of lists copies the sum so far
                 meter.check_size(len(listed) * meter.size(listed))
         elif name in _WIDENING:
-            meter.check_widening(given, str(value).count("\n") + 1 if name == "indent" else 1)
+            meter.check_width(given, str(value).count("\n") + 1 if name == "indent" else 1)
         elif name in _INSERTING:
-            meter.check_widening([one for one in given if isinstance(one, str)], meter.size(value))
+            meter.check_width([one for one in given if isinstance(one, str)], meter.size(value))
         return meter.made(function(*args, **kwargs))
 
     if skip:
@@ -150,7 +149,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _Metered(NodeTransformer):
-    """Rewrites a parsed template so that its turns, values and output are counted."""
+    """Rewrites a parsed template so that its steps, values and output are counted."""
 
     _MAKING = (nodes.Call, nodes.Filter, nodes.BinExpr, nodes.Concat, nodes.Compare, nodes.Getitem)
     _MAKING_LITERALS = (nodes.List, nodes.Dict)
@@ -185,7 +184,7 @@ class _Metered(NodeTransformer):
         return node
 
     def _constant(self, node: nodes.Expr) -> nodes.Expr:
-        """Text between the tags, as an expression like the others."""
+        """Literal text between tags as a constant expression."""
         if not isinstance(node, nodes.TemplateData):
             return node
         constant = nodes.Const(node.data, lineno=node.lineno)
@@ -204,7 +203,7 @@ class _Metered(NodeTransformer):
         node.body.insert(0, self._step(node))
         return node
 
-    # The compiler wants these calls and filters to stay what they are.
+    # jinja2's compiler requires the call or filter of these nodes to stay unwrapped.
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
         super().generic_visit(node.call)
@@ -225,7 +224,7 @@ class _Metered(NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what the model writes; rendered, it is only its body."""
+    """Jinja tag `{% generation %}`, which marks generated text for loss masks; rendering gives its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -236,7 +235,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict(...)` in a template: makes one, and is no class that leads elsewhere."""
+    """Template function `dict(...)`; not the class, through which a template could reach Python's internals."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return dict(*args, **kwargs)
@@ -246,9 +245,9 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace(...)` in a template, without names that begin with an underscore."""
+    """Template function `namespace(...)`; names must not begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may call one of its names `self`
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: a template may use `self` as a key
         self, *given = args
         attributes = dict(*given, **kwargs)
         for name in attributes:
@@ -275,10 +274,10 @@ def _raise_exception(message: Any) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """jinja2's own would write `<` as an HTML escape."""
+    """Filter `tojson` without HTML escapes of `<`, which jinja2's own filter writes."""
     meter = _METER.get()
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    meter.check_widening([indent or 0, *(separators or ())], 1)
+    meter.check_width([indent or 0, *(separators or ())], 1)
     if indent is None and separators is None:
         return encoder.encode(value)
     parts, size = [], 0
@@ -294,16 +293,16 @@ def _strftime_now(form: str) -> str:
 
 
 def environment() -> jinja2.Environment:
-    """Where chat templates run: transformers' settings, filters and globals, with limits."""
+    """Jinja environment of chat templates: transformers' settings, filters and globals, with limits."""
     made = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # constants would be computed while compiling, before anything is counted
+        optimized=False,  # constant folding at compile time would not be counted
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
     made.filters["tojson"] = _tojson
     made.filters = {name: _metered_filter(name, function) for name, function in made.filters.items()}
-    del made.globals["lipsum"]  # random filler text, of any length
+    del made.globals["lipsum"]  # generates random text of any length
     functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     made.globals |= {**functions, "dict": _Dict(), "namespace": _Namespace}
     return made
