@@ -1,5 +1,5 @@
-"""The compiler as an instrument: compile any jitted function for any topology, and read what came out.
+"""Compiler tools: ahead-of-time compilation for any topology, and analysis of compiled programs.
 
-``jaxllm.compiler.aot`` compiles and reports; ``jaxllm.compiler.collectives`` and ``jaxllm.compiler.hlo`` read compiled
-programs' text.
+``jaxllm.compiler.aot`` compiles and reports. The other modules read the text of optimised HLO: collectives, memory
+traffic, live ranges, schedule and timeline.
 """

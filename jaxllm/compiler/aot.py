@@ -1,12 +1,12 @@
-"""Compiles a jitted function for a topology, and reports what it takes of each device.
+"""Ahead-of-time compilation of a jitted function for a topology, with a report of memory and collectives.
 
     topology = Topology.parse("v6e:8x8")
     mesh = MeshSpec.parse("fsdp").build(topology.devices())
     report = compile(step, abstract_state, abstract_batch, topology=topology, mesh=mesh)
 
-for arguments that are ``jax.ShapeDtypeStruct`` with shardings on ``mesh``. It needs a process set up for the topology's
-compiler: run it through ``sharding.isolate.run_isolated``. A GPU program is compiled without its GPU, so kernels are
-chosen by rule instead of by trial, and its report is a plan.
+Arguments are ``jax.ShapeDtypeStruct`` with shardings on ``mesh``. The process must be set up for the topology's
+compiler: run it through ``sharding.isolate.run_isolated``. A GPU program is compiled without its GPU, so its kernels
+are chosen by rule instead of by autotuning, and its report is a plan.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugi
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What a compiled program takes, on each device.
+    """Memory, collectives and compile time of a compiled program; bytes are those of one device.
 
     Attributes:
-        name: of the function.
-        topology: its name.
-        num_devices: that run the program together.
-        jax: version.
-        compiler: package and version.
-        lower_seconds: tracing and lowering.
-        compile_seconds: compiling.
-        argument_bytes: arguments.
-        output_bytes: results, those in donated arguments' memory included.
-        alias_bytes: results that are in donated arguments' memory.
-        temp_bytes: temporaries at their peak.
-        code_bytes: the program itself.
-        host_bytes: temporaries at their peak in the host's memory, of what a device offloads.
-        hbm_bytes: memory there is; None where it is not known (CPU).
-        collectives: largest total first.
-        cycles: see ``jaxllm.compiler.collectives.Work``.
-        unknown_loops: likewise.
-        transfers: between device and host, largest total first.
+        name: name of the function.
+        topology: name of the topology.
+        num_devices: number of devices that run the program together.
+        jax: version of jax.
+        compiler: package and version of the compiler.
+        lower_seconds: seconds of tracing and lowering.
+        compile_seconds: seconds of compiling.
+        argument_bytes: bytes of the arguments.
+        output_bytes: bytes of the results, including those in the memory of donated arguments.
+        alias_bytes: bytes of the results that are in the memory of donated arguments.
+        temp_bytes: bytes of the temporaries at their peak.
+        code_bytes: bytes of the program itself.
+        host_bytes: bytes of the temporaries at their peak in host memory, for what the device offloads.
+        hbm_bytes: memory of the device; None where it is not known (CPU).
+        collectives: collectives, largest total first.
+        cycles: see ``jaxllm.compiler.collectives.ProgramWork``.
+        unknown_loops: see ``jaxllm.compiler.collectives.ProgramWork``.
+        transfers: copies between device and host, largest total first.
     """
 
     name: str
@@ -84,15 +84,15 @@ class CompileReport:
 
     @property
     def total_bytes(self) -> int:
-        """Memory of one device that the program takes."""
+        """Bytes of device memory that the program needs."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     @property
     def over_bytes(self) -> int:
-        """By how much it is too large; 0 if it fits, or if there is no telling.
+        """Bytes by which the program exceeds device memory; 0 if it fits, or if that is not known.
 
-        The TPU compiler refuses what does not fit (``OutOfDeviceMemory``), so what it compiled fits. The GPU compiler
-        takes any size.
+        The TPU compiler refuses a program that does not fit (``OutOfDeviceMemory``), so whatever it compiled fits.
+        The GPU compiler takes any size.
         """
         if self.hbm_bytes is None or Topology.parse(self.topology).platform == "tpu":
             return 0
@@ -100,19 +100,19 @@ class CompileReport:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into a device, as far as that is known."""
+        """Whether the program fits into device memory, as far as that is known."""
         return self.over_bytes == 0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able data."""
+        """The report as JSON-able data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompileReport:
-        """Reads ``to_json``.
+        """Reads the data of ``to_json``.
 
         Raises:
-            TypeError: a field is missing, or there is one too many.
+            TypeError: a field is missing or unknown.
         """
         rows = tuple(Collective(**row) for row in data["collectives"])
         moved = tuple(Transfer(**row) for row in data.get("transfers", ()))
@@ -159,7 +159,7 @@ class CompileReport:
         return f" of {self.hbm_bytes / GIB:.2f}: {verdict}"
 
     def by_kind(self) -> list[tuple[str, int, int, int]]:
-        """(kind, devices, times, bytes in all), largest first; what an all-reduce stands for is marked "summed"."""
+        """Rows of (kind, devices, times, total bytes), largest first; a summed collective is marked "summed"."""
         counts: Counter[tuple[str, int]] = Counter()
         sizes: Counter[tuple[str, int]] = Counter()
         for row in self.collectives:
@@ -179,22 +179,22 @@ def compile(
     progress: Progress | None = None,
     keep: Path | None = None,
 ) -> CompileReport:
-    """Compiles ``function(*arguments)`` for ``topology`` and reports.
+    """Compiles ``function(*arguments)`` for ``topology`` and returns the report.
 
     Args:
-        function: what ``jax.jit`` gives, with its donations and static arguments.
+        function: the result of ``jax.jit``, with its donations and static arguments.
         arguments: trees of ``jax.ShapeDtypeStruct`` with shardings on ``mesh`` (static arguments as they are).
-        topology: to compile for.
-        mesh: of its devices; traced and compiled under ``jax.set_mesh(mesh)``.
-        name: for the report; the function's own if empty.
+        topology: the topology to compile for.
+        mesh: a mesh of the topology's devices; the function is traced and compiled under ``jax.set_mesh(mesh)``.
+        name: name in the report; the function's own if empty.
         options: compiler options, such as ``{"xla_tpu_scoped_vmem_limit_kib": "65536"}``.
-        progress: called about once a second while it works, see ``to_stderr``.
-        keep: a file to write the program to, for ``kept``.
+        progress: called about once a second, see ``to_stderr``.
+        keep: file to write the program's text to, for ``kept``.
 
     Raises:
-        OutOfDeviceMemory: the TPU compiler found that it does not fit.
+        OutOfDeviceMemory: the TPU compiler found that the program does not fit.
         TypeError: ``function`` is not jitted.
-        ValueError: ``mesh`` is not of the topology's devices.
+        ValueError: ``mesh`` does not consist of the topology's devices.
     """
     if not hasattr(function, "lower"):
         raise TypeError(f"{function!r} is not jitted: give jax.jit(function).")
@@ -237,7 +237,7 @@ def report(
     lower_seconds: float = 0.0,
     compile_seconds: float = 0.0,
 ) -> CompileReport:
-    """Reports on a program that was compiled for ``topology``."""
+    """The report on a program that was compiled for ``topology``."""
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
     work = collectives.read(text)
@@ -264,14 +264,14 @@ def report(
 
 
 def kept(file: Path) -> tuple[str, Placement]:
-    """The text of a program that ``compile`` wrote to a file, and where its devices are."""
+    """Text and device placement of a program that ``compile`` wrote to a file."""
     data = json.loads(file.read_text())
     axes = tuple((name, size) for name, size in data["placement"]["axes"])
     return data["text"], Placement(axes, tuple(data["placement"]["islands"]))
 
 
 def to_stderr(seconds: float, stage: str) -> None:
-    """A ``progress`` that keeps one line on a terminal's stderr up to date; elsewhere, a line every half minute."""
+    """Progress callback: updates one line of a terminal's stderr; elsewhere, prints a line every half minute."""
     last = stage == "done"
     if sys.stderr.isatty():
         print(f"\r{seconds:6.0f} s  {stage:<24}", end="\n" if last else "", file=sys.stderr, flush=True)
@@ -288,7 +288,7 @@ def _compiler(topology: Topology) -> str:
 
 @contextlib.contextmanager
 def _stages(progress: Progress | None) -> Iterator[Any]:
-    """Gives a function that names the stage; ``progress`` hears of it every second, from a thread of its own."""
+    """Context that gives a function to name the current stage; a thread passes it to ``progress`` every second."""
     started, current, over = time.monotonic(), ["starting"], threading.Event()
 
     def stage(text: str) -> None:

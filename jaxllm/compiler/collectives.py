@@ -1,6 +1,6 @@
-"""What a compiled program sends between its devices, and the TPU compiler's own estimate of its work.
+"""Collectives of a compiled program, and the TPU compiler's own estimate of its cycles.
 
-Loops are multiplied out. Forms are normalised, so that a plan's table of collectives can be compared between compilers:
+Loop bodies are multiplied by their trip counts. Forms are normalised, so that counts can be compared between compilers:
 
     printed as                                                          counted as
     all-gather-start / -done, async-start calling it (GPU)              all-gather
@@ -11,9 +11,9 @@ Loops are multiplied out. Forms are normalised, so that a plan's table of collec
     call-start of a computation that is one of these (TPU7x)            the same
 
 The TPU compiler writes the last two for groups that span more than one dimension of the torus, and for small arrays.
-"Summed" ones send what an all-reduce sends: twice the bytes of the collective that they stand for.
+A "summed" collective is carried out as an all-reduce: it sends twice the bytes of the collective that it stands for.
 
-Not seen: remote copies inside Pallas kernels. Copies between host and device: ``jaxllm.compiler.host_transfers``.
+Remote copies inside Pallas kernels are not seen. Copies between host and device: ``jaxllm.compiler.host_transfers``.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Collective:
     """Collectives of one kind and size in one run of a program.
 
     Attributes:
-        kind: from ``KINDS``.
-        group_size: devices that take part in one.
-        bytes: of one, on one device: the whole that it moves, be it split before (all-gather) or after
-            (reduce-scatter). Several arrays sent together are one collective.
-        count: how often a device takes part, loops multiplied out.
-        summed: it is carried out as an all-reduce, which sends twice as much.
+        kind: one of ``KINDS``.
+        group_size: number of devices that take part in one.
+        bytes: bytes of one on one device, as the whole array that it moves: an all-gather's result, a reduce-scatter's
+            operand. Several arrays in one instruction are one collective.
+        count: number of times that a device takes part, with loops multiplied out.
+        summed: True if it is carried out as an all-reduce, which sends twice as much.
     """
 
     kind: str
@@ -75,19 +75,20 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all of them together."""
         return self.bytes * self.count
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one run of a program does, on each device.
+class ProgramWork:
+    """Communication and estimated computation of one run of a program on each device.
 
     Attributes:
-        collectives: largest total first.
-        cycles: the sum of the TPU compiler's estimates over all instructions: an upper bound of the time to compute,
-            without waiting for collectives. None where the compiler gives no estimates.
-        unknown_loops: loops whose number of turns cannot be read; they are counted as one turn.
+        collectives: collectives, largest total first.
+        cycles: sum of the TPU compiler's estimates over all instructions: an upper bound of the time to compute,
+            without
+            waiting for collectives. None where the compiler gives no estimates.
+        unknown_loops: number of loops whose trip count cannot be read; each is counted as one iteration.
     """
 
     collectives: tuple[Collective, ...]
@@ -95,34 +96,34 @@ class Work:
     unknown_loops: int
 
 
-def read(text: str) -> Work:
-    """Reads a compiled program's text.
+def read(text: str) -> ProgramWork:
+    """Reads collectives and cycles from the text of a compiled program.
 
-    Of the branches of a conditional, the most expensive counts.
+    Of the branches of a conditional, the most expensive one counts.
 
     Raises:
-        HloError: it is no such text.
+        HloError: the text is not a compiled program.
     """
     module = hlo.parse(text)
-    sums = Reader(module).run(hlo.Frame(module.entry))
+    sums = CollectiveReader(module).run(hlo.Frame(module.entry))
     collectives = [Collective(*key[:3], count, key[3]) for key, count in sums.collectives.items()]
     collectives.sort(key=lambda collective: (-collective.total_bytes, collective))
-    return Work(tuple(collectives), sums.cycles if _CYCLES.search(text) else None, sums.unknown_loops)
+    return ProgramWork(tuple(collectives), sums.cycles if _CYCLES.search(text) else None, sums.unknown_loops)
 
 
 Key = tuple[str, int, int, bool]
-"""Kind, group size, bytes, summed: see ``Collective``."""
+"""Kind, group size, bytes and summed of a ``Collective``."""
 
 
 def cycles_of(instruction: hlo.Instruction) -> int | None:
-    """The TPU compiler's estimate."""
+    """The TPU compiler's estimate of the cycles of an instruction; None where it gives none."""
     found = _CYCLES.search(instruction.attributes)
     return int(found[1]) if found else None
 
 
 @dataclass
 class _Sums:
-    """``Work`` in the making; ``collectives`` by (kind, group size, bytes, summed)."""
+    """Running totals of ``ProgramWork``; ``collectives`` by (kind, group size, bytes, summed)."""
 
     collectives: Counter[Key] = field(default_factory=Counter)
     cycles: int = 0
@@ -136,18 +137,18 @@ class _Sums:
 
     @property
     def weight(self) -> tuple[int, int]:
-        """Orders the branches of a conditional."""
+        """Cost by which the branches of a conditional are ordered."""
         return self.cycles, sum(size * count for (_, _, size, _), count in self.collectives.items())
 
 
-class Reader:
-    """Finds the collectives of single instructions."""
+class CollectiveReader:
+    """Finds the collectives of single instructions and sums them over a program."""
 
     def __init__(self, module: hlo.Module) -> None:
         self.module = module
 
     def run(self, frame: hlo.Frame) -> _Sums:
-        """One run of a computation."""
+        """Totals of one run of a computation."""
         sums = _Sums()
         for instruction in frame.computation.instructions.values():
             sums.cycles += cycles_of(instruction) or 0
@@ -166,7 +167,7 @@ class Reader:
         return sums
 
     def sent(self, instruction: hlo.Instruction, computation: hlo.Computation) -> list[tuple[Key, str]]:
-        """The collectives that one instruction starts, a fusion's included, each with its attributes."""
+        """Collectives that one instruction starts, including those inside a fusion, each with its attributes."""
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in KINDS:
             kind, summed = opcode, False
@@ -184,7 +185,7 @@ class Reader:
         return []
 
     def _fused(self, fusion: hlo.Instruction) -> list[tuple[Key, str]]:
-        """The collectives inside a fusion (TPU); of one in pieces, which loops may hold, the piece that starts it."""
+        """Collectives inside a fusion (TPU); a collective in pieces, which loops may hold, counts where it starts."""
         inside = self.module.callee(fusion)
         starts = any(_STARTS in instruction.attributes for instruction in inside.instructions.values())
         found = []
@@ -202,13 +203,13 @@ class Reader:
         return found
 
     def _stands_for(self, given: Sequence[str], name: str, computation: hlo.Computation) -> tuple[str, bool]:
-        """(kind, summed) of an all-reduce outside fusions, from the names of what it is given and of its result."""
+        """(kind, summed) of an all-reduce outside fusions, from the names of its operands and of its result."""
         if all(self._is_padded(array, computation) for array in given):
             return "all-gather", True
         return ("reduce-scatter", True) if self._only_sliced(name, computation) else ("all-reduce", False)
 
     def _is_padded(self, name: str, computation: hlo.Computation) -> bool:
-        """Whether an array is one value everywhere but in a slice."""
+        """Whether an array has one value everywhere but in one slice."""
         array = computation.instructions[name]
         if array.opcode in _PASSES:
             return self._is_padded(array.operands[0], computation)
@@ -224,14 +225,14 @@ class Reader:
         return array.opcode == "dynamic-update-slice" and self._is_filled(array.operands[0], computation)
 
     def _is_filled(self, name: str, computation: hlo.Computation) -> bool:
-        """Whether an array is one value everywhere."""
+        """Whether an array has one value everywhere."""
         array = computation.instructions[name]
         if array.opcode in _PASSES:
             return self._is_filled(array.operands[0], computation)
         return array.opcode == "broadcast"
 
     def _only_sliced(self, name: str, computation: hlo.Computation) -> bool:
-        """Whether of a value only slices are used, here and in fusions."""
+        """Whether only slices of a value are used, here and in fusions."""
         users = [user for user in computation.instructions.values() if name in user.operands]
         return (
             bool(users)

@@ -1,4 +1,4 @@
-"""What a device can do at most, by its maker's data sheet: what figures are shares of.
+"""Peak FLOP/s, memory bandwidth and clock of devices, by data sheet: the base of MFU and roofline figures.
 
 Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm; NVIDIA H100, H200 and B200 data sheets (no sparsity).
 """
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """Of one jax device, which on a TPU7x is half a chip.
+    """Peak rates of one jax device, which on a TPU7x is half a chip.
 
     Attributes:
-        flops: dense bfloat16, FLOP/s.
-        bandwidth: of its memory, bytes/s.
+        flops: dense bfloat16 FLOP/s.
+        bandwidth: bytes/s of its memory.
     """
 
     flops: float
@@ -30,21 +30,22 @@ PEAKS = {
     "NVIDIA H200": Peak(989e12, 4.800e12),
     "NVIDIA B200": Peak(2250e12, 7.672e12),
 }
-"""By the beginning of jax's ``device_kind``; of several the longest."""
+"""Peak rates by the prefix of jax's ``device_kind``; the longest prefix wins."""
 
 
 def peak_of(device_kind: str) -> Peak | None:
-    """Of a kind of device; None where unknown (a CPU's is on no data sheet)."""
+    """Peak rates of a kind of device; None if unknown (CPUs have no data sheet here)."""
     names = [name for name in PEAKS if device_kind.startswith(name)]
     return PEAKS[max(names, key=len)] if names else None
 
 
 CLOCKS = {"TPU v4": 1.05e9, "TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9, "TPU7x": 2.2e9}
-"""Cycles/s of TPUs, with which the compiler's estimates become seconds: the peak over the FLOPs of a cycle. That is 2 x
-128 x 128 for each matrix unit of the generations to v5 (8, 4 and 8 of them), four times 2 x 256 x 256 since v6e."""
+"""Cycles/s of TPUs, which turn the compiler's estimates into seconds: the peak over the FLOPs of a cycle, which are 2 x
+128 x 128 for each matrix unit of the generations to v5 (8, 4 and 8 of them), and four times 2 x 256 x 256 since v6e.
+"""
 
 
 def clock_of(device_kind: str) -> float | None:
-    """Of a kind of TPU; None for what has no estimates."""
+    """Clock of a kind of TPU in cycles/s; None for devices whose compiler gives no estimates."""
     names = [name for name in CLOCKS if device_kind.startswith(name)]
     return CLOCKS[max(names, key=len)] if names else None

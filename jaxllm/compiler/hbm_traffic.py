@@ -1,9 +1,9 @@
-"""Bytes that a compiled program reads from and writes to a device's memory, by its text.
+"""Memory traffic of a compiled program: bytes that it reads from and writes to device memory (HBM), by its text.
 
-Counted are the operands and results of what runs as one kernel: of a slice what is sliced, of an update in place what
-is updated, nothing twice that a fusion keeps inside, nothing that lies in a core's own memory (TPU, ``S(1)``). Loops
-count as often as they turn; those whose turns depend on data, and custom calls that change an operand in place
-(kernels that fetch what they need by themselves), are left out and counted by number.
+Counted are the operands and results of each kernel: of a slice the sliced part, of an in-place update the updated
+part, nothing that a fusion keeps inside, nothing that lies in a core's own memory (TPU, ``S(1)``). Loops count with
+their trip counts. Loops whose trip count depends on data, and custom calls that work in place (kernels that fetch by
+themselves), are left out and counted by number.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PASSES = {"bitcast", "reshape", "copy", "convert", "transpose"}
 
 @dataclass
 class Traffic:
-    """Of one run.
+    """Memory traffic of one run of a program.
 
     Attributes:
-        bytes: read and written.
-        data_loops: loops left out, since their turns depend on data; of the outermost, see ``read``.
-        kernels: custom calls left out.
+        bytes: bytes read and written.
+        data_loops: number of outermost loops left out because their trip count depends on data, see ``read``.
+        kernels: number of custom calls left out.
     """
 
     bytes: int = 0
@@ -38,25 +38,26 @@ class Traffic:
 
 
 def read(text: str, turns: int = 1) -> Traffic:
-    """The traffic of a compiled program.
+    """Reads the memory traffic from the text of a compiled program.
 
     Args:
-        turns: of an outermost loop whose turns depend on data.
+        turns: trip count to assume for an outermost loop whose trip count depends on data.
 
     Raises:
-        HloError: it is not the text of one.
+        HloError: the text is not a compiled program.
     """
     module = hlo.parse(text)
-    return Reader(module, turns).run(hlo.Frame(module.entry), outermost=True)
+    return TrafficReader(module, turns).run(hlo.Frame(module.entry), outermost=True)
 
 
-class Reader:
-    """Reads what single instructions move."""
+class TrafficReader:
+    """Reads the memory traffic of single instructions and sums it over a program."""
 
     def __init__(self, module: hlo.Module, turns: int):
         self.module, self.turns = module, turns
 
     def run(self, frame: hlo.Frame, outermost: bool) -> Traffic:
+        """Bytes of one run of a computation."""
         total, computation = Traffic(), frame.computation
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
@@ -86,7 +87,7 @@ class Reader:
         return total
 
     def moved(self, instruction: hlo.Instruction, computation: hlo.Computation) -> int | None:
-        """Bytes that one instruction reads and writes, a fusion included; None for a kernel that works in place."""
+        """Bytes that one instruction, or fusion, reads and writes; None for a kernel that works in place."""
         if instruction.opcode in FREE or instruction.target in hlo.NO_WORK:
             return 0
         if instruction.opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
@@ -158,10 +159,10 @@ class Reader:
 
 
 def shapes_of(shape: str) -> list[str]:
-    """The arrays of a shape as printed, each with its layout."""
+    """Arrays of a printed shape, each with its layout."""
     return _ONE.findall(shape)
 
 
 def far(shapes: list[str]) -> int:
-    """Bytes of those that lie in the device's memory."""
+    """Bytes of the arrays that lie in device memory."""
     return sum(hlo.shape_bytes(shape) for shape in shapes if "S(1)" not in shape)

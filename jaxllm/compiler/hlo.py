@@ -1,7 +1,7 @@
-"""Reads the text of compiled programs (``jax.stages.Compiled.as_text()``): computations, instructions, loops.
+"""Parser of optimised HLO (``jax.stages.Compiled.as_text()``): computations, instructions, loops and trip counts.
 
-The text is XLA's optimised HLO, one instruction a line: ``%name = shape opcode(operands), attributes``. Only what the
-compilers for TPU, GPU and CPU really print is read; see https://openxla.org/xla/operation_semantics.
+One instruction a line: ``%name = shape opcode(operands), attributes``. It reads what the compilers for TPU, GPU and CPU
+really print; see https://openxla.org/xla/operation_semantics.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ NO_WORK = {
     *("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"),
     *("AsyncCollectiveStart", "AsyncCollectiveDone", "PrepareAsyncCallStart", "PrepareAsyncCallDone"),
 }
-"""Custom calls that only tell the TPU compiler something."""
+"""Custom calls that are annotations for the TPU compiler and do no work."""
 
 
 class HloError(ValueError):
-    """The text is not a compiled program as this module knows them."""
+    """The text is not a compiled program that this parser understands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction.
+    """One HLO instruction.
 
     Attributes:
-        name: without the percent sign.
-        opcode: such as ``all-gather-start``.
-        shape: of the result, as printed.
-        inside: the text between the parentheses: operands, or a constant's value.
-        attributes: the text after them.
+        name: name without the percent sign.
+        opcode: opcode, such as ``all-gather-start``.
+        shape: shape of the result, as printed.
+        inside: text between the parentheses: operands, or the value of a constant.
+        attributes: text after the parentheses.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Instruction:
         return _NAME.findall(self.inside)
 
     def callee(self, *attributes: str) -> str | None:
-        """Name of the computation in the first of these attributes that there is."""
+        """Name of the computation in the first of these attributes that is present."""
         for attribute in attributes:
             if found := re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes):
                 return found[1]
@@ -64,13 +64,13 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls; "" of others."""
+        """Target of a custom call; "" for other instructions."""
         found = re.search(r'\bcustom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def index(self) -> int:
-        """Which element a ``get-tuple-element`` takes."""
+        """Index of the element that a ``get-tuple-element`` takes."""
         found = re.search(r"\bindex=(\d+)", self.attributes)
         if found is None:
             raise HloError(f"%{self.name} has no index")
@@ -79,7 +79,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """A function of the program: its instructions by name, in the order of the schedule."""
+    """One HLO computation: its instructions by name, in the order of the schedule."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -88,12 +88,12 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A compiled program.
+    """One HLO module, which is a compiled program.
 
     Attributes:
-        computations: by name.
-        entry: where it starts.
-        num_devices: that run it together.
+        computations: computations by name.
+        entry: the entry computation.
+        num_devices: number of devices that run it together.
     """
 
     computations: dict[str, Computation]
@@ -104,7 +104,7 @@ class Module:
         """The computation that a fusion or a call runs.
 
         Raises:
-            HloError: it is not in the text.
+            HloError: the computation is not in the text.
         """
         name = instruction.callee("calls", "to_apply")
         if name not in self.computations:
@@ -120,10 +120,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads a compiled program's text.
+    """Parses the text of a compiled program.
 
     Raises:
-        HloError: there is no entry computation in it.
+        HloError: it has no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry = name = root = ""
@@ -169,7 +169,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array, or of a tuple's arrays, as printed: the elements alone, without a layout's padding.
+    """Bytes of an array, or of the arrays of a tuple, as printed: elements alone, without the padding of a layout.
 
     ``bf16[8,128]{1,0}`` has 2048. Types of less than a byte are packed where the layout packs them (``E(4)``).
     """
@@ -183,13 +183,13 @@ def shape_bytes(shape: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A computation while it runs: enough of its caller to follow a number through loops.
+    """Stack frame of a computation: enough of its caller to follow an integer through loops.
 
     Attributes:
-        computation: the one that runs.
-        body: for a loop's body or condition, the body; None elsewhere.
-        start: name of the tuple, in the caller, with which the loop starts.
-        caller: the frame of the computation that holds the loop.
+        computation: the computation that runs.
+        body: for the body or condition of a loop, the body; None elsewhere.
+        start: name, in the caller, of the tuple with which the loop starts.
+        caller: frame of the computation that holds the loop.
     """
 
     computation: Computation
@@ -198,7 +198,7 @@ class Frame:
     caller: Frame | None = None
 
     def number(self, name: str) -> int | None:
-        """The integer that an instruction always has; None if it is not plain to see."""
+        """Constant integer value of an instruction; None if it cannot be read."""
         instruction = self.computation.instructions[name]
         if instruction.opcode == "constant":
             return int(instruction.inside) if re.fullmatch(r"-?\d+", instruction.inside) else None
@@ -209,7 +209,7 @@ class Frame:
         return None
 
     def _element(self, name: str, index: int) -> int | None:
-        """The integer that element ``index`` of a tuple always is."""
+        """Constant integer value of element ``index`` of a tuple; None if it cannot be read."""
         source = self.computation.instructions[name]
         if source.opcode == "tuple":
             return self.number(source.operands[index])
@@ -218,7 +218,7 @@ class Frame:
         return None
 
     def element_index(self, name: str) -> int | None:
-        """Which element of the loop's state an instruction is; None if it is not one."""
+        """Index of the element of the loop's state that an instruction is; None if it is not one."""
         instruction = self.computation.instructions[name]
         if instruction.opcode in _MOVES:
             return self.element_index(instruction.operands[0])
@@ -229,7 +229,7 @@ class Frame:
 
 
 def _unchanged(body: Computation | None, index: int) -> bool:
-    """Whether a loop's body hands element ``index`` of its state on as it is."""
+    """Whether the body of a loop passes element ``index`` of its state on unchanged."""
     if body is None or body.root.opcode != "tuple":
         return False
     return Frame(body).element_index(body.root.operands[index]) == index
@@ -246,10 +246,10 @@ def loop_frames(module: Module, loop: Instruction, frame: Frame) -> tuple[Frame,
 
 
 def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
-    """How often a ``while`` runs its body: what the compiler notes (GPU, CPU), or what its condition says (TPU).
+    """Trip count of a ``while``: the compiler's annotation (GPU, CPU), or read from its condition (TPU).
 
-    Read from a condition ``counter < bound``, for a counter that starts at a number and grows by one. None if the
-    count depends on data, or cannot be read.
+    The condition must be ``counter < bound`` for a counter that starts at a constant and changes by a constant. None
+    if the count depends on data or cannot be read.
     """
     if known := _KNOWN_TRIPS.search(loop.attributes):
         return int(known[1])
@@ -271,7 +271,7 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
 
 
 def _step(body: Frame, index: int) -> int | None:
-    """By how much each turn of a loop changes element ``index`` of its state."""
+    """Change of element ``index`` of a loop's state in each iteration; None if it cannot be read."""
     instructions = body.computation.instructions
     update = instructions[body.computation.root.operands[index]]
     while update.opcode in _MOVES:
@@ -288,7 +288,7 @@ def _step(body: Frame, index: int) -> int | None:
 
 
 def _trips(start: int, end: int, step: int, meaning: str) -> int | None:
-    """Turns of ``for (i = start; i meaning end; i += step)``; None if it does not end."""
+    """Iterations of ``for (i = start; i meaning end; i += step)``; None if it does not end."""
     if meaning == "NE":
         turns, rest = divmod(end - start, step)
         return turns if rest == 0 and turns >= 0 else None

@@ -1,11 +1,11 @@
-"""What a compiled program copies between a device's memory and its host's, and what it computes meanwhile.
+"""Host offload in a compiled program: copies between device and host memory, and the computation that hides them.
 
     printed as                                               on
-    dynamic-slice-start / -done, dynamic-update-slice-start  TPU: a slice of an array in the host's memory
+    dynamic-slice-start / -done, dynamic-update-slice-start  TPU: a slice of an array in host memory
     fusion-start / -done of these                            GPU
     copy-start / -done                                       both: whole arrays
 
-An array in the host's memory has ``S(5)`` in its layout. Loops are multiplied out.
+An array in host memory has ``S(5)`` in its layout. Loop bodies are multiplied by their trip counts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ARRAY = re.compile(r"\w+\[\d[\d,]*\](?:\{[^{}]*\})?")
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """Copies of one size and direction in one run of a program, of one device.
+    """Copies of one size and direction in one run of a program, on one device.
 
     Attributes:
-        to: where they go.
-        bytes: of one.
-        count: of them, loops multiplied out.
-        beside: the TPU compiler's estimate of cycles spent computing between start and end of one; 0 elsewhere.
+        to: destination of the copies.
+        bytes: bytes of one copy.
+        count: number of copies, with loops multiplied out.
+        beside: the TPU compiler's estimate of the cycles computed between start and end of one copy; 0 elsewhere.
     """
 
     to: To
@@ -41,15 +41,15 @@ class Transfer:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all of them together."""
         return self.bytes * self.count
 
 
 def transfers(text: str) -> tuple[Transfer, ...]:
-    """Copies between device and host, largest total first.
+    """Copies between device and host of a compiled program, largest total first.
 
     Raises:
-        HloError: it is no compiled program's text.
+        HloError: the text is not a compiled program.
     """
     module = hlo.parse(text)
     found: Counter[tuple[To, int, int]] = Counter()
@@ -76,7 +76,7 @@ def _run(module: hlo.Module, frame: hlo.Frame, times: int, found: Counter[tuple[
 
 
 def _moved(instruction: hlo.Instruction) -> tuple[To, int] | None:
-    """Where an instruction starts to copy to, and how much; None if it does no such thing."""
+    """Destination and bytes of the copy that an instruction starts; None if it starts none."""
     if not instruction.opcode.endswith("-start") or _HOST not in instruction.shape:
         return None
     if instruction.opcode in hlo.CALLS:

@@ -1,14 +1,14 @@
-"""Live ranges in a compiled program: what is in a device's memory beside its arguments at each step, and why.
+"""Live ranges of temporaries in a compiled program: what is in device memory at each step of the schedule, and why.
 
     memory = read(compiled.as_text())
-    memory.peak_bytes, memory.at_peak()          the fullest step, and by what kind of thing
+    memory.peak_bytes, memory.at_peak()          the fullest step, and its bytes by kind of temporary
     memory.largest(10)                           the largest arrays there
 
-Values share memory where the compilers must let them: tuples, bitcasts, a loop's state, updates in place, donated
-arguments; and where a kernel goes element by element over an operand that nobody needs afterwards. Arguments and
-constants are not counted, nor is what lies in a core's own memory or in the host's. The compilers pack arrays
-into one block, which leaves gaps, and may compute in place in more cases: the peak here is near theirs, not equal. The
-TPU compiler shares collectives' buffers less than their live ranges allow: with collectives it is a lower bound there.
+Arrays share memory where the compilers must let them: tuples, bitcasts, the state of a loop, in-place updates, donated
+arguments; and where an elementwise kernel writes over an operand that is not needed afterwards. Arguments and constants
+are not counted, nor arrays in a core's own memory or in host memory. The compilers pack arrays into one block, which
+leaves gaps, and may compute in place in more cases, so the peak here is close to theirs, not equal. The TPU compiler
+shares buffers of collectives less than their live ranges allow: there it is a lower bound.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ KINDS = (
     "results",
     "other",
 )
-"""What a temporary belongs to: kept from the forward to the backward pass; made and dropped in one of them, in the
-recomputation, or by the optimizer; received from other devices; results that are in no donated argument's memory; none
-of these (all else of a program without gradients)."""
+"""Kinds of temporaries: saved from the forward for the backward pass; used within one pass, within recomputation or
+within the optimizer; received from other devices; results that are in no donated argument's memory; other (everything
+in a program without gradients).
+"""
 
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -50,16 +51,16 @@ _RECEIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of one array.
+    """Live range of one array.
 
     Attributes:
-        bytes: with its layout's padding; 0 where it is no temporary, or another one's memory.
-        name: of the instruction that fills it first.
-        label: where that comes from, jax's ``op_name``.
-        shape: as printed.
+        bytes: bytes with the padding of its layout; 0 if it is not a temporary or shares another one's memory.
+        name: name of the instruction that fills it first.
+        label: jax's ``op_name`` of that instruction.
+        shape: shape as printed.
         first: step at which it is filled.
         last: step at which it is used last.
-        kind: from ``KINDS``.
+        kind: one of ``KINDS``.
     """
 
     bytes: int
@@ -75,13 +76,13 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Temporaries over the schedule.
+class LiveMemory:
+    """Memory of temporaries over the schedule.
 
     Attributes:
-        steps: names of the instructions, loops with one turn.
-        live: bytes by kind, a number for each step.
-        buffers: all of them.
+        steps: names of the instructions, with one iteration of each loop.
+        live: live bytes at each step, by kind.
+        buffers: all buffers.
         loops: (first step, last step, name) of each loop.
     """
 
@@ -92,12 +93,12 @@ class Memory:
 
     @property
     def total(self) -> np.ndarray:
-        """Bytes at each step."""
+        """Live bytes at each step."""
         return sum(self.live.values(), np.zeros(len(self.steps), np.int64))
 
     @property
     def temp_bytes(self) -> int:
-        """What temporaries take beside the results: they may lie where a result goes that is made later."""
+        """Peak bytes of temporaries beside the results; they may lie where a later result goes."""
         taken = {buffer: [(buffer.first, buffer.last)] for buffer in self.buffers if buffer.kind == "results"}
         changes = np.zeros(len(self.steps) + 1, np.int64)
         for buffer in sorted(self.buffers, key=lambda b: -b.bytes):
@@ -114,16 +115,16 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The fullest step."""
+        """Index of the step with the most live bytes."""
         return int(self.total.argmax()) if len(self.steps) else 0
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes there."""
+        """Live bytes at the fullest step."""
         return int(self.total.max(initial=0))
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the fullest step, largest first."""
+        """Live bytes by kind at the fullest step, largest first."""
         found = {kind: int(live[self.peak]) for kind, live in self.live.items()}
         return dict(sorted(((k, n) for k, n in found.items() if n), key=lambda pair: -pair[1]))
 
@@ -143,11 +144,11 @@ class Memory:
         return "\n".join(lines)
 
 
-def read(text: str) -> Memory:
-    """Reads a compiled program's text, which must be scheduled.
+def read(text: str) -> LiveMemory:
+    """Reads live ranges from the text of a compiled program, which must be scheduled.
 
     Raises:
-        HloError: it is no such text.
+        HloError: the text is not a compiled program.
     """
     module = hlo.parse(text)
     reader = _Reader(module)
@@ -172,11 +173,11 @@ def read(text: str) -> Memory:
             live[buffer.kind][buffer.first] += buffer.bytes
             live[buffer.kind][buffer.last + 1] -= buffer.bytes
     sums = {kind: changes.cumsum()[:steps] for kind, changes in live.items() if changes.any()}
-    return Memory(tuple(reader.steps), sums, tuple(b for b in reader.buffers if b.bytes), tuple(reader.loops))
+    return LiveMemory(tuple(reader.steps), sums, tuple(b for b in reader.buffers if b.bytes), tuple(reader.loops))
 
 
 def phase(label: str) -> str:
-    """The pass that jax's ``op_name`` tells of: "forward", "backward", "recomputed", or "optimizer"; "" without one."""
+    """Pass that an ``op_name`` belongs to: "forward", "backward", "recomputed" or "optimizer"; "" if unknown."""
     if "rematted_computation" in label:
         return "recomputed"
     if "transpose(" in label:
@@ -187,7 +188,7 @@ def phase(label: str) -> str:
 
 
 def _donated(text: str) -> set[int]:
-    """Which results are in donated arguments' memory."""
+    """Indices of the results that are in the memory of donated arguments."""
     head = text[: text.find("\n")]
     found = re.search(r"input_output_alias=\{(.*?)\}, \w+=", head)
     return {int(place or 0) for place in re.findall(r"\{(\d*)\}: \(", found[1])} if found else set()
@@ -207,7 +208,7 @@ def _kind(buffer: Buffer, gradients: bool) -> str:
 
 
 def padded_bytes(shape: str) -> int:
-    """Bytes of an array, or of a tuple's, with the padding of a TPU's tiles: ``f32[8,100]{1,0:T(8,128)}`` has 4096."""
+    """Bytes of an array or of a tuple, with the padding of TPU tiles: ``f32[8,100]{1,0:T(8,128)}`` has 4096."""
     return sum(_padded(one) for one in hbm_traffic.shapes_of(shape))
 
 
@@ -226,7 +227,7 @@ def _padded(shape: str) -> int:
 
 
 class _Reader:
-    """Runs a program without values: what memory each instruction's arrays are in."""
+    """Symbolic execution of a program without values: tracks the memory of each instruction's arrays."""
 
     def __init__(self, module: hlo.Module) -> None:
         self.module = module
@@ -237,15 +238,16 @@ class _Reader:
 
     @property
     def now(self) -> int:
+        """Index of the current step."""
         return max(0, len(self.steps) - 1)
 
     def outside(self, instruction: hlo.Instruction) -> list[Buffer]:
-        """Arrays whose memory is somebody else's."""
+        """Arrays that are not temporaries, such as arguments."""
         label = _label(instruction)
         return [Buffer(0, instruction.name, label, one, 0, 0) for one in hbm_traffic.shapes_of(instruction.shape)]
 
     def run(self, computation: hlo.Computation, given: dict[str, list[Buffer]]) -> list[Buffer]:
-        """Runs a computation whose parameters are in given memory; the memory of its result."""
+        """Runs a computation whose parameters are in given memory, and returns the memory of its result."""
         arrays: dict[str, list[Buffer]] = {}
         for one in computation.instructions.values():
             arrays[one.name] = given[one.name] if one.name in given else self._run(one, computation, arrays)
@@ -294,7 +296,7 @@ class _Reader:
         return results
 
     def _in_place(self, one: hlo.Instruction, results: int) -> dict[int, tuple[int, int]]:
-        """Which results are in which operand's memory: place in the result -> (operand, place in it)."""
+        """Results that share an operand's memory: place in the result -> (operand, place in it)."""
         if "output_to_operand_aliasing=" in one.attributes:
             listed = one.attributes.split("output_to_operand_aliasing=", 1)[1]
             pairs = re.findall(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)", listed.split("}}")[0] + "}}")
@@ -310,7 +312,7 @@ class _Reader:
         return {}
 
     def _updated(self, inside: hlo.Computation) -> dict[int, tuple[int, int]]:
-        """The parameters of a fusion that it updates in place."""
+        """Parameters of a fusion that it updates in place."""
         roots = [inside.root.name] if inside.root.opcode != "tuple" else inside.root.operands
         found = {}
         for place, name in enumerate(roots):
@@ -343,13 +345,13 @@ class _Reader:
         return state
 
     def _element(self, one: hlo.Instruction, computation: hlo.Computation, array: list[Buffer]) -> list[Buffer]:
-        """The arrays of one element of a tuple, which may be a tuple itself."""
+        """Arrays of one element of a tuple, which may be a tuple itself."""
         parts = _elements(computation.instructions[one.operands[0]].shape)
         before = sum(len(hbm_traffic.shapes_of(part)) for part in parts[: one.index])
         return array[before : before + len(hbm_traffic.shapes_of(parts[one.index]))]
 
     def _finished(self, one: hlo.Instruction, started: list[Buffer]) -> list[Buffer]:
-        """What a -done gives: of what its -start had, the arrays that are new there and of the same shapes."""
+        """Arrays that a ``-done`` returns: those of its ``-start`` that are new there and have the same shapes."""
         if one.opcode.endswith("-update"):
             return started
         wanted = [hlo.shape_bytes(shape) for shape in hbm_traffic.shapes_of(one.shape)]
@@ -370,7 +372,7 @@ class _Reader:
         return made
 
     def _merge(self, buffer: Buffer, into: Buffer) -> Buffer:
-        """Lets an array be in another one's memory."""
+        """Puts an array into the memory of another one."""
         buffer.bytes = 0
         into.last = max(into.last, buffer.last)
         return into
@@ -381,7 +383,7 @@ class _Reader:
             buffer.used.append(label)
 
     def share(self) -> None:
-        """Lets kernels that go element by element write over an operand that nobody needs afterwards."""
+        """Lets elementwise kernels write over an operand that is not needed afterwards."""
         for step, operands, results in self.shareable:
             free = [b for b in operands if b.last == step and b.first < step and b.bytes]
             for result in results:
@@ -392,7 +394,7 @@ class _Reader:
 
 
 def _elements(shape: str) -> list[str]:
-    """``((a, b), c)`` -> ``(a, b)`` and ``c``."""
+    """Splits the shape of a tuple: ``((a, b), c)`` -> ``(a, b)`` and ``c``."""
     parts, depth, start = [], 0, 1
     for place, sign in enumerate(shape):
         depth += (sign in "([{") - (sign in ")]}")

@@ -1,7 +1,7 @@
-"""FLOPs of products in compiled programs: dots, convolutions (which TPU compilers make of dots), calls of cuBLAS.
+"""FLOPs of matmuls in compiled programs: dots, convolutions (TPU compilers turn dots into them), cuBLAS calls.
 
-A multiplication and an addition are two. Elementwise arithmetic, reductions and sorts are not counted: on every device
-that has units for products, these others take their time from memory.
+A multiply-add counts as two. Elementwise arithmetic, reductions and sorts are not counted: on every device with matrix
+units they are bound by memory.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
 def dims(shape: str) -> list[int]:
-    """Sizes of the first array of a shape as printed."""
+    """Sizes of the first array of a printed shape."""
     found = _DIMS.search(shape)
     return [int(n.lstrip("<=")) for n in found[1].split(",") if n] if found else []
 
 
 def products(instruction: hlo.Instruction, computation: hlo.Computation) -> int | None:
-    """FLOPs of one instruction, not of what it calls; None for a custom call that does not say what it does.
+    """FLOPs of one instruction, without what it calls; None for a custom call that does not state its cost.
 
     Raises:
-        HloError: a product's dimensions cannot be read.
+        HloError: the dimensions of a matmul cannot be read.
     """
     opcode = instruction.opcode
     if opcode not in ("dot", "ragged-dot", "convolution", "custom-call"):
@@ -55,7 +55,7 @@ def _listed(pattern: str, instruction: hlo.Instruction) -> list[int]:
 
 
 def _convolution(instruction: hlo.Instruction, left: Sequence[int], right: Sequence[int]) -> int:
-    """Multiplications with padding, or with the zeros between dilated elements, are none, as in XLA's own count."""
+    """FLOPs of a convolution; products with padding or dilation zeros are not counted, as in XLA."""
     labels = _LABELS.search(instruction.attributes)
     if labels is None:
         raise hlo.HloError(f"%{instruction.name}: a convolution without dim_labels")
@@ -80,7 +80,7 @@ def _convolution(instruction: hlo.Instruction, left: Sequence[int], right: Seque
 
 
 def _of(window: dict[str, str], key: str, place: int, default: int) -> int:
-    """``size=3x1 pad=1_1x0_0``: the number at a place, of padding the low one."""
+    """The number at one place of ``size=3x1 pad=1_1x0_0``; of padding the low one."""
     return int(window[key].split("x")[place].split("_")[0]) if key in window else default
 
 
@@ -122,11 +122,11 @@ NO_PRODUCTS = {
     *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "MoveToHost", "MoveToDevice"),
     *("annotate_device_placement", "TopK", "PartialReduce"),
 }
-"""Custom calls that move, mark or sort."""
+"""Custom calls without matmuls: they copy, annotate or sort."""
 
 
 def cost_estimate(instruction: hlo.Instruction) -> dict[str, int] | None:
-    """What a Pallas kernel says of itself (``pallas_call(cost_estimate=)``): "flops" and "bytes_accessed"."""
+    """Cost that a Pallas kernel states (``pallas_call(cost_estimate=)``): "flops" and "bytes_accessed"."""
     found = re.search(r'"cost_estimate":(\{[^{}]*\})', instruction.attributes)
     if found is None:
         return None

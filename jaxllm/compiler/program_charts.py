@@ -1,4 +1,4 @@
-"""Pictures of compiled programs as SVG: stacked areas, lanes of spans, a roofline. Colours are classes of the page."""
+"""Charts of compiled programs as SVG: stacked areas, lanes of spans, a roofline. Colours are classes of the page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxllm.svg import log_ticks, number, ticks
 WIDTH = 1200
 LEFT, RIGHT, TOP, BOTTOM = 76, 14, 34, 26
 COLUMNS = 500
-"""Of an area: more than a screen tells apart."""
+"""Most columns of an area chart: more than a screen can resolve."""
 
 
 class Bar(NamedTuple):
-    """A span of a lane: from, to, colour class, what is shown where the pointer rests."""
+    """Span in a lane: start, end, colour class, tooltip."""
 
     start: float
     end: float
@@ -26,7 +26,7 @@ class Bar(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A dot: x, y, its share of all, colour class, label."""
+    """Dot of a roofline: x, y, share of the total, colour class, label."""
 
     x: float
     y: float
@@ -45,13 +45,13 @@ def areas(
     loops: Sequence[tuple[int, int, str]] = (),
     names: Sequence[str] = (),
 ) -> str:
-    """Values stacked over the steps of a schedule; a limit as a line; loops as brackets below.
+    """Stacked area chart over the steps of a schedule, with a limit as a line and loops as brackets below.
 
     Args:
-        series: a number for each step, from the bottom up.
-        limit: drawn where it is near the values.
+        series: values at each step, from the bottom up.
+        limit: drawn where it is close to the values.
         loops: (first step, last step, label).
-        names: of the steps, for the highest one.
+        names: names of the steps, for the tooltip of the highest one.
     """
     height, base = 330, 330 - BOTTOM - 22
     steps = max((len(values) for values in series.values()), default=0)
@@ -103,8 +103,8 @@ def lanes(
     """Spans in lanes over time.
 
     Args:
-        seconds: to the right end.
-        loops: (from, to, label) of brackets above the time axis.
+        seconds: time at the right end.
+        loops: (start, end, label) of brackets above the time axis.
     """
     lane, gap = 26, 8
     base = TOP + len(rows) * (lane + gap)
@@ -135,7 +135,7 @@ def lanes(
 
 
 def roofline(points: Sequence[Point], *, title: str, peak: float, bandwidth: float) -> str:
-    """Kernels by what they do for each byte, under what the device can do; the dots' areas are shares of the time."""
+    """Roofline chart: kernels by arithmetic intensity; the area of a dot is its share of the time."""
     height, base = 400, 400 - BOTTOM - 16
     shown = [point for point in points if point.x > 0 and point.y > 0]
     ridge = math.log10(peak / bandwidth)
@@ -173,7 +173,7 @@ def roofline(points: Sequence[Point], *, title: str, peak: float, bandwidth: flo
 
 
 def legend(colors: Mapping[str, str]) -> str:
-    """Names beside their colours."""
+    """Legend: names beside their colours."""
     words = "".join(f'<span><i class="{color}"></i>{escape(name)}</span>' for name, color in colors.items())
     return f'<p class="legend">{words}</p>'
 
@@ -196,7 +196,7 @@ def _rows(values: Sequence[float], py, log: bool = False) -> list[str]:
 
 
 def _columns(sums: Sequence[float]) -> list[int]:
-    """Steps to draw: of each stretch its fullest, so that no peak is lost."""
+    """Steps to draw: the fullest step of each stretch, so that no peak is lost."""
     steps = len(sums)
     if steps <= COLUMNS:
         return list(range(steps))
@@ -205,14 +205,14 @@ def _columns(sums: Sequence[float]) -> list[int]:
 
 
 def _outline(chosen: Sequence[int], values: Sequence[float], steps: int) -> list[tuple[float, float]]:
-    """The corners of stairs: each value holds to the next step drawn."""
+    """Corners of a staircase: each value holds until the next step drawn."""
     ends = [*chosen[1:], steps]
     starts = [0, *chosen[1:]]
     return [corner for a, b, y in zip(starts, ends, values, strict=True) for corner in ((a, y), (b, y))]
 
 
 def _brackets(spans: Sequence[tuple[float, float, str]], y: float) -> list[str]:
-    """Loops: a line from where they begin to where they end, and how often they turn if there is room to say so."""
+    """Brackets of loops, with the trip count where there is room."""
     parts, taken = [], -1e9
     for start, end, label in sorted(spans):
         parts.append(f'<path class="loop" d="M{start:.1f} {y}v5H{end:.1f}v-5"><title>{escape(label)}</title></path>')
@@ -224,7 +224,7 @@ def _brackets(spans: Sequence[tuple[float, float, str]], y: float) -> list[str]:
 
 
 def _merged(bars: Sequence[Bar], pixel: float) -> list[Bar]:
-    """Neighbours of one colour that are closer than a pixel, as one."""
+    """Neighbouring bars of one colour that are closer than a pixel, merged."""
     out: list[Bar] = []
     for bar in sorted(bars):
         last = out[-1] if out else None

@@ -1,7 +1,7 @@
-"""A compiled program as one page: memory over its schedule, its timeline, its kernels' roofline, its collectives.
+"""HTML report of a compiled program: memory over its schedule, timeline, roofline of its kernels, collectives.
 
-    reading = Reading(report, walker.read(text, placement), live.read(text), rates, peaks)
-    Path("step.html").write_text(reading.html())
+    report = ProgramReport(compile_report, program_walker.read(text, placement), live_ranges.read(text), rates)
+    Path("step.html").write_text(report.html())
 
 In a notebook the object shows itself. The page needs no network, no script and no library.
 """
@@ -16,7 +16,7 @@ from html import escape
 
 from jaxllm.compiler import live_ranges, program_charts
 from jaxllm.compiler.aot import CompileReport
-from jaxllm.compiler.program_walker import Loop, Op, Program, Step
+from jaxllm.compiler.program_walker import KernelOp, Loop, Program, Step
 from jaxllm.compiler.timeline import Rates, Span, Timeline, timeline
 from jaxllm.svg import number, page, table
 
@@ -49,15 +49,15 @@ _TPU = "Seconds of kernels are the TPU compiler's estimated cycles at the chip's
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Kernels that come from one place of the program.
+class KernelTable:
+    """Kernels that come from one place of the program, summed.
 
     Attributes:
-        label: where from.
-        times: runs in all.
-        flops: of all.
-        bytes: of all.
-        seconds: of all.
+        label: the place, from jax's ``op_name``.
+        times: number of runs.
+        flops: FLOPs of all runs.
+        bytes: bytes of all runs.
+        seconds: seconds of all runs.
     """
 
     label: str
@@ -68,43 +68,43 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What there is to see of a compiled program.
+class ProgramReport:
+    """Report on a compiled program.
 
     Attributes:
-        report: memory as the compiler gives it, versions, seconds.
-        program: its schedule.
-        memory: its live ranges.
-        rates: of the devices, for seconds; None: sizes alone are shown.
+        report: memory, versions and compile time, as the compiler gives them.
+        program: the schedule.
+        memory: the live ranges.
+        rates: rates of the devices, for seconds; None shows sizes alone.
     """
 
     report: CompileReport
     program: Program
-    memory: live_ranges.Memory
+    memory: live_ranges.LiveMemory
     rates: Rates | None = None
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """Its run."""
+        """Predicted timeline of one run."""
         return None if self.rates is None else timeline(self.program, self.rates)
 
-    def kernels(self) -> list[Kernels]:
-        """By where they come from, the longest first."""
+    def kernels(self) -> list[KernelTable]:
+        """Kernels by the place that they come from, longest first."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
         for op, times in self.program.ops:
             seconds = self.rates.seconds(op) if self.rates is not None else float(op.bytes)
             for place, amount in enumerate((times, op.flops * times, op.bytes * times, seconds * times)):
                 sums[short(op)][place] += amount
-        rows = [Kernels(label, int(n), int(f), int(b), s) for label, (n, f, b, s) in sums.items()]
+        rows = [KernelTable(label, int(n), int(f), int(b), s) for label, (n, f, b, s) in sums.items()]
         return sorted(rows, key=lambda row: -row.seconds)
 
     def html(self) -> str:
-        """The page."""
+        """The report as one HTML page."""
         title = f"{self.report.name} on {self.report.topology}"
         return page(title, _STYLE + "".join(self._parts()))
 
     def _repr_html_(self) -> str:
-        """A frame of its own, so that its style and the notebook's do not meet."""
+        """The page in a frame, so that its style and the notebook's do not mix."""
         return f'<iframe style="width:100%;height:900px;border:0" srcdoc="{escape(self.html())}"></iframe>'
 
     def _parts(self) -> list[str]:
@@ -117,7 +117,7 @@ class Reading:
         parts = [head, self._tiles(), "<h2>Memory of a device</h2>", self._memory()]
         if self.timeline is not None:
             parts += ["<h2>Time</h2>", self._time()]
-            parts += ["<h2>Kernels</h2>", self._kernels()]
+            parts += ["<h2>KernelTable</h2>", self._kernels()]
         parts += ["<h2>Collectives</h2>", self._collectives()]
         return parts
 
@@ -144,7 +144,7 @@ class Reading:
         notes = []
         if self.program.unknown:
             named = ", ".join(f"{name} ({times} runs)" for name, times in sorted(self.program.unknown.items()))
-            notes.append(f"Kernels that do not say what they cost, counted as nothing: {named}.")
+            notes.append(f"KernelTable that do not say what they cost, counted as nothing: {named}.")
         if self.program.unknown_loops:
             notes.append(f"{self.program.unknown_loops} loops of unknown length are counted as one turn.")
         if self.rates is not None:
@@ -261,7 +261,8 @@ class Reading:
         ]
         head = ("kernels from", "runs", "time", "share", "FLOPs", "bytes", "FLOPs a byte", "bound by")
         colors = {"more FLOPs a byte than the ridge": "c0", "fewer": "c1"}
-        return f'<figure>{picture}{program_charts.legend(colors)}</figure><div class="panel wide gap">{table(listed, head)}</div>'
+        legend = program_charts.legend(colors)
+        return f'<figure>{picture}{legend}</figure><div class="panel wide gap">{table(listed, head)}</div>'
 
     def _collectives(self) -> str:
         if not self.program.exchanges:
@@ -289,22 +290,22 @@ class Reading:
         return f'<div class="panel wide">{table(rows, head)}</div>'
 
 
-def bound(row: Kernels, rates: Rates) -> str:
-    """What a kernel's time goes to: "products" or "memory" where either takes half of it or more, else "other work"."""
+def bound(row: KernelTable, rates: Rates) -> str:
+    """Bound of a kernel: "products" (matmuls) or "memory" if that takes half of its time or more, else "other work"."""
     products, moved = row.flops / rates.flops, row.bytes / rates.bandwidth
     if max(products, moved) < 0.5 * row.seconds:
         return "other work"
     return "products" if products >= moved else "memory"
 
 
-def short(op: Op) -> str:
-    """Where a kernel comes from, in a few words: its pass and the last parts of jax's name; else its opcode."""
+def short(op: KernelOp) -> str:
+    """Short name of the place a kernel comes from: its pass and the last parts of jax's name; else its opcode."""
     passed, last = live_ranges.phase(op.label), _tail(op.label, 2)
     return f"{passed}: {last}" if passed and last else last or op.opcode
 
 
 def _tail(label: str, count: int = 3) -> str:
-    """The last parts of a name that say something."""
+    """Last informative parts of a name."""
     parts = [p for p in label.split("/") if p and p not in ("body", "closed_call", "while", "cond", "checkpoint")]
     parts = [p for p in parts if not re.fullmatch(r"(jit|jvp|transpose|vmap|shard_map|rematted_computation).*", p)]
     return "/".join(parts[-count:])
@@ -332,7 +333,7 @@ def _loops(steps: tuple[Step, ...]) -> list[Loop]:
 
 
 def _once(program: Program) -> Program:
-    """The same with one turn of each loop."""
+    """The program with one iteration of each loop."""
 
     def steps(given: tuple[Step, ...]) -> tuple[Step, ...]:
         return tuple(

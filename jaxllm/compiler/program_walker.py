@@ -1,12 +1,13 @@
-"""Reads a compiled program as what it is: a schedule of kernels, of collectives that start and end, and of loops.
+"""Schedule of a compiled program: kernels, collectives that start and end, copies, and loops.
 
     program = read(compiled.as_text(), Placement.of(mesh))
-    program.flops, program.bytes, program.cycles          of one run on each device, loops multiplied out
-    program.exchanges                                     collectives with the mesh axes or network that they go over
-    program.unknown                                       kernels whose cost nobody says, by name: never a silent zero
+    program.flops, program.bytes, program.cycles          one run on each device, with loops multiplied out
+    program.exchanges                                     collectives with the mesh axes or network that they use
+    program.unknown                                       kernels that state no cost, by name: never a silent zero
 
-FLOPs are those of products (``jaxllm.compiler.matmul_flops``), bytes those of the device's memory (``traffic``), cycles the
-TPU compiler's own estimates. ``jaxllm.compiler.timeline`` turns a schedule into seconds.
+FLOPs are those of matmuls (``jaxllm.compiler.matmul_flops``), bytes those of device memory
+(``jaxllm.compiler.hbm_traffic``), cycles the TPU compiler's own estimates. ``jaxllm.compiler.timeline`` turns a
+schedule into seconds.
 """
 
 from __future__ import annotations
@@ -29,26 +30,25 @@ _HOST = "S(5)"
 _FETCHES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 
 
-class Cost(NamedTuple):
-    """What one run of a kernel takes."""
+class KernelCost(NamedTuple):
+    """FLOPs and bytes of one run of a kernel."""
 
     flops: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class Op:
-    """A kernel.
+class KernelOp:
+    """One kernel of the schedule.
 
     Attributes:
-        name: of its instruction.
-        opcode: such as ``fusion``.
-        label: where it comes from, jax's ``op_name``.
-        flops: of products.
-        bytes: that it reads from and writes to the device's memory.
+        name: name of its instruction.
+        opcode: opcode, such as ``fusion``.
+        label: jax's ``op_name``.
+        flops: FLOPs of its matmuls.
+        bytes: bytes that it reads from and writes to device memory.
         cycles: the TPU compiler's estimate; None where it gives none.
-        known: False for a custom call that does not say what it does: its FLOPs, and if it works in place its bytes,
-            are missing.
+        known: False for a custom call that states no cost: its FLOPs, and its bytes if it works in place, are missing.
     """
 
     name: str
@@ -62,16 +62,16 @@ class Op:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective.
+    """One collective of the schedule.
 
     Attributes:
-        kind: from ``collectives.KINDS``.
-        group_size: devices that take part.
-        bytes: the whole that it moves, see ``collectives.Collective``.
-        summed: see there.
-        axes: of the mesh, along which its devices differ; empty where no ``Placement`` was given.
-        islands: slices or nodes that one group spans; more than one means the slow network.
-        asynchronous: other kernels may run meanwhile.
+        kind: one of ``collectives.KINDS``.
+        group_size: number of devices that take part.
+        bytes: bytes of the whole array that it moves, see ``collectives.Collective``.
+        summed: see ``collectives.Collective``.
+        axes: mesh axes along which its devices differ; empty without a ``Placement``.
+        islands: number of slices or nodes that one group spans; more than one uses the slow network.
+        asynchronous: True if other kernels may run meanwhile.
         label: jax's ``op_name``.
     """
 
@@ -86,16 +86,16 @@ class Exchange:
 
     @property
     def where(self) -> str:
-        """What it goes over, for tables: the mesh axes, and the network between slices or nodes if it takes that."""
+        """Mesh axes that it uses, plus "network" if it leaves a slice or node; for tables."""
         return "+".join((*self.axes, *(("network",) if self.islands > 1 else ()))) or "devices"
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A copy by the memory system itself, while kernels run: ahead of its use, or between device and host.
+    """Asynchronous copy by the memory system: a prefetch, or a copy between device and host.
 
     Attributes:
-        bytes: moved in the device's memory, or to and from the host.
+        bytes: bytes moved in device memory, or to and from the host.
         host: whether it goes to or from the host.
     """
 
@@ -105,7 +105,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Start:
-    """Where collectives or a copy start; ``Done`` of that name is where the schedule waits for them."""
+    """Start of collectives or of a copy; the schedule waits for them at the ``Done`` of the same name."""
 
     name: str
     what: tuple[Exchange | Fetch, ...]
@@ -113,31 +113,31 @@ class Start:
 
 @dataclass(frozen=True)
 class Done:
-    """Where the schedule waits for what was started under that name."""
+    """Point at which the schedule waits for the ``Start`` of the same name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that run several times."""
+    """Loop of the schedule: steps with their trip count."""
 
     name: str
     turns: int
     steps: tuple[Step, ...]
 
 
-Step = Op | Start | Done | Loop
+Step = KernelOp | Start | Done | Loop
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    """Schedule of a compiled program.
 
     Attributes:
-        steps: in the order of the schedule; of a conditional's branches, the most expensive.
-        num_devices: that run it together.
-        unknown_loops: loops whose number of turns cannot be read; they count as ``read``'s ``turns``.
+        steps: steps in order; of the branches of a conditional, the most expensive one.
+        num_devices: number of devices that run it together.
+        unknown_loops: number of loops whose trip count cannot be read; they count with ``read``'s ``turns``.
     """
 
     steps: tuple[Step, ...]
@@ -145,42 +145,42 @@ class Program:
     unknown_loops: int
 
     @property
-    def ops(self) -> list[tuple[Op, int]]:
-        """Every kernel and how often it runs."""
-        return [(step, times) for step, times in _flat(self.steps) if isinstance(step, Op)]
+    def ops(self) -> list[tuple[KernelOp, int]]:
+        """Kernels with the number of times that each runs."""
+        return [(step, times) for step, times in _flat(self.steps) if isinstance(step, KernelOp)]
 
     @property
     def exchanges(self) -> list[tuple[Exchange, int]]:
-        """Every collective and how often it runs."""
+        """Collectives with the number of times that each runs."""
         starts = [(step.what, times) for step, times in _flat(self.steps) if isinstance(step, Start)]
         return [(one, times) for what, times in starts for one in what if isinstance(one, Exchange)]
 
     @property
     def fetches(self) -> list[tuple[Fetch, int]]:
-        """Every copy by the memory system and how often it runs."""
+        """Asynchronous copies with the number of times that each runs."""
         starts = [(step.what, times) for step, times in _flat(self.steps) if isinstance(step, Start)]
         return [(one, times) for what, times in starts for one in what if isinstance(one, Fetch)]
 
     @property
     def flops(self) -> int:
-        """Of products, without those of ``unknown``."""
+        """FLOPs of matmuls, without those of ``unknown`` kernels."""
         return sum(op.flops * times for op, times in self.ops)
 
     @property
     def bytes(self) -> int:
-        """Read and written in the device's memory, without those of ``unknown``."""
+        """Bytes read and written in device memory, without those of ``unknown`` kernels."""
         fetched = sum(fetch.bytes * times for fetch, times in self.fetches if not fetch.host)
         return fetched + sum(op.bytes * times for op, times in self.ops)
 
     @property
     def cycles(self) -> int | None:
-        """Estimates of the TPU compiler; None where it gives none."""
+        """Sum of the TPU compiler's estimates; None where it gives none."""
         said = [op.cycles * times for op, times in self.ops if op.cycles is not None]
         return sum(said) if said else None
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Kernels that do not say what they cost, by name, and how often they run."""
+        """Kernels that state no cost: name -> number of runs."""
         found: Counter[str] = Counter()
         for op, times in self.ops:
             if not op.known:
@@ -189,7 +189,7 @@ class Program:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """By kind and size, largest total first, as ``collectives.read`` gives them."""
+        """Collectives by kind and size, largest total first, like ``collectives.read``."""
         counts: Counter[collectives.Key] = Counter()
         for one, times in self.exchanges:
             counts[one.kind, one.group_size, one.bytes, one.summed] += times
@@ -198,7 +198,7 @@ class Program:
 
 
 def kernel_name(instruction: str) -> str:
-    """``flash_attention_forward.3`` -> ``flash_attention_forward``."""
+    """Name of a kernel without its number: ``flash_attention_forward.3`` -> ``flash_attention_forward``."""
     return re.sub(r"(\.\d+|\.clone|\.cloned|\.remat\d*)+$", "", instruction)
 
 
@@ -211,17 +211,17 @@ def _flat(steps: tuple[Step, ...], times: int = 1) -> Iterator[tuple[Step, int]]
 
 
 def read(
-    text: str, placement: Placement | None = None, *, costs: Mapping[str, Cost] | None = None, turns: int = 1
+    text: str, placement: Placement | None = None, *, costs: Mapping[str, KernelCost] | None = None, turns: int = 1
 ) -> Program:
-    """Reads a compiled program's text.
+    """Reads the schedule from the text of a compiled program.
 
     Args:
-        placement: names the mesh axes, and the slices or nodes, that collectives go over.
-        costs: of kernels that do not say what they cost, by ``kernel_name``.
-        turns: of a loop whose number of turns depends on data.
+        placement: names of the mesh axes, and the slices or nodes, that collectives use.
+        costs: costs of kernels that state none, by ``kernel_name``.
+        turns: trip count of a loop whose trip count depends on data.
 
     Raises:
-        HloError: it is no such text, or ``placement`` is of another number of devices.
+        HloError: the text is not a compiled program, or ``placement`` has another number of devices.
     """
     module = hlo.parse(text)
     if placement is not None and len(placement.islands) != module.num_devices:
@@ -231,13 +231,13 @@ def read(
 
 
 class _Reader:
-    def __init__(self, module: hlo.Module, placement: Placement | None, costs: dict[str, Cost], turns: int):
+    def __init__(self, module: hlo.Module, placement: Placement | None, costs: dict[str, KernelCost], turns: int):
         self.module, self.placement, self.costs, self.turns = module, placement, costs, turns
-        self.sent, self.moved = collectives.Reader(module).sent, hbm_traffic.Reader(module, 1).moved
+        self.sent, self.moved = collectives.CollectiveReader(module).sent, hbm_traffic.TrafficReader(module, 1).moved
         self.unknown_loops = 0
 
     def run(self, frame: hlo.Frame) -> tuple[Step, ...]:
-        """One run of a computation."""
+        """Steps of one run of a computation."""
         steps: list[Step] = []
         running: dict[str, str] = {}  # value or chain that stands for something on its way -> name of its start
         for instruction in frame.computation.instructions.values():
@@ -300,13 +300,13 @@ class _Reader:
         return Exchange(*key, axes=axes, islands=islands, asynchronous=asynchronous, label=label)
 
     def _continues(self, instruction: hlo.Instruction) -> bool:
-        """Whether what an instruction starts goes on after it."""
+        """Whether an instruction starts something that is still running after it."""
         if instruction.opcode == "fusion":
             return bool(self._chains(instruction))
         return instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
 
     def _chains(self, fusion: hlo.Instruction) -> set[str]:
-        """The TPU compiler's numbers of the collectives of which a fusion is a piece."""
+        """The TPU compiler's numbers of the collectives that a fusion is a piece of."""
         if fusion.opcode != "fusion":
             return set()
         inside = self.module.callee(fusion).instructions.values()
@@ -328,9 +328,9 @@ class _Reader:
         moved = self.moved(instruction, computation) or 0
         return Fetch(moved // 2 if host else moved, host)
 
-    def _op(self, instruction: hlo.Instruction, computation: hlo.Computation) -> Op:
+    def _op(self, instruction: hlo.Instruction, computation: hlo.Computation) -> KernelOp:
         products, moved = self._products(instruction, computation), self.moved(instruction, computation)
-        op = Op(
+        op = KernelOp(
             name=instruction.name,
             opcode=instruction.opcode,
             label=_label(instruction),
@@ -348,7 +348,7 @@ class _Reader:
         return op
 
     def _products(self, instruction: hlo.Instruction, computation: hlo.Computation) -> int | None:
-        """FLOPs of an instruction and of all that a fusion holds."""
+        """FLOPs of an instruction, including everything that a fusion holds."""
         if instruction.opcode != "fusion":
             return flops.products(instruction, computation)
         inside = self.module.callee(instruction)
@@ -362,7 +362,7 @@ def _label(instruction: hlo.Instruction) -> str:
 
 
 def _weight(steps: tuple[Step, ...]) -> tuple[int, int, int]:
-    """Orders the branches of a conditional as ``collectives.read`` does."""
+    """Cost by which the branches of a conditional are ordered, as in ``collectives.read``."""
     program = Program(steps, 1, 0)
     sent = sum(one.bytes * times for one, times in program.exchanges)
     return program.cycles or 0, sent, program.flops + program.bytes

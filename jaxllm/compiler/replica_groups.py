@@ -1,4 +1,4 @@
-"""Which devices a collective joins, and which axes of the mesh or which network it goes over."""
+"""Replica groups of a collective: its devices, and the mesh axes or network that it uses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the devices of a program are, by their number in it: a jitted program numbers its mesh's devices in order.
+    """Placement of a program's devices by number: a jitted program numbers the devices of its mesh in order.
 
     Attributes:
         axes: name and size of the mesh's axes.
-        islands: of each device the slice (TPU) or the node (GPU); what joins two of them leaves the fast network.
+        islands: slice (TPU) or node (GPU) of each device; a group that spans two of them leaves the fast network.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -35,12 +35,12 @@ class Placement:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Placement:
-        """Of a mesh of real or described devices."""
+        """Placement on a mesh of real or described devices."""
         sizes = tuple((name, size) for name, size in mesh.shape.items())
         return cls(sizes, tuple(_island(device) for device in mesh.devices.flat))
 
     def joins(self, groups: Iterable[Iterable[int]]) -> tuple[tuple[str, ...], int]:
-        """The axes along which the devices of a group differ, and the most islands that a group spans."""
+        """Axes along which the devices of a group differ, and the most islands that a group spans."""
         varies, spans = set(), 1
         shape = [size for _, size in self.axes]
         for group in groups:
@@ -52,7 +52,7 @@ class Placement:
 
 
 def _island(device: object) -> int:
-    """Of a TPU its slice, of a GPU its node, which jax runs as one process."""
+    """Slice of a TPU, or node of a GPU, which jax runs as one process."""
     return int(getattr(device, "slice_index", None) or 0) if _is_tpu(device) else int(device.process_index)  # type: ignore[attr-defined]
 
 
@@ -61,10 +61,10 @@ def _is_tpu(device: object) -> bool:
 
 
 def groups(attributes: str, num_devices: int) -> list[list[int]]:
-    """The groups of devices of a collective, from its attributes; of a collective-permute, pairs of source and target.
+    """Replica groups of a collective from its attributes; for a collective-permute, pairs of source and target.
 
     Raises:
-        HloError: the attributes name no groups in a known way.
+        HloError: the attributes name no groups in a known format.
     """
     if pairs := _PAIRS.search(attributes):
         return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
@@ -98,7 +98,7 @@ def _parts(used: str) -> list[tuple[str, int, int]]:
 
 
 def _devices(order: str | None, count: int) -> np.ndarray:
-    """Devices in the order that ``[4,8]T(1,0)`` means, or a plain list; in their own where there is none."""
+    """Devices in the order of ``[4,8]T(1,0)`` or of a plain list; in their own order without either."""
     if order is None:
         return np.arange(count)
     if found := _ORDER.match(order):
@@ -109,12 +109,12 @@ def _devices(order: str | None, count: int) -> np.ndarray:
 
 
 def group_size(attributes: str, num_devices: int) -> int:
-    """How many devices a collective joins, from its attributes; the largest group where they differ.
+    """Number of devices that a collective joins, from its attributes; the largest group where they differ.
 
-    For a collective-permute: those among which an array can travel, such as a ring.
+    For a collective-permute: the devices among which an array can travel, such as a ring.
 
     Raises:
-        HloError: the attributes name no groups in a known way.
+        HloError: the attributes name no groups in a known format.
     """
     found = groups(attributes, num_devices)
     return _largest_island(found) if _PAIRS.search(attributes) else max(map(len, found))

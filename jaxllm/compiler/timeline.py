@@ -1,11 +1,11 @@
-"""Seconds of a compiled program: its schedule played on one queue of kernels and one queue for each network.
+"""Timeline of a compiled program: its schedule played on one queue of kernels and one queue per network, in seconds.
 
     rates = Rates(flops=918e12, bandwidth=1.64e12, clock=1.75e9, send=seconds_of_an_exchange)
     timeline(program, rates).seconds
 
-A kernel takes the TPU compiler's cycles, and where there are none (GPU, CPU) what the roofline says: the longer of its
-products at the peak and its bytes at the memory's bandwidth, a lower bound. A collective runs from where it starts,
-once its network is free, and the schedule waits for the rest where it ends: that rest is exposed.
+A kernel takes the TPU compiler's cycles; where there are none (GPU, CPU) its roofline time, a lower bound: the longer
+of its matmuls at the peak and its bytes at the memory bandwidth. A collective starts once its network is free, and
+the schedule waits for the rest of it where it ends: that rest is exposed.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxllm.compiler.program_walker import Done, Exchange, Fetch, Loop, Op, Program, Start, Step
+from jaxllm.compiler.program_walker import Done, Exchange, Fetch, KernelOp, Loop, Program, Start, Step
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device and its links do in a second.
+    """Rates of a device and its links.
 
     Attributes:
-        flops: of products, FLOP/s.
-        bandwidth: of the device's memory, bytes/s.
+        flops: FLOP/s of matmuls.
+        bandwidth: bytes/s of device memory.
         send: seconds of one collective, by its kind, bytes, group size, axes and islands.
-        clock: cycles/s, for the TPU compiler's estimates; None: they are not used.
+        clock: cycles/s for the TPU compiler's estimates; None if they are not used.
         host: bytes/s between the device and its host.
         launch: seconds to start a kernel that has no estimate.
     """
@@ -37,8 +37,8 @@ class Rates:
     host: float = 32e9
     launch: float = 0.0
 
-    def seconds(self, op: Op) -> float:
-        """Of one kernel."""
+    def seconds(self, op: KernelOp) -> float:
+        """Seconds of one kernel."""
         if op.cycles is not None and self.clock is not None:
             return op.cycles / self.clock
         return max(op.flops / self.flops, op.bytes / self.bandwidth, self.launch)
@@ -46,16 +46,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """Span of a timeline.
 
     Attributes:
-        lane: "compute", "memory" (copies ahead), "host", or what a collective goes over (``Exchange.where``).
-        start: seconds.
-        end: seconds.
-        name: of the instruction.
+        lane: "compute", "memory" (prefetches), "host", or the network of a collective (``Exchange.where``).
+        start: start in seconds.
+        end: end in seconds.
+        name: name of the instruction.
         label: jax's ``op_name``.
         waited: seconds of it for which the schedule stood still.
-        turns: of the loop that it stands for; its spans inside are those of the first turn.
+        turns: trip count of the loop that it stands for; the spans inside are those of the first iteration.
     """
 
     lane: str
@@ -69,16 +69,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run of a program.
+    """Predicted run of a program.
 
     Attributes:
-        seconds: in all.
-        compute: kernels that compute.
-        exposed: waiting for collectives, by ``Exchange.where``.
-        hidden: collectives behind kernels, likewise.
-        other: waiting for copies ahead and for the host.
-        by_estimate: of ``compute``, what the compiler's own estimates are; the rest is by roofline.
-        spans: in the order of their start; loops show their first turn, see ``loops``.
+        seconds: seconds of the run.
+        compute: seconds of kernels.
+        exposed: seconds of waiting for collectives, by ``Exchange.where``.
+        hidden: seconds of collectives behind kernels, by ``Exchange.where``.
+        other: seconds of waiting for prefetches and for the host.
+        by_estimate: part of ``compute`` that is the compiler's own estimates; the rest is by roofline.
+        spans: spans by their start; loops show their first iteration, see ``loops``.
         loops: spans of loops.
     """
 
@@ -99,7 +99,7 @@ class Timeline:
 
 
 def timeline(program: Program, rates: Rates) -> Timeline:
-    """Plays a program's schedule."""
+    """Plays the schedule of a program."""
     player = _Player(rates)
     end = player.play(program.steps, 0.0, 1)
     sums = player.sums
@@ -126,10 +126,10 @@ class _Player:
     loops: list[Span] = field(default_factory=list)
 
     def play(self, steps: tuple[Step, ...], now: float, times: int) -> float:
-        """Plays steps that run ``times`` times in all, from ``now`` on; when they end, once."""
+        """Plays steps that run ``times`` times in all from ``now`` on; returns when one run of them ends."""
         running: dict[str, list[Span]] = {}
         for step in steps:
-            if isinstance(step, Op):
+            if isinstance(step, KernelOp):
                 seconds = self.rates.seconds(step)
                 self.sums["compute"] += seconds * times
                 self.sums["estimate"] += seconds * times * (step.cycles is not None and self.rates.clock is not None)
@@ -182,11 +182,11 @@ class _Player:
 def ring_seconds(exchange: Exchange, bandwidth: float, latency: float = 0.0) -> float:
     """Seconds of a collective on a ring or a switch, at the rate at which one device sends and receives.
 
-    With n devices and B bytes in all: an all-gather and a reduce-scatter send (n - 1)/n B each, an all-reduce, and what
-    is carried out as one, twice that, an all-to-all of B bytes (n - 1)/n B, a permute B.
+    With n devices and B bytes in all: an all-gather and a reduce-scatter send (n - 1)/n B each; an all-reduce, and a
+    summed collective, twice that; an all-to-all of B bytes (n - 1)/n B; a permute B.
 
     Args:
-        bandwidth: bytes/s out of one device, of all links that the collective uses.
+        bandwidth: bytes/s out of one device over all links that the collective uses.
         latency: seconds of one step from device to device.
     """
     n = exchange.group_size

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.compiler import live_ranges, program_walker
 from jaxllm.compiler.aot import CompileReport
-from jaxllm.compiler.program_report import Reading
+from jaxllm.compiler.program_report import ProgramReport
 from jaxllm.compiler.timeline import Rates
 from tests.compiler.test_walker import PLACES, SAID, made_up
 from tests.serve.browser import CHROMIUM, Page
@@ -18,7 +18,7 @@ VOID = {"meta", "link", "br"}
 SHAPES = {"rect", "line", "path", "circle", "polygon"}
 
 
-def reading(estimate: str = SAID, platform: str = "h100:1x8", rates: bool = True) -> Reading:
+def reading(estimate: str = SAID, platform: str = "h100:1x8", rates: bool = True) -> ProgramReport:
     text = made_up(estimate)
     program, memory = program_walker.read(text, PLACES), live_ranges.read(text)
     report = CompileReport(
@@ -26,7 +26,7 @@ def reading(estimate: str = SAID, platform: str = "h100:1x8", rates: bool = True
         compile_seconds=2.0, argument_bytes=4096, output_bytes=0, alias_bytes=0, temp_bytes=memory.temp_bytes,
         code_bytes=0, host_bytes=0, hbm_bytes=2**20, collectives=program.collectives, cycles=None, unknown_loops=0,
     )  # fmt: skip
-    return Reading(report, program, memory, Rates(1e6, 1e6, lambda exchange: 1e-3) if rates else None)
+    return ProgramReport(report, program, memory, Rates(1e6, 1e6, lambda exchange: 1e-3) if rates else None)
 
 
 class Parsed(HTMLParser):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.compiler import hbm_traffic, program_walker
 from jaxllm.compiler.hlo import HloError
-from jaxllm.compiler.program_walker import Cost, Done, Exchange, Loop, Op, Program, Start
+from jaxllm.compiler.program_walker import Done, Exchange, KernelCost, KernelOp, Loop, Program, Start
 from jaxllm.compiler.replica_groups import Placement, groups
 from jaxllm.compiler.timeline import Rates, ring_seconds, timeline
 
@@ -164,7 +164,7 @@ def test_a_kernel_that_says_nothing_is_listed_by_name():
 
 
 def test_a_kernel_is_counted_as_it_says_or_as_it_is_told():
-    said, told = program_walker.read(made_up(SAID)), program_walker.read(made_up(), costs={"z": Cost(70, 90)})
+    said, told = program_walker.read(made_up(SAID)), program_walker.read(made_up(), costs={"z": KernelCost(70, 90)})
     assert said.unknown == told.unknown == {}
     assert said.flops == told.flops == 5 * (2 * 8 * 8 * 128 + 70)
     assert said.bytes == told.bytes == 5 * ((2 * 8 * 128 + 64) * 4 + 90)
@@ -190,7 +190,7 @@ def test_collectives_have_their_axes_and_their_overlap():
     (loop,) = program.steps
     assert isinstance(loop, Loop)
     kinds = [type(step).__name__ for step in loop.steps]
-    assert kinds == ["Start", "Op", "Op", "Done", "Start", "Done"]
+    assert kinds == ["Start", "KernelOp", "KernelOp", "Done", "Start", "Done"]
 
 
 def test_the_timeline_by_hand():
@@ -219,7 +219,7 @@ def test_a_network_sends_one_thing_at_a_time():
         return Exchange("all-gather", 2, size, False, (axis,), 1, True, "")
 
     started = [Start(name, (gather(axis, size),)) for name, axis, size in (("a", "x", 4), ("b", "x", 4), ("c", "y", 5))]
-    work = Op("work", "fusion", "", 0, 0, 2)
+    work = KernelOp("work", "fusion", "", 0, 0, 2)
     program = Program((*started, work, Done("a"), Done("b"), Done("c")), 4, 0)
     found = timeline(program, Rates(1.0, 1.0, lambda exchange: exchange.bytes, clock=1.0))
     assert (found.seconds, found.compute, found.by_estimate) == (8, 2, 2)

@@ -15,7 +15,7 @@ from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 if TYPE_CHECKING:
     from jaxllm.compiler.aot import CompileReport
-    from jaxllm.compiler.program_report import Reading
+    from jaxllm.compiler.program_report import ProgramReport
     from jaxllm.train import RunConfig
     from sharding.topology import Topology
 
@@ -108,10 +108,10 @@ def _recomputing(config: RunConfig, on: str, within: float) -> RunConfig | None:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=solved.remat))
 
 
-def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> Reading:
+def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> ProgramReport:
     """What there is to see of a program that was kept in a file."""
     from jaxllm.compiler import aot, live_ranges, program_walker
-    from jaxllm.compiler.program_report import Reading
+    from jaxllm.compiler.program_report import ProgramReport
     from jaxllm.models import functional
     from jaxllm.plan.hardware import Cluster, HardwareError
     from jaxllm.plan.timeline_rates import rates_of
@@ -123,4 +123,4 @@ def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep:
         rates = rates_of(Cluster.parse(topology.name), mesh)
     except HardwareError:  # a CPU's rates are on no data sheet: the page shows sizes
         rates = None
-    return Reading(report, program_walker.read(text, placement), live_ranges.read(text), rates)
+    return ProgramReport(report, program_walker.read(text, placement), live_ranges.read(text), rates)
