@@ -1,4 +1,4 @@
-"""What a training run is: model, data, optimizer, and how long."""
+"""RunConfig: the configuration of a training run, from the model and the data to the optimizer and the mesh."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from jaxllm.train.step.routing_losses import RoutingConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A training run.
+    """Configuration of a training run.
 
     Attributes:
-        name: the run's name, and its directory's.
-        model: the architecture; its vocab_size must hold the tokenizer's.
-        init_from: a model to begin from instead of random parameters: a run's or a model's directory, a .gguf file,
+        name: the run's name, and that of its directory.
+        model: the architecture; its vocab_size must be at least the tokenizer's.
+        init_from: a model to start from instead of random parameters: the directory of a run or a model, a .gguf file,
             ``smollm2`` or ``hf:ORG/NAME``. ``model`` must be its architecture
             (``open_source(find_model(NAME)).config``).
-        data: what to train on, and the batch.
-        optim: the optimizer and its schedule.
+        data: the training data, sequence length and global batch size.
+        optim: the optimizer and its learning-rate schedule.
         steps: optimizer steps; the schedule is spread over them.
-        accumulate: micro-batches per step, to bound memory; divides data.batch_size.
-        z_loss: weight of the squared log-partition function in the loss.
-        routing: how experts are kept in use, of a model that has some.
-        spikes: what is done where the loss or the gradients leap.
-        seed: seed of the parameters and of the run's randomness.
-        mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp, fsdp_tp.
-        parallel: how arrays are split over the mesh: ZeRO's stage, sequence and context parallelism.
-        host: what of the optimizer and the parameters waits in the host's memory.
-        distributed: how long several processes wait for each other.
-        compiler_options: changes to the table of ``jaxllm.parallel.compiler_flags``: "NAME=VALUE", or "NAME=" for the compiler's
-            own choice.
-        checkpoint: when to save and what to keep.
+        accumulate: gradient accumulation: micro-batches per step, which bound activation memory; divides
+            data.batch_size.
+        z_loss: weight of the z-loss, the squared log-partition function of the output softmax.
+        routing: load-balancing losses and biases of mixture-of-experts models.
+        spikes: what is done at a loss spike.
+        seed: seed of the parameters and of all randomness of the run.
+        mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp,
+            fsdp_tp.
+        parallel: how arrays are sharded over the mesh: ZeRO stage, sequence, context and pipeline parallelism.
+        host: optimizer offload and parameter offload to host memory.
+        distributed: timeouts of runs in several processes.
+        compiler_options: changes to the table of ``jaxllm.parallel.compiler_flags``: "NAME=VALUE", or "NAME=" for the
+            compiler's own choice.
+        checkpoint: when to save checkpoints and which to keep.
         log_every: steps between two lines of the log where there is no live view.
         eval_every: steps between two evaluations on held-out text; 0 evaluates at the end only.
         observe: trackers, norms by layer, profiles.
@@ -77,23 +79,24 @@ class RunConfig:
         if self.model.learned_positions is not None and self.data.seq_len > self.model.learned_positions:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len}, but the model has learned {self.model.learned_positions} "
-                "positions (model.learned_positions); choose no more."
+                "positions (model.learned_positions); give data.seq_len at most that."
             )
         self.routing.check(self.model)
         if self.optim.rounding != "nearest" and self.model.param_dtype != "bfloat16":
             raise ValueError(
-                f'optim.rounding = "{self.optim.rounding}" is of parameters in bfloat16, and model.param_dtype is '
-                f'{self.model.param_dtype}; choose "nearest", or bfloat16.'
+                f'optim.rounding = "{self.optim.rounding}" requires parameters stored in bfloat16, but '
+                f'model.param_dtype is "{self.model.param_dtype}"; give optim.rounding = "nearest", or '
+                'model.param_dtype = "bfloat16".'
             )
         if self.model.matmul_precision != "plain" and self.parallel.overlap == "ring":
             raise ValueError(
-                f'model.matmul_precision = "{self.model.matmul_precision}" does not go around a ring; give '
-                'parallel.overlap = "compiler".'
+                f'model.matmul_precision = "{self.model.matmul_precision}" is not supported by ring collective matmuls '
+                '(parallel.overlap = "ring"); give parallel.overlap = "compiler".'
             )
         if self.parallel.overlap == "ring" and any(name in self.model.remat for name in ("offload", "compact")):
             raise ValueError(
-                f'model.remat = "{self.model.remat}" is not told of products that go around a ring; give '
-                'parallel.overlap = "compiler", or another remat.'
+                f'model.remat = "{self.model.remat}" is not supported with ring collective matmuls (parallel.overlap = '
+                '"ring"); give parallel.overlap = "compiler", or another model.remat.'
             )
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")

@@ -1,4 +1,10 @@
-"""The training loop: compile once, then step, log, save; stop cleanly and go on where it stopped."""
+"""Training loop: compile the step once, then step, log, save checkpoints and evaluate.
+
+train              prepares a run, or resumes it from its newest checkpoint
+run_with_rollback  repeats run_until after each rollback from a loss spike
+run_until          the loop over steps
+finish_run         evaluates on held-out text and writes the receipt
+"""
 
 from __future__ import annotations
 
@@ -36,14 +42,14 @@ from jaxllm.train.step.train_state import TrainState
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of ``train`` ended.
+    """Result of a call of ``train``.
 
     Attributes:
         directory: the run's directory.
-        steps: steps done in all.
-        complete: False when a signal stopped the run; it goes on at the next start.
-        signal: the signal's number, or None.
-        evaluation: held-out loss after the last step, where something is held out and the run is complete.
+        steps: steps done in all, earlier starts included.
+        complete: whether all steps are done; False if a signal stopped the run, which the next start resumes.
+        signal: number of the signal that stopped the run, or None.
+        evaluation: held-out loss after the last step of a complete run; None without held-out text.
     """
 
     directory: Path
@@ -54,20 +60,21 @@ class TrainResult:
 
 
 def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResult:
-    """Runs, or goes on with, the run that ``config`` describes.
+    """Trains the model that ``config`` describes, or resumes its run from the newest checkpoint.
 
-    Ctrl-C and SIGTERM finish the step, save and return; the next call with the same configuration continues, bit for
-    bit on the same mesh.
+    Ctrl-C and SIGTERM finish the current step, save a checkpoint and return; the next call with the same configuration
+    resumes, with bitwise equal results on the same mesh.
 
     Args:
-        also: parts of the program whose state is saved and restored together with the run's.
+        config: the run.
+        also: other parts of the program whose state is saved and restored in the run's checkpoints.
 
     Raises:
-        ResumeError: the directory holds a run with other mathematics.
+        ResumeError: the directory holds a run with a different configuration.
         NonFiniteLossError: the loss diverged; the last checkpoint is from before.
-        SpikesError: it leapt more often than ``spikes`` bears.
-        ConfigError, ShardingError, DataError, CheckpointError: what is wrong, where, and what would be legal.
-        DistributedError: the processes that are to train together differ; says in what.
+        SpikesError: more loss spikes than ``spikes.limit``.
+        ConfigError, ShardingError, DataError, CheckpointError: the message says what is wrong, where and what is legal.
+        DistributedError: the processes of the run differ; the message says in what.
     """
     began = time.time()
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
@@ -93,7 +100,7 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResu
             saver.finish()
             events.write("saved", step=done)
             if done < config.steps:
-                view.say(f"Stopped after step {done}; saved. Start again with the same command to go on.")
+                view.say(f"Stopped after step {done}; saved. Start again with the same command to resume.")
                 if files.writes:
                     draw_loss(files.read_metrics(), files.plot, config.name)
                 events.write("stopped", step=done)
@@ -106,22 +113,35 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResu
 def run_with_rollback(
     run: Run, state: TrainState, first: int, saver: Saver, recorder: Recorder, stopping: list[int]
 ) -> tuple[TrainState, int]:
-    """Steps ``first`` to the end, or to a signal; returns the state and the steps done."""
+    """Compiles the step and runs it to the end or to a signal, rolling back at loss spikes where the run does so.
+
+    Args:
+        state: after ``first`` steps; its buffers are donated.
+        stopping: numbers of the signals received so far (``stop_signals``).
+
+    Returns:
+        the state and the number of steps done.
+    """
     config, view, events = run.config, recorder.view, recorder.events
     if first == config.steps:
         return state, first
     step, seconds = run.compile_step()
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     events.write("compiled", seconds=round(seconds, 3))
-    run.group.barrier("compiled")  # collectives of the first step wait for no more than half a minute
+    # Processes compile at different speeds, and collectives of the first step time out after half a minute.
+    run.group.barrier("compiled")
     evaluate = make_evaluator(run) if config.eval_every else None
-    stop_together = SynchronizedStop(run.mesh)
+    synchronized_stop = SynchronizedStop(run.mesh)
+
+    def stopped() -> bool:
+        return bool(synchronized_stop(stopping))
+
     while True:
         try:
-            return run_until(run, step, evaluate, state, first, saver, recorder, lambda: bool(stop_together(stopping)))
-        except RollbackRequested as found:
-            spike, values = found.step, found.values
-        # Out here nothing holds the state that is given up, when another one is read.
+            return run_until(run, step, evaluate, state, first, saver, recorder, stopped)
+        except RollbackRequested as request:
+            spike, values = request.step, request.values
+        # Outside of the except block nothing references the abandoned state, so two states never share the memory.
         state, first = roll_back(run, recorder, saver, spike, values)
 
 
@@ -135,22 +155,33 @@ def run_until(
     recorder: Recorder,
     stopped: Callable[[], bool],
 ) -> tuple[TrainState, int]:
-    """Steps ``first`` to the end or to a signal, one after the other.
+    """Loop over training steps, from step ``first`` until the last step or until ``stopped()``.
+
+    Step n is dispatched before the metrics of step n - 1 are read, so that the devices never wait for the log.
+
+    Args:
+        step: the compiled step, ``(state, batch) -> (state, metrics)``.
+        evaluate: evaluation on held-out text every ``eval_every`` steps; None: none.
+        state: after ``first`` steps.
+        stopped: whether to stop after this step; called once per step, the same in all processes.
+
+    Returns:
+        the state and the number of steps done.
 
     Raises:
-        GoBack: at a spike that the run goes back from.
+        RollbackRequested: at a loss spike that the run is to roll back from.
+        NonFiniteLossError, SpikesError: the run cannot continue.
     """
     config, view, events = run.config, recorder.view, recorder.events
     view.start_clock()
     recorder.start_clock()
-    pending: list[tuple[int, dict[str, Any]]] = []
+    pending: list[tuple[int, dict[str, Any]]] = []  # the dispatched step whose metrics have not been read
     done = first
     batches = Prefetcher(run.batches, first, run.put_batch, shard=run.data_shard, num_shards=run.num_data_shards)
     with batches, jax.set_mesh(run.mesh):
         values: dict[str, float] = {}
 
-        def settle() -> None:
-            # Fetched one step late, so that the next step is already on its way: the device never waits for the log.
+        def read_pending_metrics() -> None:
             nonlocal values
             if not pending:
                 return
@@ -159,23 +190,24 @@ def run_until(
             check_step_metrics(run, recorder, saver, number, values)
             recorder.step(number, values, metrics)
 
-        def computed() -> None:
-            settle()
+        def wait_for_devices() -> None:
+            read_pending_metrics()
             jax.block_until_ready(state)
 
         for number, batch in recorder.timed_batches(batches, pending):
-            with recorder.profiler.before_step(number + 1, computed):
+            with recorder.profiler.before_step(number + 1, wait_for_devices):
                 state, metrics = step(state, batch)
-            settle()
+            read_pending_metrics()  # of the step before
             done = number + 1
             pending.append((done, metrics))
-            if said := recorder.profiler.after_step(done, computed):
-                view.say(said)
+            if summary := recorder.profiler.after_step(done, wait_for_devices):
+                view.say(summary)
+
             last = stopped() or done == config.steps
             place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:
-                settle()  # nothing is saved before its loss was seen to be finite
+                read_pending_metrics()  # a state is saved only after its step's loss was found finite
             if place:
                 events.flush()
                 run.save(saver, place, done, state, {key: finite_or_none(value) for key, value in values.items()})
@@ -192,7 +224,7 @@ def run_until(
 
 
 def announce_run(run: Run, view: LiveView, first: int) -> None:
-    """Says what is about to run."""
+    """Prints what is about to run: size, devices, mesh and data."""
     config = run.config
     params = param_count(run.abstract.params)
     mesh = ", ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
@@ -203,11 +235,11 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:
-        view.say(f"Going on after step {first} in {run.directory.path}")
+        view.say(f"Resuming after step {first} in {run.directory.path}")
 
 
 def make_evaluator(run: Run) -> Evaluator | None:
-    """The held-out evaluation, None when nothing is held out."""
+    """Evaluator on the held-out set, on the same pipeline stages as training; None if nothing is held out."""
     if run.data.heldout is None:
         return None
     stages = run.mesh.shape.get("stage", 1)
@@ -216,20 +248,28 @@ def make_evaluator(run: Run) -> Evaluator | None:
 
 
 def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveView) -> None:
-    """Shows and logs one evaluation."""
+    """Prints and logs one evaluation: cross-entropy in nats per token, and bits per byte.
+
+    Args:
+        log: ``(step, row)``, such as ``MetricSinks.log``.
+    """
     log(step, {"heldout_nll": evaluation.nll, "heldout_bits_per_byte": evaluation.bits_per_byte})
     view.say(f"step {step}: held out {evaluation.nll:.4f} nats per token, {evaluation.bits_per_byte:.4f} bits per byte")
 
 
 def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool) -> Evaluation | None:
-    """Evaluates, draws and writes the receipt of a complete run; one that was complete before keeps its receipt."""
+    """Evaluates a complete run, draws its loss curve and writes its receipt.
+
+    Args:
+        trained: whether this start did any steps; a run that was complete before keeps its receipt.
+    """
     files, config, view = run.directory, run.config, recorder.view
     evaluate = make_evaluator(run)
     evaluation = None
     if evaluate is not None:
         view.say("evaluating on held-out text")
         evaluation = evaluate(state.params)
-        files.drop_evaluation(config.steps)  # of an earlier start of this finished run
+        files.drop_evaluation(config.steps)  # an earlier start of this finished run may have written one
         record_evaluation(evaluation, config.steps, recorder.sinks.log, view)
         recorder.events.write("evaluated", step=config.steps)
     if not files.writes:
@@ -248,7 +288,7 @@ def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying; a second one of the same kind acts as usual."""
+    """Context manager that collects SIGINT and SIGTERM in a list; a second one of the same kind acts as usual."""
     seen: list[int] = []
     old: dict[int, Any] = {}
 

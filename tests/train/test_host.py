@@ -61,8 +61,8 @@ def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"optim": named("muon"), "host": HostConfig(optimizer=True)}, "adamw, lion, adafactor, sgd can"),
-        ({"host": HostConfig(params=True)}, "lomo, adalomo, mezo: gradients of all layers"),
+        ({"optim": named("muon"), "host": HostConfig(optimizer=True)}, "adamw, lion, adafactor, sgd support"),
+        ({"host": HostConfig(params=True)}, "lomo, adalomo, mezo. Gradients of"),
         (
             {"optim": named("adamw 8bit"), "host": HostConfig(optimizer=True, device_every=2)},
             'updates moments in float32, not "8bit"',
@@ -78,7 +78,7 @@ def test_what_cannot_wait_on_the_host_is_refused(tmp_path, fields, said):
 def test_products_in_a_ring_are_not_kept_so(tmp_path, remat):
     """They would be accepted and ignored: a ring's products do not go through what keeps them."""
     run = config(tmp_path)
-    with pytest.raises(ValueError, match="is not told of products that go around a ring"):
+    with pytest.raises(ValueError, match="is not supported with ring collective matmuls"):
         dataclasses.replace(
             run,
             model=dataclasses.replace(run.model, remat=remat),
@@ -89,7 +89,7 @@ def test_products_in_a_ring_are_not_kept_so(tmp_path, remat):
 def test_float16_keeps_its_state_on_the_device(tmp_path):
     run = run_config(tmp_path)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="float16"), host=HostConfig(True))
-    with pytest.raises(ConfigError, match="a step of float16 may be skipped"):
+    with pytest.raises(ConfigError, match="a skipped float16 step would need"):
         Run(run)
 
 

@@ -161,7 +161,7 @@ def test_a_name_sets_all_axes_and_is_read_back():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="is of parameters in bfloat16"):
+    with pytest.raises(ValueError, match="requires parameters stored in bfloat16"):
         dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, rounding="stochastic"))
     run = with_precision(RUN, "fp16")
     mesh = MeshSpec.parse("stage=2").build(jax.devices()[:2])

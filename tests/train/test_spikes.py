@@ -276,9 +276,9 @@ def test_a_report_and_the_view_say_so(skipped, rolled_back, folder, capsys):
         ({"action": "skip", "threshold": math.nan}, "spikes.threshold"),
         ({"action": "lower_rate", "factor": 1.0}, "between 0 and 1"),
         ({"action": "rollback", "back": 50, "pass_over": 50}, "ends before the spike.*give 51 or more"),
-        ({"action": "skip", "back": 50}, '"skip" has no back; it is of rollback'),
-        ({"action": "rollback", "factor": 0.1}, '"rollback" has no factor'),
-        ({"window": 64}, '"none" has no window'),
+        ({"action": "skip", "back": 50}, '"skip" does not use spikes.back, which is for rollback'),
+        ({"action": "rollback", "factor": 0.1}, '"rollback" does not use spikes.factor'),
+        ({"window": 64}, '"none" does not use spikes.window'),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(fields, words):
@@ -290,7 +290,7 @@ def test_numbers_that_mean_nothing_are_refused(fields, words):
     ("action", "changes", "words"),
     [
         ("skip", {"optim": OptimConfig(kind="mezo", clip_norm=None)}, "needs all gradients"),
-        ("lower_rate", {"optim": OptimConfig(kind="sgd", rounding="stochastic")}, "rounded already"),
+        ("lower_rate", {"optim": OptimConfig(kind="sgd", rounding="stochastic")}, "already rounded"),
         ("rollback", {"memory": MemoryConfig()}, "checkpoint.memory must be None"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Next-token loss of a packed batch.
+"""Next-token cross-entropy of a packed batch, and its gradients with gradient accumulation over micro-batches.
+
+Padding and masked tokens have targets below 0, the loss mask. The z-loss (arXiv:2204.02311, section 5) is added here;
+load-balancing losses come from ``routing_losses``.
 
 Legend: B batch, S sequence, D embed, V vocab.
 """
@@ -25,13 +28,13 @@ TOKENS = ("batch", "seq")
 
 
 class LossSums(NamedTuple):
-    """Sums over the target tokens of a batch, in at least float32 (nats)."""
+    """Loss terms summed over a batch's target tokens, in nats and at least float32; divide by ``count`` for means."""
 
-    loss: Float[Array, ""]  # what is differentiated: nll + z_loss * z, and the routers' losses
-    nll: Float[Array, ""]  # negative log-likelihood
-    z: Float[Array, ""]  # squared log-partition function
+    loss: Float[Array, ""]  # the differentiated sum: nll + z_loss * z + routing losses
+    nll: Float[Array, ""]  # cross-entropy (negative log-likelihood)
+    z: Float[Array, ""]  # squared log-partition function (logsumexp)
     count: Float[Array, ""]  # target tokens
-    routing: RoutingSums | None = None  # of a model with experts, where it is asked for
+    routing: RoutingSums | None = None  # models with experts, where requested
 
 
 def loss_sums(
@@ -43,36 +46,38 @@ def loss_sums(
     layout: Layout = "contiguous",
     routing: RoutingConfig | None = None,
 ) -> LossSums:
-    """Loss of ``batch`` summed over its targets; targets below 0 do not count.
+    """Forward pass and loss of a batch, summed over its targets; targets below 0 are masked.
+
+    The vocabulary projection and its softmax run in chunks of tokens, so the logits are never materialised whole.
 
     Args:
+        model: the architecture.
+        params: of the model.
         batch: ``jaxllm.data.Batch``, Int[B S] each.
-        z_loss: weight of the squared log-partition function (arXiv:2204.02311, section 5).
-        layout: which tokens of a row a device gets where the mesh splits the sequence.
-        routing: weights of the routers' losses, of a model with experts; None: they are not even counted.
-
-    The logits are never held whole: the vocabulary projection and its softmax run in chunks of tokens.
+        z_loss: weight of the z-loss, the squared log-partition function (arXiv:2204.02311, section 5).
+        layout: which tokens of a row each device gets where the mesh splits the sequence (context parallelism).
+        routing: weights of the load-balancing loss and router z-loss; None: routing statistics are not even collected.
     """
     with sharding.use_rules(model.rules):
         batch = permute_sequence(batch, layout)
     segments = Segments(batch.segment_ids, layout)
     tally = None if routing is None else RoutingAccumulator.of(model.config, segments)
-    hidden, heard = model.forward(params, batch.tokens, batch.positions, tally or segments)
+    hidden, context = model.forward(params, batch.tokens, batch.positions, tally or segments)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
         sums = sharded_loss_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
-    if routing is None or not isinstance(heard, RoutingAccumulator):
+    if routing is None or not isinstance(context, RoutingAccumulator):
         return sums
-    own = heard.sums(model.config, sums.count)
-    loss = sums.loss + routing.balance_loss * own.balance + routing.z_loss * own.z
-    return sums._replace(loss=loss, routing=own)
+    routers = context.sums(model.config, sums.count)
+    loss = sums.loss + routing.balance_loss * routers.balance + routing.z_loss * routers.z
+    return sums._replace(loss=loss, routing=routers)
 
 
 def permute_sequence(batch: Any, layout: Layout) -> Any:
-    """The batch's rows in the order in which ``layout`` gives them to the devices that split the sequence.
+    """Reorders the tokens of each row so that a contiguous split over devices gives each its tokens under ``layout``.
 
     Raises:
-        ValueError: the rows do not divide.
+        ValueError: the sequence does not divide over the devices.
     """
     shards = sharding.axis_size("attn_seq")
     if shards == 1 or layout == "contiguous":
@@ -89,6 +94,15 @@ def sharded_loss_sums(
     z_loss: float,
     softcap: float | None,
 ) -> LossSums:
+    """Cross-entropy of hidden states, fused with the vocabulary projection and summed over all devices.
+
+    Args:
+        hidden: final hidden states.
+        head: output matrix, possibly sharded over the vocabulary.
+        targets: token ids; below 0: masked.
+        z_loss: weight of the z-loss.
+        softcap: of the logits; None: none.
+    """
     token_axes = sharding.axis_names(*TOKENS)
     vocab_axes = sharding.axis_names("act_vocab")
 
@@ -120,22 +134,28 @@ def value_and_grad(
     zero: Literal[1, 2, 3] = 3,
     routing: RoutingConfig | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """``(params, batch) -> (sums, gradients of the mean loss per target token)``.
+    """Loss and gradients of a step: ``(params, batch) -> (LossSums, gradients of the mean loss per target token)``.
 
-    With a run's ``Numerics`` as a third argument, what its products have seen is a third result, and gradients are made
-    of the scaled loss and scaled back.
+    With ``Numerics`` as a third argument, gradients are taken of the scaled loss and divided by the loss scale, and
+    the matmuls' new amax values are a third result.
 
     Args:
-        accumulate: micro-batches the batch is cut into, one after the other, to bound memory. Each token weighs the
-            same however many targets its micro-batch has, so the result does not depend on ``accumulate``, but for the
-            balance loss, which is of a micro-batch.
-        layout: which tokens of a row a device gets where the mesh splits the sequence.
-        zero: stage of ZeRO, ``jaxllm.parallel.parallel_config.ParallelConfig``; in stages 1 and 2 weights are gathered here, once.
+        model: the architecture; its remat policy (gradient checkpointing) applies inside.
+        z_loss: see ``loss_sums``.
+        accumulate: micro-batches that the batch is split into, run one after the other to bound activation memory.
+            Every token has the same weight however many targets its micro-batch has, so the result does not depend on
+            ``accumulate``, except for the load-balancing loss, which is computed per micro-batch.
+        layout: see ``loss_sums``.
+        zero: ZeRO stage (``jaxllm.parallel.parallel_config.ParallelConfig``); in stages 1 and 2 the all-gather of
+            weights happens here, once per step; in stage 3 (FSDP) layer by layer.
         routing: see ``loss_sums``.
+
+    Raises:
+        NotImplementedError: when traced with packed expert weights, which have no gradients.
     """
 
-    def mean_loss(given: tuple[Any, Any], batch: Any, total: Array) -> tuple[Array, LossSums]:
-        params = model.with_amax_history(*given)
+    def mean_loss(inputs: tuple[Any, Any], batch: Any, total: Array) -> tuple[Array, LossSums]:
+        params = model.with_amax_history(*inputs)
         sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout, routing=routing)
         return sums.loss / total, sums
 
@@ -144,49 +164,52 @@ def value_and_grad(
     def run(params: Any, batch: Any, numerics: Numerics | None = None) -> tuple[Any, ...]:
         if has_packed(params):
             raise NotImplementedError(
-                "training: experts are packed, and packed weights have no gradients; load the model with "
+                "training: the expert weights are packed (quantised) and have no gradients; load the model with "
                 'weights = "plain".'
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
         used = params if zero == 3 else model.gather(params)
-        seen, scale = (None, 1.0) if numerics is None else (numerics.seen, numerics.scale)
+        amax, scale = (None, 1.0) if numerics is None else (numerics.seen, numerics.scale)
 
-        def stored(grads: Any) -> Any:
-            """As the parameters are: in their dtype, and where they are."""
+        def reduce(grads: Any) -> Any:
+            """Gradients in the parameters' dtype and sharding: the reduce-scatter (or all-reduce) of partial sums."""
             return jax.tree.map(lambda g, p: sharding.reduce_partial_sums(g, p).astype(p.dtype), grads, params)
 
-        def done(sums: LossSums, grads: Any, seen: Any) -> tuple[Any, ...]:
+        def result(sums: LossSums, grads: Any, amax: Any) -> tuple[Any, ...]:
             if numerics is None:
-                return sums, stored(grads)
-            return sums, jax.tree.map(lambda g: g / scale, stored(grads)), seen
+                return sums, reduce(grads)
+            return sums, jax.tree.map(lambda g: g / scale, reduce(grads)), amax
 
         if accumulate == 1:
-            (_, sums), (grads, seen) = grad((used, seen), batch, total / scale)
-            return done(sums, grads, seen)
+            (_, sums), (grads, amax) = grad((used, amax), batch, total / scale)
+            return result(sums, grads, amax)
 
-        def micro(carry: tuple[LossSums, Any, Any], part: Any) -> tuple[tuple[LossSums, Any, Any], None]:
-            (_, sums), (grads, now) = grad((used, seen), part, total / scale)
-            grads = stored(grads) if zero > 1 else jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            most = jax.tree.map(jnp.maximum, carry[2], now)
-            return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), most), None
+        # Gradient accumulation: a scan over micro-batches that adds losses and gradients. ZeRO stages 2 and 3 reduce
+        # the gradients of each micro-batch, stage 1 those of all once at the end.
+        def micro_step(carry: tuple[LossSums, Any, Any], micro_batch: Any) -> tuple[tuple[LossSums, Any, Any], None]:
+            (_, sums), (grads, new_amax) = grad((used, amax), micro_batch, total / scale)
+            grads = reduce(grads) if zero > 1 else jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            largest = jax.tree.map(jnp.maximum, carry[2], new_amax)
+            return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), largest), None
 
         with sharding.use_rules(model.rules):
-            parts = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
+            micro_batches = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
         zero_sum = jnp.zeros((), dtype)
-        nothing = LossSums(zero_sum, zero_sum, zero_sum, zero_sum)
+        no_sums = LossSums(zero_sum, zero_sum, zero_sum, zero_sum)
         if routing is not None and (tally := RoutingAccumulator.of(model.config, Segments(None))) is not None:
-            nothing = nothing._replace(routing=tally.sums(model.config, zero_sum))
+            no_sums = no_sums._replace(routing=tally.sums(model.config, zero_sum))
         like = params if zero > 1 else used
-        none = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
-        (sums, grads, now), _ = jax.lax.scan(micro, (nothing, none, jax.tree.map(jnp.zeros_like, seen)), parts)
-        return done(sums, grads, now)
+        no_grads = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
+        start = no_sums, no_grads, jax.tree.map(jnp.zeros_like, amax)
+        (sums, grads, new_amax), _ = jax.lax.scan(micro_step, start, micro_batches)
+        return result(sums, grads, new_amax)
 
     return run
 
 
 def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Array:
-    """Zeros, where the gradient of ``weight`` is: unsummed over the axes that it is to be summed over late."""
+    """Zeros, sharded as the gradient of ``weight`` is: unreduced over axes whose partial sums are added later."""
     zeros = jnp.zeros(shape, dtype)
     if sharding.current_mesh() is None:
         return zeros
@@ -195,6 +218,6 @@ def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Arr
 
 
 def split_micro_batches(x: Shaped[Array, "B S"], parts: int) -> Shaped[Array, "A B2 S"]:
-    """Cuts the batch into ``parts`` interleaved micro-batches, each spread over all batch shards as the whole was."""
+    """Splits a batch into ``parts`` interleaved micro-batches, each spread over all batch shards as the whole was."""
     b, s = x.shape
     return sharding.constrain(x.reshape(b // parts, parts, s).swapaxes(0, 1), None, *TOKENS)

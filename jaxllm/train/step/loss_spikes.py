@@ -1,18 +1,18 @@
-"""Spikes of the loss: how a step is seen to be one, on the devices, and what may be done about it.
+"""Loss spike detection on the devices, and the actions that a run can take at a spike.
 
-A step is a spike if its loss or its gradient norm is no number, or if the logarithm of either lies more than
-``threshold`` deviations above the median of the last ``window`` steps. A deviation is 1.4826 times the median absolute
-deviation, which is a normal distribution's (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993), and at
-least ``LEAST``. OLMo 2 calls seven standard deviations from a rolling mean a spike (arXiv:2501.00656);
-medians are not moved by the spikes before. A level that lasts longer than half the window is the new median, and no
-spike any more.
+A step is a loss spike if its loss or gradient norm is not finite, or if the logarithm of either lies more than
+``threshold`` deviations above the median of the last ``window`` steps. One deviation is 1.4826 times the median
+absolute deviation (MAD), which for a normal distribution is the standard deviation (Iglewicz and Hoaglin, How to
+Detect and Handle Outliers, 1993), and at least ``MIN_DEVIATION``. OLMo 2 calls seven standard deviations from a
+rolling mean a spike (arXiv:2501.00656); unlike a mean, a median is not moved by earlier spikes. A level that lasts
+longer than half the window becomes the new median and is no spike any more.
 
-    skip        the step changes nothing: neither parameters nor the optimizer's state
-    rollback    back to the parameters of ``back`` steps before, and on without the next ``pass_over`` batches
-                (PaLM, arXiv:2204.02311, section 5.1: about 100, and 200 to 500)
-    lower_rate  the learning rate is multiplied by ``factor``, from the first step of each spike on
+    skip        the step changes neither parameters nor optimizer state
+    rollback    back to the parameters of ``back`` steps before, then on without the next ``pass_over`` batches
+                (PaLM, arXiv:2204.02311, section 5.1: about 100 steps back, 200 to 500 batches skipped)
+    lower_rate  the learning rate is multiplied by ``factor``, once per spike, from its first step on
 
-What the last steps were is part of the state, so a run that goes on judges as one that never stopped.
+The detector's window is part of the train state, so a resumed run judges steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 SpikeAction = Literal["none", "skip", "rollback", "lower_rate"]
 MIN_DEVIATION = 0.02
-"""The least deviation, of logarithms: the loss of a spike at seven is a seventh larger than usual."""
+"""Least deviation, of logarithms: at a threshold of 7, a spike's loss is at least a seventh larger than the median."""
 MAX_LOG = 80.0
-"""Of logarithms, and the place of steps that were not yet."""
+"""Bound of logarithms, and the value of steps before the first."""
 ACTIONS_OF_FIELD: dict[str, tuple[SpikeAction, ...]] = {
     "window": ("skip", "rollback", "lower_rate"),
     "threshold": ("skip", "rollback", "lower_rate"),
@@ -37,21 +37,21 @@ ACTIONS_OF_FIELD: dict[str, tuple[SpikeAction, ...]] = {
     "pass_over": ("rollback",),
     "factor": ("lower_rate",),
 }
-"""Actions that have a number."""
+"""Config field -> actions that use it."""
 
 
 @dataclass(frozen=True)
 class SpikeConfig:
-    """What is done where the loss or the gradients leap.
+    """Loss spike detection and what is done at a spike.
 
     Attributes:
-        action: "none" (only a loss that is no number stops the run), "skip" (the step), "rollback" (to before it, and
-            past its batches) or "lower_rate" (from then on).
-        window: steps that are looked back on; in the first half of as many there are no spikes but what is no number.
-        threshold: deviations above their median.
-        limit: spikes in a window of steps that are borne; one more stops the run.
-        back: "rollback" only: steps before the spike.
-        pass_over: "rollback" only: batches that are left out from there on, the spike's among them.
+        action: "none" (only a non-finite loss stops the run), "skip" (leave the step out), "rollback" (to before the
+            spike, skipping its batches) or "lower_rate" (of learning, from then on).
+        window: steps that the median is taken over; in the first half of a window only non-finite steps are spikes.
+        threshold: deviations above the median.
+        limit: spikes tolerated in a window of steps; one more stops the run.
+        back: "rollback" only: steps to go back before the spike.
+        pass_over: "rollback" only: batches that are skipped from there on, the spike's among them.
         factor: "lower_rate" only: what the learning rate is multiplied by.
     """
 
@@ -73,25 +73,26 @@ class SpikeConfig:
             raise ValueError(f"spikes.factor = {self.factor}; give a share of the learning rate between 0 and 1.")
         if self.pass_over <= self.back:
             raise ValueError(
-                f"spikes.pass_over = {self.pass_over} ends before the spike, {self.back} steps on (spikes.back); "
-                f"give {self.back + 1} or more."
+                f"spikes.pass_over = {self.pass_over} ends before the spike, which is spikes.back = {self.back} steps "
+                f"after the rollback point; give {self.back + 1} or more."
             )
         for field in fields(self):
             legal = ACTIONS_OF_FIELD.get(field.name, ())
             if legal and self.action not in legal and getattr(self, field.name) != field.default:
                 raise ValueError(
-                    f'spikes.action = "{self.action}" has no {field.name}; it is of {", ".join(legal)}: leave it out.'
+                    f'spikes.action = "{self.action}" does not use spikes.{field.name}, which is for '
+                    f"{', '.join(legal)}: leave it out."
                 )
 
 
 class SpikeDetectorState(NamedTuple):
-    """The last steps, newest first: part of a run's state.
+    """State of the loss spike detector, newest step first; part of the train state, whose leaf names are these fields.
 
     Attributes:
         losses, norms: logarithms of the loss and of the gradient norm.
-        spikes: which were spikes.
-        rate: what the learning rate is multiplied by.
-        skipped: steps that changed nothing.
+        spikes: which of these steps were spikes.
+        rate: factor of the learning rate; 1 before the first spike.
+        skipped: number of steps skipped so far; int32 scalar.
     """
 
     losses: Float[Array, " W"]
@@ -101,40 +102,51 @@ class SpikeDetectorState(NamedTuple):
     skipped: Int[Array, ""]
 
     def update(
-        self, config: SpikeConfig, loss: Float[Array, ""], grad_norm: Float[Array, ""], void: Bool[Array, ""] | None
+        self,
+        config: SpikeConfig,
+        loss: Float[Array, ""],
+        grad_norm: Float[Array, ""],
+        overflowed: Bool[Array, ""] | None,
     ) -> tuple[Bool[Array, ""], Float[Array, ""], SpikeDetectorState]:
-        """Whether a step is a spike, by how many deviations, and what is known after it.
+        """Judges a step and adds it to the window.
 
         Args:
-            void: a step that says nothing, because its numbers have overflown; it is none. None: no such one.
+            config: of the detector.
+            loss: mean loss of the step.
+            grad_norm: global gradient norm, before clipping.
+            overflowed: whether the step overflowed under loss scaling; such a step is no spike and
+                is not added. None: no such step.
+
+        Returns:
+            whether the step is a spike; its score, in deviations above the median; the new state.
         """
-        void = jnp.zeros((), bool) if void is None else void
-        there = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        overflowed = jnp.zeros((), bool) if overflowed is None else overflowed
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         values = [_logarithm(x) for x in (loss, grad_norm)]
-        seen = (self.losses, self.norms)
-        above = [_deviations(x, before) for x, before in zip(values, seen, strict=True)]
+        windows = (self.losses, self.norms)
+        above = [_deviations(x, before) for x, before in zip(values, windows, strict=True)]
         score = jnp.maximum(jnp.maximum(*above), 0)
-        spike = (~there | (score > config.threshold)) & ~void
-        falls = spike & ~self.spikes[0] & (config.action == "lower_rate")
-        losses, norms = (jnp.concatenate([x[None], old[:-1]]) for x, old in zip(values, seen, strict=True))
+        spike = (~finite | (score > config.threshold)) & ~overflowed
+        lowers = spike & ~self.spikes[0] & (config.action == "lower_rate")
+        losses, norms = (jnp.concatenate([x[None], old[:-1]]) for x, old in zip(values, windows, strict=True))
         spikes = jnp.concatenate([spike[None], self.spikes[:-1]])
-        rate = jnp.where(falls, self.rate * config.factor, self.rate)
+        rate = jnp.where(lowers, self.rate * config.factor, self.rate)
         new = SpikeDetectorState(losses, norms, spikes, rate, self.skipped + (spike & (config.action == "skip")))
-        return spike, score, select_tree(void, self, new)
+        return spike, score, select_tree(overflowed, self, new)
 
 
 def init_spike_detector(config: SpikeConfig) -> SpikeDetectorState | None:
-    """Before the first step; None where nobody looks."""
+    """State before the first step; None for action "none"."""
     if config.action == "none":
         return None
-    # Not yet seen is as large as can be: until half of the window is there, the median is the largest seen, or this.
-    # Arrays of their own, for the state is donated.
+    # Steps not yet seen count as MAX_LOG: until half of the window is filled, no finite step lies above the median.
+    # Two arrays, because the state is donated.
     losses, norms = (jnp.full(config.window, MAX_LOG, jnp.float32) for _ in range(2))
     return SpikeDetectorState(losses, norms, jnp.zeros(config.window, bool), jnp.float32(1), jnp.int32(0))
 
 
 def select_tree(flag: Bool[Array, ""], old: Any, new: Any) -> Any:
-    """``old`` where the flag is set, else ``new``; trees of arrays."""
+    """Selects ``old`` where the flag is set, else ``new``; both are trees of arrays of equal structure."""
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), old, new)
 
 
@@ -144,11 +156,11 @@ def _logarithm(x: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def _deviations(x: Float[Array, ""], before: Float[Array, " W"]) -> Float[Array, ""]:
-    """How far above the median."""
+    """Distance of ``x`` above the median, in deviations."""
     middle = _median(before)
     return (x - middle) / jnp.maximum(1.4826 * _median(jnp.abs(before - middle)), MIN_DEVIATION)
 
 
 def _median(x: Float[Array, " W"]) -> Float[Array, ""]:
-    """The lower one of an even number."""
+    """Median; of an even number of values the lower one."""
     return jnp.sort(x)[(x.shape[0] - 1) // 2]

@@ -1,8 +1,8 @@
-"""What a run's numbers need beside parameters: the scale of a float16 loss, what 8-bit products have seen.
+"""Mixed-precision state: dynamic loss scaling for float16, and the amax history of delayed fp8 scaling.
 
-Gradients of a float16 forward pass are lost below 6e-8. The loss is multiplied by a power of two before they are
-made, and they are divided by it after; a step whose gradients overflow is skipped and halves the scale,
-``GROWTH_EVERY`` steps without one double it (arXiv:1710.03740, section 3.2).
+Gradients of a float16 backward pass underflow below 6e-8. Loss scaling multiplies the loss by a power of two before
+differentiation and divides the gradients by it afterwards. A step whose gradients overflow is skipped and halves the
+scale; ``GROWTH_EVERY`` steps without overflow double it (arXiv:1710.03740, section 3.2).
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ LEAST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 
 
 class LossScale(NamedTuple):
-    """A power of two, and the steps since it last changed."""
+    """Dynamic loss scale: a power of two, and the steps since it last changed."""
 
     scale: Float[Array, ""]
     steps: Int[Array, ""]
 
     def updated(self, finite: Bool[Array, ""]) -> LossScale:
-        """After a step whose gradients were finite, or not."""
+        """Loss scale after a step.
+
+        Args:
+            finite: whether all gradients of the step were finite.
+        """
         steps = jnp.where(finite, self.steps + 1, 0)
         grows = steps >= GROWTH_EVERY
         scale = jnp.where(finite, jnp.where(grows, 2 * self.scale, self.scale), self.scale / 2)
@@ -36,11 +40,12 @@ class LossScale(NamedTuple):
 
 
 class Numerics(NamedTuple):
-    """State of a precision.
+    """Mixed-precision state, part of the train state; field names are the leaf names in checkpoints.
 
     Attributes:
-        loss_scale: of float16.
-        seen: of "fp8_delayed", by segment and block: ``jaxllm.models.low_precision_matmul.init_amax_history``.
+        loss_scale: of float16 models, else None.
+        seen: amax history of the factors of fp8_delayed matmuls, by segment and block
+            (``jaxllm.models.low_precision_matmul.init_amax_history``), else None.
     """
 
     loss_scale: LossScale | None
@@ -48,22 +53,27 @@ class Numerics(NamedTuple):
 
     @property
     def scale(self) -> Float[Array, ""] | float:
-        """What the loss is multiplied by."""
+        """Factor that the loss is multiplied by; 1 without loss scaling."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def updated(self, finite: Bool[Array, ""], seen: Any) -> Numerics:
-        """After a step; nothing is remembered of one that was skipped."""
+    def updated(self, finite: Bool[Array, ""], amax: Any) -> Numerics:
+        """State after a step; the amax values of a non-finite step are not recorded.
+
+        Args:
+            finite: whether all gradients were finite.
+            amax: largest magnitudes of this step, of the history's structure.
+        """
         scale = None if self.loss_scale is None else self.loss_scale.updated(finite)
-        known = jax.tree.map(lambda old, now: jnp.where(finite, update_amax_history(old, now), old), self.seen, seen)
-        return Numerics(scale, known)
+        history = jax.tree.map(lambda old, now: jnp.where(finite, update_amax_history(old, now), old), self.seen, amax)
+        return Numerics(scale, history)
 
     def should_skip(self, finite: Bool[Array, ""]) -> Bool[Array, ""]:
-        """Whether a step is skipped, because a smaller scale may mend it."""
+        """Whether to skip a step because its gradients overflowed and the loss scale can still be halved; bool scalar."""
         return jnp.zeros((), bool) if self.loss_scale is None else ~finite & (self.loss_scale.scale > LEAST_SCALE)
 
 
 def init_numerics(config: DecoderConfig) -> Numerics | None:
-    """Before the first step; None for a model that needs no such state."""
+    """Mixed-precision state before the first step; None for models that need none."""
     scale = LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0)) if config.dtype == "float16" else None
     seen = None
     if config.matmul_precision == "fp8_delayed":

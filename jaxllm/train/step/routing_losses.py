@@ -1,4 +1,4 @@
-"""Keeping the experts of a mixture in use: what is added to the loss, what is moved by load, and what is counted.
+"""Routing losses of mixture-of-experts models: load-balancing loss, router z-loss, balance biases and load metrics.
 
 Legend: B batch, S sequence, L layers, E experts of the layer that has most, A experts a token is sent to.
 """
@@ -22,18 +22,20 @@ from jaxllm.models.moe.router import Routing
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How training keeps experts in use.
+    """Losses and biases that keep the load of experts even.
 
     Attributes:
-        balance_loss: weight of ``E * sum over experts of (share of tokens sent there) * (mean share of the router)``,
-            one when all are even (arXiv:2101.03961, section 2.2), mean over layers. Of a micro-batch, the tokens of all
-            devices together: over a whole batch of several, shares of tokens would be known only after a forward pass
-            of them all. The more tokens, the less the loss hinders experts (arXiv:2501.11873): prefer accumulate = 1,
-            or ``bias_rate``, whose loads are of the whole batch.
-        z_loss: weight of the routers' squared logsumexp, mean over tokens and layers (ST-MoE, arXiv:2202.08906).
-        bias_rate: after each step a router's balance bias moves by this, up where an expert got less than its even
-            share and down where it got more (arXiv:2408.15664). For routers that have one (``balance_bias``).
-        log_loads: every expert's load, layer by layer, goes to the log as ``expert_load``.
+        balance_loss: weight of the load-balancing loss ``E * sum over experts of (share of tokens sent there) * (mean
+            share of the router)``, which is one when loads are even (arXiv:2101.03961, section 2.2); mean over layers.
+            It is computed per micro-batch, over the tokens of all devices: for a whole batch of several micro-batches,
+            the shares would be known only after a forward pass of all. The more tokens, the less the loss hinders
+            specialisation (arXiv:2501.11873): prefer accumulate = 1, or ``bias_rate``, which uses loads of the whole
+            batch.
+        z_loss: weight of the router z-loss, the squared logsumexp of router logits, mean over tokens and layers
+            (ST-MoE, arXiv:2202.08906).
+        bias_rate: step size of balance biases: after each training step a router's bias rises by this for experts
+            below the even share and falls for those above (arXiv:2408.15664). For routers with ``balance_bias``.
+        log_loads: log the load of every expert of every layer as ``expert_load``.
     """
 
     balance_loss: float = 0.0
@@ -47,7 +49,7 @@ class RoutingConfig:
                 raise ValueError(f"routing: {name} = {getattr(self, name)}; give 0 (none) or a positive number.")
 
     def check(self, model: DecoderConfig) -> None:
-        """Raises ValueError where the model has nothing that this could act on."""
+        """Checks that the model has the experts and balance biases that these settings act on; raises ValueError."""
         mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeConfig)]
         for name in ("balance_loss", "z_loss", "bias_rate", "log_loads"):
             if getattr(self, name) and not mixtures:
@@ -56,18 +58,18 @@ class RoutingConfig:
                 )
         if self.bias_rate and not all(moe.router.balance_bias for moe in mixtures):
             raise ValueError(
-                f"routing: bias_rate = {self.bias_rate}, but a router has no bias to move; set balance_bias in the "
+                f"routing: bias_rate = {self.bias_rate}, but a router has no balance bias; set balance_bias in the "
                 "model's RouterConfig, or give 0."
             )
 
 
 class RoutingSums(NamedTuple):
-    """Sums over a batch; what is weighted is weighted by its target tokens, as the loss is."""
+    """Routing statistics summed over a batch; losses are weighted by target tokens, as the cross-entropy is."""
 
-    counts: Float[Array, "L E"]  # tokens sent to each expert; zeros where there is none
-    dropped: Float[Array, ""]  # how many of those were sent nowhere, for lack of room
-    balance: Float[Array, ""]  # the balance loss without its weight
-    z: Float[Array, ""]  # the z-loss without its weight
+    counts: Float[Array, "L E"]  # tokens routed to each expert; zeros for experts and layers that do not exist
+    dropped: Float[Array, ""]  # how many of those were dropped, for lack of capacity
+    balance: Float[Array, ""]  # load-balancing loss without its weight
+    z: Float[Array, ""]  # router z-loss without its weight
 
 
 @functools.partial(
@@ -77,13 +79,13 @@ class RoutingSums(NamedTuple):
 )
 @dataclass(frozen=True)
 class RoutingAccumulator:
-    """A context of training that hears every router. Padding is not counted.
+    """Attention context of training that also accumulates routing statistics of every layer, without padding tokens.
 
     Attributes:
-        segments: what attends.
+        segments: the attention context of packed sequences that attention is delegated to.
         counts, dropped: as in ``RoutingSums``.
-        balance, z: sums over layers.
-        over: manual mesh axes that tokens are split over; then all of these are a device's summands.
+        balance, z: losses summed over layers.
+        over: manual mesh axes that tokens are split over; all statistics are then partial sums of one device.
     """
 
     segments: Segments
@@ -95,7 +97,7 @@ class RoutingAccumulator:
 
     @classmethod
     def of(cls, config: DecoderConfig, segments: Segments) -> RoutingAccumulator | None:
-        """An empty one; None for a model without experts."""
+        """Empty accumulator for a model; None for a model without experts."""
         most = max((block.mlp.experts for block in config.blocks if isinstance(block.mlp, MoeConfig)), default=0)
         if most == 0:
             return None
@@ -112,11 +114,11 @@ class RoutingAccumulator:
         params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N V"], RoutingAccumulator]:
-        """As ``Segments``."""
+        """Attention within segments, as ``Segments.attend``."""
         return self.segments.attend(layer, q, k, v, positions, params, sinks)[0], self
 
     def record_routing(self, layer: LayerIndex, routing: Routing) -> RoutingAccumulator:
-        """Adds a layer's."""
+        """Adds the routing statistics of one layer."""
         dtype, experts = self.counts.dtype, routing.shares.shape[-1]
         ids = self.segments.segment_ids
         real = jnp.ones(routing.experts.shape[:2], dtype) if ids is None else (ids > 0).astype(dtype)
@@ -135,20 +137,26 @@ class RoutingAccumulator:
         )
 
     def _of_all(self, x: Array) -> Array:
-        """The sum over all devices of what has no gradient."""
+        """Sum over all devices, of values that need no gradient."""
         return jax.lax.psum(x, self.over) if self.over else x
 
     def sums(self, config: DecoderConfig, count: Float[Array, ""]) -> RoutingSums:
-        """Of a batch with ``count`` target tokens."""
+        """Statistics of a batch with ``count`` target tokens; losses are means over the layers that have experts."""
         layers = sum(isinstance(block.mlp, MoeConfig) for block in config.blocks)
         return RoutingSums(self.counts, self.dropped, *(count * x / layers for x in (self.balance, self.z)))
 
 
 def routing_metrics(config: DecoderConfig, sums: RoutingSums, count: Float[Array, ""]) -> dict[str, Array]:
-    """Figures for the log.
+    """Routing metrics for the log.
 
-    Loads are one when all are even: of each expert of each layer that has some (``expert_load``, zeros behind a layer's
-    last where another has more), of the fullest and of the emptiest of all.
+    A load of one is an even share. ``expert_load`` has the load of each expert of each layer with experts (zeros
+    behind the last expert of a layer that has fewer), ``expert_load_max`` and ``expert_load_min`` the extremes over
+    all layers, ``expert_dropped`` the share of dropped assignments, ``balance_loss`` and ``router_z`` the unweighted
+    losses.
+
+    Args:
+        sums: of the step.
+        count: target tokens of the step.
     """
     layers = np.array([i for i, block in enumerate(config.blocks) if isinstance(block.mlp, MoeConfig)])
     experts = np.array([config.blocks[i].mlp.experts for i in layers])  # type: ignore[union-attr]
@@ -166,7 +174,12 @@ def routing_metrics(config: DecoderConfig, sums: RoutingSums, count: Float[Array
 
 
 def update_balance_biases(config: DecoderConfig, rate: float) -> Callable[[Any, RoutingSums], Any]:
-    """``(params, sums) -> params`` whose routers' balance biases moved towards even loads."""
+    """Function ``(params, sums) -> params`` that moves the routers' balance biases towards even loads.
+
+    Args:
+        config: the architecture.
+        rate: step size (``RoutingConfig.bias_rate``).
+    """
 
     def moved(bias: Float[Array, "R E"], counts: Float[Array, "R E2"]) -> Float[Array, "R E"]:
         counts = counts[:, : bias.shape[1]]

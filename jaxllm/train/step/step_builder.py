@@ -1,4 +1,4 @@
-"""The step that a run's optimizer asks for."""
+"""Step builder: composes a run's training step and optimizer, and refuses combinations that they do not support."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ def build_step(
     *,
     layers: bool = False,
 ) -> Step:
-    """The run's step, not yet jitted.
+    """Training step of a run, not yet jitted.
 
     Args:
-        grads: of the run, on its mesh.
-        layers: norms by layer too.
+        config: the run.
+        model: of the run.
+        grads: loss sums and gradients of a batch, on the run's mesh (``jaxllm.train.run.build_value_and_grad``).
+        optimizer: of the run (``build_optimizer``).
+        layers: also report norms layer by layer.
     """
     rate, kind = schedule(config.optim.schedule, config.steps), config.optim.kind
     if kind in LAYERWISE:
@@ -46,27 +49,27 @@ def build_step(
         )
         make = mezo_update if kind == "mezo" else lomo_update
         return layerwise_step(make(model, parts, z_loss=config.z_loss, layout=config.parallel.layout), rate)
-    rule = StepHooks()
+    hooks = StepHooks()
     if kind == "schedule_free":
-        rule = StepHooks(gradient_point=functools.partial(gradient_point, config.optim.b1))
+        hooks = StepHooks(gradient_point=functools.partial(gradient_point, config.optim.b1))
     if kind == "sophia":
-        same: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
-        plain = value_and_grad(model, zero=config.parallel.zero, **same)
-        rule = StepHooks(hessian=gauss_newton_estimator(model, plain, config.optim.every, **same))
-    return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, rule, config.spikes)
+        shared: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
+        plain = value_and_grad(model, zero=config.parallel.zero, **shared)
+        hooks = StepHooks(hessian=gauss_newton_estimator(model, plain, config.optim.every, **shared))
+    return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, hooks, config.spikes)
 
 
 def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:
-    """The run's optimizer."""
+    """Optimizer of a run; optimizer offload (``config.host``) updates it layer by layer."""
     every = config.host.device_every if config.host.optimizer else 0
     return optimizer(config.optim, config.steps, model.logical_axes(), every)
 
 
 def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses what the optimizer cannot do.
+    """Checks that the run's optimizer supports the run's mesh, model and loss-spike action.
 
     Raises:
-        ConfigError: names it, and what is legal.
+        ConfigError: names the unsupported setting and what is legal.
     """
     kind = config.optim.kind
     _check_spikes(config)
@@ -74,83 +77,94 @@ def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         return
     said = f'optim.kind = "{kind}"'
     if mesh.shape.get("stage", 1) > 1:
-        why = "draws labels from the whole model's logits" if kind == "sophia" else "moves a layer where it is used"
+        why = "samples labels from the model's logits" if kind == "sophia" else "updates layer by layer"
         raise ConfigError(
-            f"{said} {why}, which a pipeline's stages cannot: leave stage out of the mesh {config.mesh!r}."
+            f"{said} {why}, which pipeline parallelism does not support: leave stage out of the mesh {config.mesh!r}."
         )
     if init_numerics(config.model) is not None:
         raise ConfigError(
-            f"{said} takes more passes than a step, or none that has all gradients: model.dtype cannot be float16, "
-            "nor model.matmul_precision fp8_delayed."
+            f"{said} does not support loss scaling or delayed fp8 scaling, which need one pass with all gradients per "
+            "step: give another model.dtype than float16 and another model.matmul_precision than fp8_delayed."
         )
     if kind == "mezo" and config.model.embed_grad != 1.0:
-        raise ConfigError(f"{said} has no backward pass for model.embed_grad to shrink: set it to 1.")
+        raise ConfigError(f"{said} has no backward pass for model.embed_grad to scale: set it to 1.")
     if kind not in LAYERWISE:
         return
     if config.accumulate > 1:
         raise ConfigError(
-            f"{said} keeps no gradients that could be summed: set accumulate to 1, data.batch_size lower."
+            f"{said} does not support gradient accumulation, as it never holds all gradients: set accumulate to 1 and "
+            "reduce data.batch_size."
         )
     if config.parallel.zero < 3:
-        raise ConfigError(f"{said} has one layer's weights whole at a time: parallel.zero must be 3.")
+        raise ConfigError(f"{said} gathers the weights of one layer at a time: parallel.zero must be 3.")
     if any(isinstance(block.mlp, MoeConfig) for block in config.model.blocks):
-        raise ConfigError(f"{said} is of models without experts: their routers' losses are of all layers together.")
+        raise ConfigError(f"{said} does not support models with experts, whose routing losses need all layers.")
     if config.observe.layers_every:
-        raise ConfigError(f"{said} never has all gradients to show: set observe.layers_every to 0.")
+        raise ConfigError(
+            f"{said} never holds all gradients, so their norms cannot be logged: set observe.layers_every to 0."
+        )
     if kind != "mezo" and config.model.remat != "full":
         raise ConfigError(
-            f'{said} keeps a layer\'s input and computes the layer again: model.remat must be "full", not '
+            f'{said} saves only the input of each layer and recomputes the layer: model.remat must be "full", not '
             f'"{config.model.remat}".'
         )
 
 
 def check_offload(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses what cannot wait in the host's memory.
+    """Checks that what ``config.host`` moves to host memory can be there: optimizer offload and parameter offload.
 
     Raises:
-        ConfigError: names it, and what is legal.
+        ConfigError: names the unsupported setting and what is legal.
     """
     host, optim = config.host, config.optim
     if (host.optimizer or host.params) and mesh.shape.get("stage", 1) > 1:
         raise ConfigError(
-            f"host.{'optimizer' if host.optimizer else 'params'} takes layers one after the other, which a pipeline's "
-            f"stages split: leave stage out of the mesh {config.mesh!r}."
+            f"host.{'optimizer' if host.optimizer else 'params'} (offload to host memory) does not support pipeline "
+            f"parallelism: leave stage out of the mesh {config.mesh!r}."
         )
     if host.params and optim.kind not in LAYERWISE:
         raise ConfigError(
-            f"host.params is of rules that never have all gradients, {', '.join(LAYERWISE)}: gradients of all layers "
-            f'would take the place of the parameters. optim.kind is "{optim.kind}".'
+            f"host.params (parameter offload) requires an optimizer that never holds all gradients: "
+            f'{", ".join(LAYERWISE)}. Gradients of optim.kind = "{optim.kind}" need as much memory as the parameters.'
         )
     if not host.optimizer:
         return
     if optim.kind not in STREAMABLE or optim.rounding != "nearest":
         raise ConfigError(
-            f"host.optimizer updates layer by layer, which {', '.join(STREAMABLE)} can with "
-            f'optim.rounding = "nearest"; here optim.kind = "{optim.kind}", optim.rounding = "{optim.rounding}".'
+            f"host.optimizer (optimizer offload) updates layer by layer, which optim.kind = {', '.join(STREAMABLE)} "
+            f'support with optim.rounding = "nearest"; got "{optim.kind}" and "{optim.rounding}".'
         )
     if host.device_every > 1 and optim.moments != "float32":
         raise ConfigError(
-            f'host.device_every = {host.device_every}: the host updates moments in float32, not "{optim.moments}".'
+            f"host.device_every = {host.device_every}: the host's CPU updates moments in float32, not "
+            f'"{optim.moments}"; give optim.moments = "float32", or host.device_every = 1.'
         )
     if config.model.dtype == "float16":
         raise ConfigError(
-            "host.optimizer: a step of float16 may be skipped, for which it would keep the state before it too: set "
-            "model.dtype to bfloat16."
+            "host.optimizer does not support loss scaling: a skipped float16 step would need a second copy of the "
+            "optimizer state. Set model.dtype to bfloat16."
         )
 
 
 def _check_spikes(config: RunConfig) -> None:
+    """Checks that the action at a loss spike fits the optimizer and the checkpoints; raises ConfigError."""
     action, kind = config.spikes.action, config.optim.kind
     if action == "none":
         return
     said = f'spikes.action = "{action}"'
     if kind in LAYERWISE:
-        raise ConfigError(f'{said} needs all gradients before an update, which optim.kind = "{kind}" has not: "none".')
+        raise ConfigError(
+            f'{said} needs all gradients before an update, which optim.kind = "{kind}" never holds: give "none".'
+        )
     if action in ("skip", "lower_rate") and config.host.optimizer:
-        raise ConfigError(f'{said} would keep the state before a step too: host.optimizer must be off, or "rollback".')
+        raise ConfigError(
+            f'{said} would need a second copy of the optimizer state: set host.optimizer to false, or give "rollback".'
+        )
     if action == "lower_rate" and kind == "schedule_free":
-        raise ConfigError(f'{said} scales updates, and those of optim.kind = "{kind}" are of averages: choose another.')
+        raise ConfigError(
+            f'{said} scales updates, but those of optim.kind = "{kind}" move averages: give another action.'
+        )
     if action == "lower_rate" and config.optim.rounding != "nearest":
-        raise ConfigError(f'{said} scales updates that are rounded already: optim.rounding must be "nearest".')
+        raise ConfigError(f'{said} would scale updates that are already rounded: optim.rounding must be "nearest".')
     if action == "rollback" and config.checkpoint.memory is not None:
-        raise ConfigError(f"{said} goes back to checkpoints on disk: checkpoint.memory must be None.")
+        raise ConfigError(f"{said} restores checkpoints on disk: checkpoint.memory must be None.")

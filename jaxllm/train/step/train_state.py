@@ -1,4 +1,4 @@
-"""Everything a run needs to go on: parameters, optimizer state, step, random key."""
+"""TrainState: everything a checkpoint must restore to resume a run: parameters, optimizer state, step, RNG key."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from jaxllm.train.step.numerics import init_numerics
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The state of a run after ``step`` steps.
+    """State of a run after ``step`` steps; field names are the leaf names in checkpoints.
+
+    Leaves are arrays, or their shapes, dtypes and shardings (``abstract_state``).
 
     Attributes:
         params: nested dict of parameters.
-        opt_state: the optimizer's state, sharded as the parameters are.
+        opt_state: optimizer state, sharded as the parameters are.
         step: steps done; int32 scalar.
-        rng: key from which every step's randomness is folded; never advanced, so step k's is a function of k.
-        numerics: what a precision keeps (``jaxllm.train.step.numerics``); None of most.
-        spikes: the last steps, where somebody looks for spikes (``jaxllm.train.step.loss_spikes``); else None.
-
-    Leaves are arrays, or shapes and shardings of them (``abstract_state``).
+        rng: key from which each step folds its own; it is never advanced, so the randomness of step k depends on k
+            alone.
+        numerics: loss scale of float16 and amax history of delayed fp8 scaling (``jaxllm.train.step.numerics``); None
+            for precisions that need neither.
+        spikes: state of the loss spike detector (``jaxllm.train.step.loss_spikes``); None where it is off.
     """
 
     params: Any
@@ -48,12 +50,12 @@ def abstract_state(
     host: HostConfig = HostConfig(),  # noqa: B008
     spikes: SpikeConfig | None = None,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state, nothing allocated: the target of init, restore and compilation.
+    """Shapes, dtypes and shardings of the train state, nothing allocated: the target of init, restore and compilation.
 
     Args:
         model, optimizer, mesh: of the run.
-        host: what of it is in the host's memory.
-        spikes: what is done about them; None: nothing.
+        host: what is offloaded to host memory.
+        spikes: configuration of the loss spike detector; None: no detector.
 
     Raises:
         ShardingError: the model does not fit the mesh.
@@ -63,7 +65,7 @@ def abstract_state(
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, opt_state = host.place(params, sharding.derived_abstract(optimizer.init, params, mesh))
 
-    def whole(make: Any) -> Any:
+    def replicated(make: Any) -> Any:
         shapes = jax.eval_shape(make)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
 
@@ -72,8 +74,8 @@ def abstract_state(
         opt_state=opt_state,
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
-        numerics=whole(lambda: init_numerics(model.config)),
-        spikes=whole(lambda: None if spikes is None else init_spike_detector(spikes)),
+        numerics=replicated(lambda: init_numerics(model.config)),
+        spikes=replicated(lambda: None if spikes is None else init_spike_detector(spikes)),
     )
 
 
@@ -86,10 +88,13 @@ def init_state(
     params: Any = None,
     spikes: SpikeConfig | None = None,
 ) -> TrainState:
-    """A fresh state, every array born in its shard; with ``params`` instead of random ones where they are given.
+    """Fresh train state; every array is created directly in its shards.
 
     Args:
-        spikes: as of ``abstract``.
+        seed: of the parameters and of the run's randomness.
+        abstract: from ``abstract_state``.
+        params: initial parameters, on the mesh; None: random ones.
+        spikes: as given to ``abstract_state``.
     """
 
     params_key, run_key = jax.random.split(jax.random.key(seed))
@@ -102,7 +107,7 @@ def init_state(
             params=params,
             opt_state=_init_optimizer(optimizer, params, abstract.opt_state),
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
-            # Not device_put: it takes no keys to devices of other processes.
+            # Not device_put, which cannot put keys on devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
             numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), init_numerics(model.config)),
             spikes=None if spikes is None else jax.device_put(init_spike_detector(spikes), abstract.step.sharding),
@@ -110,7 +115,7 @@ def init_state(
 
 
 def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, abstract: Any) -> Any:
-    """The optimizer's first state; what goes to the host array by array, since a device may not hold it all."""
+    """Initial optimizer state; under optimizer offload array by array, since a device may not hold all of it."""
     if not host_bytes((params, abstract)):
         return jax.jit(optimizer.init, out_shardings=sharding.shardings_of(abstract))(params)
     leaves, structure = jax.tree.flatten(abstract)

@@ -1,4 +1,12 @@
-"""One training step: a pure function ``(state, batch) -> (state, metrics)``."""
+"""Training step: a pure function ``(state, batch) -> (state, metrics)``.
+
+    value_and_grad   forward and backward pass: cross-entropy, gradient accumulation, loss scaling (``loss``)
+    spike detection  is this step's loss or gradient norm a loss spike? (``loss_spikes``)
+    optimizer        gradient clipping, rule, weight decay, learning rate (``jaxllm.optim``)
+    metrics          scalars for the log; nothing is copied to the host here
+
+``step_builder`` composes a run's step from its configuration; ``jit_step`` compiles it with the state donated.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +30,20 @@ from jaxllm.train.step.routing_losses import routing_metrics, update_balance_bia
 from jaxllm.train.step.train_state import TrainState
 
 ValueAndGrad = Callable[..., tuple[Any, ...]]
-"""``jaxllm.train.step.loss.value_and_grad``'s result, or a pipeline's."""
+"""``(params, batch[, numerics]) -> (LossSums, gradients[, amax])``: ``jaxllm.train.step.loss.value_and_grad`` or the
+pipelined one (``jaxllm.train.step.pipelined_loss``). Gradient accumulation and remat happen inside it."""
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+"""``(state, batch) -> (state, metrics)``."""
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What an optimizer asks of the step.
+    """Extensions of the training step that some optimizers need.
 
     Attributes:
-        point: ``(params, opt_state)`` -> where gradients are taken; None: at the parameters.
-        curvature: ``(state, batch)`` -> what its update is given besides.
+        gradient_point: ``(params, opt_state) -> params`` at which gradients are taken (schedule-free AdamW); None: at
+            the parameters themselves.
+        hessian: ``(state, batch) -> HessianEstimate``, passed to the optimizer's update as ``hessian`` (Sophia).
     """
 
     gradient_point: Callable[[Any, Any], Any] | None = None
@@ -46,88 +57,106 @@ def train_step(
     model: DecoderConfig | None = None,
     bias_rate: float = 0.0,
     layers: bool = False,
-    rule: StepHooks | None = None,
+    hooks: StepHooks | None = None,
     spikes: SpikeConfig | None = None,
 ) -> Step:
-    """Composes loss, gradients and update; jit the result once, donating the state.
+    """Training step: loss and gradients, optimizer update, metrics. Jit it once with ``jit_step``.
 
-    ``value_and_grad`` is given from outside, so that a pipeline schedule can own the backward pass.
-
-    The metrics: loss (with z-loss), nll (nats per target token), grad_norm (before clipping), update_norm (of what is
-    added to the parameters), param_norm (after it), learning_rate, tokens; of a model with experts what
-    ``routing_metrics`` makes of them; in float16 loss_scale and whether the step was skipped, of which grad_norm is 0;
-    where spikes are looked for whether it is one, by how many deviations, and whether it was skipped.
+    The caller chooses ``value_and_grad``, so that a pipeline schedule can own the backward pass. Gradient clipping and
+    weight decay are links of the ``optimizer`` chain. float16 steps whose gradients overflow, and loss spikes where
+    ``spikes.action`` is "skip", leave parameters and optimizer state as they were.
 
     Args:
-        model: the architecture, where it has experts whose load is to be seen.
-        bias_rate: of ``RoutingConfig``.
-        layers: the norms also of every parameter's every layer, as ``layers`` of the metrics.
-        rule: what the optimizer asks of the step besides.
-        spikes: what is done about them, of a state that has ``spikes``.
+        value_and_grad: loss sums and gradients of a batch.
+        optimizer: the optax chain.
+        rate: learning-rate schedule, step -> learning rate; here it is only reported, the optimizer has its own copy.
+        model: the architecture; needed for the routing metrics of mixture-of-experts models.
+        bias_rate: step size of the routers' balance biases (``RoutingConfig.bias_rate``); 0: they stay.
+        layers: also report gradient, parameter and update norms layer by layer, as ``metrics["layers"]``.
+        hooks: extensions that the optimizer needs.
+        spikes: loss spike detection; requires a state that has ``spikes``.
+
+    Returns:
+        the step. Its metrics are scalars: ``loss`` (cross-entropy, z-loss and routing losses per target token),
+        ``nll`` (nats per target token), ``grad_norm`` (global, before clipping), ``update_norm`` (global, of what is
+        added to the parameters), ``param_norm`` (after the update), ``learning_rate`` and ``tokens`` (target tokens);
+        ``routing_metrics`` for models with experts; ``loss_scale`` in float16; ``spike`` (0 or 1) and ``spike_score``
+        (deviations above the median) where spikes are detected; ``skipped`` (0 or 1) where steps can be skipped. A step
+        skipped for overflow reports grad_norm 0.
     """
-    asked = rule or StepHooks()
-    lowers, skips = (spikes is not None and spikes.action == name for name in ("lower_rate", "skip"))
+    hooks = hooks or StepHooks()
+    lowers_rate, skips_spikes = (spikes is not None and spikes.action == name for name in ("lower_rate", "skip"))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        at = state.params if asked.gradient_point is None else asked.gradient_point(state.params, state.opt_state)
-        kept, watch, said = state.numerics, state.spikes, {}
-        given = (at, batch) if kept is None else (at, batch, kept)
-        sums, grads, *seen = value_and_grad(*given)
+        # Loss and gradients. `amax` is there for delayed scaling of fp8 matmuls only.
+        point = state.params if hooks.gradient_point is None else hooks.gradient_point(state.params, state.opt_state)
+        numerics, detector, extra_metrics = state.numerics, state.spikes, {}
+        inputs = (point, batch) if numerics is None else (point, batch, numerics)
+        sums, grads, *amax = value_and_grad(*inputs)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
         finite, skipped, learning_rate = jnp.isfinite(grad_norm), None, rate(state.step)
-        if kept is not None and kept.loss_scale is not None:
-            skipped = kept.should_skip(finite)
-            said["loss_scale"] = kept.scale
-        if watch is not None and spikes is not None:
-            learning_rate = rate(state.step - watch.skipped)
-            spike, score, watch = watch.update(spikes, sums.loss / jnp.maximum(sums.count, 1), grad_norm, skipped)
-            said |= {"spike": spike.astype(jnp.float32), "spike_score": score}
-            learning_rate = learning_rate * watch.rate
+
+        # Is this step to be skipped, for overflow under loss scaling or for a loss spike?
+        if numerics is not None and numerics.loss_scale is not None:
+            skipped = numerics.should_skip(finite)
+            extra_metrics["loss_scale"] = numerics.scale
+        if detector is not None and spikes is not None:
+            learning_rate = rate(state.step - detector.skipped)  # skipped steps do not advance the schedule
+            mean_loss = sums.loss / jnp.maximum(sums.count, 1)
+            spike, score, detector = detector.update(spikes, mean_loss, grad_norm, skipped)
+            extra_metrics |= {"spike": spike.astype(jnp.float32), "spike_score": score}
+            learning_rate = learning_rate * detector.rate
         if skipped is not None:
             grad_norm = jnp.where(skipped, 0.0, grad_norm)
-        more = {} if asked.hessian is None else {"hessian": asked.hessian(state, batch)}
+
+        # Optimizer update.
+        extra_args = {} if hooks.hessian is None else {"hessian": hooks.hessian(state, batch)}
         update = optax.with_extra_args_support(optimizer).update
-        updates, opt_state = update(grads, state.opt_state, state.params, **more)
-        if lowers and watch is not None:
-            lower = watch.rate
-            updates = jax.tree.map(lambda u: u * lower.astype(u.dtype), updates)
+        updates, opt_state = update(grads, state.opt_state, state.params, **extra_args)
+        if lowers_rate and detector is not None:
+            factor = detector.rate
+            updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
         params = optax.apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
             params = update_balance_biases(model, bias_rate)(params, sums.routing)
-        if kept is not None:
-            kept = kept.updated(finite, *seen)
-        if skips:
-            kept = select_tree(spike, state.numerics, kept)
+        if numerics is not None:
+            numerics = numerics.updated(finite, *amax)
+
+        # A skipped step keeps the old parameters and optimizer state.
+        if skips_spikes:
+            numerics = select_tree(spike, state.numerics, numerics)
             skipped = spike if skipped is None else skipped | spike
         if skipped is not None:
-            nothing = jax.tree.map(jnp.zeros_like, updates)
-            old = state.params, state.opt_state, nothing
+            no_updates = jax.tree.map(jnp.zeros_like, updates)
+            old = state.params, state.opt_state, no_updates
             params, opt_state, updates = select_tree(skipped, old, (params, opt_state, updates))
-            said["skipped"] = skipped.astype(jnp.float32)
+            extra_metrics["skipped"] = skipped.astype(jnp.float32)
 
-        metrics = _metrics(sums, learning_rate, optax.tree.norm(params), grad_norm, optax.tree.norm(updates)) | said
+        metrics = _metrics(sums, learning_rate, optax.tree.norm(params), grad_norm, optax.tree.norm(updates))
+        metrics |= extra_metrics
         if model is not None and sums.routing is not None:
             metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.count, 1))
         if layers:
             trees = {"grad": grads, "param": params, "update": updates}
             metrics["layers"] = {name: jax.tree.map_with_path(layer_norms, tree) for name, tree in trees.items()}
-        after = {"params": params, "opt_state": opt_state, "numerics": kept, "spikes": watch}
-        return replace(state, step=state.step + 1, **after), metrics
+        new = {"params": params, "opt_state": opt_state, "numerics": numerics, "spikes": detector}
+        return replace(state, step=state.step + 1, **new), metrics
 
     return step
 
 
-def layerwise_step(move: LayerwiseUpdate, rate: optax.Schedule) -> Step:
-    """``train_step`` of an optimizer that has moved the parameters by the time gradients could be seen.
+def layerwise_step(update: LayerwiseUpdate, rate: optax.Schedule) -> Step:
+    """Training step of LOMO, AdaLomo and MeZO, which update each layer before all gradients exist.
 
     Args:
-        move: ``jaxllm.train.step.lomo`` or ``jaxllm.train.step.mezo``.
+        update: from ``jaxllm.train.step.lomo.lomo_update`` or ``jaxllm.train.step.mezo.mezo_update``.
+        rate: learning-rate schedule, for the metrics.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        moved = move(state, batch)
-        metrics = _metrics(moved.sums, rate(state.step), moved.param_norm, moved.grad_norm, moved.update_norm)
-        return replace(state, params=moved.params, opt_state=moved.opt_state, step=state.step + 1), metrics
+        result = update(state, batch)
+        metrics = _metrics(result.sums, rate(state.step), result.param_norm, result.grad_norm, result.update_norm)
+        return replace(state, params=result.params, opt_state=result.opt_state, step=state.step + 1), metrics
 
     return step
 
@@ -135,6 +164,7 @@ def layerwise_step(move: LayerwiseUpdate, rate: optax.Schedule) -> Step:
 def _metrics(
     sums: LossSums, rate: ArrayLike, param_norm: Array, grad_norm: Array, update_norm: Array
 ) -> dict[str, Any]:
+    """Metrics that every step has; ``loss`` and ``nll`` are means over the batch's target tokens."""
     count = jnp.maximum(sums.count, 1)
     return {
         "loss": sums.loss / count,
@@ -148,7 +178,15 @@ def _metrics(
 
 
 def layer_norms(path: Any, x: Array) -> Float[Array, " L"]:
-    """Of each layer's part of a parameter, which is stacked over them if it is a segment's; else of the whole."""
+    """Frobenius norm of a parameter, for each layer where layers are stacked on its first dimension.
+
+    Args:
+        path: of the parameter; those under ``segments`` are stacked over layers.
+        x: the parameter, its gradient or its update.
+
+    Returns:
+        one norm per layer, in at least float32, replicated; a single one for parameters outside the layers.
+    """
     stacked = bool(path) and getattr(path[0], "key", None) == "segments"
     wide = jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     found = jnp.sqrt(jnp.sum(wide, axis=tuple(range(1, x.ndim)))) if stacked else jnp.sqrt(jnp.sum(wide))[None]
@@ -156,8 +194,12 @@ def layer_norms(path: Any, x: Array) -> Float[Array, " L"]:
 
 
 def jit_step(step: Step, abstract: TrainState) -> Step:
-    """``jax.jit`` with the state donated: its buffers are updated in place.
+    """Jitted training step: the state is donated, so its buffers are updated in place.
 
-    The state leaves with exactly the shardings it came with, so the second step finds the first's program.
+    Output shardings equal the input's, so that the second step reuses the compiled program of the first.
+
+    Args:
+        step: from ``train_step`` or ``layerwise_step``.
+        abstract: shapes and shardings of the state (``abstract_state``).
     """
     return jax.jit(step, donate_argnums=0, out_shardings=(sharding.shardings_of(abstract), None))

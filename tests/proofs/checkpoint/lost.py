@@ -66,7 +66,7 @@ def training(folder: Path, rank: int) -> dict[str, float]:
         assert not list((folder / "together" / "checkpoints").glob("step_*"))
         again = Processes(folder, TOGETHER, special={"memory": True})
         got = finished(folder, again)
-        found = re.search(r"Going on after step (\d+)", again.said(0))
+        found = re.search(r"Resuming after step (\d+)", again.said(0))
         assert found, again.said(0)[-2000:]
         assert int(found[1]) >= 4
         assert got == want

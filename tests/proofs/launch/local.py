@@ -86,7 +86,7 @@ def local(case: tuple[str, int]) -> None:
             done = launched(Path(folder), special)
         else:
             assert "all start again" in done.stderr
-            assert "Going on after step 4" in done.stdout, done.stdout[-3000:]
+            assert "Resuming after step 4" in done.stdout, done.stdout[-3000:]
         assert done.returncode == 0, done.stderr[-3000:]
         assert outcome(Path(folder)) == want
         account = read_record(Path(folder) / "together").goodput
