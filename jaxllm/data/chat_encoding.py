@@ -21,17 +21,17 @@ from jaxllm.files import DataError, digest
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
-class Encoded(NamedTuple):
+class EncodedDocument(NamedTuple):
     """A document's tokens, int32. trained: which of them are targets; None is all of them."""
 
     ids: Int[np.ndarray, " tokens"]
-    trained: Bool[np.ndarray, " tokens"] | None = None
+    loss_mask: Bool[np.ndarray, " tokens"] | None = None
 
 
 class TextEncoder:
     """Plain text: the tokens of each document between the ids that begin and end one."""
 
-    masks = False
+    has_loss_mask = False
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -40,15 +40,15 @@ class TextEncoder:
     def fingerprint(self) -> str:
         return self.tokenizer.fingerprint
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
         """Raises DataError for a text that cannot be spelled, without saying which."""
-        return [Encoded(ids) for ids in self.tokenizer.encode_batch(texts, bos=True, eos=True)]
+        return [EncodedDocument(ids) for ids in self.tokenizer.encode_batch(texts, bos=True, eos=True)]
 
 
 class ChatEncoder:
     """Conversations, each the JSON of {"messages": [...], "tools": [...]}."""
 
-    masks = True
+    has_loss_mask = True
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
         self.tokenizer, self.template = tokenizer, template
@@ -57,21 +57,23 @@ class ChatEncoder:
     def fingerprint(self) -> str:
         return digest(["chat", 1, self.tokenizer.fingerprint, self.template.fingerprint])
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
         """Raises DataError for a conversation that cannot be used, without saying which."""
-        chats = [self._rendered(**json.loads(text)) for text in texts]
+        chats = [self._render(**json.loads(text)) for text in texts]
         ids = self.tokenizer.encode_batch([text for text, _ in chats], specials=True)
-        return [self._masked(text, spans, one) for (text, spans), one in zip(chats, ids, strict=True)]
+        return [self._with_loss_mask(text, spans, one) for (text, spans), one in zip(chats, ids, strict=True)]
 
-    def answer(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None) -> Encoded:
+    def encode_answer(
+        self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None
+    ) -> EncodedDocument:
         """`prompt` and `answer` as one conversation, trained on the assistant's part of the answer alone."""
-        text, spans = self._rendered([*prompt, *answer], tools)
+        text, spans = self._render([*prompt, *answer], tools)
         said = sum(message["role"] == "assistant" for message in answer)
         if said == 0:
             raise DataError("the answer has no message of the assistant")
-        return self._masked(text, spans[-said:], self.tokenizer.encode(text, specials=True))
+        return self._with_loss_mask(text, spans[-said:], self.tokenizer.encode(text, specials=True))
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the assistant speaks."""
         whole, spans = self.template.render(messages, tools, add_generation_prompt=False), []
         for number, message in enumerate(messages):
@@ -86,19 +88,21 @@ class ChatEncoder:
                     "conversations that end with the assistant's only message, or use another template"
                 )
             said = after[len(before) :]
-            if said.rstrip().endswith(self._stops):
+            if said.rstrip().endswith(self._stop_strings):
                 said = said.rstrip()
             spans.append((len(before), len(before) + len(said)))
         if not spans:
             raise DataError("no message of the assistant, so there is nothing to learn")
         return whole, spans
 
-    def _masked(self, text: str, spans: list[tuple[int, int]], ids: Int[np.ndarray, " tokens"]) -> Encoded:
+    def _with_loss_mask(
+        self, text: str, spans: list[tuple[int, int]], ids: Int[np.ndarray, " tokens"]
+    ) -> EncodedDocument:
         spelled = self.tokenizer.decode_bytes(ids, specials=True)
         lead = len(spelled) - len(text.encode())
         if lead not in (0, self.tokenizer.prefix_space) or spelled[lead:] != text.encode():
             raise DataError("the tokenizer changes the text (it normalises it), so its parts cannot be found again")
-        lengths = self._lengths[ids]
+        lengths = self._token_bytes[ids]
         begins = np.cumsum(lengths) - lengths - lead  # first byte of each token
         trained = np.zeros(len(ids), bool)
         ascii_only = text.isascii()
@@ -106,15 +110,15 @@ class ChatEncoder:
             if not ascii_only:
                 begin, end = len(text[:begin].encode()), len(text[:end].encode())
             trained[np.searchsorted(begins, begin) : np.searchsorted(begins, end)] = True
-        return Encoded(ids, trained)
+        return EncodedDocument(ids, trained)
 
     @cached_property
-    def _stops(self) -> tuple[str, ...]:
+    def _stop_strings(self) -> tuple[str, ...]:
         names = self.tokenizer.special_names
         return tuple(names[one] for one in self.tokenizer.stop_ids if one in names)
 
     @cached_property
-    def _lengths(self) -> Int[np.ndarray, " V"]:
+    def _token_bytes(self) -> Int[np.ndarray, " V"]:
         lengths = self.tokenizer.token_lengths.copy()
         for index, name in self.tokenizer.special_names.items():
             lengths[index] = len(name.encode())

@@ -16,7 +16,7 @@ from jaxtyping import Int, Integer
 
 from jaxllm.data import shuffle
 from jaxllm.data.batch import Batch
-from jaxllm.data.sequence_packing import Plan
+from jaxllm.data.sequence_packing import PackingPlan
 from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import at, digest
 from jaxllm.text import Tokenizer
@@ -33,7 +33,7 @@ class CursorMismatch(ValueError):
         self.differences = differences
 
 
-class Cursor:
+class ResumableDataset:
     """What a checkpoint keeps of a data set, and how it is told that the data is the same."""
 
     identity: dict[str, Any]
@@ -79,14 +79,14 @@ class Cursor:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenDataset(Cursor):
+class TokenDataset(ResumableDataset):
     """Packed training rows in a shuffled, endless, index-addressable order.
 
     identity: JSON values that decide every batch; resuming compares them one by one.
     """
 
     documents: TokenDocuments
-    plan: Plan
+    plan: PackingPlan
     batch_size: int
     seed: int
     identity: dict[str, Any]
@@ -109,13 +109,13 @@ class TokenDataset(Cursor):
 
     def rows_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Int[np.ndarray, " rows"]:
         """int64 row numbers of the batch at `step`. Every epoch holds each row once; a batch may straddle two."""
-        first, count = places_at(step, self.batch_size, shard, num_shards)
-        return ordered(first, count, self.plan.rows, self.seed)
+        first, count = batch_positions(step, self.batch_size, shard, num_shards)
+        return shuffled_rows(first, count, self.plan.rows, self.seed)
 
     def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Batch:
         """The global batch of `step`, or its rows for one of `num_shards` processes (contiguous, in order of shard)."""
         rows = self.rows_at(step, shard=shard, num_shards=num_shards)
-        return self.plan.gather(self.documents.tokens, rows, self.documents.trained)
+        return self.plan.gather(self.documents.tokens, rows, self.documents.loss_mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class HeldoutDataset:
     The end of a document is a target without bytes: its cost is in the sum, as it is in `baseline`.
     """
 
-    parts: tuple[tuple[TokenDocuments, Plan], ...]
+    parts: tuple[tuple[TokenDocuments, PackingPlan], ...]
     batch_size: int
     target_tokens: int
     target_bytes: int
@@ -161,7 +161,7 @@ class HeldoutDataset:
 
 
 def gather(
-    parts: Sequence[tuple[TokenDocuments, Plan]], part: Int[np.ndarray, " B"], row: Int[np.ndarray, " B"]
+    parts: Sequence[tuple[TokenDocuments, PackingPlan]], part: Int[np.ndarray, " B"], row: Int[np.ndarray, " B"]
 ) -> Batch:
     """Rows of several sources as one batch: row[b] of parts[part[b]]; row -1 is padding."""
     seq_len = parts[0][1].seq_len
@@ -169,12 +169,12 @@ def gather(
     for number in np.unique(part[row >= 0]).tolist():
         documents, plan = parts[number]
         there = np.flatnonzero((part == number) & (row >= 0))
-        for whole, some in zip(batch, plan.gather(documents.tokens, row[there], documents.trained), strict=True):
+        for whole, some in zip(batch, plan.gather(documents.tokens, row[there], documents.loss_mask), strict=True):
             whole[there] = some
     return batch
 
 
-def places_at(step: int, batch_size: int, shard: int, num_shards: int) -> tuple[int, int]:
+def batch_positions(step: int, batch_size: int, shard: int, num_shards: int) -> tuple[int, int]:
     """First place of the endless sequence, and how many, that a shard takes at a step."""
     if step < 0:
         raise ValueError(f"step is {step}; steps count from 0")
@@ -182,19 +182,19 @@ def places_at(step: int, batch_size: int, shard: int, num_shards: int) -> tuple[
     return step * batch_size + begin, end - begin
 
 
-BLOCK = 1024
+SHUFFLE_BLOCK = 1024
 """Places that are shuffled in one go; a step takes few, and each call has a price."""
 
 
-def ordered(first: int, count: int, rows: int, seed: int) -> Int[np.ndarray, " count"]:
+def shuffled_rows(first: int, count: int, rows: int, seed: int) -> Int[np.ndarray, " count"]:
     """int64 row numbers at `count` places from `first` on, in the endless sequence of shuffled epochs of `rows`."""
     # Python integers: a long run of a large batch may pass 2**63 places.
     epoch, place = divmod(first, rows)
     out = np.empty(count, np.int64)
     done = 0
     while done < count:
-        block, offset = divmod(place, BLOCK)
-        found = _shuffled(rows, seed, epoch, block)[offset : offset + count - done]
+        block, offset = divmod(place, SHUFFLE_BLOCK)
+        found = _shuffled_block(rows, seed, epoch, block)[offset : offset + count - done]
         out[done : done + len(found)] = found
         done, place = done + len(found), place + len(found)
         if place == rows:
@@ -203,9 +203,9 @@ def ordered(first: int, count: int, rows: int, seed: int) -> Int[np.ndarray, " c
 
 
 @lru_cache(maxsize=64)
-def _shuffled(rows: int, seed: int, epoch: int, block: int) -> Int[np.ndarray, " places"]:
+def _shuffled_block(rows: int, seed: int, epoch: int, block: int) -> Int[np.ndarray, " places"]:
     """Row numbers at the places of one block of an epoch."""
-    places = np.arange(block * BLOCK, min(rows, (block + 1) * BLOCK))
+    places = np.arange(block * SHUFFLE_BLOCK, min(rows, (block + 1) * SHUFFLE_BLOCK))
     return shuffle.permute(places, rows, seed=seed, epoch=epoch)
 
 
@@ -223,7 +223,9 @@ def shard_rows(batch_size: int, shard: int, num_shards: int) -> tuple[int, int]:
     return shard * each, (shard + 1) * each
 
 
-def make_heldout(parts: Sequence[tuple[TokenDocuments, Plan]], batch_size: int, tokenizer: Tokenizer) -> HeldoutDataset:
+def make_heldout(
+    parts: Sequence[tuple[TokenDocuments, PackingPlan]], batch_size: int, tokenizer: Tokenizer
+) -> HeldoutDataset:
     """Counts what the targets cover and makes the dataset."""
     target_tokens = target_bytes = 0
     for documents, _ in parts:

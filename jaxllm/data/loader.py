@@ -10,16 +10,16 @@ from jaxllm.data.chat_encoding import ChatEncoder, Encoder, TextEncoder
 from jaxllm.data.config import TEXT_FIELD, DataConfig, SourceConfig
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
 from jaxllm.data.mixture import NAME as MIXTURE_ORDER
-from jaxllm.data.mixture import MixtureDataset, Source, shares
-from jaxllm.data.sequence_packing import Plan, pack_concat, pack_documents
+from jaxllm.data.mixture import MixtureDataset, MixtureSource, exact_shares
+from jaxllm.data.sequence_packing import PackingPlan, pack_concat, pack_documents
 from jaxllm.data.sources.chitchat import NAME as CHITCHAT
 from jaxllm.data.sources.chitchat import Chitchat, find_chitchat
 from jaxllm.data.sources.documents import BadRecords, Documents, hold_out
 from jaxllm.data.sources.records import RecordFiles
-from jaxllm.data.sources.remote_files import File, find_files, kind_of
+from jaxllm.data.sources.remote_files import File, file_format, find_files
 from jaxllm.data.sources.text_files import TextFiles, bundled
 from jaxllm.data.token_files import TokenDocuments, open_tokens
-from jaxllm.data.tokenise import Progress, tokenised
+from jaxllm.data.tokenise import ProgressCallback, tokenise_documents
 from jaxllm.files import DataError, at, cache_root
 from jaxllm.text import ByteTokenizer, ChatTemplate, Tokenizer, load_template, load_tokenizer
 
@@ -41,7 +41,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, eq=False)
-class _Opened:
+class _OpenedSource:
     """A source before it is tokenised: documents, or a token file."""
 
     config: SourceConfig
@@ -54,7 +54,7 @@ def load_dataset(
     tokenizer: Tokenizer | None = None,
     template: ChatTemplate | None = None,
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Dataset:
     """Opens, tokenises (or takes from the cache) and packs what `config` names.
 
@@ -65,7 +65,7 @@ def load_dataset(
     Raises DataError naming file and row for data that cannot be used, ValueError for settings that do not go together.
     """
     if config.mixture:
-        shares([one.weight for one in config.mixture])  # refuses weights before anything is read
+        exact_shares([one.weight for one in config.mixture])  # refuses weights before anything is read
     opened = [_open(one, config) for one in config.sources]
     tokenizer = _open_tokenizer(config, opened, tokenizer)
     parts = [_tokens(one, config, tokenizer, template, progress) for one in opened]
@@ -86,7 +86,9 @@ def load_dataset(
         named = zip(config.mixture, lines, strict=True)
         lines = [f"{one.name}: {one.weight / total:.1%} of {line}" for one, line in named]
         lines += [
-            f"{name} ends in step {step}" for name, step in training.endings() if config.when_exhausted != "error"
+            f"{name} ends in step {step}"
+            for name, step in training.exhausted_sources()
+            if config.when_exhausted != "error"
         ]
     else:
         train, plan = plans[0]
@@ -115,7 +117,7 @@ def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> D
         source.text_field,
         skip_bad_records=skip_bad_records,
         packing="documents",
-        heldout_fraction=None if listed(source.source) == (corpus.NAME,) else 0.0,
+        heldout_fraction=None if as_tuple(source.source) == (corpus.NAME,) else 0.0,
     )
     opened = _open(source, config)
     if opened.texts is None:
@@ -123,14 +125,16 @@ def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> D
     return opened.texts[0]
 
 
-def _mixture(config: DataConfig, plans: list[tuple[TokenDocuments, Plan]], common: dict[str, Any]) -> MixtureDataset:
+def _mixture(
+    config: DataConfig, plans: list[tuple[TokenDocuments, PackingPlan]], common: dict[str, Any]
+) -> MixtureDataset:
     identity: dict[str, Any] = {}
     sources = []
     for one, (documents, plan) in zip(config.mixture, plans, strict=True):
         limit = None if one.max_epochs is None else float(one.max_epochs)
         settings = {"weight": float(one.weight), "max_epochs": limit}  # 2 and 2.0 are one setting
         identity |= {f"{one.name} {name}": value for name, value in (_content(documents) | settings).items()}
-        sources.append(Source(one.name, documents, plan, one.weight, one.max_epochs))
+        sources.append(MixtureSource(one.name, documents, plan, one.weight, one.max_epochs))
     identity |= common | {"mixture": MIXTURE_ORDER, "when_exhausted": config.when_exhausted}
     renormalise = config.when_exhausted == "renormalise"
     return MixtureDataset(tuple(sources), config.batch_size, config.seed, identity, renormalise)
@@ -140,7 +144,7 @@ def _content(documents: TokenDocuments) -> dict[str, Any]:
     return {"content": documents.content_hash, "documents": len(documents.starts), "tokens": documents.total}
 
 
-def _summary(documents: TokenDocuments, plan: Plan, config: DataConfig, tokenizer: Tokenizer) -> str:
+def _summary(documents: TokenDocuments, plan: PackingPlan, config: DataConfig, tokenizer: Tokenizer) -> str:
     """One line about the training rows of a source."""
     line = (
         f"{documents.name}: {len(documents.starts):,} documents, {documents.total:,} tokens of "
@@ -154,29 +158,33 @@ def _summary(documents: TokenDocuments, plan: Plan, config: DataConfig, tokenize
     return line
 
 
-def _open(source: SourceConfig, config: DataConfig) -> _Opened:
-    names = listed(source.source)
+def _open(source: SourceConfig, config: DataConfig) -> _OpenedSource:
+    names = as_tuple(source.source)
     bad = BadRecords(config.skip_bad_records)
     if names == (corpus.NAME,):
         split = ("heldout", "heldout_fraction")
-        _refuse(source, config, "the bundled corpus", "source_format", "content", "separator", "text_field", *split)
-        return _Opened(source, (bundled("train"), bundled("heldout")))
+        _reject_ineffective(
+            source, config, "the bundled corpus", "source_format", "content", "separator", "text_field", *split
+        )
+        return _OpenedSource(source, (bundled("train"), bundled("heldout")))
     if names == (CHITCHAT,):
-        _refuse(source, config, f"the chats of {CHITCHAT}", "source_format", "separator", "text_field", "heldout")
+        _reject_ineffective(
+            source, config, f"the chats of {CHITCHAT}", "source_format", "separator", "text_field", "heldout"
+        )
         if source.content != "chat":
             raise ValueError(f"{CHITCHAT} holds conversations; set data.content='chat'")
-        return _Opened(source, hold_out(Chitchat(find_chitchat()), _fraction(config)))
+        return _OpenedSource(source, hold_out(Chitchat(find_chitchat()), _fraction(config)))
     files = find_files(names)
-    kind = kind_of(files, source.source_format)
+    kind = file_format(files, source.source_format)
     if kind == "tokens":
-        _refuse(source, config, "a token file", "separator", "text_field", "content", "skip_bad_records")
-        return _Opened(source, None, files)
+        _reject_ineffective(source, config, "a token file", "separator", "text_field", "content", "skip_bad_records")
+        return _OpenedSource(source, None, files)
     own = ("text files", "text_field", "content") if kind == "text" else (f"{kind.upper()} files", "separator")
-    _refuse(source, config, *own)
+    _reject_ineffective(source, config, *own)
     train = _documents(source, files, kind, bad)
     if config.heldout:
-        return _Opened(source, (train, _documents(source, _heldout_files(config, source, kind), kind, bad)))
-    return _Opened(source, hold_out(train, _fraction(config)))
+        return _OpenedSource(source, (train, _documents(source, _heldout_files(config, source, kind), kind, bad)))
+    return _OpenedSource(source, hold_out(train, _fraction(config)))
 
 
 def _documents(source: SourceConfig, files: tuple[File, ...], kind: str, bad: BadRecords) -> Documents:
@@ -188,11 +196,11 @@ def _documents(source: SourceConfig, files: tuple[File, ...], kind: str, bad: Ba
 
 
 def _tokens(
-    opened: _Opened,
+    opened: _OpenedSource,
     config: DataConfig,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> tuple[TokenDocuments, TokenDocuments | None]:
     """(training, held-out) documents of a source as tokens."""
     if opened.texts is None:
@@ -202,20 +210,23 @@ def _tokens(
         return train.hold_out(_fraction(config))
     if opened.config.content == "chat" and template is None:
         template = _template(config)
-    encoder = encoder_of(opened.config.content, tokenizer, template)
+    encoder = make_encoder(opened.config.content, tokenizer, template)
     cache = cache_root(config.cache_dir)
-    both = [one and tokenised(one, encoder, cache, workers=config.workers, progress=progress) for one in opened.texts]
-    if encoder.masks:
-        both = [one and _cut(one, config.seq_len) for one in both]
+    both = [
+        one and tokenise_documents(one, encoder, cache, workers=config.workers, progress=progress)
+        for one in opened.texts
+    ]
+    if encoder.has_loss_mask:
+        both = [one and _truncate(one, config.seq_len) for one in both]
     train, heldout = both
     assert train is not None
     return train, heldout
 
 
-def _cut(documents: TokenDocuments, seq_len: int) -> TokenDocuments:
+def _truncate(documents: TokenDocuments, seq_len: int) -> TokenDocuments:
     """Conversations are cut, not continued in another row: their rest would answer what is not there."""
     cut = int((documents.lengths > seq_len + 1).sum())
-    return replace(documents.cut_to(seq_len + 1), about=documents.about | {"cut": cut})
+    return replace(documents.truncate(seq_len + 1), about=documents.about | {"cut": cut})
 
 
 def _template(config: DataConfig) -> ChatTemplate | None:
@@ -224,7 +235,7 @@ def _template(config: DataConfig) -> ChatTemplate | None:
     return load_template(config.tokenizer) if named else None
 
 
-def encoder_of(content: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Encoder:
+def make_encoder(content: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Encoder:
     """How documents become tokens. Raises DataError for conversations without a template."""
     if content == "text":
         return TextEncoder(tokenizer)
@@ -237,20 +248,20 @@ def encoder_of(content: str, tokenizer: Tokenizer, template: ChatTemplate | None
 
 
 def _heldout_files(config: DataConfig, source: SourceConfig, kind: str) -> tuple[File, ...]:
-    files = find_files(listed(config.heldout))
-    if (found := kind_of(files, source.source_format)) != kind:
+    files = find_files(as_tuple(config.heldout))
+    if (found := file_format(files, source.source_format)) != kind:
         raise DataError(f"{at(files[0])}: held-out files are {found}, the source is {kind}; they must be of one kind")
     return files
 
 
-def _open_tokenizer(config: DataConfig, opened: list[_Opened], given: Tokenizer | None) -> Tokenizer:
+def _open_tokenizer(config: DataConfig, opened: list[_OpenedSource], given: Tokenizer | None) -> Tokenizer:
     if config.tokenizer == "model":
         if given is None:
             raise DataError("data.tokenizer is 'model', but the run begins from no model; set `init_from`, or name one")
         return given
     name, _, _ = config.tokenizer.partition(":")
     if name != "bpe":
-        return tokenizer_of(config.tokenizer, None)
+        return resolve_tokenizer(config.tokenizer, None)
     for one in opened:
         if one.texts is None:
             raise DataError(
@@ -261,10 +272,10 @@ def _open_tokenizer(config: DataConfig, opened: list[_Opened], given: Tokenizer 
         what = "a mixture" if len(opened) > 1 else "conversations"
         raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is not trained on {what}; name a tokenizer")
     texts = opened[0].texts
-    return tokenizer_of(config.tokenizer, lambda: cast(tuple[Documents, Any], texts)[0], config.cache_dir)
+    return resolve_tokenizer(config.tokenizer, lambda: cast(tuple[Documents, Any], texts)[0], config.cache_dir)
 
 
-def tokenizer_of(name: str, documents: Callable[[], Documents] | None, cache_dir: str = "") -> Tokenizer:
+def resolve_tokenizer(name: str, documents: Callable[[], Documents] | None, cache_dir: str = "") -> Tokenizer:
     """The tokenizer that a name stands for: "byte", "bpe:SIZE" trained on `documents`, or a path."""
     if name == "byte":
         return ByteTokenizer()
@@ -280,7 +291,7 @@ def tokenizer_of(name: str, documents: Callable[[], Documents] | None, cache_dir
     return cached_bpe(texts, int(size), content_hash=train.content_hash, where=train.name, cache=cache_root(cache_dir))
 
 
-def _pack(documents: TokenDocuments, config: DataConfig) -> Plan:
+def _pack(documents: TokenDocuments, config: DataConfig) -> PackingPlan:
     plan = PACKINGS[config.packing](documents.starts, documents.lengths, config.seq_len)
     if not plan.rows:
         raise DataError(f"{documents.name}: too short; no token has one that follows it")
@@ -301,12 +312,12 @@ def _single(files: tuple[File, ...]) -> Path:
     return files[0]
 
 
-def listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
+def as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """A single name as one of several."""
     return (value,) if isinstance(value, str) else value
 
 
-def _refuse(source: SourceConfig, config: DataConfig, what: str, *names: str) -> None:
+def _reject_ineffective(source: SourceConfig, config: DataConfig, what: str, *names: str) -> None:
     """Settings that would have no effect are errors, not silence."""
     for name in names:
         owner, default = (source, SourceConfig("default")) if hasattr(source, name) else (config, DataConfig())

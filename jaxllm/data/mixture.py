@@ -20,24 +20,24 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.data.batch import Batch
-from jaxllm.data.dataset import Cursor, gather, ordered, places_at
-from jaxllm.data.sequence_packing import Plan
+from jaxllm.data.dataset import ResumableDataset, batch_positions, gather, shuffled_rows
+from jaxllm.data.sequence_packing import PackingPlan
 from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import DataError, digest
 
 NAME = "tijdeman-1"  # goes into fingerprints; changes if the assignment ever does
-LONGEST = 100_000  # places after which the order of sources repeats
+MAX_PERIOD = 100_000  # places after which the order of sources repeats
 
 
-def shares(weights: Sequence[float]) -> list[Fraction]:
+def exact_shares(weights: Sequence[float]) -> list[Fraction]:
     """Weights as exact shares of one; 0.1 is a tenth. Raises ValueError for weights that are not positive numbers."""
     if not weights or any(not 0 < weight < float("inf") for weight in weights):
         raise ValueError(f"mixture weights are {list(weights)}; each is a positive number")
     exact = [Fraction(repr(weight)) for weight in weights]
     found = [weight / sum(exact) for weight in exact]
-    if (period := _period(found)) > LONGEST:
+    if (period := _period(found)) > MAX_PERIOD:
         raise ValueError(
-            f"mixture weights {list(weights)} have the common denominator {period:,}, at most {LONGEST:,} is kept "
+            f"mixture weights {list(weights)} have the common denominator {period:,}, at most {MAX_PERIOD:,} is kept "
             "exactly; write them as whole numbers or short decimals, for example 2, 1 or 0.67, 0.33"
         )
     return found
@@ -47,7 +47,7 @@ def _period(found: Sequence[Fraction]) -> int:
     return int(np.lcm.reduce(np.array([share.denominator for share in found], object)))
 
 
-def assignment(found: Sequence[Fraction]) -> Int[np.ndarray, " period"]:
+def source_order(found: Sequence[Fraction]) -> Int[np.ndarray, " period"]:
     """The source at each place of one period of the order.
 
     Of the sources that would not be ahead by too much with one more row, the one whose next row is due first.
@@ -69,23 +69,23 @@ def assignment(found: Sequence[Fraction]) -> Int[np.ndarray, " period"]:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class MixtureSource:
     """One of a mixture. max_epochs: how often it may be read; None is without end."""
 
     name: str
     documents: TokenDocuments
-    plan: Plan
+    plan: PackingPlan
     weight: float
     max_epochs: float | None = None
 
     @property
-    def limit(self) -> int | None:
+    def max_rows(self) -> int | None:
         """Rows it may give in all."""
         return None if self.max_epochs is None else int(Fraction(repr(self.max_epochs)) * self.plan.rows)
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
+class MixturePhase:
     """A stretch of places with the same sources.
 
     first, end: places; end None is without end. before: rows each source has given before the stretch.
@@ -94,7 +94,7 @@ class Phase:
 
     first: int
     end: int | None
-    before: tuple[int, ...]
+    rows_at_start: tuple[int, ...]
     sources: tuple[int, ...]
     order: Int[np.ndarray, " period"]
 
@@ -104,47 +104,47 @@ class Phase:
         chosen = self.order[:, None] == np.arange(len(self.sources))
         return np.concatenate([np.zeros((1, len(self.sources)), np.int64), np.cumsum(chosen, axis=0)])
 
-    def had(self, place: int) -> dict[int, int]:
+    def rows_before(self, place: int) -> dict[int, int]:
         """Rows of each source that takes part, before `place`, from the beginning of all."""
         periods, rest = divmod(place - self.first, len(self.order))
         whole, part = self.counts[-1].tolist(), self.counts[rest].tolist()
-        return {k: self.before[k] + periods * whole[i] + part[i] for i, k in enumerate(self.sources)}
+        return {k: self.rows_at_start[k] + periods * whole[i] + part[i] for i, k in enumerate(self.sources)}
 
-    def reaches(self, number: int, rows: int) -> int:
+    def position_of_row(self, number: int, rows: int) -> int:
         """The place at which source `number` of this phase has its row number `rows` (from 0, of all it gives)."""
         index = self.sources.index(number)
-        periods, rest = divmod(rows - self.before[number], int(self.counts[-1, index]))
+        periods, rest = divmod(rows - self.rows_at_start[number], int(self.counts[-1, index]))
         return self.first + periods * len(self.order) + int(np.searchsorted(self.counts[:, index], rest, "right")) - 1
 
 
-def phases(sources: Sequence[Source]) -> list[Phase]:
+def mixture_phases(sources: Sequence[MixtureSource]) -> list[MixturePhase]:
     """From the beginning until all have ended, or for ever: each begins where a source may give no more."""
-    found: list[Phase] = []
+    found: list[MixturePhase] = []
     alive, first, before = list(range(len(sources))), 0, [0] * len(sources)
     while alive:
-        order = assignment(shares([sources[k].weight for k in alive]))
-        phase = Phase(first, None, tuple(before), tuple(alive), order)
-        limits = {k: limit for k in alive if (limit := sources[k].limit) is not None}
-        ends = {k: phase.reaches(k, limit) for k, limit in limits.items()}
+        order = source_order(exact_shares([sources[k].weight for k in alive]))
+        phase = MixturePhase(first, None, tuple(before), tuple(alive), order)
+        limits = {k: limit for k in alive if (limit := sources[k].max_rows) is not None}
+        ends = {k: phase.position_of_row(k, limit) for k, limit in limits.items()}
         if not ends:
             return [*found, phase]
         end = min(ends.values())
         if end > first:
-            found.append(Phase(first, end, tuple(before), tuple(alive), order))
-            for k, had in phase.had(end).items():
+            found.append(MixturePhase(first, end, tuple(before), tuple(alive), order))
+            for k, had in phase.rows_before(end).items():
                 before[k] = had
         alive, first = [k for k in alive if ends.get(k) != end], end
     return found
 
 
 @dataclass(frozen=True, eq=False)
-class MixtureDataset(Cursor):
+class MixtureDataset(ResumableDataset):
     """Rows of several sources by exact shares; what `TokenDataset` is of one.
 
     renormalise: what happens when a source has given all it may: the others go on, or the run is refused.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[MixtureSource, ...]
     batch_size: int
     seed: int
     identity: dict[str, Any]
@@ -170,15 +170,15 @@ class MixtureDataset(Cursor):
         return [one for source in self.sources for one in source.documents.about.get("files", [])]
 
     @cached_property
-    def phases(self) -> list[Phase]:
-        found = phases(self.sources)
+    def phases(self) -> list[MixturePhase]:
+        found = mixture_phases(self.sources)
         return found if self.renormalise else found[:1]
 
     @cached_property
     def _seeds(self) -> list[int]:
         return [int(digest([self.seed, source.name])[:16], 16) for source in self.sources]
 
-    def endings(self) -> list[tuple[str, int]]:
+    def exhausted_sources(self) -> list[tuple[str, int]]:
         """(name of a source, step in which it gives its last row) in order, for those that end."""
         out = []
         for phase, after in zip(self.phases, [*self.phases[1:], None], strict=True):
@@ -188,9 +188,9 @@ class MixtureDataset(Cursor):
                 out += [(self.sources[k].name, (phase.end - 1) // self.batch_size) for k in gone]
         return out
 
-    def _is_spent(self, number: int, phase: Phase) -> bool:
+    def _is_spent(self, number: int, phase: MixturePhase) -> bool:
         assert phase.end is not None
-        return phase.had(phase.end)[number] == self.sources[number].limit
+        return phase.rows_before(phase.end)[number] == self.sources[number].max_rows
 
     def check_steps(self, steps: int) -> None:
         """Raises DataError, naming the source, if a run of `steps` steps asks for more than there may be."""
@@ -198,7 +198,9 @@ class MixtureDataset(Cursor):
         if end is None or steps * self.batch_size <= end:
             return
         enough = end // self.batch_size
-        names = [name for name, step in self.endings() if step >= enough - 1] or [one.name for one in self.sources]
+        names = [name for name, step in self.exhausted_sources() if step >= enough - 1] or [
+            one.name for one in self.sources
+        ]
         name = names[0]
         source = next(one for one in self.sources if one.name == name)
         raise DataError(
@@ -208,32 +210,32 @@ class MixtureDataset(Cursor):
                ", or set data.when_exhausted='renormalise' to go on without it.")
         )  # fmt: skip
 
-    def shares_at(self, step: int) -> dict[str, int]:
+    def rows_consumed(self, step: int) -> dict[str, int]:
         """Rows that each source has given before `step`."""
         place = step * self.batch_size
         phase = self._phase(place) if place == 0 or place < (self.phases[-1].end or place + 1) else self.phases[-1]
-        had = dict(enumerate(phase.before)) | phase.had(place)
+        had = dict(enumerate(phase.rows_at_start)) | phase.rows_before(place)
         return {source.name: had[k] for k, source in enumerate(self.sources)}
 
     def rows_at(
         self, step: int, *, shard: int = 0, num_shards: int = 1
     ) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:
         """(source number, row number in that source) of each row of the batch at `step`, int64."""
-        first, count = places_at(step, self.batch_size, shard, num_shards)
+        first, count = batch_positions(step, self.batch_size, shard, num_shards)
         part, row, done = np.empty(count, np.int64), np.empty(count, np.int64), 0
         while done < count:
             phase = self._phase(first + done)
             many = count - done if phase.end is None else min(count - done, phase.end - first - done)
             here = (first + done - phase.first) % len(phase.order) + np.arange(many)
             part[done : done + many] = np.array(phase.sources)[phase.order[here % len(phase.order)]]
-            had = phase.had(first + done)
+            had = phase.rows_before(first + done)
             for k in np.unique(part[done : done + many]).tolist():
                 there = done + np.flatnonzero(part[done : done + many] == k)
-                row[there] = ordered(had[k], len(there), self.sources[k].plan.rows, self._seeds[k])
+                row[there] = shuffled_rows(had[k], len(there), self.sources[k].plan.rows, self._seeds[k])
             done += many
         return part, row
 
-    def _phase(self, place: int) -> Phase:
+    def _phase(self, place: int) -> MixturePhase:
         index = bisect_right([phase.first for phase in self.phases], place) - 1
         phase = self.phases[index] if index >= 0 else None
         if phase is None or (phase.end is not None and place >= phase.end):

@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxllm.data import shuffle
 from jaxllm.data.batch import Batch
-from jaxllm.data.chat_encoding import ChatEncoder, Encoded
-from jaxllm.data.dataset import Cursor, TokenDataset
-from jaxllm.data.sequence_packing import one_per_row
+from jaxllm.data.chat_encoding import ChatEncoder, EncodedDocument
+from jaxllm.data.dataset import ResumableDataset, TokenDataset
+from jaxllm.data.sequence_packing import pack_one_per_row
 from jaxllm.data.sources.documents import BadRecords
-from jaxllm.data.sources.records import RecordFiles, check_messages, valid_unicode
-from jaxllm.data.sources.remote_files import File, find_files, kind_of
+from jaxllm.data.sources.records import RecordFiles, check_messages, check_unicode
+from jaxllm.data.sources.remote_files import File, file_format, find_files
 from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import DataError, at, digest
 from jaxllm.text import ChatTemplate, Tokenizer
@@ -34,7 +34,7 @@ class PreferenceBatch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PreferenceDataset(Cursor):
+class PreferenceDataset(ResumableDataset):
     """Pairs in a shuffled, endless, index-addressable order; a cursor as any data set has.
 
     summary: one line for a log. bad: records that were left out.
@@ -77,11 +77,11 @@ def load_preferences(
     Raises DataError naming file and row for a record that cannot be used, unless those are skipped.
     """
     files = find_files((source,) if isinstance(source, str) else source)
-    kind = kind_of(files, "auto")
+    kind = file_format(files, "auto")
     if kind not in ("jsonl", "parquet", "arrow", "webdataset"):
         raise DataError(f"{at(files[0])}: {kind} files hold no preference pairs; legal: jsonl, parquet, arrow, tar")
     bad = BadRecords(skip_bad_records)
-    sides: tuple[list[Encoded], list[Encoded]] = ([], [])
+    sides: tuple[list[EncodedDocument], list[EncodedDocument]] = ([], [])
     too_long = 0
     for file, row, record in _records(files, kind, bad):
         try:
@@ -107,7 +107,7 @@ def load_preferences(
         "seed": seed,
         "order": shuffle.NAME,
     }
-    plans = [one_per_row(one.starts, one.lengths, seq_len) for one in documents]
+    plans = [pack_one_per_row(one.starts, one.lengths, seq_len) for one in documents]
     datasets = [TokenDataset(d, p, batch_size, seed, identity) for d, p in zip(documents, plans, strict=True)]
     summary = f"{files[0]}: {len(sides[0]):,} pairs, {plans[0].padding:.1%} padding"
     summary += f"; {too_long:,} longer than a row are left out" * bool(too_long)
@@ -121,12 +121,12 @@ def _records(files: tuple[File, ...], kind: str, bad: BadRecords) -> Iterator[tu
 
 def _pair(
     record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None, file: File, row: int
-) -> list[Encoded]:
+) -> list[EncodedDocument]:
     for name in FIELDS:
         if name not in record:
             raise DataError(f"{at(file, row)}: no field {name!r}, only {sorted(record)}")
         if isinstance(record[name], str):
-            valid_unicode(record[name], name, file, row)
+            check_unicode(record[name], name, file, row)
         elif template is None:
             raise DataError(f"{at(file, row)}: {name!r} is a {type(record[name]).__name__}; without a chat template "
                             "it must be text")  # fmt: skip
@@ -136,12 +136,13 @@ def _pair(
         encoder = ChatEncoder(tokenizer, template)
         prompt = _messages(record["prompt"], "user")
         return [
-            encoder.answer(prompt, _messages(record[name], "assistant"), record.get("tools")) for name in FIELDS[1:]
+            encoder.encode_answer(prompt, _messages(record[name], "assistant"), record.get("tools"))
+            for name in FIELDS[1:]
         ]
     prompt = tokenizer.encode(record["prompt"], bos=True)
     answers = (tokenizer.encode(record[name], eos=True) for name in FIELDS[1:])
     return [
-        Encoded(np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt))
+        EncodedDocument(np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt))
         for answer in answers
     ]
 
@@ -150,10 +151,10 @@ def _messages(value: str | list[dict[str, Any]], role: str) -> list[dict[str, An
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _documents(side: list[Encoded], name: str) -> TokenDocuments:
+def _documents(side: list[EncodedDocument], name: str) -> TokenDocuments:
     lengths = np.array([len(one.ids) for one in side], np.int64)
     tokens = np.concatenate([one.ids for one in side]).astype(np.uint32)
-    trained = np.concatenate([np.ones(len(one.ids)) if one.trained is None else one.trained for one in side])
+    trained = np.concatenate([np.ones(len(one.ids)) if one.loss_mask is None else one.loss_mask for one in side])
     trained = trained.astype(np.uint8)
     parts = [tokens.tobytes().hex(), trained.tobytes().hex(), lengths.tolist()]
     return TokenDocuments(tokens, np.cumsum(lengths) - lengths, lengths, name, digest(parts), trained)

@@ -10,7 +10,7 @@ Ready = TypeVar("Ready")
 
 
 @runtime_checkable
-class HasBatches(Protocol):
+class BatchSource(Protocol):
     """A data set whose batches are a function of the step."""
 
     def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Any: ...
@@ -30,7 +30,7 @@ class Prefetcher(Generic[Ready]):
 
     def __init__(
         self,
-        dataset: HasBatches,
+        dataset: BatchSource,
         start_step: int,
         put: Callable[[Any], Ready],
         depth: int = 2,

@@ -7,13 +7,13 @@ import math
 from jaxllm.data.dataset import TokenDataset
 from jaxllm.data.mixture import MixtureDataset
 
-REPEATS = 15.387756
+REPEAT_DECAY = 15.387756
 """R*_D, as fitted in their appendix A: after so many repeats more of them are worth little."""
-FREE = 4.0
+FREE_EPOCHS = 4.0
 """Epochs up to which repeated data is about as good as fresh (their section 6)."""
 
 
-def worth(amount: float, unique: float, repeats: float = REPEATS) -> float:
+def effective_data(amount: float, unique: float, decay: float = REPEAT_DECAY) -> float:
     """What ``amount`` is worth where only ``unique`` of it are different: D' = U + U R* (1 - exp(-R / R*)).
 
     Equation 5, R = amount / unique - 1. With another R* it is equation 6, of parameters.
@@ -23,22 +23,22 @@ def worth(amount: float, unique: float, repeats: float = REPEATS) -> float:
     """
     if amount <= unique:
         return amount
-    return unique * (1 - repeats * math.expm1(-(amount / unique - 1) / repeats))
+    return unique * (1 - decay * math.expm1(-(amount / unique - 1) / decay))
 
 
-def epochs(dataset: TokenDataset | MixtureDataset, steps: int) -> dict[str, float]:
+def epochs_per_source(dataset: TokenDataset | MixtureDataset, steps: int) -> dict[str, float]:
     """How often a run of so many steps reads each source."""
     if isinstance(dataset, TokenDataset):
         return {dataset.documents.name: steps * dataset.batch_size / dataset.plan.rows}
-    given = dataset.shares_at(steps)
+    given = dataset.rows_consumed(steps)
     return {source.name: given[source.name] / source.plan.rows for source in dataset.sources}
 
 
-def said(dataset: TokenDataset | MixtureDataset, steps: int) -> list[str]:
+def repetition_warnings(dataset: TokenDataset | MixtureDataset, steps: int) -> list[str]:
     """A line for each source that is read more often than is free."""
     return [
-        f"{name} is read {often:.1f} times, which is worth {worth(often, 1.0):.1f} times as many fresh tokens "
+        f"{name} is read {often:.1f} times, which is worth {effective_data(often, 1.0):.1f} times as many fresh tokens "
         "(arXiv:2305.16264)"
-        for name, often in epochs(dataset, steps).items()
-        if often > FREE
+        for name, often in epochs_per_source(dataset, steps).items()
+        if often > FREE_EPOCHS
     ]

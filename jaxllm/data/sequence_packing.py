@@ -21,7 +21,7 @@ from jaxllm.data.batch import Batch
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PackingPlan:
     """Rows of S pairs. Row r holds the pieces row_offsets[r] .. row_offsets[r + 1], one segment each, left to right.
 
     piece_start: int64, index in the token array of each piece's first input.
@@ -56,7 +56,7 @@ class Plan:
         self,
         tokens: Integer[np.ndarray, " tokens"],
         rows: Int[np.ndarray, " B"],
-        trained: Integer[np.ndarray, " tokens"] | None = None,
+        loss_mask: Integer[np.ndarray, " tokens"] | None = None,
     ) -> Batch:
         """The given rows as a batch; row -1 is all padding. trained: 0 for tokens that are no target."""
         real = rows >= 0
@@ -72,14 +72,14 @@ class Plan:
         batch = Batch(*(np.full((len(rows), self.seq_len), fill, np.int32) for fill in (0, -1, 0, 0)))
         flat = inputs, targets, segment_ids, positions = tuple(part.reshape(-1) for part in batch)
         if len(piece) * _LONG_PIECE < len(rows) * self.seq_len:
-            _copy_pieces(flat, tokens, trained, place, self.piece_start[piece], length, number + 1)
+            _copy_pieces(flat, tokens, loss_mask, place, self.piece_start[piece], length, number + 1)
             return batch
         position = _ramp(length)
         source = np.repeat(self.piece_start[piece], length) + position
         into = np.repeat(place, length) + position
         inputs[into] = tokens[source]
         target = tokens[source + 1].astype(np.int32)
-        targets[into] = target if trained is None else np.where(trained[source + 1], target, -1)
+        targets[into] = target if loss_mask is None else np.where(loss_mask[source + 1], target, -1)
         segment_ids[into] = np.repeat(number + 1, length)
         positions[into] = position
         return batch
@@ -92,7 +92,7 @@ _LONG_PIECE = 64
 def _copy_pieces(
     flat: tuple[np.ndarray, ...],
     tokens: Integer[np.ndarray, " tokens"],
-    trained: Integer[np.ndarray, " tokens"] | None,
+    loss_mask: Integer[np.ndarray, " tokens"] | None,
     place: Int[np.ndarray, " pieces"],
     start: Int[np.ndarray, " pieces"],
     length: Int[np.ndarray, " pieces"],
@@ -103,19 +103,21 @@ def _copy_pieces(
     ramp = np.arange(int(length.max(initial=0)), dtype=np.int32)
     # Views without memmap's bookkeeping, which every slice of one repeats.
     tokens = tokens.view(np.ndarray)
-    trained = None if trained is None else trained.view(np.ndarray)
+    loss_mask = None if loss_mask is None else loss_mask.view(np.ndarray)
     pieces = zip(place.tolist(), start.tolist(), length.tolist(), segment.tolist(), strict=True)
     for into, begin, count, number in pieces:
         end = into + count
         inputs[into:end] = tokens[begin : begin + count]
         targets[into:end] = tokens[begin + 1 : begin + count + 1]
-        if trained is not None:
-            targets[into:end][trained[begin + 1 : begin + count + 1] == 0] = -1
+        if loss_mask is not None:
+            targets[into:end][loss_mask[begin + 1 : begin + count + 1] == 0] = -1
         segment_ids[into:end] = number
         positions[into:end] = ramp[:count]
 
 
-def pack_concat(starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int) -> Plan:
+def pack_concat(
+    starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int
+) -> PackingPlan:
     """All pairs of all documents in order, cut into rows of `seq_len`; only the last row has padding."""
     ends = np.cumsum(np.maximum(lengths - 1, 0))
     begins = np.concatenate([[0], ends])  # first pair of each document, and the total
@@ -126,10 +128,12 @@ def pack_concat(starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, 
     piece_start = np.asarray(starts, np.int64)[document] + pair - begins[document]
     rows = -(-total // seq_len)
     row_offsets = np.searchsorted(pair, np.minimum(np.arange(rows + 1) * seq_len, total))
-    return Plan(seq_len, piece_start, piece_length, row_offsets.astype(np.int64))
+    return PackingPlan(seq_len, piece_start, piece_length, row_offsets.astype(np.int64))
 
 
-def pack_documents(starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int) -> Plan:
+def pack_documents(
+    starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int
+) -> PackingPlan:
     """Whole documents into rows of `seq_len` by best fit decreasing; longer ones are cut into full rows and a rest.
 
     Rows, and the documents within a row, stay in the order of the source as far as the packing allows.
@@ -145,7 +149,7 @@ def pack_documents(starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarra
     row = np.argsort(np.argsort(earliest))[row]
     order = np.argsort(row, kind="stable")
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row))]).astype(np.int64)
-    return Plan(seq_len, piece_start[order], piece_length[order], row_offsets)
+    return PackingPlan(seq_len, piece_start[order], piece_length[order], row_offsets)
 
 
 def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:
@@ -192,12 +196,14 @@ def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndar
     return row
 
 
-def one_per_row(starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int) -> Plan:
+def pack_one_per_row(
+    starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int
+) -> PackingPlan:
     """Document d in row d, alone, cut to `seq_len`; each must have two tokens or more."""
     pairs = np.minimum(np.asarray(lengths, np.int64) - 1, seq_len)
     if (pairs < 1).any():
         raise ValueError(f"document {int(np.argmin(pairs))} has no token that follows one")
-    return Plan(seq_len, np.asarray(starts, np.int64), pairs, np.arange(len(pairs) + 1))
+    return PackingPlan(seq_len, np.asarray(starts, np.int64), pairs, np.arange(len(pairs) + 1))
 
 
 def _ramp(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:

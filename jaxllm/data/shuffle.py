@@ -30,11 +30,11 @@ def _feistel(value: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = value >> shift, value & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + np.uint64(key)) >> np.uint64(64 - half))
+        left, right = right, left ^ (splitmix64(right + np.uint64(key)) >> np.uint64(64 - half))
     return (left << shift) | right
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def splitmix64(value: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014); uint64 arithmetic wraps."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,6 +43,6 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 def _round_keys(seed: int, epoch: int) -> list[int]:
     golden = np.uint64(0x9E3779B97F4A7C15)
-    state = _mix(np.array([seed & _MASK64], np.uint64) + golden)
-    state = _mix(state + np.array([epoch & _MASK64], np.uint64) * golden)
-    return _mix(state + np.arange(1, ROUNDS + 1, dtype=np.uint64) * golden).tolist()
+    state = splitmix64(np.array([seed & _MASK64], np.uint64) + golden)
+    state = splitmix64(state + np.array([epoch & _MASK64], np.uint64) * golden)
+    return splitmix64(state + np.arange(1, ROUNDS + 1, dtype=np.uint64) * golden).tolist()

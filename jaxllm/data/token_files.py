@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Integer, UInt8
 
-from jaxllm.data.chat_encoding import Encoded
-from jaxllm.data.sources.documents import smallest_hashes
+from jaxllm.data.chat_encoding import EncodedDocument
+from jaxllm.data.sources.documents import heldout_mask
 from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
 from jaxllm.text import Tokenizer
 
@@ -46,7 +46,7 @@ class TokenDocuments:
     lengths: Int[np.ndarray, " documents"]
     name: str
     content_hash: str
-    trained: UInt8[np.ndarray, " tokens"] | None = None
+    loss_mask: UInt8[np.ndarray, " tokens"] | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Integer[np.ndarray, " tokens"]]:
@@ -57,18 +57,18 @@ class TokenDocuments:
         """Tokens in all documents."""
         return int(self.lengths.sum())
 
-    def encoded(self) -> Iterator[Encoded]:
+    def encoded(self) -> Iterator[EncodedDocument]:
         """The documents with their masks."""
         for start, length in zip(self.starts, self.lengths, strict=True):
-            mask = None if self.trained is None else self.trained[start : start + length].astype(bool)
-            yield Encoded(self.tokens[start : start + length], mask)
+            mask = None if self.loss_mask is None else self.loss_mask[start : start + length].astype(bool)
+            yield EncodedDocument(self.tokens[start : start + length], mask)
 
     def targets(self) -> Iterator[Integer[np.ndarray, " targets"]]:
         """Of each document the tokens that are targets."""
         for one in self.encoded():
-            yield one.ids[1:] if one.trained is None else one.ids[1:][one.trained[1:]]
+            yield one.ids[1:] if one.loss_mask is None else one.ids[1:][one.loss_mask[1:]]
 
-    def cut_to(self, length: int) -> "TokenDocuments":
+    def truncate(self, length: int) -> "TokenDocuments":
         """Each document's first `length` tokens."""
         return replace(self, lengths=np.minimum(self.lengths, length))
 
@@ -84,10 +84,10 @@ class TokenDocuments:
         else:
             halves = self
             hashes = [int.from_bytes(hashlib.blake2b(one.tobytes(), digest_size=8).digest(), "big") for one in self]
-            mask = smallest_hashes(np.array(hashes, np.uint64), self.lengths, fraction, self.name)
-        return halves._only(~mask), halves._only(mask)
+            mask = heldout_mask(np.array(hashes, np.uint64), self.lengths, fraction, self.name)
+        return halves._select(~mask), halves._select(mask)
 
-    def _only(self, mask: np.ndarray) -> "TokenDocuments":
+    def _select(self, mask: np.ndarray) -> "TokenDocuments":
         starts, lengths = self.starts[mask], self.lengths[mask]
         choice = hashlib.sha256(starts.tobytes() + lengths.tobytes()).hexdigest()
         return replace(self, starts=starts, lengths=lengths, content_hash=digest([self.content_hash, choice]))
@@ -99,7 +99,7 @@ def sidecar(path: Path) -> Path:
 
 def write_tokens(
     path: Path | str,
-    documents: Iterable[Integer[np.ndarray, " tokens"] | Encoded],
+    documents: Iterable[Integer[np.ndarray, " tokens"] | EncodedDocument],
     tokenizer: Tokenizer,
     *,
     about: dict[str, Any] | None = None,
@@ -121,7 +121,7 @@ def write_tokens(
             file.write(raw)
 
         for document in documents:
-            ids, trained = document if isinstance(document, Encoded) else (document, None)
+            ids, trained = document if isinstance(document, EncodedDocument) else (document, None)
             put(np.ascontiguousarray(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
             offsets.append(offsets[-1] + len(ids))
             if trained is not None:

@@ -19,29 +19,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.data.chat_encoding import ChatEncoder, Encoded, Encoder, TextEncoder
+from jaxllm.data.chat_encoding import ChatEncoder, EncodedDocument, Encoder, TextEncoder
 from jaxllm.data.sources.documents import BadRecords, Document, Documents
-from jaxllm.data.sources.remote_files import Remote
+from jaxllm.data.sources.remote_files import RemoteFile
 from jaxllm.data.token_files import TokenDocuments, open_tokens, sidecar, write_tokens
 from jaxllm.files import DataError, at, digest, read_json, write_json
 from jaxllm.text import ChatTemplate, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """(documents, tokens) so far."""
 
-PART = 1 << 23
+PART_CHARACTERS = 1 << 23
 """Characters encoded in one go, and kept as one part."""
 
 
-def tokenised(
+def tokenise_documents(
     documents: Documents,
     encoder: Encoder,
     cache: Path,
     *,
     workers: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> TokenDocuments:
     """The documents as tokens, from the cache if it holds them unharmed.
 
@@ -63,7 +63,7 @@ def tokenised(
     files: dict[str, list[int]] = {}
     done = [0, 0]
 
-    def counted() -> Iterator[Encoded]:
+    def counted() -> Iterator[EncodedDocument]:
         for places, encoded in _parts(documents, encoder, path.with_suffix(".parts"), workers, bad):
             for (file, row), one in zip(places, encoded, strict=True):
                 place = files.setdefault(file, [0, 0])
@@ -76,7 +76,7 @@ def tokenised(
     about: dict[str, Any] = {}
     stream = counted()
 
-    def described() -> Iterator[Encoded]:
+    def described() -> Iterator[EncodedDocument]:
         yield from stream
         about["files"] = [{"file": file, "documents": n, "last_row": row} for file, (n, row) in files.items()]
         if documents.bad.count + bad.count:
@@ -88,16 +88,16 @@ def tokenised(
     return open_tokens(path, encoder.tokenizer, name=documents.name)
 
 
-Places = list[tuple[str, int]]
+Locations = list[tuple[str, int]]
 
 
 def _parts(
     documents: Documents, encoder: Encoder, folder: Path, workers: int, bad: BadRecords
-) -> Iterator[tuple[Places, list[Encoded]]]:
+) -> Iterator[tuple[Locations, list[EncodedDocument]]]:
     """(file and row, encoded) of each part's documents that could be encoded, in order."""
     if workers == 0:
-        for number, part in enumerate(_cut(documents)):
-            yield _part(number, part, encoder, folder, bad)
+        for number, part in enumerate(_split_parts(documents)):
+            yield _encode_part(number, part, encoder, folder, bad)
         return
     with ExitStack() as stack:
         saved = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -110,44 +110,44 @@ def _parts(
         template = encoder.template if isinstance(encoder, ChatEncoder) else None
         arguments = (saved, template and template.sources, template and template.tokens, bad.skip)
         spawn = multiprocessing.get_context("spawn")
-        pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, _begin_worker, arguments))
+        pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, _init_worker, arguments))
         stack.callback(pool.shutdown, cancel_futures=True)
-        waiting: deque[Future[tuple[Places, list[Encoded], int, list[str]]]] = deque()
+        waiting: deque[Future[tuple[Locations, list[EncodedDocument], int, list[str]]]] = deque()
 
-        def next_part() -> tuple[Places, list[Encoded]]:
+        def next_part() -> tuple[Locations, list[EncodedDocument]]:
             places, encoded, count, listed = waiting.popleft().result()
             bad.count += count
             bad.listed += listed[: BadRecords.LISTED - len(bad.listed)]
             return places, encoded
 
-        for number, part in enumerate(_cut(documents)):
+        for number, part in enumerate(_split_parts(documents)):
             listed = [(one.text, str(one.file), one.row) for one in part]
-            waiting.append(pool.submit(_in_worker, number, listed, folder))
+            waiting.append(pool.submit(_encode_in_worker, number, listed, folder))
             if len(waiting) > 2 * workers:
                 yield next_part()
         while waiting:
             yield next_part()
 
 
-def _cut(documents: Documents) -> Iterator[list[Document]]:
+def _split_parts(documents: Documents) -> Iterator[list[Document]]:
     part, size = [], 0
     for document in documents:
         part.append(document)
         size += len(document.text)
-        if size >= PART:
+        if size >= PART_CHARACTERS:
             yield part
             part, size = [], 0
     if part:
         yield part
 
 
-def _part(
+def _encode_part(
     number: int, part: list[Document], encoder: Encoder, folder: Path, bad: BadRecords
-) -> tuple[Places, list[Encoded]]:
+) -> tuple[Locations, list[EncodedDocument]]:
     """One part, from its file if that is there; a source of a single part needs no file."""
     size = sum(len(one.text) for one in part)
-    if size < PART and number == 0:
-        return _encoded(part, encoder, bad)
+    if size < PART_CHARACTERS and number == 0:
+        return _encode_located(part, encoder, bad)
     hasher = hashlib.blake2b(encoder.fingerprint.encode(), digest_size=8)
     for one in part:
         hasher.update(len(one.text).to_bytes(8, "little") + one.text.encode(errors="surrogatepass"))
@@ -161,7 +161,7 @@ def _part(
     except DataError:
         pass  # not there, or not whole
     own = BadRecords(bad.skip)
-    good, encoded = _tried(part, encoder, own)
+    good, encoded = _encode_valid(part, encoder, own)
     if encoded:
         write_json(notes, {"good": good, "bad": own.count, "listed": own.listed})
         write_tokens(path, encoded, encoder.tokenizer)
@@ -170,12 +170,12 @@ def _part(
     return [(str(part[index].file), part[index].row) for index in good], encoded
 
 
-def _encoded(part: list[Document], encoder: Encoder, bad: BadRecords) -> tuple[Places, list[Encoded]]:
-    good, encoded = _tried(part, encoder, bad)
+def _encode_located(part: list[Document], encoder: Encoder, bad: BadRecords) -> tuple[Locations, list[EncodedDocument]]:
+    good, encoded = _encode_valid(part, encoder, bad)
     return [(str(part[index].file), part[index].row) for index in good], encoded
 
 
-def _tried(part: list[Document], encoder: Encoder, bad: BadRecords) -> tuple[list[int], list[Encoded]]:
+def _encode_valid(part: list[Document], encoder: Encoder, bad: BadRecords) -> tuple[list[int], list[EncodedDocument]]:
     """(indices, encoded) of the documents that can be encoded; the others are reported with file and row."""
     try:
         return list(range(len(part))), encoder.encode([one.text for one in part])
@@ -195,9 +195,7 @@ _worker: dict[str, Any] = {}
 """Of a worker process: its encoder, and whether bad records are skipped."""
 
 
-def _begin_worker(
-    saved: Path, sources: dict[str, str] | None, tokens: dict[str, str | None] | None, skip: bool
-) -> None:
+def _init_worker(saved: Path, sources: dict[str, str] | None, tokens: dict[str, str | None] | None, skip: bool) -> None:
     tokenizer = load_tokenizer(saved)
     encoder: Encoder = TextEncoder(tokenizer)
     if sources is not None:
@@ -207,11 +205,11 @@ def _begin_worker(
     _worker.update(encoder=encoder, skip=skip)
 
 
-def _in_worker(
+def _encode_in_worker(
     number: int, part: list[tuple[str, str, int]], folder: Path
-) -> tuple[Places, list[Encoded], int, list[str]]:
+) -> tuple[Locations, list[EncodedDocument], int, list[str]]:
     bad = BadRecords(_worker["skip"])
-    documents = [Document(text, Remote(file), row) for text, file, row in part]
-    places, encoded = _part(number, documents, _worker["encoder"], folder, bad)
-    found = [Encoded(np.asarray(one.ids), one.trained) for one in encoded]
+    documents = [Document(text, RemoteFile(file), row) for text, file, row in part]
+    places, encoded = _encode_part(number, documents, _worker["encoder"], folder, bad)
+    found = [EncodedDocument(np.asarray(one.ids), one.loss_mask) for one in encoded]
     return places, found, bad.count, bad.listed

@@ -8,7 +8,7 @@ import transformers
 
 from jaxllm import data
 from jaxllm.data.chat_encoding import ChatEncoder
-from jaxllm.data.sources.documents import conversation
+from jaxllm.data.sources.documents import conversation_json
 from jaxllm.files import DataError
 from jaxllm.hub import find_smollm2, open_source
 from jaxllm.text import ByteTokenizer, ChatTemplate, load_tokenizer
@@ -39,7 +39,7 @@ def smollm2():
 
 def decoded(tokenizer, encoded):
     """The trained stretches as text."""
-    edges = np.flatnonzero(np.diff(encoded.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    edges = np.flatnonzero(np.diff(encoded.loss_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
     return [tokenizer.decode(encoded.ids[a:b], specials=True) for a, b in edges]
 
 
@@ -52,12 +52,12 @@ def test_ids_and_mask_are_those_of_transformers(smollm2, tmp_path):
     wanted = theirs.apply_chat_template(
         CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
     )
-    (got,) = ChatEncoder(tokenizer, ChatTemplate(CHATML)).encode([conversation(CHAT)])
+    (got,) = ChatEncoder(tokenizer, ChatTemplate(CHATML)).encode([conversation_json(CHAT)])
     assert got.ids.tolist() == wanted["input_ids"]
-    assert got.trained.astype(int).tolist() == wanted["assistant_masks"]
+    assert got.loss_mask.astype(int).tolist() == wanted["assistant_masks"]
     plain = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    (unmarked,) = ChatEncoder(tokenizer, ChatTemplate(plain)).encode([conversation(CHAT)])
-    assert unmarked.trained.tolist() == got.trained.tolist()
+    (unmarked,) = ChatEncoder(tokenizer, ChatTemplate(plain)).encode([conversation_json(CHAT)])
+    assert unmarked.loss_mask.tolist() == got.loss_mask.tolist()
     said = decoded(tokenizer, got)
     assert said[0] == "Ich heiße Bär. 🐻<|im_end|>"
     assert said[1].startswith("CALL [{")
@@ -67,13 +67,13 @@ def test_ids_and_mask_are_those_of_transformers(smollm2, tmp_path):
 def test_a_token_of_two_messages_belongs_to_the_one_it_begins_in(smollm2):
     """The newline that ends the prompt and the one that begins the answer are one token."""
     chat = [CHAT[3], {"role": "assistant", "content": "\n\nx"}]
-    (got,) = ChatEncoder(smollm2.tokenizer, ChatTemplate(CHATML)).encode([conversation(chat)])
+    (got,) = ChatEncoder(smollm2.tokenizer, ChatTemplate(CHATML)).encode([conversation_json(chat)])
     assert decoded(smollm2.tokenizer, got) == ["\nx<|im_end|>"]
 
 
 def test_the_real_template(smollm2):
     encoder = ChatEncoder(smollm2.tokenizer, smollm2.template)
-    (got,) = encoder.encode([conversation(CHAT[1:3])])
+    (got,) = encoder.encode([conversation_json(CHAT[1:3])])
     assert decoded(smollm2.tokenizer, got) == ["Ich heiße Bär. 🐻<|im_end|>"]
     assert smollm2.tokenizer.decode(got.ids, specials=True).startswith("<|im_start|>system\nYou are a helpful")
 
@@ -96,7 +96,7 @@ def test_the_real_template(smollm2):
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused(template, chat, message):
     with pytest.raises(DataError, match=message):
-        ChatEncoder(ByteTokenizer(), ChatTemplate(template)).encode([conversation(chat)])
+        ChatEncoder(ByteTokenizer(), ChatTemplate(template)).encode([conversation_json(chat)])
 
 
 def test_a_tokenizer_that_normalises_is_refused(tmp_path):
@@ -106,7 +106,7 @@ def test_a_tokenizer_that_normalises_is_refused(tmp_path):
     definition["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     with pytest.raises(DataError, match=r"the tokenizer changes the text"):
-        ChatEncoder(load_tokenizer(tmp_path), ChatTemplate(CHATML)).encode([conversation(CHAT[1:3])])
+        ChatEncoder(load_tokenizer(tmp_path), ChatTemplate(CHATML)).encode([conversation_json(CHAT[1:3])])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm import data
 from jaxllm.config import from_dict, to_dict
-from jaxllm.data.mixture import assignment, shares
+from jaxllm.data.mixture import exact_shares, source_order
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def config(folder, *sources, **settings):
 
 
 def test_order_of_sources_by_hand():
-    assert assignment(shares([1, 1])).tolist() == [0, 1]
-    assert sorted(assignment(shares([3, 1])).tolist()) == [0, 0, 0, 1]
-    assert len(assignment(shares([0.7, 0.2, 0.1]))) == 10
+    assert source_order(exact_shares([1, 1])).tolist() == [0, 1]
+    assert sorted(source_order(exact_shares([3, 1])).tolist()) == [0, 0, 0, 1]
+    assert len(source_order(exact_shares([0.7, 0.2, 0.1]))) == 10
     with pytest.raises(ValueError, match=r"common denominator .*at most 100,000 is kept exactly"):
-        shares([1 / 3, 1])
+        exact_shares([1 / 3, 1])
     with pytest.raises(ValueError, match="each is a positive number"):
-        shares([1.0, 0.0])
+        exact_shares([1.0, 0.0])
 
 
 def test_summary_cursor_and_heldout(folder):
@@ -63,7 +63,7 @@ def test_a_source_that_is_used_up_is_named_before_training(folder):
         refused.check_steps(1000)
     dataset = data.load_dataset(config(folder, *sources, when_exhausted="renormalise"))
     dataset.train.check_steps(10**9)
-    (ending,) = dataset.train.endings()
+    (ending,) = dataset.train.exhausted_sources()
     assert ending[0] == "b"
     assert f"b ends in step {ending[1]}" in dataset.summary
     before, after = (dataset.train.rows_at(step)[0] for step in (ending[1] - 1, ending[1] + 1))

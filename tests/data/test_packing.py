@@ -20,7 +20,7 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.arange(length.sum(), dtype=np.uint16), np.cumsum(length) - length, length
 
 
-def all_rows(plan: sequence_packing.Plan, tokens: np.ndarray):
+def all_rows(plan: sequence_packing.PackingPlan, tokens: np.ndarray):
     return plan.gather(tokens, np.arange(plan.rows))
 
 

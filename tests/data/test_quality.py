@@ -5,9 +5,9 @@ import pytest
 
 from jaxllm.data import corpus
 from jaxllm.data.quality.contamination import find_contamination
-from jaxllm.data.quality.corpus_stats import language, languages, lengths_of
-from jaxllm.data.quality.dedup import PLACES, find_duplicates, rows_per_band, signature
-from jaxllm.data.quality.word_shingles import ngrams, words
+from jaxllm.data.quality.corpus_stats import count_languages, detect_language, length_stats
+from jaxllm.data.quality.dedup import NUM_HASHES, find_duplicates, minhash_signature, rows_per_band
+from jaxllm.data.quality.word_shingles import ngram_hashes, words
 
 WORDS = [f"w{n}" for n in range(4000)]
 
@@ -17,12 +17,12 @@ def sentence(rng, n):
 
 
 def test_ngrams_are_equal_where_the_words_are():
-    one, two = ngrams("The cat sat, on the mat.", 3), ngrams("a cat SAT on the  mat again", 3)
+    one, two = ngram_hashes("The cat sat, on the mat.", 3), ngram_hashes("a cat SAT on the  mat again", 3)
     assert len(one) == 4
     assert len(set(one.tolist()) & set(two.tolist())) == 3
-    assert len(ngrams("two words", 5)) == 1
-    assert ngrams("two words", 5) == ngrams("Two, words!", 5)
-    assert not len(ngrams("... !", 3))
+    assert len(ngram_hashes("two words", 5)) == 1
+    assert ngram_hashes("two words", 5) == ngram_hashes("Two, words!", 5)
+    assert not len(ngram_hashes("... !", 3))
     assert words("Größe_1 x") == ["größe_1", "x"]
 
 
@@ -33,11 +33,11 @@ def test_signatures_estimate_the_jaccard_similarity(rng):
         text = sentence(rng, 300).split()
         cut = int(rng.integers(0, 280))
         other = text[cut:] + sentence(rng, cut).split()
-        a, b = (set(ngrams(" ".join(one), 5).tolist()) for one in (text, other))
-        estimate = (signature(" ".join(text)) == signature(" ".join(other))).mean()
+        a, b = (set(ngram_hashes(" ".join(one), 5).tolist()) for one in (text, other))
+        estimate = (minhash_signature(" ".join(text)) == minhash_signature(" ".join(other))).mean()
         errors.append(estimate - len(a & b) / len(a | b))
-    assert abs(np.mean(errors)) < 5 * 0.5 / np.sqrt(PLACES * 60)
-    assert np.abs(errors).max() < 6 * 0.5 / np.sqrt(PLACES)
+    assert abs(np.mean(errors)) < 5 * 0.5 / np.sqrt(NUM_HASHES * 60)
+    assert np.abs(errors).max() < 6 * 0.5 / np.sqrt(NUM_HASHES)
 
 
 def test_duplicates_of_both_kinds_are_found(rng):
@@ -57,7 +57,7 @@ def test_duplicates_of_both_kinds_are_found(rng):
         texts.append(text)
         truth.append(of)
     found = find_duplicates(texts)
-    assert found.of.tolist() == truth
+    assert found.duplicate_of.tolist() == truth
     assert found.keep.tolist() == [of == n for n, of in enumerate(truth)]
     assert found.exact + found.near == sum(of != n for n, of in enumerate(truth))
     assert (found.similarity[~found.keep] >= 0.8).all()
@@ -77,7 +77,7 @@ def test_different_texts_are_kept():
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95])
 def test_bands_find_pairs_at_the_threshold(threshold):
     rows = rows_per_band(threshold)
-    assert 1 - (1 - threshold**rows) ** (PLACES // rows) >= 0.99
+    assert 1 - (1 - threshold**rows) ** (NUM_HASHES // rows) >= 0.99
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,20 @@ def test_bands_find_pairs_at_the_threshold(threshold):
     ],
 )  # fmt: skip
 def test_languages(text, code):
-    assert language(text) == code
+    assert detect_language(text) == code
 
 
 def test_counts():
-    assert languages(["the cat is on the mat", "der Hund ist in dem Haus", "the dog of the man"]) == {"en": 2, "de": 1}
-    known = lengths_of(list(range(1, 101)))
+    assert count_languages(["the cat is on the mat", "der Hund ist in dem Haus", "the dog of the man"]) == {
+        "en": 2,
+        "de": 1,
+    }
+    known = length_stats(list(range(1, 101)))
     assert (known.count, known.total, known.least, known.p50, known.p90, known.p99, known.most) == (
         100, 5050, 1, 51, 91, 100, 100,
     )  # fmt: skip
     with pytest.raises(ValueError, match="no document"):
-        lengths_of([])
+        length_stats([])
 
 
 def test_contamination(rng):
@@ -134,4 +137,4 @@ def test_the_wording_of_all_items_is_no_contamination(rng):
     with pytest.raises(ValueError, match="no items"):
         find_contamination([], [])
     with pytest.raises(ValueError, match="run is 1"):
-        find_contamination([], ["x"], run=1)
+        find_contamination([], ["x"], ngram_words=1)

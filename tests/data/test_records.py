@@ -14,7 +14,7 @@ from jaxllm import data
 from jaxllm.data.sources import chitchat
 from jaxllm.data.sources.documents import BadRecords
 from jaxllm.data.sources.records import RecordFiles
-from jaxllm.data.sources.remote_files import Remote, find_files, kind_of
+from jaxllm.data.sources.remote_files import RemoteFile, file_format, find_files
 from jaxllm.files import DataError
 from tests.proofs.data.bad_input import WRITERS
 
@@ -24,7 +24,7 @@ TEXTS = [row["text"] for row in ROWS]
 
 def records(*files, **settings):
     found = find_files([str(file) for file in files])
-    return RecordFiles(found, kind_of(found, "auto"), **settings)
+    return RecordFiles(found, file_format(found, "auto"), **settings)
 
 
 def texts(documents):
@@ -62,7 +62,7 @@ def test_urls(tmp_path, monkeypatch):
     assert dataset.train.plan.rows
     missing(monkeypatch, "fsspec")
     with pytest.raises(DataError, match=r"needs the package fsspec: pip install 'jaxllm\[data\]'"):
-        Remote("s3://x/y").size()
+        RemoteFile("s3://x/y").size()
 
 
 def missing(monkeypatch, package):
@@ -146,7 +146,7 @@ def test_chitchat(monkeypatch, tmp_path):
     assert len(found) == 4017
     for messages in found[::97]:
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
-        assert len(messages) <= chitchat.LONGEST
+        assert len(messages) <= chitchat.MAX_MESSAGES
     (tmp_path / "dataset.json").write_text('{"a": {"messages": 3}}')
     with pytest.raises(DataError, match=r"dataset.json: not the data set of version 0.9.0"):
         texts(chitchat.Chitchat(tmp_path / "dataset.json"))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from jaxllm.data import corpus
 from jaxllm.data.sources.documents import hold_out
-from jaxllm.data.sources.records import JsonlFiles
-from jaxllm.data.sources.remote_files import find_files, kind_of
+from jaxllm.data.sources.records import jsonl_files
+from jaxllm.data.sources.remote_files import file_format, find_files
 from jaxllm.data.sources.text_files import TextFiles, bundled
 from jaxllm.files import DataError
 
@@ -41,8 +41,8 @@ def test_byte_order_marks_and_empty_documents_are_not_text(tmp_path):
     file = write(tmp_path / "a.txt", "\ufeff<|endoftext|>\nA\n<|endoftext|>\n \n<|endoftext|>\nB")
     assert texts(TextFiles((file,))) == ["A\n", "B"]
     rows = write(tmp_path / "a.jsonl", '\ufeff{"text": "A"}\n\n{"text": ""}\n{"text": "B", "x": 1}')
-    assert texts(JsonlFiles((rows,))) == ["A", "B"]
-    assert [document.row for document in JsonlFiles((rows,))] == [1, 4]
+    assert texts(jsonl_files((rows,))) == ["A", "B"]
+    assert [document.row for document in jsonl_files((rows,))] == [1, 4]
 
 
 def test_content_hash_follows_content_and_rules_not_names(tmp_path):
@@ -52,8 +52,8 @@ def test_content_hash_follows_content_and_rules_not_names(tmp_path):
         TextFiles((one,)),
         TextFiles((one,), ""),
         TextFiles((one, two)),
-        JsonlFiles((one,)),
-        JsonlFiles((one,), "x"),
+        jsonl_files((one,)),
+        jsonl_files((one,), "x"),
     ]
     assert len({other.content_hash for other in others}) == len(others)
 
@@ -73,7 +73,7 @@ def test_bad_jsonl_rows(tmp_path, row, message):
     row = row if isinstance(row, bytes) else row.encode()
     file = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n\n' + row + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=message):
-        list(JsonlFiles((file,)))
+        list(jsonl_files((file,)))
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "", None])
@@ -93,16 +93,16 @@ def test_missing_empty_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"b.txt: holds no text"):
         list(TextFiles((write(tmp_path / "b.txt", " \n\n"),)))
     with pytest.raises(DataError, match=r"b.jsonl: holds no text"):
-        list(JsonlFiles((write(tmp_path / "b.jsonl", '{"text": ""}\n'),)))
+        list(jsonl_files((write(tmp_path / "b.jsonl", '{"text": ""}\n'),)))
 
 
 def test_kinds(tmp_path):
-    assert kind_of([tmp_path / "a.txt", tmp_path / "b.md"], "auto") == "text"
-    assert kind_of([tmp_path / "a.csv"], "jsonl") == "jsonl"
+    assert file_format([tmp_path / "a.txt", tmp_path / "b.md"], "auto") == "text"
+    assert file_format([tmp_path / "a.csv"], "jsonl") == "jsonl"
     with pytest.raises(DataError, match=r"a.csv: what kind of file is this\? Set source_format"):
-        kind_of([tmp_path / "a.csv"], "auto")
+        file_format([tmp_path / "a.csv"], "auto")
     with pytest.raises(DataError, match=r"mixes kinds"):
-        kind_of([tmp_path / "a.txt", tmp_path / "b.jsonl"], "auto")
+        file_format([tmp_path / "a.txt", tmp_path / "b.jsonl"], "auto")
 
 
 @given(
@@ -112,7 +112,7 @@ def test_kinds(tmp_path):
 @settings(max_examples=50)
 def test_hold_out_is_a_partition_by_content(tmp_path_factory, rows, fraction):
     file = tmp_path_factory.mktemp("rows") / "a.jsonl"
-    documents = JsonlFiles((write(file, "\n".join(json.dumps({"text": row}) for row in rows)),))
+    documents = jsonl_files((write(file, "\n".join(json.dumps({"text": row}) for row in rows)),))
     total = sum(map(len, rows))
     if any(sum(len(row) for row in rows if row != one) < fraction * total for one in set(rows)):
         return  # may be impossible: one text with its copies makes too much of the source
@@ -124,13 +124,13 @@ def test_hold_out_is_a_partition_by_content(tmp_path_factory, rows, fraction):
     # The same rows in another order: the same choice.
     chosen = sorted(texts(heldout))
     write(file, "\n".join(json.dumps({"text": row}) for row in reversed(rows)))
-    assert sorted(texts(hold_out(JsonlFiles((file,)), fraction)[1])) == chosen
+    assert sorted(texts(hold_out(jsonl_files((file,)), fraction)[1])) == chosen
 
 
 def test_hold_out_that_leaves_nothing_is_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", '{"text": "same"}\n' * 9)
     with pytest.raises(DataError, match=r"holding out 10% leaves no document to train on; set heldout_fraction=0"):
-        hold_out(JsonlFiles((file,)), 0.1)
+        hold_out(jsonl_files((file,)), 0.1)
 
 
 def test_hold_out_of_one_document_is_its_end(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 from jaxllm.data import tokenise
 from jaxllm.data.chat_encoding import ChatEncoder, TextEncoder
 from jaxllm.data.sources.documents import BadRecords
-from jaxllm.data.sources.records import JsonlFiles, RecordFiles
+from jaxllm.data.sources.records import RecordFiles, jsonl_files
 from jaxllm.data.token_files import open_tokens, write_tokens
-from jaxllm.data.tokenise import tokenised
+from jaxllm.data.tokenise import tokenise_documents
 from jaxllm.files import DataError
 from jaxllm.text import ByteTokenizer, ChatTemplate
 from tests.data.test_chat import CHATML
@@ -20,7 +20,7 @@ BYTE = ByteTokenizer()
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
-    monkeypatch.setattr(tokenise, "PART", 200)
+    monkeypatch.setattr(tokenise, "PART_CHARACTERS", 200)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def source(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"row {n} " * (n % 7 + 1)}) + "\n" for n in range(60))
     )
-    return JsonlFiles((tmp_path / "a.jsonl",))
+    return jsonl_files((tmp_path / "a.jsonl",))
 
 
 def entry(cache):
@@ -38,11 +38,11 @@ def entry(cache):
 
 def test_any_number_of_processes_gives_the_same_bytes(tmp_path, source):
     seen = []
-    alone = tokenised(source, TextEncoder(BYTE), tmp_path / "1", progress=lambda *now: seen.append(now))
+    alone = tokenise_documents(source, TextEncoder(BYTE), tmp_path / "1", progress=lambda *now: seen.append(now))
     assert seen[-1] == (60, alone.total)
     assert len(seen) > 5
     assert alone.about["files"] == [{"file": str(source.files[0]), "documents": 60, "last_row": 60}]
-    tokenised(source, TextEncoder(BYTE), tmp_path / "2", workers=2)
+    tokenise_documents(source, TextEncoder(BYTE), tmp_path / "2", workers=2)
     assert entry(tmp_path / "1") == entry(tmp_path / "2")
     assert not list((tmp_path / "2").rglob("*.parts"))
 
@@ -58,7 +58,7 @@ def test_a_stopped_one_goes_on(tmp_path, source):
             return super()._ids(texts)
 
     with pytest.raises(KeyboardInterrupt):
-        tokenised(source, TextEncoder(Stops()), tmp_path / "cache")
+        tokenise_documents(source, TextEncoder(Stops()), tmp_path / "cache")
     parts = sorted((tmp_path / "cache").rglob("*.parts/*.bin"))
     assert len(parts) == 4
     parts[1].write_bytes(parts[1].read_bytes()[:-1])  # cut by the kill: made again
@@ -70,9 +70,9 @@ def test_a_stopped_one_goes_on(tmp_path, source):
             again.append(len(texts))
             return super()._ids(texts)
 
-    tokenised(source, TextEncoder(Counts()), tmp_path / "cache")
+    tokenise_documents(source, TextEncoder(Counts()), tmp_path / "cache")
     assert sum(again) == 60 - before + encoded[1]
-    tokenised(source, TextEncoder(BYTE), tmp_path / "whole")
+    tokenise_documents(source, TextEncoder(BYTE), tmp_path / "whole")
     assert entry(tmp_path / "cache") == entry(tmp_path / "whole")
     assert not list((tmp_path / "cache").rglob("*.parts"))
 
@@ -88,25 +88,25 @@ def test_conversations_that_cannot_be_encoded_are_named_or_counted(tmp_path, wor
         return RecordFiles((tmp_path / "a.jsonl",), "jsonl", "messages", True, BadRecords(skip))
 
     with pytest.raises(DataError, match=r"a.jsonl:8: no message of the assistant"):
-        tokenised(conversations(False), encoder, tmp_path / "cache", workers=workers)
-    found = tokenised(conversations(True), encoder, tmp_path / "cache", workers=workers)
+        tokenise_documents(conversations(False), encoder, tmp_path / "cache", workers=workers)
+    found = tokenise_documents(conversations(True), encoder, tmp_path / "cache", workers=workers)
     assert len(found.starts) == 11
     assert found.about["skipped"]["unencodable"] == 1
     assert found.about["skipped"]["listed"][0].startswith(f"{tmp_path / 'a.jsonl'}:8: ")
     said = BYTE.decode(np.concatenate(list(found.targets())))
     assert said == "a<|im_end|>\n" * 11  # of these bytes none ends a turn
-    assert found.trained is not None
+    assert found.loss_mask is not None
     # A copy of it keeps the masks.
     write_tokens(tmp_path / "copy.bin", found.encoded(), BYTE)
     copy = open_tokens(tmp_path / "copy.bin", BYTE)
-    assert copy.trained is not None
-    assert copy.trained.tolist() == found.trained.tolist()
+    assert copy.loss_mask is not None
+    assert copy.loss_mask.tolist() == found.loss_mask.tolist()
 
 
 def test_masks_of_some_documents_are_refused(tmp_path):
-    from jaxllm.data.chat_encoding import Encoded
+    from jaxllm.data.chat_encoding import EncodedDocument
 
-    mixed = [Encoded(np.array([1, 2]), np.array([True, False])), np.array([3])]
+    mixed = [EncodedDocument(np.array([1, 2]), np.array([True, False])), np.array([3])]
     with pytest.raises(ValueError, match="1 of 2 documents have a mask"):
         write_tokens(tmp_path / "a.bin", mixed, BYTE)
     assert not list(tmp_path.iterdir())

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.data.chat_encoding import TextEncoder
-from jaxllm.data.sources.records import JsonlFiles
+from jaxllm.data.sources.records import jsonl_files
 from jaxllm.data.sources.text_files import TextFiles
 from jaxllm.data.token_files import open_tokens, sidecar, write_tokens
-from jaxllm.data.tokenise import tokenised
+from jaxllm.data.tokenise import tokenise_documents
 from jaxllm.files import DataError, atomic
 from jaxllm.text import ByteTokenizer
 
@@ -126,23 +126,23 @@ class Counting(ByteTokenizer):
 def source(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n{"text": "zwölf"}\n')
-    return JsonlFiles((file,))
+    return jsonl_files((file,))
 
 
 def test_tokenised_once_and_cached(tmp_path, source):
     tokenizer = Counting()
-    first = tokenised(source, TextEncoder(tokenizer), tmp_path / "cache")
+    first = tokenise_documents(source, TextEncoder(tokenizer), tmp_path / "cache")
     assert [tokenizer.decode(one, specials=True) for one in first] == ["<|bos|>one<|eos|>", "<|bos|>zwölf<|eos|>"]
-    again = tokenised(source, TextEncoder(tokenizer), tmp_path / "cache")
+    again = tokenise_documents(source, TextEncoder(tokenizer), tmp_path / "cache")
     assert tokenizer.encoded == 2
     assert documents_of(again) == documents_of(first)
     assert again.name == source.name
     # Changed text or another rule is another entry.
     source.files[0].write_text('{"text": "two"}\n')
     assert documents_of(
-        tokenised(JsonlFiles(source.files), TextEncoder(tokenizer), tmp_path / "cache")
+        tokenise_documents(jsonl_files(source.files), TextEncoder(tokenizer), tmp_path / "cache")
     ) != documents_of(first)
-    tokenised(TextFiles(source.files), TextEncoder(tokenizer), tmp_path / "cache")
+    tokenise_documents(TextFiles(source.files), TextEncoder(tokenizer), tmp_path / "cache")
     assert tokenizer.encoded == 4
 
 
@@ -150,7 +150,7 @@ def test_tokenised_once_and_cached(tmp_path, source):
 def test_a_damaged_cache_entry_is_made_again(tmp_path, source, damage, caplog):
     caplog.set_level(logging.WARNING)
     cache = tmp_path / "cache"
-    good = documents_of(tokenised(source, TextEncoder(BYTE), cache))
+    good = documents_of(tokenise_documents(source, TextEncoder(BYTE), cache))
     (entry,) = cache.rglob("*.bin")
     raw = entry.read_bytes()
     if damage == "flipped byte":
@@ -163,11 +163,11 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path, source, damage, caplog):
         sidecar(entry).write_text('{"format": "jaxllm')
     else:
         (entry if damage == "no file" else sidecar(entry)).unlink()
-    assert documents_of(tokenised(source, TextEncoder(BYTE), cache)) == good
+    assert documents_of(tokenise_documents(source, TextEncoder(BYTE), cache)) == good
     assert entry.read_bytes() == raw
     assert ("tokenising again" in caplog.text) == (not damage.startswith("no "))
     caplog.clear()
-    assert documents_of(tokenised(source, TextEncoder(BYTE), cache)) == good
+    assert documents_of(tokenise_documents(source, TextEncoder(BYTE), cache)) == good
     assert not caplog.text
 
 
@@ -195,5 +195,5 @@ def test_a_text_the_tokenizer_cannot_spell_is_named(tmp_path, source):
             return super()._ids(texts)
 
     with pytest.raises(DataError, match=r"a.jsonl:2: cannot spell 'ö'"):
-        tokenised(source, TextEncoder(NoUmlauts()), tmp_path / "cache")
+        tokenise_documents(source, TextEncoder(NoUmlauts()), tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.*"))

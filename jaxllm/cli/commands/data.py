@@ -68,7 +68,7 @@ class Words:
     """Instead: a model whose tokenizer and chat template to take, for example smollm2."""
 
     def open(self, source: Input) -> tuple[Tokenizer, ChatTemplate | None]:
-        from jaxllm.data.loader import tokenizer_of
+        from jaxllm.data.loader import resolve_tokenizer
         from jaxllm.files import DataError
         from jaxllm.text import load_template, load_tokenizer
 
@@ -83,7 +83,7 @@ class Words:
             found = open_source(path)
             return found.tokenizer, found.template
         template = load_template(self.tokenizer) if Path(self.tokenizer).exists() else None
-        return tokenizer_of(self.tokenizer, source.documents), template
+        return resolve_tokenizer(self.tokenizer, source.documents), template
 
 
 Reads = Annotated[Input, tyro.conf.arg(name="")]
@@ -111,7 +111,7 @@ def inspect(read: Reads, show: int = 2) -> int:
     Args:
         show: how many documents to show.
     """
-    from jaxllm.data.quality.corpus_stats import lengths_of
+    from jaxllm.data.quality.corpus_stats import length_stats
 
     documents = read.documents()
     shown: list[Document] = []
@@ -126,7 +126,7 @@ def inspect(read: Reads, show: int = 2) -> int:
                 progress(len(lengths), sum(lengths[-1000:]))
     for file, count in files.items():
         print(f"{file}: {count:,} documents")
-    known = lengths_of(lengths)
+    known = length_stats(lengths)
     print(f"{known.count:,} documents, {known.total:,} characters; p50 {known.p50:,}, p90 {known.p90:,}, "
           f"p99 {known.p99:,}, longest {known.most:,}")  # fmt: skip
     report_bad(documents.bad.count, documents.bad.listed)
@@ -171,7 +171,7 @@ def pack(read: Reads, words: Tokenizes, seq_len: int = 4096, picture: Path | Non
     lengths = tokens.lengths
     if read.content == "chat":
         cut = int((lengths > seq_len + 1).sum())
-        tokens = tokens.cut_to(seq_len + 1)
+        tokens = tokens.truncate(seq_len + 1)
         print(f"{cut:,} of {len(lengths):,} conversations are longer than a row and are cut to it")
     names = [name for name in PACKINGS if name == "documents" or read.content == "text"]
     plans = {name: PACKINGS[name](tokens.starts, tokens.lengths, seq_len) for name in names}
@@ -179,26 +179,26 @@ def pack(read: Reads, words: Tokenizes, seq_len: int = 4096, picture: Path | Non
         print(f"{name:10} {plan.rows:,} rows of {seq_len:,}: {1 - plan.padding:.2%} full, {plan.padding:.2%} padding, "
               f"{plan.pairs / max(1, plan.rows):,.0f} targets a row")  # fmt: skip
     if picture is not None:
-        from jaxllm.data.quality.length_plot import draw_lengths
+        from jaxllm.data.quality.length_plot import plot_lengths
 
-        draw_lengths(lengths, plans, picture, tokens.name)
+        plot_lengths(lengths, plans, picture, tokens.name)
         print(picture)
     return 0
 
 
 def stats(read: Reads, words: Tokenizes) -> int:
     """Lengths, languages, characters and tokens of documents."""
-    from jaxllm.data.quality.corpus_stats import language, lengths_of
+    from jaxllm.data.quality.corpus_stats import detect_language, length_stats
 
     characters, spoken = [], Counter()
     documents = read.documents()
     for document in documents:
         characters.append(len(document.text))
-        spoken[language(document.text)] += 1
-    rows = {"characters": lengths_of(characters)}
+        spoken[detect_language(document.text)] += 1
+    rows = {"characters": length_stats(characters)}
     if words.tokenizer or words.model:
         tokens, _ = tokenised_with_bar(read, words, 0)
-        rows["tokens"] = lengths_of(tokens.lengths)
+        rows["tokens"] = length_stats(tokens.lengths)
     print(f"{documents.name}: {len(characters):,} documents")
     for name, known in rows.items():
         print(f"  {name:10} {known.total:,}; shortest {known.least:,}, p50 {known.p50:,}, p90 {known.p90:,}, "
@@ -249,7 +249,7 @@ def contamination(
 
     documents = read.documents()
     items = [one.text for one in open_documents(SourceConfig("evaluation", evals, text_field=evals_field))]
-    found = find_contamination((one.text for one in documents), items, run=run)
+    found = find_contamination((one.text for one in documents), items, ngram_words=run)
     print(f"{len(found.found):,} of {found.items - found.short:,} items ({found.share:.1%}) share {run} words in a row "
           f"with {len(found.documents):,} documents; {found.short:,} items are too short to look for")  # fmt: skip
     for number, share in sorted(found.found.items(), key=lambda one: -one[1])[:5]:
@@ -306,14 +306,14 @@ def rephrase(
 
 def tokenised_with_bar(read: Input, words: Words, workers: int) -> tuple[TokenDocuments, Tokenizer]:
     """The source as tokens, from the cache or made now."""
-    from jaxllm.data.loader import encoder_of
-    from jaxllm.data.tokenise import tokenised
+    from jaxllm.data.loader import make_encoder
+    from jaxllm.data.tokenise import tokenise_documents
     from jaxllm.files import cache_root
 
     tokenizer, template = words.open(read)
-    encoder = encoder_of(read.content, tokenizer, template)
+    encoder = make_encoder(read.content, tokenizer, template)
     with bar("tokenising") as progress:
-        tokens = tokenised(read.documents(), encoder, cache_root(""), workers=workers, progress=progress)
+        tokens = tokenise_documents(read.documents(), encoder, cache_root(""), workers=workers, progress=progress)
     if skipped := tokens.about.get("skipped"):
         report_bad(skipped["unreadable"] + skipped["unencodable"], skipped["listed"])
     return tokens, tokenizer

@@ -1,4 +1,4 @@
-"""The command ``size``: what a budget of arithmetic is best spent on, and what it costs."""
+"""``jaxllm size``: compute-optimal model size, tokens and hyperparameters for a FLOP budget, and the cost."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def _size(
     hardware: Path | None = None,
     save: Path | None = None,
 ) -> None:
-    """Parameters, tokens, batch and learning rate for so many FLOP, a model of that size, and its cost.
+    """Computes parameters, tokens, batch size and learning rate for a FLOP budget, a model of that size, and its cost.
 
     Args:
-        flops: the budget, such as 1e21; 6 for each parameter and token.
-        law: what splits it: Chinchilla's as refitted, as published, or Kaplan's.
-        vocab_size: of the model.
-        seq_len: tokens of a row.
-        unique: different tokens there are: what a run needs more are epochs over them, and the split allows for it.
-        on: a topology, or several with commas between, to say what it costs there.
-        mfu: share of a device's peak that a run reaches.
-        hardware: a TOML or JSON file that changes or adds kinds of hardware.
-        save: write a recipe for it there, as FILE.py.
+        flops: training budget in FLOP, such as 1e21; 6 per parameter and token.
+        law: scaling law: chinchilla (refitted), hoffmann (as published) or kaplan.
+        vocab_size: vocabulary size of the model.
+        seq_len: sequence length in tokens.
+        unique: number of unique training tokens; beyond them the run repeats epochs, and the split accounts for it.
+        on: topology, or several separated by commas, to estimate time and cost for.
+        mfu: model FLOPs utilisation, as a share of the peak.
+        hardware: TOML or JSON file that changes or adds kinds of hardware.
+        save: recipe file (FILE.py) to write.
     """
     from jaxllm.cli import UsageError
     from jaxllm.plan import hardware as table
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.scaling_laws import LAWS, Parametric, count, repeated, shape, step_law, worth
+    from jaxllm.plan.scaling_laws import LAWS, Parametric, count, effective_data, repeated, shape, step_law
     from jaxllm.plan.training_cost import spent
 
     for name, value in (("flops", flops), ("vocab_size", vocab_size), ("seq_len", seq_len), ("unique", unique)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give a positive number.")
     if not 0 < mfu <= 1:
-        raise UsageError(f"--mfu {mfu}: give a share of the peak, above 0 and at most 1.")
+        raise UsageError(f"--mfu {mfu}: give a share of the peak FLOP/s, above 0 and at most 1.")
     known = table.TABLE if hardware is None else table.read(hardware)
     clusters = [Cluster.parse(name, known) for name in on.split(",") if name]
 
@@ -84,7 +84,8 @@ def _size(
     )
     print(f"tokens: {_big(tokens)}, {tokens / whole:.1f} a parameter")
     if unique is not None:
-        print(f"  {tokens / unique:.1f} epochs of {_big(unique)}, worth {_big(worth(tokens, unique))} fresh ones")
+        fresh = effective_data(tokens, unique)
+        print(f"  {tokens / unique:.1f} epochs of {_big(unique)}, worth {_big(fresh)} fresh ones")
     print(
         f"batch: {_big(rows * seq_len)} tokens = {rows} x {seq_len}, {steps} steps; peak learning rate {rate:.2g} "
         "(Step Law, arXiv:2503.04715, for AdamW)"
@@ -97,7 +98,7 @@ def _size(
 
 
 def round_rows(rows: float) -> int:
-    """The nearest 2**k or 3 * 2**k, which many devices divide; the law's optimum is broad."""
+    """Batch size rounded to the nearest 2**k or 3 * 2**k, which divides over many devices; the optimum is broad."""
     return min((base << k for base in (1, 3) for k in range(40)), key=lambda found: abs(math.log(found / rows)))
 
 

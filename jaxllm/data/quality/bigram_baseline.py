@@ -17,7 +17,7 @@ from jaxtyping import Int
 from jaxllm.data.loader import Dataset
 from jaxllm.text import Tokenizer
 
-EDGE = 256  # as x: start of the document; as y: its end
+BOUNDARY = 256  # as x: start of the document; as y: its end
 OUTCOMES = 257
 FOLDS = 8
 SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -39,7 +39,7 @@ def bigram_baseline(train: Iterable[bytes], heldout: Iterable[bytes]) -> BigramB
     """Fits on `train`, measures on `heldout`; each item is a document. Raises ValueError if either has no bytes."""
     folds = np.stack([_counted(part) for part in np.array_split(_pairs(train), FOLDS)])
     counts, test = folds.sum(0), _counted(_pairs(heldout))
-    train_bytes, heldout_bytes = int(counts[:, :EDGE].sum()), int(test[:, :EDGE].sum())
+    train_bytes, heldout_bytes = int(counts[:, :BOUNDARY].sum()), int(test[:, :BOUNDARY].sum())
     if not train_bytes or not heldout_bytes:
         raise ValueError("the bigram baseline needs training text and held-out text")
     settings = [(k, weight) for k in SMOOTHING for weight in WEIGHTS]
@@ -70,7 +70,7 @@ def _pairs(documents: Iterable[bytes]) -> Int[np.ndarray, " pairs"]:
     """x * 257 + y for each byte and each end of all documents, in order."""
     pairs = [np.empty(0, np.int32)]
     for document in documents:
-        text = np.concatenate([[EDGE], np.frombuffer(document, np.uint8), [EDGE]]).astype(np.int32)
+        text = np.concatenate([[BOUNDARY], np.frombuffer(document, np.uint8), [BOUNDARY]]).astype(np.int32)
         pairs.append(text[:-1] * OUTCOMES + text[1:])
     return np.concatenate(pairs)
 

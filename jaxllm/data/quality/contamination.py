@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxllm.data.quality.word_shingles import ngrams, words
+from jaxllm.data.quality.word_shingles import ngram_hashes, words
 
-RUN = 13
-LEAST_WORDS = 5
+NGRAM_WORDS = 13
+MIN_WORDS = 5
 """Items with fewer words are not looked for: they are found everywhere."""
-COMMON = 0.5
+COMMON_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,20 @@ class Contamination:
         return len(self.found) / max(1, self.items - self.short)
 
 
-def find_contamination(documents: Iterable[str], evaluation: Iterable[str], *, run: int = RUN) -> Contamination:
+def find_contamination(
+    documents: Iterable[str], evaluation: Iterable[str], *, ngram_words: int = NGRAM_WORDS
+) -> Contamination:
     """Looks for the items of an evaluation in documents.
 
     Raises ValueError for an evaluation without items, or runs of fewer than two words.
     """
-    if run < 2:
-        raise ValueError(f"run is {run}; runs of one word are in every text, give 2 or more")
+    if ngram_words < 2:
+        raise ValueError(f"run is {ngram_words}; runs of one word are in every text, give 2 or more")
     texts = list(evaluation)
     sizes = [len(words(text)) for text in texts]
-    items = [np.unique(ngrams(t, run)) if n >= LEAST_WORDS else None for t, n in zip(texts, sizes, strict=True)]
+    items = [
+        np.unique(ngram_hashes(t, ngram_words)) if n >= MIN_WORDS else None for t, n in zip(texts, sizes, strict=True)
+    ]
     if not items:
         raise ValueError("the evaluation has no items")
     owners: dict[int, list[int]] = {}
@@ -53,15 +57,15 @@ def find_contamination(documents: Iterable[str], evaluation: Iterable[str], *, r
         for gram in [] if grams is None else grams.tolist():
             owners.setdefault(gram, []).append(number)
     looked_for = sum(grams is not None for grams in items)
-    wording = {gram for gram, own in owners.items() if len(own) > max(1, COMMON * looked_for)}
-    runs = sorted({min(run, size) for size in sizes if size >= LEAST_WORDS})
+    wording = {gram for gram, own in owners.items() if len(own) > max(1, COMMON_SHARE * looked_for)}
+    runs = sorted({min(ngram_words, size) for size in sizes if size >= MIN_WORDS})
     known = np.array(sorted(set(owners) - wording), np.uint64)
     seen: set[int] = set()
     holding = []
     for number, text in enumerate(documents):
         hits: set[int] = set()
         for size in runs:
-            hits |= set(np.intersect1d(ngrams(text, size), known).tolist())
+            hits |= set(np.intersect1d(ngram_hashes(text, size), known).tolist())
         if hits:
             holding.append(number)
             seen |= hits

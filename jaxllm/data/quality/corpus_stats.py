@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.data.quality.word_shingles import words
 
-LEAST_SHARE = 0.06
+MIN_COMMON_SHARE = 0.06
 """Of a text's words, those that must be among a language's common ones."""
 
 _COMMON = {
@@ -43,7 +43,7 @@ def _script(letter: str) -> str:
     return unicodedata.name(letter, "").split(" ")[0].split("-")[0]
 
 
-def language(text: str) -> str:
+def detect_language(text: str) -> str:
     """A language's code, "latin" or "cyrillic" where the words do not tell, "none" where there are no letters."""
     sample = text[:_SAMPLE]
     if sample.isascii():
@@ -60,11 +60,11 @@ def language(text: str) -> str:
     listed = words(sample)
     share = {name: sum(word in common for word in listed) / max(1, len(listed)) for name, common in _LISTS.items()}
     best = max(share, key=lambda name: share[name])
-    return best if share[best] >= LEAST_SHARE else script
+    return best if share[best] >= MIN_COMMON_SHARE else script
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthStats:
     """Of a set of documents; percentiles are lengths that exist."""
 
     count: int
@@ -76,15 +76,15 @@ class Lengths:
     most: int
 
 
-def lengths_of(values: Sequence[int] | np.ndarray) -> Lengths:
+def length_stats(values: Sequence[int] | np.ndarray) -> LengthStats:
     """Raises ValueError where there are none."""
     ordered = np.sort(np.asarray(values, np.int64))
     if not len(ordered):
         raise ValueError("no document, so no lengths")
     p50, p90, p99 = (int(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) for share in (0.5, 0.9, 0.99))
-    return Lengths(len(ordered), int(ordered.sum()), int(ordered[0]), p50, p90, p99, int(ordered[-1]))
+    return LengthStats(len(ordered), int(ordered.sum()), int(ordered[0]), p50, p90, p99, int(ordered[-1]))
 
 
-def languages(texts: Iterable[str]) -> dict[str, int]:
+def count_languages(texts: Iterable[str]) -> dict[str, int]:
     """Documents by language, commonest first."""
-    return dict(Counter(map(language, texts)).most_common())
+    return dict(Counter(map(detect_language, texts)).most_common())

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
-from jaxllm.data.quality.word_shingles import mix, ngrams, words
+from jaxllm.data.quality.word_shingles import ngram_hashes, splitmix64, words
 
-PLACES = 128
-RUN = 5
+NUM_HASHES = 128
+SHINGLE_WORDS = 5
 """Words in a run."""
-FOUND = 0.99
+MIN_RECALL = 0.99
 """Least probability that a pair at the threshold shares a band."""
 
 
@@ -30,31 +30,31 @@ class Duplicates:
     """
 
     keep: np.ndarray
-    of: Int[np.ndarray, " documents"]
+    duplicate_of: Int[np.ndarray, " documents"]
     similarity: Float[np.ndarray, " documents"]
     exact: int
     near: int
 
 
-def signature(text: str) -> UInt64[np.ndarray, "128"]:
+def minhash_signature(text: str) -> UInt64[np.ndarray, "128"]:
     """MinHash of the set of runs of words; all ones for a text without words."""
-    grams = np.unique(ngrams(text, RUN))
+    grams = np.unique(ngram_hashes(text, SHINGLE_WORDS))
     if not len(grams):
-        return np.full(PLACES, np.iinfo(np.uint64).max, np.uint64)
-    out = np.full(PLACES, np.iinfo(np.uint64).max, np.uint64)
+        return np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
+    out = np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
     for begin in range(0, len(grams), 4096):  # bounds the table of hashes
-        part = mix(grams[None, begin : begin + 4096] ^ _SALTS[:, None])
+        part = splitmix64(grams[None, begin : begin + 4096] ^ _SALTS[:, None])
         out = np.minimum(out, part.min(axis=1))
     return out
 
 
-_SALTS = mix(np.arange(1, PLACES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+_SALTS = splitmix64(np.arange(1, NUM_HASHES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def rows_per_band(threshold: float) -> int:
     """The most places in a band with which a pair at `threshold` shares one with probability `FOUND` or more."""
-    legal = [r for r in range(1, PLACES + 1) if PLACES % r == 0]
-    good = [r for r in legal if 1 - (1 - threshold**r) ** (PLACES // r) >= FOUND]
+    legal = [r for r in range(1, NUM_HASHES + 1) if NUM_HASHES % r == 0]
+    good = [r for r in legal if 1 - (1 - threshold**r) ** (NUM_HASHES // r) >= MIN_RECALL]
     return max(good, default=1)
 
 
@@ -88,8 +88,8 @@ def find_duplicates(texts: Iterable[str], *, threshold: float | None = 0.8) -> D
             continue
         best, share = number, 1.0
         if threshold is not None and listed:
-            own = signature(text)
-            keys = [(band, own[band * rows : (band + 1) * rows].tobytes()) for band in range(PLACES // rows)]
+            own = minhash_signature(text)
+            keys = [(band, own[band * rows : (band + 1) * rows].tobytes()) for band in range(NUM_HASHES // rows)]
             candidates = {one for key in keys for one in bands.get(key, ())}
             shares = {one: float((signatures[one] == own).mean()) for one in candidates}
             if shares and max(shares.values()) >= threshold:

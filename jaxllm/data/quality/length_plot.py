@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.data.quality.corpus_stats import lengths_of
-from jaxllm.data.sequence_packing import Plan
+from jaxllm.data.quality.corpus_stats import length_stats
+from jaxllm.data.sequence_packing import PackingPlan
 
 
-def draw_lengths(lengths: Int[np.ndarray, " documents"], plans: dict[str, Plan], file: Path, title: str) -> None:
+def plot_lengths(lengths: Int[np.ndarray, " documents"], plans: dict[str, PackingPlan], file: Path, title: str) -> None:
     """PNG: a histogram of lengths in tokens with their percentiles, and below the share of full places by packing.
 
     plans: by name; one bar each.
@@ -17,7 +17,7 @@ def draw_lengths(lengths: Int[np.ndarray, " documents"], plans: dict[str, Plan],
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    known = lengths_of(lengths)
+    known = length_stats(lengths)
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, height_ratios=[4, 0.5 + 0.5 * len(plans)])

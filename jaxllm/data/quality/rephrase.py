@@ -31,8 +31,8 @@ STYLES = {
     'answers, each after "Answer:".',
 }
 """The paper's four styles, in our words. A style of one's own is a name and an instruction."""
-ASK = "Keep every fact, add none, and answer with the rewritten text alone.\n\nThe text:\n"
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+PROMPT_SUFFIX = "Keep every fact, add none, and answer with the rewritten text alone.\n\nThe text:\n"
+RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Rephrased:
+class RephraseResult:
     """What a job did: written, there before, refused (an empty or a cut answer), given up (each with its error)."""
 
     written: int
@@ -75,7 +75,7 @@ def rephrase(
     *,
     concurrency: int = 8,
     progress: Callable[[int], None] | None = None,
-) -> Rephrased:
+) -> RephraseResult:
     """Writes {"text", "style", "of"} for each document and style to `out`, a JSONL file; "of" is the original's hash.
 
     A text that was asked for before, in the same style, is not asked for again. Answers that are empty or were cut at
@@ -90,7 +90,7 @@ def rephrase(
     """
     if concurrency < 1 or not styles:
         raise ValueError(f"concurrency is {concurrency}, styles are {sorted(styles)}; one or more of each")
-    done = _done(out)
+    done = _finished_jobs(out)
     written = before = refused = 0
     failed: list[str] = []
     lock = threading.Lock()
@@ -99,7 +99,7 @@ def rephrase(
     with out.open("ab") as file, ThreadPoolExecutor(concurrency) as pool:
 
         def answer(document: Document, style: str, key: str) -> str:
-            text = _ask(endpoint, f"{styles[style]} {ASK}{document.text}")
+            text = _complete(endpoint, f"{styles[style]} {PROMPT_SUFFIX}{document.text}")
             if text is None:
                 return "refused"
             row = {"text": text, "style": style, "of": key}
@@ -110,20 +110,20 @@ def rephrase(
 
         waiting: dict[Future[str], str] = {}
         try:
-            for document, style, key in _new(jobs, done):
+            for document, style, key in _mark_new_jobs(jobs, done):
                 if document is None:
                     before += 1
                     continue
                 waiting[pool.submit(answer, document, style, key)] = f"{at(document.file, document.row)} ({style})"
                 while len(waiting) >= 2 * concurrency:
-                    written, refused = _settle(waiting, written, refused, failed, progress)
+                    written, refused = _collect_finished(waiting, written, refused, failed, progress)
             while waiting:
-                written, refused = _settle(waiting, written, refused, failed, progress)
+                written, refused = _collect_finished(waiting, written, refused, failed, progress)
         except BaseException:
             for one in waiting:
                 one.cancel()
             raise
-    return Rephrased(written, before, refused, tuple(failed))
+    return RephraseResult(written, before, refused, tuple(failed))
 
 
 def text_hash(text: str) -> str:
@@ -131,7 +131,7 @@ def text_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _new(
+def _mark_new_jobs(
     jobs: Iterator[tuple[Document, str, str]], done: set[tuple[str, str]]
 ) -> Iterator[tuple[Document | None, str, str]]:
     for document, style, key in jobs:
@@ -140,7 +140,7 @@ def _new(
         yield (None if known else document), style, key
 
 
-def _settle(
+def _collect_finished(
     waiting: dict[Future[str], str],
     written: int,
     refused: int,
@@ -162,7 +162,7 @@ def _settle(
     return written, refused
 
 
-def _done(out: Path) -> set[tuple[str, str]]:
+def _finished_jobs(out: Path) -> set[tuple[str, str]]:
     """(hash, style) of what is written; a last line that was cut by a kill is taken away."""
     if not out.exists():
         return set()
@@ -180,7 +180,7 @@ def _done(out: Path) -> set[tuple[str, str]]:
     return found
 
 
-def _ask(endpoint: Endpoint, prompt: str) -> str | None:
+def _complete(endpoint: Endpoint, prompt: str) -> str | None:
     """The answer; None where it is empty or was cut. Raises DataError after all retries."""
     body = {
         "model": endpoint.model,
@@ -204,7 +204,7 @@ def _ask(endpoint: Endpoint, prompt: str) -> str | None:
         except urllib.error.HTTPError as error:
             with error:
                 why = f"status {error.code}: {error.read()[:300].decode(errors='replace')}"
-            if error.code not in RETRIED:
+            if error.code not in RETRY_STATUSES:
                 raise EndpointError(f"{url} refuses the request with {why}") from None
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # no connection, or no such answer
             why = f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ def _hashed(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def ngrams(text: str, n: int) -> UInt64[np.ndarray, " grams"]:
+def ngram_hashes(text: str, n: int) -> UInt64[np.ndarray, " grams"]:
     """A hash of every run of `n` words, in order; of a shorter text one hash of all its words."""
     listed = words(text)
     if not listed:
@@ -31,11 +31,11 @@ def ngrams(text: str, n: int) -> UInt64[np.ndarray, " grams"]:
     count = len(each) - n + 1
     out = np.zeros(count, np.uint64)
     for place in range(n):
-        out = mix(out * _MULTIPLIER + each[place : place + count])
+        out = splitmix64(out * _MULTIPLIER + each[place : place + count])
     return out
 
 
-def mix(value: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
+def splitmix64(value: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
     """The finaliser of SplitMix64; uint64 arithmetic wraps."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

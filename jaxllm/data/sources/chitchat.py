@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation
+from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation_json
 from jaxllm.files import DataError, at, digest, file_sha256
 
 NAME = "chitchat"
-LONGEST = 12
+MAX_MESSAGES = 12
 """Messages of a chat that are taken, from its beginning; few rows hold more."""
-COMMAND = "pip install --no-deps chitchat-dataset==0.9.0"
+INSTALL_COMMAND = "pip install --no-deps chitchat-dataset==0.9.0"
 
 
 def find_chitchat() -> Path:
@@ -26,7 +26,9 @@ def find_chitchat() -> Path:
     for folder in (found and found.submodule_search_locations) or ():
         if (file := Path(folder) / "dataset.json").is_file():
             return file
-    raise DataError(f"{NAME}: these chats come with the package chitchat-dataset, which is not installed: {COMMAND}")
+    raise DataError(
+        f"{NAME}: these chats come with the package chitchat-dataset, which is not installed: {INSTALL_COMMAND}"
+    )
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Chitchat(Documents):
             for row, chat in enumerate(chats.values(), start=1):
                 messages = _messages([piece for turn in chat["messages"] for piece in turn])
                 if len(messages) > 1:
-                    yield Document(conversation(messages), self.file, row)
+                    yield Document(conversation_json(messages), self.file, row)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{at(self.file)}: not the data set of version 0.9.0; {COMMAND}") from None
+            raise DataError(f"{at(self.file)}: not the data set of version 0.9.0; {INSTALL_COMMAND}") from None
 
 
 def _messages(pieces: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -66,7 +68,7 @@ def _messages(pieces: list[dict[str, str]]) -> list[dict[str, str]]:
             messages[-1]["content"] += " " + piece["text"].strip()
         else:
             messages.append({"role": role, "content": piece["text"].strip()})
-    messages = messages[:LONGEST]
+    messages = messages[:MAX_MESSAGES]
     while messages and messages[-1]["role"] == "user":  # nobody answers it
         messages.pop()
     return messages if messages and messages[0]["role"] == "user" else []

@@ -70,7 +70,7 @@ class Documents(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen(Documents):
+class SelectedDocuments(Documents):
     """The documents of `parent` at the places where `mask` is true."""
 
     parent: Documents
@@ -93,7 +93,7 @@ class Chosen(Documents):
 
 
 @dataclass(frozen=True)
-class Part(Documents):
+class DocumentSlice(Documents):
     """Characters `begin` to `end` of a single document."""
 
     parent: Documents
@@ -118,7 +118,7 @@ class Part(Documents):
             yield Document(document.text[self.begin : self.end], document.file, row)
 
 
-def conversation(messages: Any, tools: Any = None) -> str:
+def conversation_json(messages: Any, tools: Any = None) -> str:
     """The text of a document that is a conversation."""
     record = {"messages": messages} if tools is None else {"messages": messages, "tools": tools}
     return json.dumps(record, ensure_ascii=False)
@@ -139,18 +139,18 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
         hashes.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big"))
         sizes.append(len(raw))
     if len(hashes) > 1:
-        mask = smallest_hashes(np.array(hashes, np.uint64), np.array(sizes), fraction, documents.name)
-        return Chosen(documents, ~mask), Chosen(documents, mask)
+        mask = heldout_mask(np.array(hashes, np.uint64), np.array(sizes), fraction, documents.name)
+        return SelectedDocuments(documents, ~mask), SelectedDocuments(documents, mask)
     wish = int(len(text) * (1 - fraction))
     cut = text.rfind("\n", 0, wish) + 1 or wish
     if not text[:cut].strip() or not text[cut:].strip() or text.startswith('{"messages": '):
         raise DataError(
             f"{documents.name}: too short to hold out {fraction:.0%}; set heldout_fraction=0 or name a file"
         )
-    return Part(documents, 0, cut), Part(documents, cut, len(text))
+    return DocumentSlice(documents, 0, cut), DocumentSlice(documents, cut, len(text))
 
 
-def smallest_hashes(hashes: np.ndarray, sizes: np.ndarray, fraction: float, name: str) -> np.ndarray:
+def heldout_mask(hashes: np.ndarray, sizes: np.ndarray, fraction: float, name: str) -> np.ndarray:
     """Mask of the documents to hold out: smallest hashes first, until they make `fraction` of the bytes."""
     order = np.argsort(hashes, kind="stable")
     reached = np.cumsum(sizes[order]) >= fraction * sizes.sum()

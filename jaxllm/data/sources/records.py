@@ -16,8 +16,16 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import IO, Any, cast
 
-from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation
-from jaxllm.data.sources.remote_files import PACKED, File, chunks, content_sha256, decoded, lines, name_of
+from jaxllm.data.sources.documents import BadRecords, Document, Documents, conversation_json
+from jaxllm.data.sources.remote_files import (
+    COMPRESSED,
+    File,
+    content_sha256,
+    decode_utf8,
+    display_name,
+    read_chunks,
+    read_lines,
+)
 from jaxllm.files import DataError, at, digest
 
 Row = tuple[int, Any]
@@ -41,7 +49,7 @@ class RecordFiles(Documents):
 
     @property
     def name(self) -> str:
-        return name_of(self.files)
+        return display_name(self.files)
 
     @cached_property
     def content_hash(self) -> str:
@@ -80,7 +88,7 @@ class RecordFiles(Documents):
                 raise DataError(f"{at(file)}: holds no records")
 
     def _records(self, file: File, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-        for row, record in READERS[self.kind](file, columns):
+        for row, record in ROW_READERS[self.kind](file, columns):
             if isinstance(record, DataError):
                 self.bad.report(record)
             else:
@@ -97,7 +105,7 @@ class RecordFiles(Documents):
         text = self._field(record, file, row)
         if not isinstance(text, str):
             raise DataError(f"{at(file, row)}: {self.field!r} is a {type(text).__name__}; it must be text")
-        return valid_unicode(text, self.field, file, row)
+        return check_unicode(text, self.field, file, row)
 
     def _conversation(self, record: dict[str, Any], file: File, row: int) -> str:
         messages = self._field(record, file, row)
@@ -110,10 +118,10 @@ class RecordFiles(Documents):
                 raise DataError(f"{at(file, row)}: 'tools' is text that is no JSON") from None
         if tools is not None and not isinstance(tools, list):
             raise DataError(f"{at(file, row)}: 'tools' is a {type(tools).__name__}; it must be a list")
-        return valid_unicode(conversation(messages, tools or None), self.field, file, row)
+        return check_unicode(conversation_json(messages, tools or None), self.field, file, row)
 
 
-def JsonlFiles(files: tuple[File, ...], field: str = "text") -> RecordFiles:
+def jsonl_files(files: tuple[File, ...], field: str = "text") -> RecordFiles:
     """One JSON object per row, its text under `field`."""
     return RecordFiles(files, "jsonl", field)
 
@@ -130,7 +138,7 @@ def check_messages(messages: Any, name: str, file: File, row: int) -> None:
             raise DataError(f"{at(file, row)}: message {number} has neither 'content' nor 'tool_calls'")
 
 
-def valid_unicode(text: str, name: str, file: File, row: int) -> str:
+def check_unicode(text: str, name: str, file: File, row: int) -> str:
     """Raises DataError for a text with a lone surrogate."""
     try:
         text.encode()
@@ -141,10 +149,10 @@ def valid_unicode(text: str, name: str, file: File, row: int) -> str:
 
 def jsonl_rows(file: File, columns: list[str]) -> Iterator[Row]:
     """Rows of JSON lines; `columns` plays no part, since a row is parsed whole."""
-    for row, line in enumerate(lines(file), start=1):
+    for row, line in enumerate(read_lines(file), start=1):
         if line.strip():
             try:
-                record = json.loads(decoded(line.rstrip(), file, row))
+                record = json.loads(decode_utf8(line.rstrip(), file, row))
             except json.JSONDecodeError as error:
                 yield row, DataError(f"{at(file, row)}: not valid JSON ({error.msg} at column {error.colno})")
             except RecursionError:
@@ -235,7 +243,7 @@ class _Stream:
     """The decompressed bytes of a file, as the file object that tarfile reads."""
 
     def __init__(self, file: File):
-        self._chunks, self._held = chunks(file), b""
+        self._chunks, self._held = read_chunks(file), b""
 
     def read(self, size: int) -> bytes:
         while len(self._held) < size and (chunk := next(self._chunks, b"")):
@@ -250,7 +258,7 @@ def webdataset_rows(file: File, columns: list[str]) -> Iterator[Row]:
     seen: set[str] = set()
     source = cast(IO[bytes], _Stream(file))
     try:
-        with tarfile.open(fileobj=source, mode="r|" if file.suffix in PACKED else "r|*") as archive:
+        with tarfile.open(fileobj=source, mode="r|" if file.suffix in COMPRESSED else "r|*") as archive:
             for member in archive:
                 if not member.isfile():
                     continue
@@ -277,9 +285,9 @@ def _with_member(sample: dict[str, Any], ending: str, content: bytes, file: File
     """The sample with one more of its files; a DataError where that is none."""
     try:
         if ending == "txt":
-            return sample | {"text": decoded(content, file, row)}
+            return sample | {"text": decode_utf8(content, file, row)}
         if ending == "json":
-            fields = json.loads(decoded(content, file, row))
+            fields = json.loads(decode_utf8(content, file, row))
             if not isinstance(fields, dict):
                 return DataError(f"{at(file, row)}: the .json is a {type(fields).__name__}; it must be an object")
             return fields | sample
@@ -290,7 +298,7 @@ def _with_member(sample: dict[str, Any], ending: str, content: bytes, file: File
     return sample
 
 
-READERS: dict[str, Callable[[File, list[str]], Iterator[Row]]] = {
+ROW_READERS: dict[str, Callable[[File, list[str]], Iterator[Row]]] = {
     "jsonl": jsonl_rows,
     "parquet": parquet_rows,
     "arrow": arrow_rows,

@@ -27,12 +27,12 @@ KINDS = {
     ".bin": "tokens",
 }
 FORMATS = tuple(dict.fromkeys(KINDS.values()))
-PACKED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFile:
     """A file behind a URL; has of `Path` what reading needs."""
 
     url: str
@@ -77,7 +77,7 @@ class Remote:
             raise DataError(f"{at(self)}: fsspec cannot open it ({error})") from None
 
 
-File = Path | Remote
+File = Path | RemoteFile
 
 
 def find_files(names: Sequence[str]) -> tuple[File, ...]:
@@ -88,7 +88,7 @@ def find_files(names: Sequence[str]) -> tuple[File, ...]:
     found: list[File] = []
     for name in names:
         if "://" in name:
-            remote = Remote(name)
+            remote = RemoteFile(name)
             if remote.size() == 0:
                 raise DataError(f"{at(remote)}: is empty")
             found.append(remote)
@@ -120,10 +120,10 @@ def _saved_dataset(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
-def kind_of(files: Sequence[File], asked: str) -> str:
+def file_format(files: Sequence[File], requested: str) -> str:
     """One of `FORMATS`: what was asked for or, with `auto`, what the names end with."""
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     kinds = {}
     for file in files:
         suffix = plain_suffix(file)
@@ -140,7 +140,7 @@ def kind_of(files: Sequence[File], asked: str) -> str:
 
 def plain_suffix(file: File) -> str:
     """The ending of the name, that of a compression taken off: `a.jsonl.gz` has `.jsonl`."""
-    return Path(Path(file.name).stem).suffix if file.suffix in PACKED else file.suffix
+    return Path(Path(file.name).stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
 def content_sha256(file: File) -> str:
@@ -152,7 +152,7 @@ def content_sha256(file: File) -> str:
     return hasher.hexdigest()
 
 
-def chunks(file: File) -> Iterator[bytes]:
+def read_chunks(file: File) -> Iterator[bytes]:
     """The bytes of a file, decompressed. Raises DataError for a compressed file that is damaged or cut."""
     with file.open("rb") as opened:
         try:
@@ -188,9 +188,9 @@ def _unpacked_zst(file: File, opened: Any) -> Iterator[bytes]:
     raise DataError(f"{at(file)}: cut zstd; the last frame has no end")
 
 
-def lines(file: File) -> Iterator[bytes]:
+def read_lines(file: File) -> Iterator[bytes]:
     """Lines with their ends as they are; a byte-order mark at the start is not text."""
-    for number, line in enumerate(_split(chunks(file)) if file.suffix in PACKED else _read(file)):
+    for number, line in enumerate(_split(read_chunks(file)) if file.suffix in COMPRESSED else _read(file)):
         yield line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
 
 
@@ -208,7 +208,7 @@ def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def decoded(raw: bytes, file: File, row: int) -> str:
+def decode_utf8(raw: bytes, file: File, row: int) -> str:
     """UTF-8 text. Raises DataError naming the row of the first byte that is not."""
     try:
         return raw.decode("utf-8")
@@ -217,7 +217,7 @@ def decoded(raw: bytes, file: File, row: int) -> str:
         raise DataError(f"{at(file, row)}: not UTF-8 (byte 0x{raw[error.start]:02x})") from None
 
 
-def name_of(files: Sequence[File]) -> str:
+def display_name(files: Sequence[File]) -> str:
     """What to call several files in a message."""
     if isinstance(files[0], Path) and files[0].parent == corpus.path("train").parent:
         return corpus.NAME

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from jaxllm.data import corpus
 from jaxllm.data.sources.documents import BadRecords, Document, Documents
-from jaxllm.data.sources.remote_files import File, chunks, content_sha256, decoded, lines, name_of
+from jaxllm.data.sources.remote_files import File, content_sha256, decode_utf8, display_name, read_chunks, read_lines
 from jaxllm.files import DataError, at, digest, file_sha256
 
 SEPARATOR = corpus.SEPARATOR
@@ -27,7 +27,7 @@ class TextFiles(Documents):
 
     @property
     def name(self) -> str:
-        return name_of(self.files)
+        return display_name(self.files)
 
     @cached_property
     def content_hash(self) -> str:
@@ -40,7 +40,7 @@ class TextFiles(Documents):
             found = False
             for row, raw in self._pieces(file):
                 try:
-                    text = decoded(raw, file, row)
+                    text = decode_utf8(raw, file, row)
                 except DataError as error:
                     self.bad.report(error)
                     continue
@@ -52,10 +52,10 @@ class TextFiles(Documents):
 
     def _pieces(self, file: File) -> Iterator[tuple[int, bytes]]:
         if self.separator is None:
-            yield 1, b"".join(chunks(file)).removeprefix(b"\xef\xbb\xbf")
+            yield 1, b"".join(read_chunks(file)).removeprefix(b"\xef\xbb\xbf")
             return
         mark, held, first = self.separator.encode(), [], 1
-        for row, line in enumerate(lines(file), start=1):
+        for row, line in enumerate(read_lines(file), start=1):
             if line.strip() != mark:
                 held.append(line)
                 continue

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxllm.data.mixture import MixtureDataset, Source
+from jaxllm.data.mixture import MixtureDataset, MixtureSource
 from jaxllm.data.sequence_packing import pack_concat
 from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import DataError
@@ -21,11 +21,11 @@ SOURCES = st.lists(
 )
 
 
-def source(number: int, rows: int, weight: float, limit: float | None) -> Source:
+def source(number: int, rows: int, weight: float, limit: float | None) -> MixtureSource:
     """Rows of two targets each."""
     tokens = np.zeros(2 * rows + 1, np.uint16)
     documents = TokenDocuments(tokens, np.array([0]), np.array([len(tokens)]), f"s{number}", "x")
-    return Source(f"s{number}", documents, pack_concat(documents.starts, documents.lengths, 2), weight, limit)
+    return MixtureSource(f"s{number}", documents, pack_concat(documents.starts, documents.lengths, 2), weight, limit)
 
 
 @proof(
@@ -55,7 +55,7 @@ def mixture_shares(example: dict[str, Any]) -> None:
         part, row = data.rows_at(step)
         order += zip(part.tolist(), row.tolist(), strict=True)
         counted = [sum(k == one for one, _ in order) for k in range(len(sources))]
-        assert list(data.shares_at(step + 1).values()) == counted
+        assert list(data.rows_consumed(step + 1).values()) == counted
 
     # Each place: the exact share since the sources last changed.
     had = [0] * len(sources)
@@ -69,7 +69,7 @@ def mixture_shares(example: dict[str, Any]) -> None:
                 assert abs(had[k] - began[k] - share * (place + 1 - phase.first)) < 1
     for k, one in enumerate(sources):
         own, rows = [row for part, row in order if part == k], one.plan.rows
-        assert one.limit is None or len(own) <= one.limit
+        assert one.max_rows is None or len(own) <= one.max_rows
         for begin in range(0, len(own) - rows + 1, rows):
             assert sorted(own[begin : begin + rows]) == list(range(rows))
         assert len(set(own[len(own) // rows * rows :])) == len(own) % rows
@@ -87,11 +87,13 @@ def mixture_shares(example: dict[str, Any]) -> None:
         with pytest.raises(DataError):
             data.check_steps(last // size + 1)
         # One source, by name, has given all it may, or with renormalise all of them have.
-        full = [k for k, one in enumerate(sources) if one.limit is not None and _given(data, k, last) == one.limit]
+        full = [
+            k for k, one in enumerate(sources) if one.max_rows is not None and _given(data, k, last) == one.max_rows
+        ]
         assert len(full) == len(sources) if renormalise else full
 
 
 def _given(data: MixtureDataset, number: int, place: int) -> int:
     if not data.phases:
         return 0
-    return data.phases[-1].had(place).get(number, data.phases[-1].before[number])
+    return data.phases[-1].rows_before(place).get(number, data.phases[-1].rows_at_start[number])
