@@ -221,7 +221,7 @@ def spike_line(event: dict[str, Any]) -> str:
     done = {"skip": "skipped", "lower_rate": "learning rate lowered"}.get(event["action"])
     if done is None:
         first, last = event["batches"]
-        done = f"back to step {event['from']}, from {event['to']} on without batches {first} to {last}"
+        done = f"rolled back to step {event['from']}; batches {first} to {last} skipped from step {event['to']} on"
     return f"spike at step {event['step']}: {done}"
 
 

@@ -1,4 +1,4 @@
-"""Training: state, loss, step, loop."""
+"""Training: train state, loss, step, loop, checkpointing and recovery of a run."""
 
 from typing import TYPE_CHECKING
 

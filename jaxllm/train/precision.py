@@ -135,7 +135,7 @@ def flops_by_dtype(config: DecoderConfig, seq_len: int) -> dict[str, float]:
         weights += 2.0 * (block.weight_matmuls - 4) * d * hidden
     plain = 3 * (attended + 2.0 * d * config.vocab_size)
     scheme = QuantisationScheme(config.matmul_precision)
-    if not scheme.bits8:
+    if not scheme.multiplies_8bit:
         return {config.dtype: plain + 3 * weights}
     forward, gradient = (jnp.dtype(scheme.format(of)).name for of in (False, True))
     out = {config.dtype: plain, forward: weights}

@@ -109,7 +109,7 @@ def test_biases_move_towards_even_loads() -> None:
 def test_what_has_nothing_to_act_on_is_refused(routing: RoutingConfig, message: str, tmp_path) -> None:
     with pytest.raises(ValueError, match=message):
         runs.run_config(tmp_path, routing=routing)
-    with pytest.raises(ValueError, match="a router has no bias to move; set balance_bias"):
+    with pytest.raises(ValueError, match="a router has no balance bias; set balance_bias"):
         RoutingConfig(bias_rate=0.1).check(mixture())
     with pytest.raises(ValueError, match="z_loss = -1"):
         RoutingConfig(z_loss=-1.0)

@@ -246,7 +246,7 @@ def test_updates_are_those_of_the_lower_rate(lowered):
 
 def test_too_many_spikes_stop_the_run(folder):
     many = dataclasses.replace(SKIP, limit=1)
-    with batches(bad=(7, 9)), pytest.raises(SpikesError, match=r"step 10: .* after those of steps 8; 1 in 4 steps are"):
+    with batches(bad=(7, 9)), pytest.raises(SpikesError, match=r"step 10: .* after those of steps 8; 1 in 4 steps are tolerated"):
         run(folder, many, "many")
     assert read_record(folder / "many" / "tiny").state.startswith("failed: step 10: loss")
 
@@ -254,16 +254,16 @@ def test_too_many_spikes_stop_the_run(folder):
 def test_a_report_and_the_view_say_so(skipped, rolled_back, folder, capsys):
     assert "spike at step 9: skipped" in text_report(read_record(skipped))
     record = read_record(rolled_back)
-    assert "spike at step 9: back to step 6, from 6 on without batches 6 to 9" in text_report(record)
-    assert "spike at step 9: back to step 6" in html_report(record)
+    assert "spike at step 9: rolled back to step 6; batches 6 to 9 skipped from step 6 on" in text_report(record)
+    assert "spike at step 9: rolled back to step 6" in html_report(record)
     account = record.goodput
     assert account is not None
     assert account.lost > 0
     assert account.starts == 1
     with batches():
         run(folder, BACK, "said")
-    assert "step 9: a spike, loss" in (said := capsys.readouterr().out)
-    assert "back to step 6, and from step 6 on without 4 batches" in said
+    assert "step 9: loss spike: loss" in (said := capsys.readouterr().out)
+    assert "rolled back to step 6; 4 batches are skipped from step 6 on" in said
 
 
 # What is refused

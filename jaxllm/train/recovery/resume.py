@@ -1,4 +1,4 @@
-"""Where a run begins, or goes on: the newest good checkpoint, or fresh parameters."""
+"""Resume: the state that a run starts from, its newest intact checkpoint or fresh parameters."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ from jaxllm.train.step.train_state import TrainState, init_state
 
 
 class ResumeError(ValueError):
-    """A run cannot go on with this configuration; the message lists what differs."""
+    """A run cannot resume with this configuration; the message lists what differs."""
 
 
 def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
-    """The newest good checkpoint's state, or a fresh one; and how many steps it has done."""
+    """State to start from, and the number of steps it has done: the newest intact checkpoint, or an initial state.
+
+    Also restores the position in the data and the spikes recorded so far.
+
+    Raises:
+        ResumeError: the checkpoint's configuration or tokenizer differs from the run's.
+    """
     if saver.latest() is None:
         params = None
         if run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
         spikes = run.config.spikes
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, spikes), 0
-    with contextlib.suppress(CheckpointCorruptError):  # then an older one decides, below
+    with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
         state_providers.check(meta, run.also)
     found = saver.resume(state_providers.with_arrays(run.abstract, run.also))
-    if found is None:  # another process emptied the directory between two lines
-        raise ResumeError(f"the checkpoints in {run.directory.checkpoints} are gone; start again.")
+    if found is None:  # another process emptied the directory meanwhile
+        raise ResumeError(f"the checkpoints in {run.directory.checkpoints} have been deleted; start again.")
     check_resumable(found.meta, run.config, run.directory.path)
     state_providers.check(found.meta, run.also)
     if found.meta["tokenizer"] != run.data.tokenizer.fingerprint:
@@ -48,17 +54,22 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
 
 
 def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) -> None:
-    """Refuses a configuration whose mathematics differ from the saved one's.
+    """Checks that the configuration changes nothing that affects the results of the run.
+
+    Args:
+        meta: of the checkpoint.
+        config: of this start.
+        directory: of the run, for the message.
 
     Raises:
         ResumeError: lists every such difference.
     """
     changed = differences(from_dict(RunConfig, meta["config"], "the checkpoint's config"), config)
-    maths = [str(d) for d in changed if not d.runtime_only]
-    if maths:
+    listed = [str(d) for d in changed if not d.runtime_only]
+    if listed:
         raise ResumeError(
             f"{directory} holds a run with another configuration:\n  "
-            + "\n  ".join(maths)
-            + "\nThese change the mathematics, so going on would be neither run. "
-            "Set them back to go on, or choose another --name to start a new run."
+            + "\n  ".join(listed)
+            + "\nThese change the results, so the run cannot resume with them. "
+            "Set them back to resume, or choose another --name to start a new run."
         )

@@ -1,4 +1,8 @@
-"""What the loop does about a step whose numbers are none, or a spike (``jaxllm.train.step.loss_spikes``)."""
+"""Rollback and other reactions of the training loop to a loss spike or a non-finite loss.
+
+Spikes are detected on the devices (``jaxllm.train.step.loss_spikes``); here the host reads the step's metrics and
+decides.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +17,63 @@ from jaxllm.train.step.train_state import TrainState
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradients are not finite any more; the message says at which step and what is saved."""
+    """The loss or the gradients are not finite; the message says at which step and which checkpoint is good."""
 
 
 class SpikesError(RuntimeError):
-    """More spikes in a window of steps than a run bears; the message says which."""
+    """More loss spikes in a window of steps than ``spikes.limit``; the message lists them."""
 
 
 class RollbackRequested(Exception):
-    """A spike that the run goes back from; to be caught by whoever holds its state.
+    """Request to roll back after a loss spike; raised to the caller that holds the run's state.
 
     Attributes:
         step: of the spike.
-        values: its metrics.
+        values: its scalar metrics.
     """
 
     def __init__(self, step: int, values: dict[str, float]):
-        super().__init__(f"a spike at step {step}")
+        super().__init__(f"loss spike at step {step}")
         self.step, self.values = step, values
 
 
 def check_step_metrics(run: Run, recorder: Recorder, saver: Saver, step: int, values: dict[str, float]) -> None:
-    """What follows from the numbers of step ``step``, which is on record.
+    """Checks the metrics of a step that has been logged, and records a loss spike.
+
+    Args:
+        step: number of the step, from 1.
+        values: its scalar metrics.
 
     Raises:
-        NonFiniteLossError: they are none, and the state is of them.
+        NonFiniteLossError: loss or gradient norm is not finite, and no action of ``spikes`` undoes the step.
         SpikesError: there were too many spikes.
-        GoBack: the run is to go back.
+        RollbackRequested: the run is to roll back.
     """
     config, spike = run.config.spikes, values.get("spike", 0.0) > 0
-    borne = spike and config.action in ("skip", "rollback")
-    if not borne and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+    undone = spike and config.action in ("skip", "rollback")
+    if not undone and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise non_finite_error(values, step, saver)
     if not spike:
         return
     recent = [one["step"] for one in run.spikes if one["step"] > step - config.window]
     if len(recent) >= config.limit:
         raise SpikesError(
-            f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}, a spike after those of "
-            f"steps {', '.join(map(str, recent))}; {config.limit} in {config.window} steps are borne (spikes.limit). "
-            "Stopped. Lower optim.schedule.peak, lengthen its warmup, set optim.clip_norm, or look at the data; then "
+            f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}, a loss spike after "
+            f"those of steps {', '.join(map(str, recent))}; {config.limit} in {config.window} steps are "
+            "tolerated (spikes.limit). Stopped. Lower optim.schedule.peak, lengthen its warmup, set optim.clip_norm, or look at the data; then "
             "start a new run."
         )
     if config.action == "rollback":
         raise RollbackRequested(step, values)
     record_spike(run, recorder, step, values, {"batch": run.batches.batch_index(step - 1)})
     recorder.view.say(
-        f"step {step}: a spike, loss {values['loss']:.4f}, gradient norm {values['grad_norm']:.2f}; "
+        f"step {step}: loss spike: loss {values['loss']:.4f}, gradient norm {values['grad_norm']:.2f}; "
         + ("skipped" if config.action == "skip" else f"learning rate now {values['learning_rate']:.2e}")
     )
 
 
 def record_spike(run: Run, recorder: Recorder, step: int, values: dict[str, float], facts: dict[str, Any]) -> None:
-    """A spike in the log of events, and in checkpoints from now on."""
+    """Records a loss spike in the event log, and in the run's checkpoints from now on."""
     spike = {"step": step, "action": run.config.spikes.action, **facts}
     run.spikes = [*run.spikes, spike]
     numbers = {name: finite_or_none(values[name]) for name in ("loss", "grad_norm")}
@@ -75,42 +83,50 @@ def record_spike(run: Run, recorder: Recorder, step: int, values: dict[str, floa
 def roll_back(
     run: Run, recorder: Recorder, saver: Saver, spike: int, values: dict[str, float]
 ) -> tuple[TrainState, int]:
-    """The state to go on from, and its step; the run's batches are now those without the spike's.
+    """Rolls the run back to before a loss spike; its data then skips the spike's batches.
 
-    The point to go back to is a number of steps before the spike, whichever checkpoints there are: from an older one
-    the steps up to it are done again as they were. So a run that was stopped in between makes the same of it.
+    The rollback point is ``spikes.back`` steps before the spike, whichever checkpoints exist: from an older checkpoint
+    the steps up to that point are repeated as they were. So a run that was stopped in between gives the same result.
+
+    Args:
+        spike: step of the spike.
+        values: its scalar metrics.
+
+    Returns:
+        the restored state, and the step to continue from.
     """
-    config, had = run.config.spikes, run.spikes
+    config, spikes_so_far = run.config.spikes, run.spikes
     to = max(0, spike - 1 - config.back)
-    from_ = saver.newest(to)
-    if from_ is None and (from_ := saver.oldest()) is not None:
-        to = from_  # nothing is left of the time before
-    saver.set_aside_after(-1 if from_ is None else from_)
+    restored = saver.newest(to)
+    if restored is None and (restored := saver.oldest()) is not None:
+        to = restored  # there is no older checkpoint
+    saver.set_aside_after(-1 if restored is None else restored)
     before = run.batches
-    passing = before.skip(to, config.pass_over)
-    run.data.train.check_steps(passing.batch_index(run.config.steps - 1) + 1)
+    batches = before.skip(to, config.pass_over)
+    run.data.train.check_steps(batches.batch_index(run.config.steps - 1) + 1)
     state, first = start_state(run, saver)
-    run.batches, run.spikes = passing, had
-    left = {"to": to, "from": first, "batches": [before.batch_index(to), before.batch_index(to + config.pass_over - 1)]}
+    run.batches, run.spikes = batches, spikes_so_far
+    skipped = [before.batch_index(to), before.batch_index(to + config.pass_over - 1)]
+    facts = {"to": to, "from": first, "batches": skipped}
     run.directory.drop_metrics_after(first)
-    record_spike(run, recorder, spike, values, left)
+    record_spike(run, recorder, spike, values, facts)
     recorder.view.rewind_to(first)
     recorder.view.say(
-        f"step {spike}: a spike, loss {values['loss']:.4f}, gradient norm {values['grad_norm']:.2f}; back to step "
-        f"{first}, and from step {to} on without {config.pass_over} batches"
+        f"step {spike}: loss spike: loss {values['loss']:.4f}, gradient norm {values['grad_norm']:.2f}; rolled back to "
+        f"step {first}; {config.pass_over} batches are skipped from step {to} on"
     )
     return state, first
 
 
 def finite_or_none(value: float) -> float | None:
-    """For JSON, which has no other numbers."""
+    """The value, or None if it is not finite: JSON has no NaN or infinity."""
     return value if math.isfinite(value) else None
 
 
 def non_finite_error(values: dict[str, float], number: int, saver: Saver) -> NonFiniteLossError:
-    """The error of step ``number``; sets aside the checkpoint that gave it, so that the newest one is good."""
+    """Error of step ``number``, whose loss is not finite; sets aside the checkpoint that led to it."""
     saver.wait()
-    # The loss of step n is that of the parameters after n - 1 steps, which were finite numbers when they were saved.
+    # The loss of step n is that of the parameters after n - 1 steps, whose own values were finite when saved.
     aside = saver.set_aside_after(number - 2)
     good = saver.latest()
     return NonFiniteLossError(

@@ -1,4 +1,4 @@
-"""What a run saves where, and when: checkpoints on disk, and snapshots in memory between them."""
+"""Saver: when and where a run is saved: checkpoints on disk, and snapshots in memory between them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jaxllm.parallel.distributed import ProcessGroup
 Place = Literal["disk", "memory"]
 _log = logging.getLogger("jaxllm.train")
 TIMED_STEPS = 3
-"""Steps before the first snapshot where the interval is to be found out: their time is measured."""
+"""Steps before the first snapshot where its interval is derived: their duration is measured."""
 
 
 class Saver:
-    """Checkpoints and snapshots of one run, in every process of it.
+    """Saves and restores one run, in every process of it: checkpoints on disk, snapshots in host memory.
 
     Args:
-        directory: the run's.
-        config: when, where, how.
+        directory: the run's directory.
+        config: when, where and how to save.
         group: the processes of the run.
     """
 
@@ -46,7 +46,7 @@ class Saver:
                 raise
 
     def __enter__(self) -> Saver:
-        self._remember_start()
+        self._record_start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -56,18 +56,22 @@ class Saver:
             if self.memory is not None:
                 self.memory.close()
 
-    # Going on
+    # Resume
 
     def latest(self) -> int | None:
-        """The newest step that is saved anywhere; contents unchecked."""
+        """Newest step saved on disk or in memory, or None; its contents are not verified."""
         return max((step for step in self._newest().values() if step is not None), default=None)
 
     def read_meta(self) -> dict[str, Any]:
-        """The ``meta`` of that step."""
+        """Metadata of the newest saved step."""
         return self._source().read_meta()
 
     def resume(self, abstract_state: Any) -> Resumed | None:
-        """The newest good state: from the memory of this host or its peers where that is newer than the disk's."""
+        """Newest intact state: from the memory of this host or its peers if newer than the disk's, else from disk.
+
+        Args:
+            abstract_state: shapes, dtypes and shardings to restore to.
+        """
         if self._source() is self.memory and self.memory is not None:
             found, problem = None, ""
             try:
@@ -77,13 +81,17 @@ class Saver:
             problems = [one for one in self._group.gather("saver/resume", problem) if one]
             if not (problem := self._group.broadcast("saver/resume", "; ".join(problems))) and found is not None:
                 return found
-            _log.error("the snapshot in memory cannot be used, going back to the disk: %s", problem)
+            _log.error("the snapshot in memory cannot be restored; restoring the checkpoint on disk: %s", problem)
         return self.disk.resume(abstract_state)
 
-    # Saving
+    # Save
 
     def due(self, step: int, last: bool) -> Place | None:
-        """Where the state after ``step`` steps goes."""
+        """Where the state after ``step`` steps is to be saved; None: nowhere.
+
+        Args:
+            last: whether this is the last step of this start, which is always saved to disk.
+        """
         now = time.monotonic()
         if self._clock is None:
             self._clock = step, now
@@ -98,7 +106,7 @@ class Saver:
         return "memory" if step >= self._next else None
 
     def save(self, place: Place, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Saves the state there. A snapshot that fails is reported and given up; a checkpoint's failure is raised."""
+        """Saves the state. A failed snapshot in memory is logged and ignored; a failed checkpoint on disk is raised."""
         if place == "disk":
             self.disk.save(step, state, meta)
             return
@@ -106,43 +114,43 @@ class Saver:
         try:
             self.memory.save(step, state, meta)
         except CheckpointError as error:
-            _log.error("no snapshot in memory of step %d: %s", step, error)
+            _log.error("the snapshot in memory of step %d failed: %s", step, error)
         if self._config.memory is not None and self._config.memory.every is None:
-            self._next = step + int(self._group.broadcast("saver/interval", str(self._steps(step))))
+            self._next = step + int(self._group.broadcast("saver/interval", str(self._steps_to_next_snapshot(step))))
 
     def wait(self) -> None:
-        """Returns when the disk has everything."""
+        """Blocks until all checkpoints are on disk."""
         self.disk.wait()
 
     def finish(self) -> None:
-        """The run has ended as it should, and the disk has everything: the holders are let go."""
+        """Ends a run that stopped in order: waits for the disk and releases the snapshots in memory."""
         self.wait()
         if self.memory is not None:
             try:
                 self.memory.forget()
             except CheckpointError as error:
-                _log.error("the last snapshot in memory had failed: %s", error)
-        self._remember_end()
+                _log.error("the last snapshot in memory failed: %s", error)
+        self._record_end()
 
     def newest(self, step: int) -> int | None:
-        """The newest checkpoint on disk of that step or one before, as process 0 sees it; contents unchecked."""
+        """Newest checkpoint on disk at or before ``step``, as process 0 sees it; not verified. None without one."""
         self.wait()
         found = max((one for one in self.disk.steps() if one <= step), default=None)
         return json.loads(self._group.broadcast("saver/newest", json.dumps(found)))
 
     def oldest(self) -> int | None:
-        """The oldest."""
+        """Oldest checkpoint on disk, as process 0 sees it, or None."""
         return json.loads(self._group.broadcast("saver/oldest", json.dumps(min(self.disk.steps(), default=None))))
 
     def set_aside_after(self, step: int) -> list[Any]:
-        """As ``Checkpointer.set_aside_after``; snapshots in memory are let go."""
+        """Sets aside the checkpoints after ``step`` (see ``Checkpointer``), and releases snapshots in memory."""
         if self.memory is not None:
             self.memory.forget()
             self.memory.close()
             self.memory = None
         return self.disk.set_aside_after(step)
 
-    # Inside
+    # Internal
 
     def _newest(self) -> dict[Place, int | None]:
         return {"disk": self.disk.latest(), "memory": None if self.memory is None else self.memory.latest()}
@@ -152,17 +160,17 @@ class Saver:
         memory, disk = newest["memory"], newest["disk"]
         return self.memory if self.memory is not None and memory is not None and memory > (disk or -1) else self.disk
 
-    def _steps(self, step: int) -> int:
-        """Steps to the next snapshot, of the measured stall, step time and failures."""
+    def _steps_to_next_snapshot(self, step: int) -> int:
+        """Steps to the next snapshot, from the measured stall of a snapshot, the step time and the failure rate."""
         assert self.memory is not None
         assert self._clock is not None
         first, began = self._clock
         stalls = list(self.memory.stalls.values()) or [0.0]
         each = (time.monotonic() - began - sum(stalls)) / max(1, step - first)
-        return steps_between(sum(stalls) / len(stalls), each, self._apart())
+        return steps_between(sum(stalls) / len(stalls), each, self._mean_time_between_failures())
 
-    def _apart(self) -> float:
-        """Mean seconds between failures, from the run's own history: starts that no end came after."""
+    def _mean_time_between_failures(self) -> float:
+        """Mean seconds between failures, from the run's history: starts without a recorded end."""
         starts = self._starts()
         failures = sum(1 for one in starts[:-1] if "ended" not in one)
         lived = time.time() - starts[0]["began"] if starts else 0.0
@@ -174,14 +182,14 @@ class Saver:
         except (OSError, ValueError):
             return []
 
-    def _remember_start(self) -> None:
-        self._remember([*self._starts(), {"began": time.time()}])
+    def _record_start(self) -> None:
+        self._write_history([*self._starts(), {"began": time.time()}])
 
-    def _remember_end(self) -> None:
+    def _record_end(self) -> None:
         starts = self._starts()
-        self._remember([*starts[:-1], {**starts[-1], "ended": time.time()}] if starts else [])
+        self._write_history([*starts[:-1], {**starts[-1], "ended": time.time()}] if starts else [])
 
-    def _remember(self, starts: list[dict[str, float]]) -> None:
+    def _write_history(self, starts: list[dict[str, float]]) -> None:
         if self._group.rank == 0 and self._config.memory is not None:
             from jaxllm.files import write_json
 

@@ -1,4 +1,4 @@
-"""Training step: loss, gradients and update as one pure function, and what optimizers change of it."""
+"""Training step: loss, gradients, optimizer update, and the variants that some optimizers need."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,9 @@
-"""LOMO's step: each layer is moved in the backward pass, before the next one's gradients exist (arXiv:2306.09782).
+"""LOMO's training step: updates each layer in the backward pass, before the next layer's gradients exist.
 
-The forward pass keeps each layer's input. The backward pass computes a layer again, its gradients, and its update in
-place; then only what the layer before needs is left. Of the whole model's gradients there are never more than those of
-one layer (one group of them, where layers are of several kinds) and of the ends: embedding, output matrix, last norm.
+LOMO (arXiv:2306.09782) and AdaLomo (arXiv:2310.10195). The forward pass saves the input of each layer. The backward
+pass recomputes a layer, takes its gradients and updates it in place; then only the gradient of the layer's input
+remains. Gradients in memory are never more than those of one layer (one group of layers, where layers are of several
+kinds) plus those outside the layers: embedding, output matrix and final norm ("ends" below).
 
 Legend: L repeats of a segment's group, B batch, S sequence, D embed.
 """
@@ -26,12 +27,12 @@ from pallas_kernels.ring_attention import Layout
 
 
 class LayerwiseResult(NamedTuple):
-    """What a step that has no gradients to show gives.
+    """Result of a step that updates layer by layer and has no gradients to return.
 
     Attributes:
-        sums: of the loss, before the step.
-        params, opt_state: after it.
-        grad_norm, update_norm, param_norm: of all gradients, of what was added to the parameters, and of these.
+        sums: loss before the update.
+        params, opt_state: after the update.
+        grad_norm, update_norm, param_norm: global norms of the gradients, the updates and the updated parameters.
     """
 
     sums: LossSums
@@ -43,19 +44,22 @@ class LayerwiseResult(NamedTuple):
 
 
 LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
+"""``(state, batch) -> LayerwiseResult``."""
 
 
 def lomo_update(
     model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous"
 ) -> LayerwiseUpdate:
-    """``(state, batch) -> Moved``.
+    """Function ``(state, batch) -> LayerwiseResult`` of LOMO or AdaLomo.
 
     Args:
-        model: without experts, whose losses other layers' routers would hear of.
-        rules: ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each moves the parameters of its part.
+        model: without experts, whose routing losses need all layers together.
+        rules: from ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each updates its part of the parameters.
+        z_loss: weight of the z-loss.
+        layout: which tokens of a row each device gets.
     """
 
-    def move(state: TrainState, batch: Any) -> LayerwiseResult:
+    def update(state: TrainState, batch: Any) -> LayerwiseResult:
         params, opt_state = state.params, dict(state.opt_state)
         with sharding.use_rules(model.rules):
             batch = permute_sequence(batch, layout)
@@ -72,7 +76,7 @@ def lomo_update(
                 sums = sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
             return sums.loss / total, sums
 
-        x, to_embedding = jax.vjp(embed, params["embedding"])
+        x, embed_vjp = jax.vjp(embed, params["embedding"])
         inputs = {}
         for s in params["segments"]:
             x, inputs[s] = _forward(model, int(s), params["segments"][s], x, batch.positions, segments)
@@ -91,26 +95,26 @@ def lomo_update(
                 layer, rules["segments"][s], new[s], opt_state["segments"][s], inputs[s], dx, model.config.unroll
             )
             norms += more
-        (of_embedding,) = to_embedding(dx)
-        grads = grads | {"embedding": jax.tree.map(jnp.add, grads["embedding"], of_embedding)}
-        moved = {}
+        (lookup_grads,) = embed_vjp(dx)
+        grads = grads | {"embedding": jax.tree.map(jnp.add, grads["embedding"], lookup_grads)}
+        new_ends = {}
         for name, own in ends.items():
-            moved[name], opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
+            new_ends[name], opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
             norms += more
-        return LayerwiseResult(sums, params | moved | {"segments": new}, opt_state, *jnp.sqrt(norms))
+        return LayerwiseResult(sums, params | new_ends | {"segments": new}, opt_state, *jnp.sqrt(norms))
 
-    return move
+    return update
 
 
 def _first_layer(model: Functional, s: int) -> int:
-    """Number of a segment's first layer."""
+    """Index of a segment's first layer."""
     return sum(len(group) * repeats for group, repeats in model.config.segments[:s])
 
 
 def _forward(
     model: Functional, s: int, params: Any, x: Array, positions: Array, segments: Segments
 ) -> tuple[Float[Array, "B S D"], Float[Array, "L B S D"]]:
-    """A segment's result, and the input of each of its groups."""
+    """Forward pass of a segment; returns its output and the input of each of its groups."""
     group, repeats = model.config.segments[s]
 
     def one(x: Array, step: tuple[Any, Array]) -> tuple[Array, Array]:
@@ -130,9 +134,13 @@ def _backward(
     dx: Float[Array, "B S D"],
     unroll: int,
 ) -> tuple[Any, Any, Float[Array, "B S D"], Float[Array, " 3"]]:
-    """A segment's parameters and state moved, the gradient of its input, and ``_moved``'s norms.
+    """Backward pass of a segment that updates each group in place.
 
-    Stacks are carried, not stacked anew: they are moved in place.
+    The stacked parameters and states are carried through the scan, so that XLA updates their buffers in place.
+
+    Returns:
+        the segment's parameters and optimizer state after the update, the gradient of its input, and the squared norms
+        of ``_apply_gradients``.
     """
 
     def one(carry: tuple[Any, ...], step: tuple[Array, Array]) -> tuple[tuple[Any, ...], None]:
@@ -153,7 +161,13 @@ def _backward(
 
 
 def layer_slice(stack: Any, number: Array, before: Any = None) -> Any:
-    """A layer's part of a tree of stacked arrays, on the device; scalars, which layers share, are of ``before``."""
+    """One layer of a tree of stacked arrays, on the device.
+
+    Args:
+        stack: arrays with layers on the first dimension; scalars are shared by all layers.
+        number: index of the layer.
+        before: where scalars are taken from instead, so that each layer sees the same count; None: from ``stack``.
+    """
 
     def of(x: Array, shared: Array) -> Array:
         return on_device(jax.lax.dynamic_slice_in_dim(x, number, 1)) if x.ndim else shared
@@ -162,7 +176,7 @@ def layer_slice(stack: Any, number: Array, before: Any = None) -> Any:
 
 
 def set_layer_slice(stack: Any, own: Any, number: Array) -> Any:
-    """``row`` put back, where the stack is."""
+    """Writes one layer back into a tree of stacked arrays, in the memory (device or host) where the stack is."""
 
     def into(x: Array, own: Array) -> Array:
         if not x.ndim:
@@ -175,7 +189,7 @@ def set_layer_slice(stack: Any, own: Any, number: Array) -> Any:
 
 
 def _apply_gradients(rule: optax.GradientTransformation, params: Any, state: Any, grads: Any) -> tuple[Any, Any, Array]:
-    """Parameters after a step, the rule's state, and the squared norms of gradients, updates and parameters."""
+    """Parameters and optimizer state after an update, and the squared norms of gradients, updates and parameters."""
     grads = jax.tree.map(lambda g, p: sharding.reduce_partial_sums(g, p).astype(p.dtype), grads, params)
     updates, state = rule.update(grads, state, params)
     params = optax.apply_updates(params, updates)

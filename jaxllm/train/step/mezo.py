@@ -1,8 +1,9 @@
-"""MeZO's step: the slope of the loss along a random direction, from two forward passes (arXiv:2305.17333, algorithm 1).
+"""MeZO's training step: a zeroth-order update from two forward passes and no backward pass.
 
-The direction is never held: a layer's part of it is drawn from its seed where the layer is used, once for each pass,
-and once more when the layer is moved. So nothing waits for a backward pass, and parameters are moved in place. ZO2
-(arXiv:2503.12668) has layers wait on the host.
+The loss difference between the parameters perturbed by plus and minus epsilon along a random direction gives the
+directional derivative (arXiv:2305.17333, algorithm 1). The direction is never stored: each layer's part is drawn from
+a seed where the layer is used, once per forward pass and once for the update. There are no gradients to hold, and
+parameters are updated in place; with offload to host memory layers are streamed as in ZO2 (arXiv:2503.12668).
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
 PERTURBATION = 1e-3
-"""Of the step to each side (section 2.1 and table 15)."""
+"""Epsilon: size of the perturbation to each side (section 2.1 and table 15)."""
 
 
 def mezo_update(
     model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous"
 ) -> LayerwiseUpdate:
-    """``(state, batch) -> Moved``; the loss is the mean of the two that were seen.
+    """Function ``(state, batch) -> LayerwiseResult`` of MeZO; the reported loss is the mean of the two forward passes.
 
     Args:
         model: without experts.
-        rules: ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each moves the parameters of its part by slope times direction.
+        rules: from ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each updates its part of the parameters by
+            the directional derivative times the direction.
+        z_loss: weight of the z-loss.
+        layout: which tokens of a row each device gets.
     """
     segments = {str(s): (len(group), repeats) for s, (group, repeats) in enumerate(model.config.segments)}
 
-    def move(state: TrainState, batch: Any) -> LayerwiseResult:
+    def update(state: TrainState, batch: Any) -> LayerwiseResult:
         params, opt_state = state.params, dict(state.opt_state)
         key = jax.random.fold_in(state.rng, state.step)
         with sharding.use_rules(model.rules):
@@ -46,17 +50,17 @@ def mezo_update(
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
 
-        def loss(aside: Array) -> LossSums:
-            def shifted(own: Any, name: str, number: Any = 0) -> Any:
-                there = random_direction(key, own, name, number)
-                return jax.tree.map(lambda p, z: p + (aside * z).astype(p.dtype), own, there)
+        def loss(epsilon: Array) -> LossSums:
+            def perturbed(own: Any, name: str, number: Any = 0) -> Any:
+                z = random_direction(key, own, name, number)
+                return jax.tree.map(lambda p, z: p + (epsilon * z).astype(p.dtype), own, z)
 
-            ends = {name: shifted(params[name], name) for name in ("embedding", "head")}
+            ends = {name: perturbed(params[name], name) for name in ("embedding", "head")}
             x, first = model.embed(ends, batch.tokens, batch.positions), 0
             for s, (size, repeats) in segments.items():
 
                 def layer(x: Array, number: Array, s: str = s, size: int = size, first: int = first) -> Any:
-                    own = shifted(layer_slice(params["segments"][s], number), s, number)
+                    own = perturbed(layer_slice(params["segments"][s], number), s, number)
                     own = jax.tree.map(lambda p: p[0], own)
                     return model.group(int(s), own, x, batch.positions, first + number * size, context)[0], None
 
@@ -69,7 +73,7 @@ def mezo_update(
         both = jax.lax.map(loss, jnp.array([PERTURBATION, -PERTURBATION], dtype))
         slope = (both.loss[0] - both.loss[1]) / (2 * PERTURBATION * total)
 
-        def moved(rule: optax.GradientTransformation, own: Any, state: Any, name: str, number: Any = 0) -> Any:
+        def apply(rule: optax.GradientTransformation, own: Any, state: Any, name: str, number: Any = 0) -> Any:
             grads = jax.tree.map(lambda z: slope.astype(z.dtype) * z, random_direction(key, own, name, number))
             updates, state = rule.update(grads, state, own)
             own = optax.apply_updates(own, updates)
@@ -79,7 +83,7 @@ def mezo_update(
         new: dict[str, Any] = {"segments": {}}
         opt_state["segments"], norms = dict(opt_state["segments"]), jnp.zeros(3, dtype)
         for name in ("embedding", "head"):
-            new[name], opt_state[name], more = moved(rules[name], params[name], opt_state[name], name)
+            new[name], opt_state[name], more = apply(rules[name], params[name], opt_state[name], name)
             norms += more
         for s, (_, repeats) in segments.items():
             before = opt_state["segments"][s]
@@ -87,7 +91,7 @@ def mezo_update(
             def layer(carry: Any, number: Array, s: str = s, before: Any = before) -> Any:
                 stack, now, norms = carry
                 own = layer_slice(stack, number), layer_slice(now, number, before)
-                own, own_state, more = moved(rules["segments"][s], *own, s, number)
+                own, own_state, more = apply(rules["segments"][s], *own, s, number)
                 return (
                     set_layer_slice(stack, own, number),
                     set_layer_slice(now, own_state, number),
@@ -99,15 +103,17 @@ def mezo_update(
         sums = jax.tree.map(lambda x: jnp.mean(x, axis=0), both)
         return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms))
 
-    return move
+    return update
 
 
 def random_direction(key: Array, own: Any, name: str, number: Any = 0) -> Any:
-    """Of a layer, or an end of the model: normal numbers of its parameters' shapes and places.
+    """Standard normal values with the shapes, dtypes and shardings of a layer's (or end's) parameters.
 
     Args:
         key: of the step.
-        name: of the part; with ``number`` it says which layer.
+        own: parameters of the part.
+        name: of the part: "embedding", "head" or a segment; with ``number`` it identifies the layer.
+        number: index of the layer in its segment.
     """
 
     def draw(path: tuple[Any, ...], p: Array) -> Float[Array, "..."]:

@@ -64,11 +64,11 @@ class Numerics(NamedTuple):
             amax: largest magnitudes of this step, of the history's structure.
         """
         scale = None if self.loss_scale is None else self.loss_scale.updated(finite)
-        history = jax.tree.map(lambda old, now: jnp.where(finite, update_amax_history(old, now), old), self.seen, amax)
-        return Numerics(scale, history)
+        update = lambda old, now: jnp.where(finite, update_amax_history(old, now), old)  # noqa: E731
+        return Numerics(scale, jax.tree.map(update, self.seen, amax))
 
     def should_skip(self, finite: Bool[Array, ""]) -> Bool[Array, ""]:
-        """Whether to skip a step because its gradients overflowed and the loss scale can still be halved; bool scalar."""
+        """Whether to skip a step: its gradients overflowed and the loss scale can still be halved; bool scalar."""
         return jnp.zeros((), bool) if self.loss_scale is None else ~finite & (self.loss_scale.scale > LEAST_SCALE)
 
 

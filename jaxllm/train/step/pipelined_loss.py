@@ -1,4 +1,4 @@
-"""Loss and gradients of a step whose layers are pipelined: the ``value_and_grad`` that ``train_step`` takes."""
+"""Pipeline-parallel loss and gradients: the ``value_and_grad`` of ``train_step`` for a mesh with stages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from pallas_kernels.ring_attention import Layout
 
 
 def pipeline_plan(config: RunConfig, stages: int) -> tuple[Schedule, StageDepths]:
-    """A run's schedule over so many stages, and which layers its virtual stages have.
+    """Pipeline schedule of a run and the assignment of layers to its virtual stages.
+
+    Args:
+        config: the run.
+        stages: size of the mesh axis ``stage``.
 
     Raises:
-        ScheduleError: there is none; says what would be legal.
+        ScheduleError: none fits; the message says what is legal.
     """
     parallel, repeats = config.parallel, [repeats for _, repeats in config.model.segments]
     schedule = make(parallel.schedule, stages, config.accumulate, parallel.chunks)
@@ -37,7 +41,7 @@ def pipeline_plan(config: RunConfig, stages: int) -> tuple[Schedule, StageDepths
         what = f"{sum(repeats)} layers" if len(repeats) == 1 else f"layers of {len(repeats)} kinds"
         raise ScheduleError(
             f"pipeline: {what} do not divide over stage={stages}: say how many each stage gets, such as "
-            f"--parallel.depths {' '.join(map(str, even))}, or take a number of stages that divides them."
+            f"--parallel.depths {' '.join(map(str, even))}, or choose a number of stages that divides them."
         )
     return schedule, depths
 
@@ -53,14 +57,17 @@ def pipelined_value_and_grad(
     routing: RoutingConfig | None = None,
     offload: float = 0.0,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
-    """``jaxllm.train.step.loss.value_and_grad``, by a pipeline schedule.
+    """Pipeline-parallel counterpart of ``jaxllm.train.step.loss.value_and_grad``.
 
     Args:
-        model: of rules that store its layers over ``stage`` (``ParallelConfig.rules``).
-        schedule: its micro-batches are those that the batch is cut into.
-        depths: which layers its virtual stages have.
-        routing: weights of the routers' losses, of a model with experts; None: they are not even counted.
-        offload: share of a stage's layers whose activations wait on the host.
+        model: with sharding rules that store layers over ``stage`` (``ParallelConfig.rules``).
+        schedule: its micro-batches are those that the batch is split into.
+        depths: layers of its virtual stages.
+        z_loss: weight of the z-loss.
+        layout: which tokens of a row each device gets.
+        zero: ZeRO stage.
+        routing: weights of the load-balancing loss and router z-loss; None: routing statistics are not collected.
+        offload: share of a stage's layers whose activations are offloaded to the host.
     """
     routers = PipelineRouting.of(model.config, routing)
     pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload)
@@ -78,7 +85,7 @@ def pipelined_value_and_grad(
 def pipelined_loss_sums(
     model: Functional, schedule: Schedule, depths: StageDepths, *, layout: Layout = "contiguous"
 ) -> Callable[[Any, Any], LossSums]:
-    """``(params, batch) -> sums``, forward through the same stages: for evaluation where the parameters lie so."""
+    """Function ``(params, batch) -> LossSums``: a forward pass through the pipeline's stages, for evaluation."""
     pipeline = Pipeline(model, forward_only(schedule), depths, 3, layout)
 
     def run(params: Any, batch: Any) -> LossSums:
@@ -89,9 +96,9 @@ def pipelined_loss_sums(
 
 @dataclass(frozen=True)
 class PipelineRouting:
-    """What a pipeline's layers say of their routers: a ``Listener``.
+    """Routing statistics and losses of pipelined layers; an ``AuxLossCollector`` of the pipeline.
 
-    Sums of losses are shares of the whole batch's mean until ``joined``.
+    Loss terms are shares of the whole batch's mean until ``joined`` multiplies them by the target tokens.
     """
 
     config: DecoderConfig
@@ -99,27 +106,38 @@ class PipelineRouting:
 
     @classmethod
     def of(cls, config: DecoderConfig, routing: RoutingConfig | None) -> PipelineRouting | None:
-        """None where nothing is to be heard."""
+        """Collector for a model; None without experts, or where routing losses are off."""
         return (
             None if routing is None or RoutingAccumulator.of(config, Segments(None)) is None else cls(config, routing)
         )
 
     def nothing(self) -> RoutingSums:
-        """Sums of no layer."""
+        """Empty sums, before any layer."""
         return self._tally(Segments(None)).sums(self.config, jnp.zeros(()))
 
     def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> RoutingAccumulator:
-        """Hears the layers of a unit, by their places in it."""
+        """Attention context that accumulates the routing of one unit (a group of layers).
+
+        Args:
+            g: segment of the unit.
+            segments: attention context to delegate to.
+            over: manual mesh axes that tokens are split over.
+        """
         tally = self._tally(segments)
         return replace(tally, counts=tally.counts[: len(self.config.segments[g][0])], over=over)
 
     def heard(self, context: RoutingAccumulator, weight: Array) -> tuple[Array, RoutingSums]:
-        """A unit's part of the step's loss, and what it has counted."""
+        """Routing loss of a unit, to be added to the step's loss, and its statistics.
+
+        Args:
+            context: of the unit, after its forward pass.
+            weight: share of the micro-batch in the step.
+        """
         sums = context.sums(self.config, weight)
         return self._loss(sums), sums
 
     def add(self, sums: RoutingSums, found: RoutingSums, g: int, unit: Array) -> RoutingSums:
-        """``sums`` with those of a unit of segment g, at its layers' rows."""
+        """Adds the statistics of one unit of segment ``g`` to those of the whole model."""
         segments = self.config.segments
         first = sum(len(group) * repeats for group, repeats in segments[:g])
         rows = first + unit * len(segments[g][0]) + jnp.arange(found.counts.shape[0])
@@ -128,7 +146,7 @@ class PipelineRouting:
         return more._replace(**rest)
 
     def joined(self, sums: LossSums, heard: RoutingSums, total: Array) -> LossSums:
-        """The head's sums with the routers', of a batch with ``total`` targets."""
+        """Loss sums of the head with the routing losses added, for a batch of ``total`` target tokens."""
         whole = heard._replace(balance=heard.balance * total, z=heard.z * total)
         return sums._replace(loss=sums.loss + self._loss(whole), routing=whole)
 
@@ -142,13 +160,13 @@ class PipelineRouting:
 
 
 def _parts(model: Functional, batch: Any, schedule: Schedule, layout: Layout) -> Any:
-    """The batch, cut into micro-batches: Int[M B S] each."""
+    """The batch as micro-batches: Int[M B S] each."""
     with sharding.use_rules(model.rules):
         return jax.tree.map(lambda x: split_micro_batches(x, schedule.micro_batches), permute_sequence(batch, layout))
 
 
 def _head(model: Functional, z_loss: float) -> Callable[[Any, Array, Any], LossSums]:
-    """The loss of a micro-batch, from what the last layer gives."""
+    """Function of parameters, final hidden states and a micro-batch: its loss sums."""
 
     def head(ends: Any, hidden: Array, batch: Any) -> LossSums:
         hidden, weight = model.unembed(ends, hidden)

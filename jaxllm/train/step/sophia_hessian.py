@@ -1,7 +1,7 @@
-"""Sophia's estimate of the Hessian's diagonal: Gauss-Newton-Bartlett (arXiv:2305.14342, algorithm 2).
+"""Sophia's Gauss-Newton-Bartlett estimate of the Hessian's diagonal (arXiv:2305.14342, algorithm 2).
 
-Labels are drawn from the model's own predictions; with N of them and g the gradient of their mean loss, the diagonal of
-the Gauss-Newton matrix is the expectation of ``N g^2``.
+Labels are sampled from the model's own predictions. For N of them and the gradient g of their mean loss, the diagonal
+of the Gauss-Newton matrix is the expectation of ``N g^2``.
 
 Legend: B batch, S sequence, D embed, V vocab, T tokens on a device.
 """
@@ -25,7 +25,7 @@ from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout, order
 
 CHUNK = 256
-"""Tokens whose logits a device has at once."""
+"""Tokens whose logits a device holds at a time."""
 
 
 def gauss_newton_estimator(
@@ -36,10 +36,14 @@ def gauss_newton_estimator(
     accumulate: int = 1,
     layout: Layout = "contiguous",
 ) -> Callable[[TrainState, Any], HessianEstimate]:
-    """``(state, batch) -> Curvature``, a new one every so many steps, the first with the first.
+    """Function ``(state, batch) -> HessianEstimate`` with a new estimate every ``every`` steps, from the first step on.
 
     Args:
-        value_and_grad: of the step; its losses beside the likelihood should have no weight.
+        model: the architecture.
+        value_and_grad: of the step, without z-loss and routing losses.
+        every: steps between two estimates; zeros in between.
+        accumulate: micro-batches, as in the step.
+        layout: which tokens of a row each device gets.
     """
 
     def estimate(state: TrainState, batch: Any) -> Any:
@@ -59,7 +63,11 @@ def gauss_newton_estimator(
 def sample_targets(
     model: Functional, params: Any, batch: Any, key: Array, *, accumulate: int = 1, layout: Layout = "contiguous"
 ) -> Int[Array, "B S"]:
-    """Targets drawn from the model's predictions, where the batch has some; the same ones on every mesh."""
+    """Targets sampled from the model's predictions, at unmasked places of the batch; independent of the mesh.
+
+    Args:
+        key: RNG key of the step.
+    """
     with sharding.use_rules(model.rules):
         uniform = jax.random.uniform(key, batch.targets.shape, jnp.promote_types(model.config.dtype, jnp.float32))
         whole = batch._replace(targets=sharding.constrain(uniform, *TOKENS))
@@ -82,7 +90,7 @@ def sample_targets(
 def _sampled(
     hidden: Float[Array, "B S D"], head: Float[Array, "V D"], uniform: Float[Array, "B S"], softcap: float | None
 ) -> Int[Array, "B S"]:
-    """How many of each distribution's sums, word by word, lie below the uniform number."""
+    """Inverse-CDF sampling: the token is the number of cumulative probabilities below the uniform value."""
     vocab = sharding.axis_names("act_vocab")
 
     def local(hidden: Array, head: Array, uniform: Array) -> Array:
@@ -107,7 +115,7 @@ def _sampled(
 
 
 def unpermute_sequence(x: Int[Array, "B S"], layout: Layout) -> Int[Array, "B S"]:
-    """Back from ``arrange``."""
+    """Inverse of ``permute_sequence``."""
     shards = sharding.axis_size("attn_seq")
     if shards == 1 or layout == "contiguous":
         return x

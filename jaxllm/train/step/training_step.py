@@ -81,8 +81,8 @@ def train_step(
         ``nll`` (nats per target token), ``grad_norm`` (global, before clipping), ``update_norm`` (global, of what is
         added to the parameters), ``param_norm`` (after the update), ``learning_rate`` and ``tokens`` (target tokens);
         ``routing_metrics`` for models with experts; ``loss_scale`` in float16; ``spike`` (0 or 1) and ``spike_score``
-        (deviations above the median) where spikes are detected; ``skipped`` (0 or 1) where steps can be skipped. A step
-        skipped for overflow reports grad_norm 0.
+        (deviations above the median) where spikes are detected; ``skipped`` (0 or 1) where steps can be skipped. A
+        step skipped for overflow reports grad_norm 0.
     """
     hooks = hooks or StepHooks()
     lowers_rate, skips_spikes = (spikes is not None and spikes.action == name for name in ("lower_rate", "skip"))
