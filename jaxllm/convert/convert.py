@@ -22,7 +22,7 @@ from jaxllm.config import from_dict, to_dict
 from jaxllm.convert.load import open_tokenizer
 from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.files import release
-from jaxllm.hub import HubError, Source, find_model, open_source
+from jaxllm.hub import HubError, ModelSource, find_model, open_source
 from jaxllm.hub.families.config_json import TOKENS, config_json
 from jaxllm.hub.families.families import family
 from jaxllm.hub.huggingface import Carried, by_leaf, cast, match, paths, stream_leaf, their_tensors, write_config
@@ -32,10 +32,10 @@ from jaxllm.text import Tokenizer
 from jaxllm.text.tokenizer_files import write_stop_ids
 
 DType = Literal["float32", "bfloat16", "float16"]
-OURS = ("float32", "bfloat16", "float64")
+CHECKPOINT_DTYPES = ("float32", "bfloat16", "float64")
 """What a checkpoint's parameters can be in."""
 
-WORDS = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -50,14 +50,14 @@ WORDS = (
     "generation_config.json",
 )
 """Files beside the weights, copied as they are."""
-READ = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
+TOKENIZER_DEFINITIONS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 """Those that hold a tokenizer which can be opened here."""
 
 Leaves = Callable[[str], dict[str, StreamedLeaf]]
 
 
 @dataclass(frozen=True)
-class Model:
+class ConvertibleModel:
     """A model to convert; no weight has been read.
 
     Attributes:
@@ -88,7 +88,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """What was written: to where, how many tensors (or leaves) and bytes, in what, and whether it has a tokenizer."""
 
     path: Path
@@ -109,7 +109,7 @@ def convert(
     top_k: int | None = None,
     shard_bytes: int = 5 * 2**30,
     progress: Progress | None = None,
-) -> Converted:
+) -> ConversionResult:
     """Writes a model in another form.
 
     Args:
@@ -153,7 +153,7 @@ def convert(
         return replace(write(model, temporary, dtype, shard_bytes, progress), path=out)
 
 
-def _upcycled(model: Model, experts: int, top_k: int, *, named: bool) -> Model:
+def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool) -> ConvertibleModel:
     """The model with experts in the place of its feed-forward layers.
 
     Args:
@@ -176,7 +176,7 @@ def _upcycled(model: Model, experts: int, top_k: int, *, named: bool) -> Model:
     return replace(model, config=config, source=source, leaves=leaves, carried=Carried(), keeps=False)
 
 
-def _open(path: Path, step: int | None) -> Model:
+def _open(path: Path, step: int | None) -> ConvertibleModel:
     if (path / "checkpoints").is_dir():
         return _open_run(path, step)
     if step is not None:
@@ -188,7 +188,7 @@ def _open(path: Path, step: int | None) -> Model:
         raise error if str(source.path) in str(error) else HubError(f"{source.path}: {error}") from error
 
 
-def _open_source(source: Source) -> Model:
+def _open_source(source: ModelSource) -> ConvertibleModel:
     table = family(source.source).table
     shapes = paths(functional(source.config).abstract())
     found, carried = match(table, source.config, shapes, source.tensors)
@@ -200,7 +200,7 @@ def _open_source(source: Source) -> Model:
 
     def words(folder: Path) -> None:
         if source.gguf is None:
-            copy_words(source.path, folder)
+            copy_tokenizer_files(source.path, folder)
         elif there:
             source.tokenizer.save(folder)
             if source.template is not None:
@@ -209,7 +209,7 @@ def _open_source(source: Source) -> Model:
     there = has_tokenizer(source.path) if source.gguf is None else "tokenizer.ggml.model" in source.gguf.metadata
     exact = tuple(n for n, theirs in found.items() if {p.path for p in theirs.parts} & _exact(source.config))
     types = {str(source.tensors[name].dtype) for name in found if name not in exact}
-    return Model(
+    return ConvertibleModel(
         config=source.config,
         source=source.source,
         dtype=types.pop() if len(types) == 1 else None,
@@ -234,7 +234,7 @@ def _exact(config: DecoderConfig) -> set[str]:
     return {path for path, dtype in _dtypes(config, "bfloat16").items() if dtype != jnp.bfloat16}
 
 
-def _open_run(path: Path, step: int | None) -> Model:
+def _open_run(path: Path, step: int | None) -> ConvertibleModel:
     with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
         meta = checkpointer.read_meta(step)
         arrays = checkpointer.map_leaves(step)
@@ -252,7 +252,7 @@ def _open_run(path: Path, step: int | None) -> Model:
         return {p: StreamedLeaf(a.shape, to[p], _pieces(a, to[p], p)) for p, a in arrays.items()}
 
     tensors = their_tensors(source, config, arrays, carried)
-    return Model(
+    return ConvertibleModel(
         config=config,
         source=source,
         dtype=config.param_dtype,
@@ -261,7 +261,7 @@ def _open_run(path: Path, step: int | None) -> Model:
         leaves=leaves,
         carried=carried,
         tokenizer=None if tokenizer is None else lambda: tokenizer,
-        write_words=lambda folder: copy_words(path / "tokenizer", folder),
+        write_words=lambda folder: copy_tokenizer_files(path / "tokenizer", folder),
         exact=tuple(
             n for n, x in tensors.items() if n not in carried.tensors and x.dtype != jnp.dtype(config.param_dtype)
         ),
@@ -278,19 +278,19 @@ def _tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a directory has a tokenizer's file of a kind that is read here."""
-    return any(file for pattern in READ for file in folder.glob(pattern))
+    return any(file for pattern in TOKENIZER_DEFINITIONS for file in folder.glob(pattern))
 
 
-def copy_words(folder: Path, out: Path) -> None:
+def copy_tokenizer_files(folder: Path, out: Path) -> None:
     """Copies what belongs to the tokenizer and the template."""
-    for pattern in WORDS:
+    for pattern in TOKENIZER_FILES:
         for file in sorted(folder.glob(pattern)):
             target = out / file.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
 
 
-def _write_hf(model: Model, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None) -> Converted:
+def _write_hf(model: ConvertibleModel, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None) -> ConversionResult:
     to = dtype or (None if model.keeps else model.dtype or "float32")
     tensors = cast(model.tensors, to, [name for name in model.weights if name not in model.exact])
     tensors = cast(tensors, None, model.exact)
@@ -298,15 +298,15 @@ def _write_hf(model: Model, folder: Path, dtype: str | None, shard_bytes: int, p
     write_config(folder, model.source, to if dtype or {"dtype", "torch_dtype"} & model.source.keys() else None)
     model.write_words(folder)
     size = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
-    return Converted(folder, len(tensors), size, to or model.dtype or "several types", model.tokenizer is not None)
+    return ConversionResult(folder, len(tensors), size, to or model.dtype or "several types", model.tokenizer is not None)
 
 
 def _write_jaxllm(
-    model: Model, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None
-) -> Converted:
-    if dtype is not None and dtype not in OURS:
-        raise HubError(f"a checkpoint's parameters cannot be {dtype}; legal: {', '.join(OURS[:2])}.")
-    to = dtype or (model.dtype if model.dtype in OURS else "float32")
+    model: ConvertibleModel, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None
+) -> ConversionResult:
+    if dtype is not None and dtype not in CHECKPOINT_DTYPES:
+        raise HubError(f"a checkpoint's parameters cannot be {dtype}; legal: {', '.join(CHECKPOINT_DTYPES[:2])}.")
+    to = dtype or (model.dtype if model.dtype in CHECKPOINT_DTYPES else "float32")
     config = replace(model.config, param_dtype=to, dtype=to)  # type: ignore[arg-type]
     kept, tokenizer = model.carried.tensors, model.tokenizer and model.tokenizer()
     leaves = {f"params/{path}": leaf for path, leaf in model.leaves(to).items()}
@@ -336,7 +336,7 @@ def _write_jaxllm(
         raise
     (folder / "checkpoints" / ".lock").unlink(missing_ok=True)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-    return Converted(folder, len(leaves), size, to, model.tokenizer is not None)
+    return ConversionResult(folder, len(leaves), size, to, model.tokenizer is not None)
 
 
 def _pieces(array: np.ndarray, dtype: np.dtype, path: str, size: int = 2**22) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Models from elsewhere and back: one table of weights a family, both ways."""
+"""Published models: Hugging Face directories, GGUF files and the hub, loaded and exported by one weight mapping."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jaxllm.hub.families.families import decoder_config
     from jaxllm.hub.gguf.gguf_model import find_smollm2, load_gguf
     from jaxllm.hub.huggingface import HubModel, export_hf, load_hf
-    from jaxllm.hub.model_source import Source, find_model, open_source
+    from jaxllm.hub.model_source import ModelSource, find_model, open_source
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -26,17 +26,18 @@ __getattr__, __dir__ = lazy_exports(
             "load_hf",
         ),
         "jaxllm.hub.model_source": (
-            "Source",
+            "ModelSource",
             "find_model",
             "open_source",
         ),
     },
+    renamed={"Source": "ModelSource"},
 )
 
 __all__ = [
     "HubError",
     "HubModel",
-    "Source",
+    "ModelSource",
     "decoder_config",
     "export_hf",
     "find_model",

@@ -1,4 +1,4 @@
-"""What can be wrong with a model from elsewhere."""
+"""Errors of reading and writing published models."""
 
 
 class HubError(ValueError):

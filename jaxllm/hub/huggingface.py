@@ -1,7 +1,4 @@
-"""Models in Hugging Face's directory layout: ``config.json`` and safetensors, in and out.
-
-Neither torch nor transformers is needed.
-"""
+"""Hugging Face directories: loads and exports ``config.json`` and safetensors, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -28,29 +25,29 @@ from jaxllm.hub.families.families import decoder_config, family
 from jaxllm.hub.packed_weights import Weights, place_packed, staying_packed
 from jaxllm.hub.quantised_checkpoints import dequantised, without_quantisation
 from jaxllm.hub.safetensors import Lazy, Progress
-from jaxllm.hub.weight_mapping import Part, Table, Theirs, layout
-from jaxllm.models import DecoderConfig, Packed, functional
+from jaxllm.hub.weight_mapping import TensorPart, Theirs, WeightTable, layout
+from jaxllm.models import DecoderConfig, PackedExperts, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
-"""Tensors of older files that are computed, not learned, by their endings: carried through to an export as they are."""
+"""Suffixes of tensors in older files that are computed, not learned; an export carries them through unchanged."""
 
 READERS = 2
-"""Layers of a leaf that are read and converted at a time; each holds a copy of its own."""
+"""Number of layers of a leaf that are read and converted in parallel; each needs a buffer of its own."""
 EXPERT_LEAVES = 3
-"""Leaves of a layer that are held while the tensors of its experts are written, one after the other."""
+"""Number of leaves of a layer held in memory while the tensors of its experts are written one by one."""
 
 Tensors = Mapping[str, Any]
-"""By name, arrays or what makes an array of a slice: anything with ``shape``, ``[slices]`` and ``__array__``."""
+"""Tensors by name: arrays, or lazy ones with ``shape``, ``[slices]`` and ``__array__``."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What an export needs beside parameters to give back the files that were loaded.
+    """Data beside the parameters that an export needs to reproduce the loaded files.
 
     Attributes:
-        tensors: what is not learned, by name.
-        twice: names under which a tensor is saved a second time -> its own name.
-        bare: names lack the family's prefix.
+        tensors: tensors that are not learned, by name.
+        twice: second name of a tensor that is saved twice -> its own name.
+        bare: whether names lack the family's prefix.
     """
 
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -60,14 +57,14 @@ class Carried:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model from elsewhere.
+    """A loaded published model.
 
     Attributes:
-        config: the architecture, in our terms.
+        config: its architecture as a ``DecoderConfig``.
         params: its parameters.
-        source: the ``config.json`` it came with, which an export carries over; of a quantised model without what says
-            so, for an export is in plain numbers.
-        carried: what else an export carries over.
+        source: its ``config.json``, which an export carries over; for a quantised model without the quantisation entry,
+            because an export is in plain floating point.
+        carried: further data that an export carries over.
     """
 
     config: DecoderConfig
@@ -79,17 +76,18 @@ class HubModel:
 def load_hf(
     directory: Path | str, *, mesh: Mesh | None = None, dtype: str = "float32", progress: Progress | None = None
 ) -> HubModel:
-    """Loads a local model directory, straight into its shards: only the slices a device holds are read for it.
+    """Loads a local model directory straight into its shards: each device reads only the slices that it holds.
 
     Args:
         directory: has config.json and model.safetensors, or shards with an index.
-        mesh: where the parameters go; one device by default.
-        dtype: what parameters are stored and computed in.
+        mesh: mesh that the parameters are placed on; one device by default.
+        dtype: dtype in which parameters are stored and computed.
         progress: called for every parameter.
 
     Raises:
-        HubError: an unknown family, a configuration that is not understood, a tensor that is missing, not used, or of
-            another shape, a value that is not finite: each by name.
+        HubError: an unknown family, an unsupported configuration, a tensor that is missing, unused or of another
+            shape, a
+            value that is not finite: each by name.
         ShardingError: the model does not fit the mesh.
     """
     directory = Path(directory)
@@ -106,14 +104,15 @@ def load_tensors(
     weights: Weights = "plain",
     progress: Progress | None = None,
 ) -> HubModel:
-    """A model from a ``config.json`` and its tensors; see ``load_hf``.
+    """Loads a model from a ``config.json`` and its tensors; see ``load_hf``.
 
     Args:
-        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.Packed``), to be served on one
+        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedExperts``), to be served
+            on one
             device; an export wants them plain.
 
     Raises:
-        HubError: also where nothing can stay packed, or there is more than one device.
+        HubError: also if nothing can stay packed, or there is more than one device.
     """
     config = replace(decoder_config(source), param_dtype=dtype, dtype=dtype)  # type: ignore[arg-type]
     model = functional(config)
@@ -123,7 +122,7 @@ def load_tensors(
     found, carried = match(family(source).table, config, leaves, tensors)
     sources = by_leaf(found, tensors)
     kept = staying_packed(sources, mesh) if weights == "packed" else set()
-    loaded: dict[str, jax.Array | Packed] = {}
+    loaded: dict[str, jax.Array | PackedExperts] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
             progress(path, done, len(leaves))
@@ -136,7 +135,7 @@ def load_tensors(
 def export_hf(
     model: HubModel, directory: Path | str, *, shard_bytes: int = 5 * 2**30, progress: Progress | None = None
 ) -> None:
-    """Writes a model as transformers writes it; the inverse of ``load_hf``, byte for byte at the same dtype.
+    """Exports a model as transformers writes it: the inverse of ``load_hf``, byte for byte at the same dtype.
 
     One tensor at a time is held beside the parameters. Nothing is left behind if it fails.
 
@@ -153,7 +152,7 @@ def export_hf(
 def their_tensors(
     source: Mapping[str, Any], config: DecoderConfig, leaves: Mapping[str, Any], carried: Carried
 ) -> dict[str, Any]:
-    """What an export consists of, by their names, made of our ``leaves`` when it is asked for.
+    """Tensors of an export under Hugging Face names, each made from our ``leaves`` when it is requested.
 
     Raises:
         HubError: the architecture has weights that the family has no name for.
@@ -174,10 +173,10 @@ def their_tensors(
 
 
 def cast(tensors: Tensors, dtype: str | None, names: Iterable[str]) -> dict[str, Any]:
-    """The tensors, those of these ``names`` in ``dtype`` (None: in their own) and seen to be finite as they are made.
+    """Tensors of which those in ``names`` are cast to ``dtype`` (None: unchanged) and checked to be finite when made.
 
     Raises:
-        HubError: when one is made that has a value that is not finite, or would not be in ``dtype``.
+        HubError: a value is not finite, or would not be in ``dtype``; raised when the tensor is made.
     """
 
     def make(name: str, to: np.dtype) -> np.ndarray:
@@ -200,17 +199,17 @@ def cast(tensors: Tensors, dtype: str | None, names: Iterable[str]) -> dict[str,
 
 
 def write_config(directory: Path, source: Mapping[str, Any], dtype: str | None) -> None:
-    """Writes ``config.json``; ``dtype`` is what its tensors are in, None for what it says."""
+    """Writes ``config.json``; ``dtype`` is the dtype of its tensors, None for the one it states."""
     key = "torch_dtype" if "torch_dtype" in source else "dtype"
     config = {**source} | ({} if dtype is None else {key: dtype})
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def to_theirs(tensor: Theirs, leaves: Mapping[str, Any], row_of: RowOf | None = None) -> np.ndarray:
-    """One of their tensors, of our leaves.
+    """One Hugging Face tensor, made from our leaves.
 
     Args:
-        row_of: gives a leaf's row of the stack of layers, of which several tensors are made (one for each expert).
+        row_of: returns a leaf's row of the stack of layers, from which several tensors are made (one for each expert).
     """
     pieces = []
     for part in tensor.parts:
@@ -233,10 +232,10 @@ RowOf = Callable[[str, int], np.ndarray]
 
 
 def read_model(directory: Path) -> tuple[Mapping[str, Any], Tensors]:
-    """A directory's ``config.json`` and tensors; of a quantised model, those of the model that it stands for.
+    """``config.json`` and tensors of a directory; a quantised model is read as the plain model that it stands for.
 
     Raises:
-        HubError: as ``load_hf``, but for what values would tell.
+        HubError: as ``load_hf``, except for what only values would show.
     """
     given = read_config(directory)
     source = without_quantisation(given)
@@ -245,7 +244,7 @@ def read_model(directory: Path) -> tuple[Mapping[str, Any], Tensors]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The directory's ``config.json``."""
+    """Parsed ``config.json`` of a directory."""
     file = directory / "config.json"
     try:
         value = json.loads(file.read_text())
@@ -259,21 +258,21 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def paths(tree: Any) -> dict[str, Any]:
-    """Leaves by path, in the tree's order."""
+    """Leaves by path, in the order of the tree."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a file's tensors are those of an architecture, by names and shapes alone.
+    """Match between the tensors of a file and those of an architecture, by names and shapes alone.
 
     Attributes:
-        wanted: what the architecture consists of.
-        carried: names of what is not learned.
+        wanted: tensors that the architecture consists of.
+        carried: names of tensors that are not learned.
         twice: as in ``Carried``.
         bare: as in ``Carried``.
-        problems: what is missing, not used, or of another shape or type; each a sentence's end.
+        problems: tensors that are missing, unused, or of another shape or dtype; each the end of a sentence.
     """
 
     wanted: Mapping[str, Theirs]
@@ -283,8 +282,8 @@ class Names:
     problems: tuple[str, ...]
 
 
-def match_names(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors) -> Names:
-    """Compares names, shapes and types; no value is read."""
+def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors) -> Names:
+    """Compares names, shapes and dtypes with those of the architecture; no value is read."""
     bare = not any(name.startswith(table.prefix) for name in tensors)
     wanted = layout(table, config, leaves, bare=bare)
     carried = tuple(
@@ -310,12 +309,12 @@ def match_names(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], 
 
 
 def match(
-    table: Table, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors
+    table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors
 ) -> tuple[Mapping[str, Theirs], Carried]:
-    """Their tensors by name, once every name and shape agrees, and what is not a parameter.
+    """Their tensors by name, and those that are no parameters, once every name and shape agrees.
 
     Raises:
-        HubError: lists what is missing, what is left over, what has another shape.
+        HubError: lists tensors that are missing, left over, or of another shape.
     """
     names = match_names(table, config, leaves, tensors)
     if names.problems:
@@ -335,12 +334,12 @@ def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
     return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.shape[0], rows))
 
 
-Source = tuple[Any, Part]
-"""One of their tensors and where our weight lies in it."""
+Source = tuple[Any, TensorPart]
+"""One of their tensors, and the place of our weight in it."""
 
 
 def by_leaf(found: Mapping[str, Theirs], tensors: Tensors) -> dict[str, list[Source]]:
-    """For each of our leaves what it is made of, layer by layer."""
+    """Sources of each of our leaves, layer by layer."""
     sources: dict[str, list[Source]] = {}
     for name, theirs in found.items():
         for part in theirs.parts:
@@ -349,7 +348,7 @@ def by_leaf(found: Mapping[str, Theirs], tensors: Tensors) -> dict[str, list[Sou
 
 
 def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
-    """One of our leaves from their tensors, each device's slice copied and converted on its own, layer by layer."""
+    """Places one of our leaves on devices: each device's slice is copied and converted on its own, layer by layer."""
     depth, by_place = len(sources[0][1].at), {part.at: (tensor, part) for tensor, part in sources}
 
     def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -369,7 +368,7 @@ def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
 
 
 def stream_leaf(sources: list[Source], dtype: np.dtype, path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
-    """The same values as consecutive pieces in C order, on the host: a layer or less at a time."""
+    """Values of one of our leaves as consecutive pieces in C order on the host, a layer or less at a time."""
     for tensor, part in sources:
         first, size = part.shape[0], math.prod(part.shape) * dtype.itemsize
         # Where our first dimension is not the outermost of theirs, reading a part of it would read all.
@@ -383,7 +382,7 @@ def stream_leaf(sources: list[Source], dtype: np.dtype, path: str, piece_bytes: 
 
 
 def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) -> None:
-    """The part ``inner`` of our weight into ``out``, converted to its type.
+    """Reads the part ``inner`` of our weight into ``out``, converted to its dtype.
 
     Raises:
         HubError: a value is not finite.
@@ -398,7 +397,7 @@ def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) 
 
 
 def _aligned(shape: list[int], dtype: Any) -> np.ndarray:
-    """An array to fill, at a multiple of 64 bytes: such a one the CPU backend takes as it is, without a copy."""
+    """Empty array aligned to 64 bytes, which the CPU backend uses without a copy."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64

@@ -1,4 +1,4 @@
-"""A model in files that another library wrote, whatever their format: what it is, its tensors, its words."""
+"""Published models in any file format: opens a directory, a GGUF file or a hub repository behind one interface."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from jaxllm.text import (
 )
 
 PACKAGED = {"smollm2": find_smollm2}
-"""Models that come in a package: name -> its file."""
+"""Models that come in a Python package: name -> its file."""
 REMOTE = "hf:"
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken")
-"""What is fetched of a repository; never code, never pickles."""
+"""Files that are downloaded from a repository; never code, never pickles."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model as its files have it; nothing is read before it is asked for.
+class ModelSource:
+    """A published model as its files have it; each part is read when it is first used.
 
     Attributes:
         path: the directory or the file.
         format: "hf" (config.json and safetensors) or "gguf".
         source: its ``config.json``, or the equivalent of one.
-        tensors: by Hugging Face's names.
-        gguf: the open file, of a GGUF.
+        tensors: tensors by Hugging Face names.
+        gguf: the open GGUF file, if it is one.
     """
 
     path: Path
@@ -56,10 +56,10 @@ class Source:
 
     @functools.cached_property
     def config(self) -> DecoderConfig:
-        """The architecture in our terms.
+        """Its architecture as a ``DecoderConfig``.
 
         Raises:
-            HubError: it is not understood.
+            HubError: the configuration is not supported.
         """
         return decoder_config(self.source)
 
@@ -68,7 +68,7 @@ class Source:
         """Its tokenizer.
 
         Raises:
-            DataError: there is none, it is of a kind that is not known, or has more tokens than the model has rows.
+            DataError: there is none, its kind is unknown, or it has more tokens than the embedding has rows.
         """
         if self.gguf is not None:
             tokenizer = tokenizer_from_gguf(self.gguf.metadata, where=str(self.path))
@@ -96,10 +96,10 @@ class Source:
         weights: Weights = "plain",
         progress: Progress | None = None,
     ) -> HubModel:
-        """Its parameters; see ``load_tensors``.
+        """Loads its parameters; see ``load_tensors``.
 
         Raises:
-            HubError: names what is wrong, and the file.
+            HubError: names the problem and the file.
         """
         try:
             return load_tensors(self.source, self.tensors, mesh=mesh, dtype=dtype, weights=weights, progress=progress)
@@ -107,11 +107,11 @@ class Source:
             raise HubError(f"{self.path}: {error}") from error
 
 
-def open_source(path: Path | str) -> Source:
+def open_source(path: Path | str) -> ModelSource:
     """Opens a directory with ``config.json`` and safetensors, or a ``.gguf`` file.
 
     Raises:
-        HubError: it is neither, it is damaged, or its architecture is not known.
+        HubError: it is neither, it is damaged, or its architecture is unknown.
     """
     path = Path(path)
     if path.is_dir():
@@ -122,7 +122,7 @@ def open_source(path: Path | str) -> Source:
             raise HubError(f"{path} has several GGUF files; name one: {', '.join(file.name for file in files[:9])}.")
         else:
             try:
-                return Source(path, "hf", *read_model(path))
+                return ModelSource(path, "hf", *read_model(path))
             except HubError as error:
                 raise error if str(path) in str(error) else HubError(f"{path}: {error}") from error
     refuse_pickle(path)
@@ -130,7 +130,7 @@ def open_source(path: Path | str) -> Source:
         raise HubError(f"{path} is a part of a model; give its directory, {path.parent}.")
     model = open_gguf(path)
     source = hf_config(model)
-    return Source(path, "gguf", source, hf_tensors(model, source), model)
+    return ModelSource(path, "gguf", source, hf_tensors(model, source), model)
 
 
 def refuse_pickle(file: Path) -> None:
@@ -140,7 +140,7 @@ def refuse_pickle(file: Path) -> None:
 
 
 def find_model(name: Path | str) -> Path:
-    """The path that a name stands for: a packaged model's, ``hf:ORG/NAME``'s copy on this machine, or the name itself.
+    """Resolves a model name to a path: a packaged model, ``hf:ORG/NAME`` in the local cache, or a path itself.
 
     Raises:
         HubError: the package is not installed (gives the command), or the hub cannot be reached.
@@ -155,10 +155,10 @@ def find_model(name: Path | str) -> Path:
 
 
 def fetch(repository: str) -> Path:
-    """A repository of the Hugging Face hub, or ORG/NAME/FILE, one of its files; downloaded once, kept in its cache.
+    """Downloads a repository of the Hugging Face hub, or one file of it (ORG/NAME/FILE), once, into its cache.
 
     Raises:
-        HubError: huggingface_hub is not installed, there is no such repository, or no way to it.
+        HubError: huggingface_hub is not installed, there is no such repository, or the network does not reach it.
     """
     try:
         import huggingface_hub

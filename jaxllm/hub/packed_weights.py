@@ -1,4 +1,4 @@
-"""Quantised experts, placed on a device as they are stored instead of as plain numbers.
+"""Packed experts: quantised expert weights, placed on a device as they are stored instead of dequantised.
 
 Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; ours are [I, O].
 """
@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.quantised_checkpoints import E8M0_NAN, GROUP, Dequantised, Stored
-from jaxllm.hub.weight_mapping import SWAPPED, Part
-from jaxllm.models import Packed
+from jaxllm.hub.weight_mapping import SWAPPED, TensorPart
+from jaxllm.models import PackedExperts
 
 EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 
@@ -23,8 +23,8 @@ EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 Weights = Literal["plain", "packed"]
 
 
-def staying_packed(sources: Mapping[str, list[tuple[Any, Part]]], mesh: Mesh) -> set[str]:
-    """The leaves, by path, that are of experts and made of quantised tensors alone.
+def staying_packed(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Mesh) -> set[str]:
+    """Paths of the expert leaves that are made of quantised tensors alone.
 
     Raises:
         HubError: there is none, or more than one device to place them on.
@@ -41,8 +41,8 @@ def staying_packed(sources: Mapping[str, list[tuple[Any, Part]]], mesh: Mesh) ->
     return kept
 
 
-def place_packed(leaf: Any, sources: list[tuple[Any, Part]], path: str) -> Packed:
-    """A leaf of experts, packed, on the device that ``leaf`` is for.
+def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedExperts:
+    """Places a packed leaf of experts on the device that ``leaf`` is for.
 
     Raises:
         HubError: a value is not finite.
@@ -64,10 +64,10 @@ def place_packed(leaf: Any, sources: list[tuple[Any, Part]], path: str) -> Packe
             )
         values[part.at], scales[part.at] = one, one_scales
     place = leaf.sharding
-    return Packed(jax.device_put(values, place), jax.device_put(scales, place), block)
+    return PackedExperts(jax.device_put(values, place), jax.device_put(scales, place), block)
 
 
-def _ours(stored: Stored, part: Part) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+def _ours(stored: Stored, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """Values, scales and block of a part, in the order of our dimensions."""
     if stored.block is not None:
         assert part.piece.groups == SWAPPED

@@ -1,10 +1,10 @@
-"""Checkpoints whose matrices are quantised, as tensors that are dequantised where they are read.
+"""Quantised checkpoints: tensors in FP8 blocks or MXFP4, dequantised lazily where they are read.
 
-Two formats, as models ship in them (``quantization_config`` in ``config.json``):
+Two formats, by ``quantization_config`` in ``config.json``:
 
-- ``fp8`` with scales of blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3): float8 e4m3 numbers [O, I], and for each
-  block of 128 x 128 of them the float32 number they are multiplied by, in ``NAME_scale_inv``.
-- ``mxfp4`` (gpt-oss; OCP Microscaling Formats 1.0): 32 numbers of four bits, e2m1, two to a byte, the first in the low
+- ``fp8`` with block scales (DeepSeek-V3, arXiv:2412.19437, section 3.3): float8 e4m3 values [O, I], and for each block
+  of 128 x 128 of them a float32 scale in ``NAME_scale_inv``.
+- ``mxfp4`` (gpt-oss; OCP Microscaling Formats 1.0): 32 four-bit values, e2m1, two to a byte with the first in the low
   half, share a power of two (e8m0). ``NAME_blocks`` [E, O, G, 16] and ``NAME_scales`` [E, O, G] are NAME [E, 32 G, O].
 
 Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns.
@@ -25,7 +25,7 @@ CONFIG = "quantization_config"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
-"""Numbers that share a scale in MXFP4."""
+"""Number of values that share a scale in MXFP4."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0_NAN, E8M0_BIAS = 255, 127
 
@@ -34,11 +34,11 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What a quantised tensor is made of, as it is in the file.
+    """Stored arrays of a quantised tensor, as they are in the file.
 
     Attributes:
-        values, scales: as the module says.
-        block: rows and columns of a block of float8; None for MXFP4.
+        values, scales: arrays in the layout that the module describes.
+        block: rows and columns of an FP8 block; None for MXFP4.
     """
 
     values: Any
@@ -48,12 +48,12 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Dequantised:
-    """A float32 tensor that is made of another, slice by slice.
+    """Lazy float32 tensor that is dequantised slice by slice.
 
     Attributes:
-        shape: of it.
-        read: makes a part of it; the slices are one for each dimension.
-        stored: the other.
+        shape: shape of the dequantised tensor.
+        read: returns a part of it; takes one slice for each dimension.
+        stored: the stored arrays.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +62,7 @@ class Dequantised:
 
     @property
     def dtype(self) -> np.dtype:
+        """Dtype of the dequantised values."""
         return np.dtype(np.float32)
 
     def __len__(self) -> int:
@@ -78,10 +79,10 @@ class Dequantised:
 
 
 def without_quantisation(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ``config.json`` of the same model in plain numbers, which is what its tensors become.
+    """The ``config.json`` of the dequantised model.
 
     Raises:
-        HubError: a kind of quantisation that is not known; names the known.
+        HubError: an unknown kind of quantisation; names the known ones.
     """
     given = source.get(CONFIG)
     if given is None:
@@ -93,10 +94,10 @@ def without_quantisation(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def dequantised(source: Mapping[str, Any], tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tensors of a model with this ``config.json`` by the names that they have in plain numbers.
+    """Tensors of a model with this ``config.json`` under the names of the plain model.
 
     Raises:
-        HubError: scales are missing or of another shape, a quantised tensor has none.
+        HubError: scales are missing or of another shape, or a quantised tensor has none.
     """
     given = source.get(CONFIG)
     return tensors if given is None else KINDS[given["quant_method"]](given, tensors)
@@ -121,7 +122,7 @@ def _fp8(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]
 
 
 def blocks_of_fp8(name: str, tensor: Any, scale: Any, block: tuple[int, int]) -> Dequantised:
-    """A float8 matrix times the scales of its blocks; the last blocks may be cut short.
+    """Dequantises an FP8 matrix with the scales of its blocks; the last blocks may be cut short.
 
     Raises:
         HubError: not a matrix of float8, or not one scale for each block.
@@ -156,7 +157,7 @@ def _mxfp4(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, An
 
 
 def blocks_of_mxfp4(name: str, blocks: Any, scales: Any) -> Dequantised:
-    """Stacked matrices of four-bit numbers, transposed as gpt-oss stores them.
+    """Dequantises stacked MXFP4 matrices, transposed as gpt-oss stores them.
 
     Raises:
         HubError: not bytes of these shapes.
@@ -180,7 +181,7 @@ def blocks_of_mxfp4(name: str, blocks: Any, scales: Any) -> Dequantised:
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Float32[..., G, 32] of bytes [..., G, 16] and scales [..., G]; a scale of 255 is not a number."""
+    """Decodes MXFP4: float32[..., G, 32] from bytes [..., G, 16] and scales [..., G]; a scale of 255 is NaN."""
     values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], GROUP)
     with np.errstate(over="ignore"):
         values = np.ldexp(values, scales.astype(np.int32)[..., None] - E8M0_BIAS)

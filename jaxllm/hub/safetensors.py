@@ -1,7 +1,7 @@
-"""Safetensors files, read in place and written whole.
+"""Safetensors files: lazy, memory-mapped reading and streamed writing.
 
-Reading maps the file: a tensor is a view, and only the bytes of the slices that are asked for are read. The format is
-eight bytes of header length, a JSON header (name -> dtype, shape, offsets), then the data
+A tensor is a view of the mapped file, and only the bytes of the requested slices are read. The format is eight bytes of
+header length, a JSON header (name -> dtype, shape, offsets), then the data
 (https://github.com/huggingface/safetensors). bfloat16 and float8 come as ``ml_dtypes``.
 """
 
@@ -46,7 +46,7 @@ DTYPES: dict[str, np.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total)."""
+"""Progress callback, called with (item, done, total)."""
 
 
 def open_file(file: Path) -> dict[str, np.ndarray]:
@@ -80,7 +80,7 @@ def open_file(file: Path) -> dict[str, np.ndarray]:
 
 
 def _span(name: str, entry: Any, size: int, file: Path) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """A tensor's type, shape, and where it begins and ends in the data."""
+    """Dtype and shape of a tensor, and where it begins and ends in the data."""
 
     def count(value: Any) -> bool:
         return type(value) is int and value >= 0
@@ -104,7 +104,7 @@ def _span(name: str, entry: Any, size: int, file: Path) -> tuple[np.dtype, tuple
 
 
 def _check_cover(spans: Mapping[str, tuple[Any, Any, int, int]], size: int, file: Path) -> None:
-    """The tensors must lie one after another, without gaps, as the format has it: nothing hides between them."""
+    """Checks that tensors lie one after another without gaps, as the format requires."""
     at, before = 0, "the header"
     for name, (_, _, begin, end) in sorted(spans.items(), key=lambda item: item[1][2:]):
         if begin != at:
@@ -116,7 +116,7 @@ def _check_cover(spans: Mapping[str, tuple[Any, Any, int, int]], size: int, file
 
 
 def open_model(directory: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a model's directory: one file, or shards with an index.
+    """Every tensor of a model directory: one file, or shards with an index.
 
     Raises:
         HubError: no such files, a shard missing, or an index that does not match its shards.
@@ -143,10 +143,10 @@ def open_model(directory: Path) -> dict[str, np.ndarray]:
 def open_shard(
     directory: Path, shard: str, where: Mapping[str, str], others: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The tensors of one shard, all that the index promises there, and none of those in ``others``.
+    """Tensors of one shard: all that the index lists there, and none of those in ``others``.
 
     Raises:
-        HubError: it is missing, damaged, or not what the index says.
+        HubError: it is missing, damaged, or does not match the index.
     """
     if not (directory / shard).exists():
         raise HubError(f"{directory} lacks the shard {shard}, which {INDEX} names; copy it there.")
@@ -159,10 +159,10 @@ def open_shard(
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The shard of every tensor.
+    """Shard of every tensor, from the index file.
 
     Raises:
-        HubError: it is damaged, or names a file elsewhere.
+        HubError: it is damaged, or names a file outside the directory.
     """
     try:
         where = json.loads(index.read_text())["weight_map"]
@@ -178,7 +178,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """An array that is made each time it is asked for: ``np.asarray(lazy)``."""
+    """Lazy array: it is computed each time that it is converted, ``np.asarray(lazy)``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -189,12 +189,12 @@ class Lazy:
 
 
 def write_model(directory: Path, tensors: Mapping[str, Any], files: Mapping[str, str], shard_bytes: int) -> None:
-    """Writes a model's directory: shards of at most ``shard_bytes``, an index, and small text files.
+    """Writes a model directory: shards of at most ``shard_bytes``, an index, and small text files.
 
-    Everything goes to a temporary directory beside it, renamed when complete.
+    Everything goes to a temporary directory beside it, which is renamed when complete.
 
     Args:
-        tensors: arrays by name, or ``Lazy`` ones; each is made and let go before the next.
+        tensors: arrays by name, or ``Lazy`` ones; each is made and released before the next.
         files: name -> text.
 
     Raises:
@@ -208,11 +208,7 @@ def write_model(directory: Path, tensors: Mapping[str, Any], files: Mapping[str,
 
 @contextlib.contextmanager
 def hub_directory(directory: Path) -> Iterator[Path]:
-    """``new_directory``, whose failures are the user's to see.
-
-    Raises:
-        HubError: the directory exists, or the disk refuses.
-    """
+    """``new_directory`` whose failures are raised as ``HubError``."""
     try:
         with new_directory(directory) as temporary:
             yield temporary

@@ -1,9 +1,9 @@
-"""Weights by their names and shapes elsewhere: one declarative table a family, used in both directions.
+"""Weight mapping: one declarative table per model family, used for loading and for exporting.
 
-An entry says which of our weights make up one of theirs, and which of our dimensions each of its dimensions: the groups
-``((1, 2), (0,))`` for our q[D, N, H] mean that theirs is [N*H, D], our dimensions 1 and 2 merged, then 0. Both
-directions are views until a slice is copied. A fused tensor has several pieces, one after another along an axis, or by
-turns. Experts are one weight here; elsewhere each may have tensors of its own.
+An entry says which of our weights make up one of theirs, and which of our dimensions each of its dimensions consists
+of: the groups ``((1, 2), (0,))`` for our q[D, N, H] mean that theirs is [N*H, D], our dimensions 1 and 2 merged, then
+0. Both directions are views until a slice is copied. A fused tensor has several pieces, one after another along an
+axis, or interleaved. Experts are one weight here; elsewhere each may have tensors of its own.
 
 Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, E experts.
 """
@@ -24,14 +24,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """One of our weights inside one of theirs: its path, and how its dimensions group into theirs."""
 
     path: str
     groups: Groups
 
     def to_ours(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Their array as a view of our ``shape``."""
+        """Views their array in our ``shape``."""
         order = [dim for group in self.groups for dim in group]
         inverse = np.argsort(order)
         return array.reshape([shape[dim] for dim in order]).transpose(inverse)
@@ -47,49 +47,51 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One of their tensors: its name, with ``{layer}`` where each layer has one, and its pieces along ``axis``.
+class WeightEntry:
+    """One of their tensors: its name, with ``{layer}`` if each layer has one, and its pieces along ``axis``.
 
-    ``{expert}`` in the name: each expert has one, and pieces are of one expert. Pieces lie one after another, or
-    ``by_turns``: the first number of each, then the second of each.
+    With ``{expert}`` in the name each expert has one, and pieces are those of one expert. Pieces lie one after
+    another, or interleaved (``by_turns``): the first index of each, then the second of each.
     """
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     axis: int = 0
     by_turns: bool = False
 
 
-def one(name: str, path: str, groups: Groups) -> Entry:
-    """A tensor that is one of our weights."""
-    return Entry(name, (Piece(path, groups),))
+def one(name: str, path: str, groups: Groups) -> WeightEntry:
+    """WeightEntry of a tensor that is one of our weights."""
+    return WeightEntry(name, (WeightPiece(path, groups),))
 
 
 @dataclass(frozen=True)
-class Table:
-    """The weights of a family.
+class WeightTable:
+    """Weight table of a family.
 
     Attributes:
-        prefix: what the names of the inner model begin with; files saved from it alone lack it.
-        layer: what the names of a block's tensors begin with, after the prefix.
-        block: entries of a block, our paths within it, their names within a layer.
-        whole: entries outside of blocks, their names whole.
-        more_layers: files may have layers beyond the model's last, which predict further tokens (MTP) and take no part.
+        prefix: prefix of the names of the inner model; files saved from it alone lack it.
+        layer: prefix of the names of a block's tensors, after ``prefix``.
+        block: entries of a block: our paths within it, their names within a layer.
+        whole: entries outside of blocks, with whole names.
+        more_layers: True if files may have layers beyond the model's last, which predict further tokens (MTP) and are
+            not
+            used.
     """
 
     prefix: str
     layer: str
-    block: tuple[Entry, ...]
-    whole: tuple[Entry, ...]
+    block: tuple[WeightEntry, ...]
+    whole: tuple[WeightEntry, ...]
     more_layers: bool = False
 
     def beyond(self, name: str, config: DecoderConfig) -> bool:
-        """Whether their tensor of this name is of a layer beyond the model's last."""
+        """Whether the tensor of this name belongs to a layer beyond the model's last."""
         pattern = re.escape(self.layer).replace(re.escape("{layer}"), r"(\d+)")
         found = re.match(f"(?:{re.escape(self.prefix)})?{pattern}", name)
         return self.more_layers and found is not None and int(found[1]) >= config.layers
 
-    def with_block(self, *entries: Entry, without: tuple[str, ...] = ()) -> Table:
+    def with_block(self, *entries: WeightEntry, without: tuple[str, ...] = ()) -> WeightTable:
         """This table with other entries for the weights that ``entries`` name, and none for those in ``without``."""
         changed = {piece.path for entry in entries for piece in entry.pieces} | set(without)
         kept = tuple(e for e in self.block if not changed & {piece.path for piece in e.pieces})
@@ -99,7 +101,7 @@ class Table:
 VECTOR, MATRIX, SWAPPED = ((0,),), ((0,), (1,)), ((1,), (0,))
 HEADS_OUT, HEADS_IN, HEADS = ((1, 2), (0,)), ((2,), (0, 1)), ((0, 1),)
 
-LLAMA = Table(
+LLAMA = WeightTable(
     prefix="model.",
     layer="layers.{layer}.",
     block=(
@@ -145,8 +147,10 @@ OLMO2 = LLAMA.with_block(
 )
 
 
-def experts(layer: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
-    """Tensors of each expert of a layer called ``layer``, and its router's."""
+def experts(
+    layer: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[WeightEntry, ...]:
+    """Entries for the experts and the router of a layer called ``layer``."""
     names = ((gate, "gate"), (up, "up"), (down, "down"))
     each = (
         one(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED) for theirs, ours in names
@@ -177,7 +181,7 @@ DEEPSEEK = LLAMA.with_block(
     *SHARED,
 )
 DEEPSEEK = replace(DEEPSEEK, more_layers=True)
-"""DeepSeek-V2 and V3. What follows their last layer predicts more than the next token, and is carried along."""
+"""DeepSeek-V2 and V3. The layers after their last one predict further tokens (MTP) and are carried along."""
 
 GLM4_MOE = replace(
     LLAMA.with_block(one("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR), *experts("mlp"), *SHARED),
@@ -189,22 +193,22 @@ GPT_OSS = LLAMA.with_block(
     one("self_attn.sinks", "attention/sinks", VECTOR),
     one("mlp.router.weight", "mlp/router", SWAPPED),
     one("mlp.router.bias", "mlp/router_bias", VECTOR),
-    Entry(
+    WeightEntry(
         "mlp.experts.gate_up_proj",
-        (Piece("mlp/experts/gate", STACKED), Piece("mlp/experts/up", STACKED)),
+        (WeightPiece("mlp/experts/gate", STACKED), WeightPiece("mlp/experts/up", STACKED)),
         axis=2,
         by_turns=True,
     ),
-    Entry(
+    WeightEntry(
         "mlp.experts.gate_up_proj_bias",
-        (Piece("mlp/experts/gate_bias", MATRIX), Piece("mlp/experts/up_bias", MATRIX)),
+        (WeightPiece("mlp/experts/gate_bias", MATRIX), WeightPiece("mlp/experts/up_bias", MATRIX)),
         axis=1,
         by_turns=True,
     ),
     one("mlp.experts.down_proj", "mlp/experts/down", STACKED),
     one("mlp.experts.down_proj_bias", "mlp/experts/down_bias", MATRIX),
 )
-"""Experts in one tensor, the columns of gate and up by turns."""
+"""gpt-oss: all experts in one tensor, with gate and up columns interleaved."""
 
 OLMOE = QWEN3_MOE.with_block(
     one("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
@@ -212,24 +216,32 @@ OLMOE = QWEN3_MOE.with_block(
 )
 
 PHI3 = LLAMA.with_block(
-    Entry(
+    WeightEntry(
         "self_attn.qkv_proj.weight",
-        (Piece("attention/q", HEADS_OUT), Piece("attention/k", HEADS_OUT), Piece("attention/v", HEADS_OUT)),
+        (
+            WeightPiece("attention/q", HEADS_OUT),
+            WeightPiece("attention/k", HEADS_OUT),
+            WeightPiece("attention/v", HEADS_OUT),
+        ),
     ),
-    Entry("mlp.gate_up_proj.weight", (Piece("mlp/gate", SWAPPED), Piece("mlp/up", SWAPPED))),
+    WeightEntry("mlp.gate_up_proj.weight", (WeightPiece("mlp/gate", SWAPPED), WeightPiece("mlp/up", SWAPPED))),
 )
 
 # GPT-2 stores its projections as [in, out].
-GPT2 = Table(
+GPT2 = WeightTable(
     prefix="transformer.",
     layer="h.{layer}.",
     block=(
         one("ln_1.weight", "attention_norm/gain", VECTOR),
         one("ln_1.bias", "attention_norm/bias", VECTOR),
-        Entry(
-            "attn.c_attn.weight", tuple(Piece(f"attention/{name}", ((0,), (1, 2))) for name in ("q", "k", "v")), axis=1
+        WeightEntry(
+            "attn.c_attn.weight",
+            tuple(WeightPiece(f"attention/{name}", ((0,), (1, 2))) for name in ("q", "k", "v")),
+            axis=1,
         ),
-        Entry("attn.c_attn.bias", tuple(Piece(f"attention/{name}_bias", HEADS) for name in ("q", "k", "v"))),
+        WeightEntry(
+            "attn.c_attn.bias", tuple(WeightPiece(f"attention/{name}_bias", HEADS) for name in ("q", "k", "v"))
+        ),
         one("attn.c_proj.weight", "attention/o", ((0, 1), (2,))),
         one("attn.c_proj.bias", "attention/o_bias", VECTOR),
         one("ln_2.weight", "mlp_norm/gain", VECTOR),
@@ -250,23 +262,23 @@ GPT2 = Table(
 
 
 @dataclass(frozen=True)
-class Part:
-    """Where one of our weights, in one layer, lies in one of their tensors.
+class TensorPart:
+    """Location of one of our weights, in one layer, within one of their tensors.
 
     Attributes:
-        path: of our leaf.
-        at: which part of the leaf it is: (row of the stack of layers), (row, expert), or () for all of it.
-        shape: of our weight there.
-        piece: how its dimensions group.
+        path: path of our leaf.
+        at: part of the leaf: (row of the stack of layers), (row, expert), or () for all of it.
+        shape: shape of our weight there.
+        piece: grouping of its dimensions.
         begin: first index along ``axis`` of their tensor.
-        axis: of their tensor.
-        step: from one index to the next along ``axis``.
+        axis: axis of their tensor.
+        step: distance between indices along ``axis``.
     """
 
     path: str
     at: tuple[int, ...]
     shape: tuple[int, ...]
-    piece: Piece
+    piece: WeightPiece
     begin: int
     axis: int
     step: int = 1
@@ -275,7 +287,7 @@ class Part:
         return self.path + "".join(f"[{i}]" for i in self.at)
 
     def read(self, tensor: Any, inner: tuple[slice, ...]) -> np.ndarray:
-        """The part ``inner`` of our weight; of their tensor only the rows that hold it are asked for."""
+        """The part ``inner`` of our weight; of their tensor only the rows that hold it are read."""
         first = self.piece.groups[0][0]  # ours, outermost in their rows
         span = range(*inner[first].indices(self.shape[first]))
         size = self.piece.their_shape(self.shape)
@@ -287,7 +299,7 @@ class Part:
         return self.piece.to_ours(np.asarray(tensor[place]), shape)[rest]
 
     def _along(self, axis: int, start: int, stop: int) -> slice:
-        """Where indices of the piece are in their tensor."""
+        """Indices of the piece in their tensor."""
         if axis != self.axis:
             return slice(start, stop)
         last = self.begin + (stop - 1) * self.step + 1
@@ -299,17 +311,19 @@ class Theirs:
     """One of their tensors: its shape, and our weights in it, in order."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
-def layout(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], *, bare: bool = False) -> dict[str, Theirs]:
+def layout(
+    table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], *, bare: bool = False
+) -> dict[str, Theirs]:
     """Their tensors by name, for a model with these ``leaves`` (path -> array or shape).
 
     Args:
-        bare: names lack the table's prefix.
+        bare: whether names lack the table's prefix.
 
     Raises:
-        ValueError: a leaf that the table has no place for: the architecture is not of this family.
+        ValueError: the table has no place for a leaf: the architecture is not of this family.
     """
     out: dict[str, Theirs] = {}
     for entry, within, at, layer in _entries(table, config):
@@ -326,8 +340,10 @@ def layout(table: Table, config: DecoderConfig, leaves: Mapping[str, Any], *, ba
     return out
 
 
-def _entries(table: Table, config: DecoderConfig) -> Iterator[tuple[Entry, str, tuple[int, ...], int | None]]:
-    """(entry with its whole name, what our paths begin with, which row, layer)."""
+def _entries(
+    table: WeightTable, config: DecoderConfig
+) -> Iterator[tuple[WeightEntry, str, tuple[int, ...], int | None]]:
+    """Rows of (entry with its whole name, prefix of our paths, row of the stack, layer)."""
     yield from ((entry, "", (), None) for entry in table.whole)
     layer = 0
     for s, (group, repeats) in enumerate(config.segments):
@@ -339,13 +355,13 @@ def _entries(table: Table, config: DecoderConfig) -> Iterator[tuple[Entry, str, 
                 layer += 1
 
 
-def _theirs(entry: Entry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> Theirs:
-    parts: list[Part] = []
+def _theirs(entry: WeightEntry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> Theirs:
+    parts: list[TensorPart] = []
     begin, shape, step = 0, (), len(entry.pieces) if entry.by_turns else 1
     for number, piece in enumerate(entry.pieces):
         path = within + piece.path
         ours = tuple(leaves[path].shape[len(at) :])
         shape = piece.their_shape(ours)
-        parts.append(Part(path, at, ours, piece, number if entry.by_turns else begin, entry.axis, step))
+        parts.append(TensorPart(path, at, ours, piece, number if entry.by_turns else begin, entry.axis, step))
         begin += shape[entry.axis]
     return Theirs((*shape[: entry.axis], begin, *shape[entry.axis + 1 :]), tuple(parts))

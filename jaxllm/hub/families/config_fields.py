@@ -1,4 +1,4 @@
-"""What the fields of families' ``config.json`` have in common, in our terms."""
+"""Fields that the ``config.json`` of many families share, converted to our configuration."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""transformers' names of activations."""
+"""Activations by transformers' names."""
 
 MOST_LAYERS = 10_000
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_attention(fields: Fields, head_dim: int | None = None, *, kv_heads: bool = False) -> AttentionConfig:
-    """Heads as the Llama line names them.
+    """Attention of the Llama line: numbers of heads and head dimension.
 
     Args:
-        head_dim: where the config gives none; None: hidden_size / heads.
-        kv_heads: their number must be there (null for as many as query heads), since in this family transformers takes
-            a missing one for a number of its own.
+        head_dim: used if the config gives none; None: hidden_size / heads.
+        kv_heads: whether their number must be present (null for as many as query heads), since for this family
+            transformers
+            replaces a missing one by a number of its own.
     """
     heads = fields.need("num_attention_heads", int)
     if kv_heads and "num_key_value_heads" not in fields.given:
@@ -41,7 +42,7 @@ def read_attention(fields: Fields, head_dim: int | None = None, *, kv_heads: boo
 
 
 def read_layers(fields: Fields, name: str = "num_hidden_layers") -> int:
-    """How many blocks; nothing is made for each of more than any model has."""
+    """Number of blocks; a number larger than any model has is refused before anything is built."""
     layers = fields.need(name, int)
     if layers > MOST_LAYERS:
         raise HubError(f"config.json: {name} = {layers}; legal: 1 to {MOST_LAYERS}.")
@@ -49,7 +50,7 @@ def read_layers(fields: Fields, name: str = "num_hidden_layers") -> int:
 
 
 def read_mlp(fields: Fields) -> MlpConfig:
-    """A gated layer."""
+    """Gated feed-forward layer."""
     act = fields.need("hidden_act", str)
     return MlpConfig(fields.need("intermediate_size", int), activation("hidden_act", act))
 
@@ -62,7 +63,7 @@ def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
 
 
 def make_decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
-    """What the Llama line's configs have in common."""
+    """``DecoderConfig`` from the fields that the Llama line shares."""
     layers = read_layers(fields)
     every = [blocks] * layers if isinstance(blocks, BlockConfig) else blocks
     prefix, pattern = repeating(every)
@@ -78,7 +79,7 @@ def make_decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **
 
 
 def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], tuple[BlockConfig, ...]]:
-    """(prefix, shortest pattern) whose repetition, its last one perhaps cut short, gives these layers."""
+    """(prefix, shortest pattern) whose repetition, perhaps cut short at the end, gives these layers."""
 
     def period(layers: Sequence[BlockConfig]) -> int:
         return next(p for p in range(1, len(layers) + 1) if all(b == layers[i % p] for i, b in enumerate(layers)))
@@ -92,7 +93,7 @@ def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], t
 
 
 def read_windows(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a sliding window: ``layer_types``, or where there is none, by layer."""
+    """Layers with a sliding window: from ``layer_types``, or without it, by the number of the layer."""
     layers = read_layers(fields)
     kinds = fields.get("layer_types", list, None)
     if kinds is None:

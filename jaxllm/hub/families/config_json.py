@@ -1,7 +1,7 @@
-"""Our architecture as another library's ``config.json``, for models that did not come with one.
+"""``config.json`` for a model that did not come with one, derived from its architecture.
 
-A family's fields are written as well as they go, and read back by ``jaxllm.hub.families.families``: the family is the
-architecture's if, and only if, what is read is what was meant. Nothing is written that would be another model.
+A family's fields are written and read back by ``jaxllm.hub.families``: the family fits if, and only if, the
+architecture read back equals the original. Nothing is written that would be another model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxllm.models import (
     BlockConfig,
     DecoderConfig,
     DynamicScaling,
-    LatentConfig,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MLAConfig,
     MlpConfig,
     MoeConfig,
     RopeConfig,
@@ -39,20 +39,21 @@ SHOWN = 6
 def config_json(
     config: DecoderConfig, length: int | None = None, tokens: Mapping[str, int | None] | None = None
 ) -> Fields:
-    """The ``config.json`` of the family in transformers whose model is this one.
+    """The ``config.json`` of the transformers family that has this architecture.
 
     Args:
         config: the architecture.
-        length: of the longest sequence, where the architecture itself does not set it (learned positions and dynamic
-            scaling do); by default what a rotary scaling reaches, else 2048.
-        tokens: ids by ``bos_token_id``, ``eos_token_id``, ``pad_token_id``; None, and those left out: there is none.
+        length: length of the longest sequence, unless the architecture sets it (learned positions and dynamic scaling
+            do);
+            by default the length that a rotary scaling reaches, else 2048.
+        tokens: ids by ``bos_token_id``, ``eos_token_id``, ``pad_token_id``; None or missing: there is none.
 
     Raises:
-        HubError: no family has this architecture; names the nearest, and what is different there.
+        HubError: no family has this architecture; names the nearest one and its differences.
     """
     length = _length(config, length)
     ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have defaults of their own for these
-    latent = any(isinstance(block.attention, LatentConfig) for block in config.blocks)
+    latent = any(isinstance(block.attention, MLAConfig) for block in config.blocks)
     apart: dict[str, list[Difference]] = {}
     for family, fields_of in CANDIDATES.items():
         if (family in LATENT) != latent or (fields := fields_of(config, length)) is None:
@@ -76,7 +77,7 @@ def config_json(
 
 
 def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[Difference]:
-    """Fields of the mathematics that differ, layer by layer, those of like layers once."""
+    """Fields of the mathematics that differ, layer by layer; equal layers once."""
     found = differences(_plain(ours), _plain(theirs))
     once: dict[tuple[str, str, str], Difference] = {}
     for one in found:
@@ -87,23 +88,23 @@ def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[Difference]
 
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
-    """The same mathematics, spelt in one way: every layer by itself, every default as its value."""
+    """The architecture in canonical form: every layer by itself, every default as its value."""
 
     def block(one: BlockConfig) -> BlockConfig:
         attention, rope = one.attention, one.attention.rope
         if rope is not None and isinstance(rope.scaling, YarnScaling):
             rope = replace(rope, scaling=replace(rope.scaling, magnitude=magnitude(rope.scaling)))
         # A family may give it by the logarithm of another number.
-        scale = float(f"{attention.scoring.scale:.12g}")
+        scale = float(f"{attention.attention_params.scale:.12g}")
         return replace(one, attention=replace(attention, rope=rope, scale=scale))
 
     blocks = tuple(block(one) for one in config.blocks)
-    numbers = {"param_dtype": "float32", "dtype": "float32", "products": "plain", "embed_grad": 1.0}
+    numbers = {"param_dtype": "float32", "dtype": "float32", "matmul_precision": "plain", "embed_grad": 1.0}
     return replace(config, prefix=(), pattern=blocks, remat="none", unroll=1, **numbers)
 
 
 def _length(config: DecoderConfig, given: int | None) -> int:
-    """The longest sequence: the architecture's own, the one given, or a usual one."""
+    """Length of the longest sequence: the architecture's own, the given one, or a usual one."""
     if config.learned_positions is not None:
         return config.learned_positions
     scalings = (b.attention.rope.scaling for b in config.blocks if b.attention.rope is not None)
@@ -115,7 +116,7 @@ def _length(config: DecoderConfig, given: int | None) -> int:
 
 
 def _rope(rope: RopeConfig | None) -> Fields:
-    """A rotary embedding's parameters, but for the part of a head that it rotates."""
+    """Rotary embedding parameters, without the fraction of a head that is rotated."""
     if rope is None:
         return {}
     scaling, fields = rope.scaling, {"rope_theta": rope.theta}
@@ -139,7 +140,7 @@ def _rope(rope: RopeConfig | None) -> Fields:
 
 
 def _llama(config: DecoderConfig, length: int) -> Fields:
-    """What the Llama line has in common."""
+    """Fields that the Llama line shares."""
     block = config.blocks[0]
     attention: Any = block.attention
     mlp = block.mlp
@@ -205,7 +206,7 @@ def _gemma(config: DecoderConfig, length: int) -> Fields:
 
 
 def _gemma2(config: DecoderConfig, length: int) -> Fields:
-    return _gemma(config, length) | {"attn_logit_softcapping": config.blocks[0].attention.scoring.softcap}
+    return _gemma(config, length) | {"attn_logit_softcapping": config.blocks[0].attention.attention_params.softcap}
 
 
 def _gemma3(config: DecoderConfig, length: int) -> Fields:
@@ -230,7 +231,7 @@ def _phi3(config: DecoderConfig, length: int) -> Fields | None:
 
 
 def _moe(config: DecoderConfig, fields: Fields, width: str = "intermediate_size") -> Fields | None:
-    """What families of mixtures of experts have in common, beside the Llama line's; ``width`` is that of an expert."""
+    """Fields that mixture-of-experts families share, beside the Llama line's; ``width`` is that of an expert."""
     moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
     if moe is None:
         return None
@@ -273,14 +274,14 @@ def _gpt2(config: DecoderConfig, length: int) -> Fields:
 
 
 def _deepseek(config: DecoderConfig, length: int) -> Fields | None:
-    """What V2 and V3 have in common."""
+    """Fields that DeepSeek-V2 and V3 share."""
     attention = config.blocks[0].attention
     moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
-    if not isinstance(attention, LatentConfig) or moe is None or moe.shared % moe.hidden:
+    if not isinstance(attention, MLAConfig) or moe is None or moe.shared % moe.hidden:
         return None
     dense = [block.mlp for block in config.blocks if isinstance(block.mlp, MlpConfig)]
     rope, scaling = _rope(attention.rope), attention.rope.scaling
-    growth = math.sqrt(attention.scoring.scale * math.sqrt(attention.nope_dim + attention.rope_dim))
+    growth = math.sqrt(attention.attention_params.scale * math.sqrt(attention.nope_dim + attention.rope_dim))
     if isinstance(scaling, YarnScaling) and scaling.factor > 1:
         # The magnitude stays as it is; this one is of the scores alone.
         rope |= {
@@ -358,7 +359,7 @@ def _gpt_oss(config: DecoderConfig, length: int) -> Fields | None:
 
 
 LATENT = ("deepseek_v2", "deepseek_v3")
-"""Families with latent attention, the only ones for a model with it."""
+"""Families with multi-head latent attention."""
 
 CANDIDATES: dict[str, Callable[[DecoderConfig, int], Fields | None]] = {
     "llama": _llama,
@@ -398,4 +399,4 @@ CLASSES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-"""transformers' classes."""
+"""Model classes of transformers."""

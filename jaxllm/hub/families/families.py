@@ -1,7 +1,6 @@
-"""Configurations of other libraries' model families, both ways.
+"""Model families: converts each family's ``config.json`` to a ``DecoderConfig`` and names its weight table.
 
-A family is a function from the fields of its ``config.json`` to our configuration, and a table of weights. What a
-missing field means is what transformers takes it for; sizes are never guessed.
+A missing field means what transformers takes it for; sizes are never guessed.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ from jaxllm.hub.weight_mapping import (
     OLMOE,
     PHI3,
     QWEN3_MOE,
-    Table,
+    WeightTable,
 )
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its configuration in our terms, and where its weights are."""
+    """One model family: its conversion to our configuration, and its weight table."""
 
     config: Callable[[Fields], DecoderConfig]
-    table: Table
+    table: WeightTable
 
 
 def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
-    """Our configuration of a model whose ``config.json`` is ``given``.
+    """``DecoderConfig`` of a model whose ``config.json`` is ``given``.
 
     Raises:
-        HubError: an unknown family (names the known), a field that is missing, not understood, or at a value that the
-            model cannot do.
+        HubError: an unknown family (names the known ones), or a field that is missing, unknown, or at an unsupported
+            value.
     """
     fields = Fields(given)
     fields.get("max_position_embeddings", int, None)  # says nothing by itself; what reads it wants a number
@@ -74,7 +73,7 @@ def family(given: Mapping[str, Any]) -> Family:
     """The family that a ``config.json`` names.
 
     Raises:
-        HubError: not one of the known.
+        HubError: an unknown family.
     """
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -127,7 +126,7 @@ def _qwen3(fields: Fields) -> DecoderConfig:
 
 
 def _gemma(fields: Fields, blocks: Sequence[BlockConfig], softcap: float | None) -> DecoderConfig:
-    """``softcap``: of the logits, where the config does not say."""
+    """Gemma 2 or 3; ``softcap`` is the soft cap of the logits where the config does not state one."""
     fields.only("use_bidirectional_attention", False, None)
     return make_decoder(
         fields,

@@ -1,4 +1,4 @@
-"""Reading a ``config.json`` without ever guessing: a field is read, known to be silent, or an error."""
+"""Strict reading of a ``config.json``: a field is read, known not to matter, or an error; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -94,40 +94,40 @@ SILENT = frozenset(
         "use_cache",
     }
 )
-"""Fields that say nothing about the forward pass; an export carries them over.
+"""Fields that do not affect the forward pass; an export carries them over.
 
-Dropout is for training alone; how to sample, and what transformers returns beside the logits, is not the model's.
+Dropout matters in training alone; sampling defaults, and outputs beside the logits, do not belong to the model.
 """
 
 MOST = 2**40
-"""The largest whole number that is taken for a size."""
+"""Largest integer that is accepted as a size."""
 
 
 class Fields:
-    """The fields of a ``config.json``; remembers which were read."""
+    """Fields of a ``config.json``; remembers which were read."""
 
     def __init__(self, given: Mapping[str, Any], where: str = "config.json"):
         self.given, self.where = given, where
         self._read = set(SILENT)
 
     def need(self, name: str, kind: Any) -> Any:
-        """A field that must be there.
+        """A required field.
 
         Raises:
-            HubError: it is missing, or not of this kind.
+            HubError: it is missing, or of another type.
         """
         if self.given.get(name) is None:
             raise HubError(f"{self.where} lacks {name!r}.{closest(name, self.given)}")
         return self.get(name, kind, None)
 
     def get(self, name: str, kind: Any, default: Any, *, least: int = 1) -> Any:
-        """A field, or ``default`` where it is missing or null.
+        """A field, or ``default`` if it is missing or null.
 
         Args:
-            least: of a whole number; they are sizes and counts.
+            least: smallest legal value of an integer; integers are sizes and counts.
 
         Raises:
-            HubError: not of this kind; a bool is no number, a whole number is a float, a float is finite.
+            HubError: it has another type; a bool is not a number, an integer is a float, a float is finite.
         """
         self._read.add(name)
         value = self.given.get(name)
@@ -144,14 +144,14 @@ class Fields:
         return value
 
     def given_or(self, name: str, kind: Any, missing: Any) -> Any:
-        """A field; ``missing`` where it is not there, None where it is null: two different things in transformers."""
+        """A field; ``missing`` if it is absent, None if it is null: two different things in transformers."""
         return self.get(name, kind, None if name in self.given else missing)
 
     def only(self, name: str, *legal: Any) -> None:
-        """A field that is legal at these values only, until the model has what others ask for.
+        """Checks a field that is supported at these values only.
 
         Raises:
-            HubError: it is there and has another value.
+            HubError: it is present with another value.
         """
         self._read.add(name)
         if name in self.given and self.given[name] not in legal:
@@ -159,7 +159,7 @@ class Fields:
             raise HubError(f"{self.where}: {name} = {self.given[name]!r} is not supported; legal: {values}.")
 
     def skip(self, *names: str) -> None:
-        """Fields that this family does not look at, or only in cases that do not arise here."""
+        """Marks fields that this family ignores, or uses only in cases that do not arise here."""
         self._read.update(names)
 
     def finish(self) -> None:

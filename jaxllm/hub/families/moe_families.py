@@ -1,4 +1,4 @@
-"""Configurations of families whose feed-forward layers are mixtures of experts; see ``jaxllm.hub.families.families``."""
+"""Model families with mixture-of-experts layers; see ``jaxllm.hub.families.families``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.hub.families.config_fields import (
 )
 from jaxllm.hub.families.field_reader import Fields
 from jaxllm.hub.families.rope_fields import rope_config
-from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig, RouterConfig
+from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig, RouterConfig
 
 TRAINING = (
     "output_router_logits",
@@ -27,14 +27,14 @@ TRAINING = (
     "seq_aux",
     "ep_size",
 )
-"""Fields that are for training alone."""
+"""Fields that matter in training alone."""
 
 
 def read_moe(fields: Fields, width: str, router: RouterConfig, **more: Any) -> MoeConfig:
-    """The experts.
+    """Mixture-of-experts layer.
 
     Args:
-        width: the field that has the width of one.
+        width: name of the field that has the width of one expert.
     """
     fields.skip(*TRAINING)
     return MoeConfig(
@@ -48,7 +48,7 @@ def read_moe(fields: Fields, width: str, router: RouterConfig, **more: Any) -> M
 
 
 def _experts(fields: Fields) -> int:
-    """How many: a field of several names, of which transformers writes one or another."""
+    """Number of experts, from a field of which transformers writes one of several names."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     found = {name: fields.get(name, int, None) for name in names if fields.given.get(name) is not None}
     if len(set(found.values())) > 1:
@@ -57,6 +57,7 @@ def _experts(fields: Fields) -> int:
 
 
 def mixtral(fields: Fields) -> DecoderConfig:
+    """Mixtral."""
     window = fields.get("sliding_window", int, None)
     attention = read_attention(fields, kv_heads=True)
     attention = replace(attention, rope=rope_config(fields, theta=1_000_000.0), window=window)
@@ -65,6 +66,7 @@ def mixtral(fields: Fields) -> DecoderConfig:
 
 
 def qwen3_moe(fields: Fields) -> DecoderConfig:
+    """Qwen3-MoE."""
     bias = fields.get("attention_bias", bool, False)
     windowed = fields.get("use_sliding_window", bool, False)
     window = fields.given_or("sliding_window", int, 4096) if windowed else None
@@ -86,6 +88,7 @@ def qwen3_moe(fields: Fields) -> DecoderConfig:
 
 
 def olmoe(fields: Fields) -> DecoderConfig:
+    """OLMoE."""
     bias = "all" if fields.get("attention_bias", bool, False) else "none"
     attention = replace(
         read_attention(fields),
@@ -98,14 +101,14 @@ def olmoe(fields: Fields) -> DecoderConfig:
     return make_decoder(fields, BlockConfig(attention, moe), tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _latent(fields: Fields, *, interleaved: bool) -> LatentConfig:
-    """Latent attention, with YaRN's correction of its scores."""
+def _latent(fields: Fields, *, interleaved: bool) -> MLAConfig:
+    """Multi-head latent attention, with YaRN's correction of its scores."""
     heads, rope_dim = fields.need("num_attention_heads", int), fields.need("qk_rope_head_dim", int)
     if (kv_heads := fields.get("num_key_value_heads", int, heads)) != heads:
         raise HubError(f"{fields.where}: num_key_value_heads = {kv_heads}; latent attention has all {heads}.")
     fields.skip("head_dim", "qk_head_dim")  # transformers sets them by the others
     nope_dim = fields.need("qk_nope_head_dim", int)
-    return LatentConfig(
+    return MLAConfig(
         heads=heads,
         latent=fields.need("kv_lora_rank", int),
         q_latent=_q_latent(fields),
@@ -119,14 +122,14 @@ def _latent(fields: Fields, *, interleaved: bool) -> LatentConfig:
 
 
 def _q_latent(fields: Fields) -> int | None:
-    """Null means that queries are not compressed; a missing field, that they are to a size of transformers' own."""
+    """Dimension of the query latent: null means uncompressed queries, a missing field transformers' own default."""
     if "q_lora_rank" not in fields.given:
         raise HubError(f"{fields.where} lacks 'q_lora_rank'; give its size, or null for none.")
     return fields.get("q_lora_rank", int, None)
 
 
 def score_growth(fields: Fields) -> float:
-    """What queries and keys each are multiplied by for longer sequences, beside the rotation's own magnitude."""
+    """Factor of queries and of keys for longer sequences, beside the magnitude of the rotation."""
     given = fields.given.get("rope_scaling") or fields.given.get("rope_parameters") or {}
     if given.get("rope_type", given.get("type", "default")) == "default":
         return 1.0
@@ -135,7 +138,7 @@ def score_growth(fields: Fields) -> float:
     return 0.1 * growth * math.log(factor) + 1.0 if growth and factor > 1 else 1.0
 
 
-def _deepseek(fields: Fields, router: RouterConfig, latent: LatentConfig, mlp: MlpConfig) -> DecoderConfig:
+def _deepseek(fields: Fields, router: RouterConfig, latent: MLAConfig, mlp: MlpConfig) -> DecoderConfig:
     fields.only("pretraining_tp", 1)
     fields.only("moe_layer_freq", 1)
     # Layers beyond the last, that predict further tokens: not loaded, as in transformers.
@@ -148,6 +151,7 @@ def _deepseek(fields: Fields, router: RouterConfig, latent: LatentConfig, mlp: M
 
 
 def deepseek_v2(fields: Fields) -> DecoderConfig:
+    """DeepSeek-V2."""
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False, None)  # transformers has the field and does not look at it
     fields.only("mlp_bias", False)
@@ -161,7 +165,7 @@ def deepseek_v2(fields: Fields) -> DecoderConfig:
 
 
 def _sigmoid_router(fields: Fields, scale: float, groups: int, top_groups: int) -> RouterConfig:
-    """DeepSeek-V3's; the numbers are what a missing field means."""
+    """DeepSeek-V3's router; the defaults are those of missing fields."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     return RouterConfig(
@@ -176,6 +180,7 @@ def _sigmoid_router(fields: Fields, scale: float, groups: int, top_groups: int) 
 
 
 def deepseek_v3(fields: Fields) -> DecoderConfig:
+    """DeepSeek-V3."""
     if "first_k_dense_replace" not in fields.given:
         raise HubError(f"{fields.where} lacks 'first_k_dense_replace'; give how many of the first layers are dense.")
     router = _sigmoid_router(fields, 2.5, 8, 4)
@@ -185,6 +190,7 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
 
 def glm4_moe(fields: Fields) -> DecoderConfig:
     # What a missing one means.
+    """GLM-4-MoE."""
     fields.given = {"partial_rotary_factor": 0.5, **fields.given}
     bias = fields.get("attention_bias", bool, False)
     attention = replace(
@@ -210,10 +216,11 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What a missing rotary embedding means in this family."""
+"""Default of a missing rotary embedding in this family."""
 
 
 def gpt_oss(fields: Fields) -> DecoderConfig:
+    """gpt-oss."""
     if not (fields.given.get("rope_parameters") or fields.given.get("rope_scaling")):
         fields.given = {**fields.given, "rope_parameters": GPT_OSS_ROPE}
     fields.skip("experts_per_token", "initial_context_length")  # other names of fields that are read

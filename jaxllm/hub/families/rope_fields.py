@@ -1,4 +1,4 @@
-"""Rotary embeddings in a ``config.json``: ``rope_parameters`` (transformers 5), or the fields before it."""
+"""Rotary position embedding fields of a ``config.json``: ``rope_parameters`` (transformers 5) or the older fields."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxllm.models import (
 
 
 def rope_config(fields: Fields, *, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
-    """The rotary embedding of a model that has one for all layers.
+    """Rotary embedding of a model that has one for all layers.
 
     Args:
-        theta: the family's base where the config names none.
-        partial: whether the family can rotate a part of each head.
+        theta: the family's base if the config states none.
+        partial: whether the family can rotate a fraction of each head.
     """
     base = fields.get("rope_theta", float, theta)
     fraction = fields.get("partial_rotary_factor", float, 1.0)
@@ -37,10 +37,10 @@ def rope_config(fields: Fields, *, theta: float = 10000.0, partial: bool = False
 def read_rope(
     given: Mapping[str, Any], fields: Fields, theta: float, fraction: float = 1.0, *, partial: bool = False
 ) -> RopeConfig:
-    """One embedding's parameters; ``theta`` and ``fraction`` where they name none.
+    """Parameters of one rotary embedding; ``theta`` and ``fraction`` are the defaults.
 
     Raises:
-        HubError: a kind that is not known, a parameter that is missing or not understood.
+        HubError: an unknown kind, or a parameter that is missing or illegal.
     """
     inner = Fields(given, f"{fields.where}: the rotary embedding")
     kind = inner.get("rope_type", str, inner.get("type", str, "default"))
@@ -60,7 +60,7 @@ def read_rope(
 
 
 def _original_length(inner: Fields, fields: Fields) -> int:
-    """Positions of the first training: among the parameters, beside them (Phi-3), or the longest sequence."""
+    """Original training length: among the parameters, beside them (Phi-3), or the longest sequence."""
     beside = fields.get("original_max_position_embeddings", int, None)
     inside = inner.get("original_max_position_embeddings", int, None)
     return beside or inside or fields.need("max_position_embeddings", int)

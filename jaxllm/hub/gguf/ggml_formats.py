@@ -1,4 +1,4 @@
-"""GGML's number formats, decoded: plain numbers, and blocks of 32 or 256 quantised values along the last dimension.
+"""GGML number formats, dequantisation included: plain numbers, and blocks of 32 or 256 values such as the k-quants.
 
 A block holds a few bits of every value and the scales to multiply them by. The layouts are those of ``ggml-common.h``
 and the arithmetic, float32 throughout and in this order, that of ``ggml-quants.c`` (https://github.com/ggml-org/ggml).
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 CHUNK = 1 << 16
-"""Values decoded at a time: small enough to stay in a core's cache."""
+"""Number of values decoded at a time: small enough to stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Kind:
     """One number format.
 
     Attributes:
-        name: what GGML calls it.
-        layout: a block's bytes; of a plain format, the value itself.
-        values: how many values a block holds.
+        name: GGML's name of it.
+        layout: dtype of a block's bytes; of a plain format, of the value itself.
+        values: number of values in a block.
         decode: (blocks [n], float32 [n, values] to fill); None for a plain format.
     """
 
@@ -37,14 +37,14 @@ class Kind:
 
     @property
     def dtype(self) -> np.dtype:
-        """What decoded values are: float32, or a plain format's own type."""
+        """Dtype of decoded values: float32, or a plain format's own."""
         return self.layout if self.decode is None else np.dtype(np.float32)
 
 
 def dequantize(kind: Kind, data: UInt8[np.ndarray, " bytes"], out: Float[np.ndarray, " values"]) -> None:
-    """Decodes whole blocks into ``out``, contiguous and of any float type; needs little memory besides.
+    """Decodes whole blocks into ``out``, contiguous and of any float dtype; needs little memory besides.
 
-    Float32 values are bit for bit GGML's; other types are rounded from them.
+    Float32 values are bit for bit GGML's; other dtypes are rounded from them.
     """
     assert kind.decode is not None
     blocks, rows = data.view(kind.layout), out.reshape(-1, kind.values)
@@ -61,23 +61,23 @@ def dequantize(kind: Kind, data: UInt8[np.ndarray, " bytes"], out: Float[np.ndar
 
 
 def _float(field: np.ndarray) -> np.ndarray:
-    """One number a block, as a float32 column."""
+    """One value per block as a float32 column."""
     return field.astype(np.float32)[:, None]
 
 
 def _nibbles(q: np.ndarray, out: np.ndarray) -> None:
-    """``q`` [..., w] into ``out`` [..., 2, w]: low halves of the bytes, then high halves."""
+    """Unpacks ``q`` [..., w] into ``out`` [..., 2, w]: low halves of the bytes, then high halves."""
     out[..., 0, :] = q & 15
     out[..., 1, :] = q >> 4
 
 
 def _crumbs(q: np.ndarray) -> np.ndarray:
-    """``q`` [..., w] as [..., 4, w]: its two-bit parts, from the lowest."""
+    """Unpacks ``q`` [..., w] into [..., 4, w]: its two-bit parts, lowest first."""
     return q[..., None, :] >> np.array([[0], [2], [4], [6]], np.uint8) & 3
 
 
 def _bits(h: np.ndarray) -> np.ndarray:
-    """``h`` [n, w] as [n, 8, w]: its bits, from the lowest."""
+    """Unpacks ``h`` [n, w] into [n, 8, w]: its bits, lowest first."""
     return h[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
 
 
@@ -160,7 +160,7 @@ def _q4_k(b: np.ndarray, out: np.ndarray) -> None:
 
 
 def _q5_k(b: np.ndarray, out: np.ndarray) -> None:
-    """As Q4_K with q of 5 bits; bit i of h is the highest of the values of part i."""
+    """Like Q4_K with q of 5 bits; bit i of h is the highest bit of the values of part i."""
     scales, minima = _scales_and_minima(b["s"])
     _nibbles(b["q"].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32))
     parts = out.reshape(-1, 8, 32)
@@ -209,7 +209,7 @@ KINDS: dict[int, Kind] = {
     28: Kind("F64", np.dtype("<f8")),
     30: Kind("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
-"""The formats read here, by their number in a file."""
+"""Supported formats by their number in a file."""
 
 OTHERS = {
     9: "Q8_1",
@@ -228,4 +228,4 @@ OTHERS = {
     39: "MXFP4",
     40: "NVFP4",
 }
-"""Names of formats that are not read here, for the message that says so."""
+"""Names of unsupported formats, for the error message."""

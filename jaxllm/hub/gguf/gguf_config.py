@@ -1,6 +1,6 @@
-"""The metadata of a GGUF model as the ``config.json`` that it would have, for ``jaxllm.hub.families.families`` to understand.
+"""GGUF metadata as the equivalent ``config.json``, for ``jaxllm.hub.families``.
 
-Every entry of an architecture is read, known to say nothing about the mathematics, or legal at one value only; anything
+Every entry of an architecture is read, known not to affect the forward pass, or legal at one value only; anything
 else is an error that names it. The entries are those that llama.cpp's ``conversion/*.py`` write, their meaning and
 defaults those of its ``src/models/*.cpp`` (https://github.com/ggml-org/llama.cpp).
 """
@@ -19,7 +19,7 @@ from jaxllm.hub.errors import HubError
 from jaxllm.hub.gguf.gguf_file import Gguf
 
 SILENT = frozenset({"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"})
-"""Entries of an architecture that say nothing about its forward pass."""
+"""Entries of an architecture that do not affect its forward pass."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -35,12 +35,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Arch:
-    """What one value of ``general.architecture`` means.
+    """One value of ``general.architecture``.
 
     Attributes:
-        model_type: Hugging Face's name for it.
-        model_class: the class that a ``config.json`` names.
-        more: config fields beyond those that all have, from the entries and those fields.
+        model_type: Hugging Face's name of it.
+        model_class: class that a ``config.json`` names.
+        more: further config fields of this architecture, computed from the entries and the common fields.
     """
 
     model_type: str
@@ -49,7 +49,7 @@ class Arch:
 
 
 class Entries:
-    """The metadata of one architecture; remembers what was read."""
+    """Metadata of one architecture; remembers which entries were read."""
 
     def __init__(self, model: Gguf):
         self.path, self.metadata, self.tensors = model.path, model.metadata, model.tensors
@@ -62,14 +62,16 @@ class Entries:
         self.read: set[str] = set()
 
     def refuse(self, name: str, why: str) -> HubError:
+        """Raises HubError for an entry, with the reason."""
         return HubError(f"{self.path}: {self.arch}.{name} = {self.metadata.get(f'{self.arch}.{name}')!r}; {why}.")
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Value of an entry, or a default."""
         self.read.add(name)
         return self.metadata.get(f"{self.arch}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number; an array of one number a layer counts where they are all the same."""
+        """An integer; an array of one integer per layer is accepted if all are equal."""
         value = self.get(name, default)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]
@@ -80,7 +82,7 @@ class Entries:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; what was stored in float32 comes back as the decimal fraction it was rounded from."""
+        """A number; a float32 comes back as the decimal fraction that it was rounded from."""
         value = self.get(name, default)
         if value is None:
             raise HubError(f"{self.path} lacks {self.arch}.{name}.")
@@ -89,7 +91,7 @@ class Entries:
         return decimal(value)
 
     def check(self) -> None:
-        """Refuses every entry that was not read and says something."""
+        """Refuses every entry that was not read and affects the forward pass."""
         for key in self.metadata:
             name = key.removeprefix(f"{self.arch}.")
             if name == key or name in self.read or name in SILENT:
@@ -109,11 +111,12 @@ def decimal(value: float) -> float:
 
 
 def hf_config(model: Gguf) -> dict[str, Any]:
-    """The ``config.json`` that this model would have.
+    """The equivalent ``config.json`` of a GGUF model.
 
     Raises:
-        HubError: an architecture that is not known (lists the known), an entry that is missing, not understood or at
-            an illegal value: each by name.
+        HubError: an unknown architecture (lists the known ones), or an entry that is missing, unsupported or at an
+            illegal
+            value: each by name.
     """
     entries = Entries(model)
     arch = ARCHS[entries.arch]
@@ -155,7 +158,7 @@ def hf_config(model: Gguf) -> dict[str, Any]:
 
 
 def rope_parameters(entries: Entries, head_dim: int) -> dict[str, Any]:
-    """The rotary embedding, from entries and from tensors of factors."""
+    """Rotary embedding parameters, from entries and from tensors of factors."""
     rotary = entries.integer("rope.dimension_count", head_dim)
     if (theta := entries.number("rope.freq_base", 10000.0)) == 0:
         raise entries.refuse("rope.freq_base", "it is positive")
@@ -191,7 +194,7 @@ def rope_parameters(entries: Entries, head_dim: int) -> dict[str, Any]:
 
 
 def _factors(entries: Entries, name: str, rotary: int) -> np.ndarray:
-    """A tensor of one factor a rotated pair, by which its wavelength is stretched."""
+    """A tensor with one factor per rotated pair, by which its wavelength is stretched."""
     if name not in entries.tensors:
         raise HubError(f"{entries.path} has no tensor {name}, which its rotary embedding asks for.")
     with np.errstate(invalid="ignore"):
@@ -202,11 +205,12 @@ def _factors(entries: Entries, name: str, rotary: int) -> np.ndarray:
 
 
 def llama3_scaling(entries: Entries, theta: float, rotary: int) -> dict[str, Any]:
-    """The numbers behind ``rope_freqs.weight``, the factors that Llama 3's frequency scaling comes to.
+    """Parameters of Llama 3's frequency scaling, recovered from the factors in ``rope_freqs.weight``.
 
     Wavelengths from the original length up are stretched by the factor, those below a quarter of it are not, and
-    between them 1 / stretch goes linearly with 1 / wavelength (``jaxllm.models.layers.rope``), so one stretch between gives
-    the length. The low and high frequency factors are 1 and 4 as in every release; what does not follow is refused.
+    between them 1 / stretch is linear in 1 / wavelength (``jaxllm.models.layers.rope``), so one stretch between gives
+    the length. The low and high frequency factors are 1 and 4 as in every release; factors of another form are
+    refused.
     """
     stretch = _factors(entries, "rope_freqs.weight", rotary)
     per_turn = theta ** (-np.arange(0, rotary, 2) / rotary) / (2 * math.pi)  # 1 / wavelength
@@ -228,7 +232,7 @@ def llama3_scaling(entries: Entries, theta: float, rotary: int) -> dict[str, Any
 
 
 def gemma_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 share: soft caps, and layers that see a window only."""
+    """Fields that Gemma 2 and 3 share: soft caps and sliding-window layers."""
     second = config["model_type"] == "gemma2"
     heads, layers, embed = (config[n] for n in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
     window = entries.integer("attention.sliding_window", None if second else 0, least=0)
@@ -255,7 +259,7 @@ def gemma_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def phi3_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
-    """Phi 3: a window for every layer or, at 0, none; and the length that rotary factors are for."""
+    """Fields of Phi 3: a sliding window for every layer (0: none), and the original length of its rotary factors."""
     return {
         "hidden_act": "silu",
         "original_max_position_embeddings": entries.integer(
@@ -274,4 +278,4 @@ ARCHS = {
     "gemma3": Arch("gemma3_text", "Gemma3ForCausalLM", gemma_fields),
     "phi3": Arch("phi3", "Phi3ForCausalLM", phi3_fields),
 }
-"""The architectures read here."""
+"""Supported architectures."""

@@ -1,10 +1,10 @@
-"""GGUF files, read in place.
+"""GGUF files, memory-mapped.
 
 A file is the magic ``GGUF``, a version, the counts of tensors and of metadata entries, the entries, the tensors' names,
 shapes, formats and offsets, and after padding to a multiple of ``general.alignment`` their data
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The file is mapped: opening reads the metadata only, and
-of a tensor only the rows that are asked for are read and decoded. Whatever the bytes say, what is wrong with them is a
-``HubError``: every length is held against what is left of the file before anything is made of it.
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Opening reads the metadata only, and of a tensor only the
+requested rows are read and decoded. Damage of any kind is a ``HubError``: every length is checked against the rest of
+the file before it is used.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ STRING, ARRAY = 8, 9
 
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """A tensor of a mapped file, decoded when asked: ``np.asarray(tensor)``, or some rows of it, ``tensor[2:8]``.
+    """A tensor of a mapped file, decoded when requested: ``np.asarray(tensor)``, or some rows of it, ``tensor[2:8]``.
 
     Attributes:
-        name: as the file has it.
-        shape: row-major, so the reverse of GGML's.
+        name: name in the file.
+        shape: row-major shape, the reverse of GGML's.
         kind: GGML's name of its number format.
-        dtype: of its values: float32, or the type of a format that is plain numbers.
+        dtype: dtype of its values: float32, or that of a plain format.
     """
 
     name: str
@@ -66,18 +66,22 @@ class GgufTensor:
 
     @property
     def kind(self) -> str:
+        """GGML's name of its number format."""
         return self._kind.name
 
     @property
     def dtype(self) -> np.dtype:
+        """Dtype of its decoded values."""
         return self._kind.dtype
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of values."""
         return math.prod(self.shape)
 
     @property
@@ -89,7 +93,7 @@ class GgufTensor:
         return self.shape[0]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        """Every value; of a plain format a read-only view of the file where no copy is asked for."""
+        """All values; a plain format gives a read-only view of the file unless a copy is requested."""
         if self._kind.decode is None:
             view = self._bytes(0, self.size).view(self.dtype).reshape(self.shape)
             return np.array(view, dtype, copy=copy)
@@ -98,9 +102,9 @@ class GgufTensor:
         return self._read(0, self.size, np.dtype(dtype or self.dtype)).reshape(self.shape)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
-        """A new array of a part, a slice of each dimension; of the first dimension only the slice's rows are read.
+        """A new array of a part, by one slice per dimension; of the first dimension only the requested rows are read.
 
-        The pages of the file are let go afterwards, so reading all of a large tensor in parts needs little memory.
+        The pages of the file are released afterwards, so reading all of a large tensor in parts needs little memory.
         """
         rows, rest = split_index(index, self)
         row = self.size // len(self)
@@ -110,7 +114,7 @@ class GgufTensor:
         return part[(slice(None), *rest)]
 
     def _read(self, begin: int, end: int, dtype: np.dtype) -> np.ndarray:
-        """Values ``begin`` to ``end``, at the ends of blocks, in a new flat array."""
+        """Values ``begin`` to ``end``, which lie on block boundaries, in a new flat array."""
         data = self._bytes(begin, end)
         if self._kind.decode is None:
             out = data.view(self.dtype).astype(dtype)
@@ -131,7 +135,7 @@ class GgufTensor:
         return np.frombuffer(self._map, np.uint8, last - first, first)
 
     def _let_go(self, begin: int, end: int) -> None:
-        """Drops the span's pages from this process; whoever looks at them again gets them from the file."""
+        """Releases the span's pages from this process; a later access reads them from the file again."""
         first, last = self._span(begin, end)
         first -= first % mmap.PAGESIZE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
@@ -139,7 +143,7 @@ class GgufTensor:
 
 
 def split_index(index: slice | tuple[slice, ...], tensor: Any) -> tuple[range, tuple[slice, ...]]:
-    """The rows and what to take of them of an index of slices."""
+    """Rows to read, and the slices to take of them, for an index of slices."""
     rows, *rest = index if isinstance(index, tuple) else (index,)
     begin, end, step = rows.indices(len(tensor))
     if step != 1:
@@ -149,12 +153,12 @@ def split_index(index: slice | tuple[slice, ...], tensor: Any) -> tuple[range, t
 
 @dataclass(frozen=True, eq=False)
 class Gguf:
-    """An open model file.
+    """An open GGUF model.
 
     Attributes:
         path: the file, or its first part.
         metadata: plain values by key: numbers, bools, strings and lists of them.
-        tensors: by name.
+        tensors: tensors by name.
     """
 
     path: Path
@@ -163,11 +167,12 @@ class Gguf:
 
 
 def open_gguf(path: Path | str) -> Gguf:
-    """Opens a GGUF file, or all parts of one that is split when given any of them.
+    """Opens a GGUF file, or all parts of a split one when given any of them.
 
     Raises:
-        HubError: not such a file, cut short or damaged (says where), a version, byte order or number format that is
-            not read here, a part missing.
+        HubError: not such a file, cut short or damaged (says where), an unsupported version, byte order or number
+            format,
+            a part missing.
     """
     path = Path(path)
     match = SPLIT.fullmatch(path.name)
@@ -267,13 +272,13 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], ggml_formats.Ki
 
 
 class _Cursor:
-    """A place in a mapped file, moving forward through its header, never past the end."""
+    """Read position in the header of a mapped file; never moves past the end."""
 
     def __init__(self, file: Path, data: mmap.mmap, at: int):
         self.file, self.data, self.at, self.end = file, data, at, len(data)
 
     def _take(self, size: int, what: str) -> int:
-        """Where the next ``size`` bytes begin; moves past them."""
+        """Start of the next ``size`` bytes; moves past them."""
         if size > self.end - self.at:
             raise self._short(size, what)
         self.at += size
@@ -325,7 +330,7 @@ class _Cursor:
         return out
 
     def value(self, type_: int, key: str, depth: int = 0) -> Any:
-        """A metadata value of a type."""
+        """A metadata value of a given type."""
         if type_ in NUMBERS:
             return self.number(NUMBERS[type_], f"value of {key}")
         if type_ == STRING:

