@@ -1,4 +1,4 @@
-"""What saving costs: how long training is blocked, and how fast the bytes get to the disk.
+"""Checkpoint cost: how long a save blocks training, and how fast the bytes get to disk.
 
     python -m benchmarks.checkpoint [--mib 1024] [--rounds 5] [--step-seconds 1.0]
 
@@ -49,12 +49,14 @@ def state_of(mib: int) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], Any]) -> float:
+    """Seconds that ``work`` takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def plain_write(buffer: np.ndarray, file: Path) -> None:
+    """Writes a buffer to a file and syncs it, the fastest that the disk can be."""
     with open(file, "wb", buffering=0) as out:
         view = buffer.data
         while view:
@@ -63,11 +65,13 @@ def plain_write(buffer: np.ndarray, file: Path) -> None:
 
 
 def hashed(buffer: np.ndarray, threads: int) -> None:
+    """Hashes a buffer in threads, in the blocks of a manifest."""
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(leaf_hashing.hash_bytes, leaf_hashing.cut(buffer, leaf_hashing.BLOCK)))
 
 
 def both(buffer: np.ndarray, file: Path) -> None:
+    """Writes and hashes a buffer at the same time."""
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(plain_write, buffer, file)
         hashed(buffer, 1)
@@ -85,6 +89,7 @@ def ours(saving: Any, folder: Path, state: Any) -> tuple[float, float]:
 
 
 def orbax(folder: Path, state: Any) -> tuple[float, float]:
+    """Seconds of a save and of a restore by Orbax itself."""
     import orbax.checkpoint as ocp
 
     whole = timed(lambda: ocp.PyTreeCheckpointer().save(folder, state))
@@ -92,6 +97,7 @@ def orbax(folder: Path, state: Any) -> tuple[float, float]:
 
 
 def orbax_async(folder: Path, state: Any) -> tuple[float, float]:
+    """Seconds that Orbax's asynchronous save blocks, and seconds until it is on disk."""
     import orbax.checkpoint as ocp
 
     began = time.perf_counter()
@@ -162,6 +168,7 @@ def beside_steps(state: Any, step_seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
+    """Entry point of ``python -m benchmarks.checkpoint``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""How long `jaxllm chat` takes to its first token, and what loading takes of memory.
+"""Cold start: seconds from `jaxllm chat` to its first token, and peak memory of loading.
 
     python -m benchmarks.cold_start [MODEL] [--rounds 3]
 
@@ -63,6 +63,7 @@ def memory(model: str, dtype: str) -> float:
 
 
 def main() -> None:
+    """Entry point of ``python -m benchmarks.cold_start``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)

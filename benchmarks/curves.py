@@ -36,7 +36,7 @@ COMMANDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What a run's loss was.
+    """Loss curve of a run, with the receipt to reproduce it.
 
     Attributes:
         command: what was run.

@@ -173,6 +173,7 @@ def memory(folder: Path, epochs: int = 10) -> list[float]:
 
 
 def peer(python: str, folder: Path, *more: str) -> dict:
+    """Runs the same work in another Python with torch or datasets and returns its figures."""
     file = folder / "peer.py"
     file.write_text(PEER)
     command = [python, str(file), str(folder), str(SEQ_LEN), str(BATCH), str(SECONDS), *more]
@@ -183,6 +184,7 @@ def peer(python: str, folder: Path, *more: str) -> dict:
 
 
 def main() -> None:
+    """Entry point of ``python -m benchmarks.data``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=5)

@@ -27,20 +27,24 @@ class HostStub:
     """A device whose steps take a given time and give the token 1, so that what is measured is the host."""
 
     def __init__(self, config: Any, seconds: float):
-        from jaxllm.infer.runner.model_runner import Spec
+        from jaxllm.infer.runner.model_runner import RunnerSpec
         from jaxllm.infer.runner.paged_cache import LayerGroup
         from jaxllm.models.attention_context import KVSpec
 
         self.config, self.seconds, self.free = config, seconds, 0.0
-        self.spec = Spec((LayerGroup(KVSpec(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048)
+        self.spec = RunnerSpec(
+            (LayerGroup(KVSpec(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048
+        )
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Any:
-        from jaxllm.infer.runner.engine_step import Shape
+        from jaxllm.infer.runner.engine_step import StepShape
 
         sizes = self.config.decode_buckets if decode else self.config.prompt_buckets
         size = next(size for size in sizes if size >= (requests if decode else tokens))
-        slots = self.config.sequences
-        return Shape(size, min(size, slots), decode, full, slots, self.spec.columns, 1, self.config.loop, 5, "float32")
+        slots = self.config.max_sequences
+        return StepShape(
+            size, min(size, slots), decode, full, slots, self.spec.columns, 1, self.config.decode_steps, 5, "float32"
+        )
 
     def run(self, shape: Any, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         self.free = max(self.free, time.perf_counter()) + self.seconds
@@ -69,7 +73,9 @@ def host(sequences: int = 64, seconds: float = 0.005, steps: int = 600) -> dict[
     """Steps a second and the host's processor time for each, decoding one token of each sequence a step."""
     from jaxllm.infer import Engine, EngineConfig, SamplingParams
 
-    config = EngineConfig(sequences=sequences, budget=256, max_len=2048, pages=sequences * 65, loop=1)
+    config = EngineConfig(
+        max_sequences=sequences, max_batched_tokens=256, max_len=2048, pages=sequences * 65, decode_steps=1
+    )
     engine = Engine(HostStub(config, seconds), config, 50_000)
     for number in range(sequences):
         engine.submit(range(number + 1, number + 30), SamplingParams(max_tokens=1900))
@@ -125,14 +131,14 @@ def main() -> int:
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rounds of both sides in turn; medians and the ratios of pairs."""
     from jaxllm.infer import load_model
-    from jaxllm.infer.decode_benchmark import Bench, memory_bandwidth
+    from jaxllm.infer.decode_benchmark import DecodeBenchmark, memory_bandwidth
 
     loaded, bandwidth = load_model(options.model, dtype=options.dtype), memory_bandwidth()
     threads = len(os.sched_getaffinity(0))
     other = None if options.torch_python is None else peer(options.torch_python, threads)
     out = []
     for batch in map(int, options.batches.split(",")):
-        bench = Bench(loaded, batch, options.prompt, options.tokens, bandwidth)
+        bench = DecodeBenchmark(loaded, batch, options.prompt, options.tokens, bandwidth)
         bench.run()
         rounds = []
         for _ in range(options.rounds):

@@ -26,8 +26,8 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     import numpy as np
 
     from jaxllm.compiler import hbm_traffic
-    from jaxllm.infer.decode_benchmark import token_bytes
-    from jaxllm.infer.runner.engine_step import Shape, Step
+    from jaxllm.infer.decode_benchmark import kv_bytes_per_token
+    from jaxllm.infer.runner.engine_step import EngineStep, StepShape
     from jaxllm.infer.runner.paged_cache import layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model
     from jaxllm.models import functional, unstack_layers
@@ -38,7 +38,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     model, groups = serving_model(functional(config)), layer_groups(config)
     page, longest = 32, 2 * context
     columns = longest // page
-    shape = Shape(batch, batch, True, False, batch, columns, 1, 8, 1, "float32")
+    shape = StepShape(batch, batch, True, False, batch, columns, 1, 8, 1, "float32")
     # Of one device and with nothing to track: as an engine on one device is, but compiled for this one.
     mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.NamedSharding(mesh, jax.P())
@@ -54,7 +54,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
         if layers == "apart":
             shapes = jax.eval_shape(unstack_layers, shapes)
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
-        step = jax.jit(Step(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
+        step = jax.jit(EngineStep(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))
         program = step.lower(params, (Slots(pool),), last, packed).compile()
     memory: Any = program.memory_analysis()
@@ -64,7 +64,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if not config.tied:
         weights -= params["embedding"]["table"].size * 2  # of which a row a token is read
-    cache = batch * context * token_bytes(config)
+    cache = batch * context * kv_bytes_per_token(config)
     return {
         "weights": weights, "cache": cache, "moved": step_bytes + cache, "before": found.bytes - step_bytes,
         "temporaries": memory.temp_size_in_bytes,

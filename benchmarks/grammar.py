@@ -1,4 +1,4 @@
-"""What a grammar costs: making it ready, each token on the host, and an engine's tokens a second with and without it.
+"""Grammar cost: compiling a grammar, host time per token, and decode throughput with and without it.
 
 python -m benchmarks.grammar [--model smollm2] [--batches 1,16] [--tokens 64] [--json FILE]
 """
@@ -75,7 +75,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     batches = [int(n) for n in options.batches.split(",")]
-    config = EngineConfig(sequences=max(batches), budget=128, max_len=512, samplers=("full",), buckets=(128,))
+    config = EngineConfig(
+        max_sequences=max(batches), max_batched_tokens=128, max_len=512, samplers=("full",), buckets=(128,)
+    )
     llm = LLM(options.model, config)
     forms = {
         "person": Grammar.json_schema(PERSON),

@@ -1,4 +1,4 @@
-"""How long `jaxllm plan` takes: ranking, and compiling the first three, with the peak memory of it and its children.
+"""Planning time: ranking layouts and compiling the best three, with the peak memory of all processes.
 
     python -m benchmarks.plan [8b] [405b] [--no-compile]
 
@@ -57,6 +57,7 @@ def measure(argv: list[str]) -> tuple[float, int]:
 
 
 def main() -> None:
+    """Entry point of ``python -m benchmarks.plan``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*RUNS, []], default=[])
     parser.add_argument("--no-compile", action="store_true", help="rank only")

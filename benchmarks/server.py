@@ -1,4 +1,4 @@
-"""What the front end takes of a token event: ``python -m benchmarks.server``.
+"""Server overhead per streamed token event: ``python -m benchmarks.server``.
 
 An engine that keeps time and nothing else gives tokens to 64 streams; the server runs in a process of its own, whose
 processor time is read before and after. Clients read raw bytes, in this process.
@@ -19,7 +19,7 @@ STREAMS, TOKENS, SECONDS = 64, 300, 0.03
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process until now."""
+    """Processor seconds of a process until now."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

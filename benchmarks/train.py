@@ -169,7 +169,7 @@ def gib(size: int | None) -> str:
 
 
 def plan_table(shape: str, setting: Setting, asked: dict[tuple[str, int], Planned]) -> str:
-    """What was asked of the plan, by layers."""
+    """Table of predicted memory by number of layers."""
     rows: list[Sequence[str]] = [("model", "precision", "layers", "formula GiB", "compiled GiB", "of", "fits")]
     for (precision, layers), plan in sorted(asked.items(), key=lambda item: item[0][1]):
         sizes = gib(plan.formula_bytes), gib(plan.compiled_bytes), gib(plan.budget)
@@ -201,7 +201,7 @@ def run_shape(shape: str, setting: Setting, layers: int, options: argparse.Names
 
 
 def local_topology() -> str:
-    """Of the device that jax finds here, asked in a process that gives it back."""
+    """Topology of the local device, found in a process that releases it."""
     code = "import jax; d = jax.devices()[0]; print(d.platform); print(d.device_kind)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return topology_of(*found.stdout.splitlines()[-2:])

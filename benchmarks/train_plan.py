@@ -1,4 +1,4 @@
-"""What ``benchmarks.train`` trains, and how many layers of it a device holds."""
+"""Shapes that ``benchmarks.train`` trains, and how many layers of each fit into a device."""
 
 from __future__ import annotations
 

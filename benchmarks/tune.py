@@ -39,7 +39,7 @@ Seconds = Callable[[Any, str], float | None]
 
 @dataclass(frozen=True)
 class Search:
-    """What is tuned for apart: the default blocks, and the fields to vary at a time, by what decides about them."""
+    """One tuning search: the default blocks, and the fields to vary together."""
 
     case: str
     default: Any

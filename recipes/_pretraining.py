@@ -1,4 +1,4 @@
-"""What pretraining runs from random weights have in common: a cosine schedule, checkpoints, evaluations."""
+"""Settings that pretraining recipes share: cosine schedule, checkpoints, evaluations."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ TINY = {"tiny": Shape(24, 16, 70, "float32")}
 
 
 def work(shape: Shape) -> Work:
-    """What is measured of a shape."""
+    """Work of a shape: FLOPs, bytes, and the contenders to time."""
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (shape.t, shape.d), shape.dtype)
     head = jax.random.normal(keys[1], (shape.v, shape.d), shape.dtype) * shape.d**-0.5

@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees, in one row and head."""
+        """Number of visible (query, key) pairs in one row and head."""
         seen = min(self.window or self.s, self.s)
         return seen * (seen + 1) // 2 + (self.s - seen) * seen
 
@@ -65,7 +65,7 @@ TINY = {"tiny": Shape(1, 48, 4, 2, 16, dtype="float32"), "tiny, window": Shape(1
 
 
 def work(shape: Shape, torch_python: str | None = None) -> Work:
-    """What is measured of a shape."""
+    """Work of a shape: FLOPs, bytes, and the contenders to time."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (shape.n, shape.k, shape.k, shape.n)
     arrays = (

@@ -28,7 +28,7 @@ class Shape:
     dtype: str = "bfloat16"
 
     def sizes(self) -> np.ndarray:
-        """Of the groups, as a router gives them: far from equal."""
+        """Group sizes as a router gives them: far from equal."""
         rng = np.random.default_rng(0)
         return rng.multinomial(self.m, rng.dirichlet(np.full(self.e, 0.5))).astype(np.int32)
 
@@ -51,7 +51,7 @@ TINY = {"tiny": Shape(40, 16, 24, 4, "float32")}
 
 
 def work(shape: Shape) -> Work:
-    """What is measured of a shape."""
+    """Work of a shape: FLOPs, bytes, and the contenders to time."""
     keys = jax.random.split(jax.random.key(0), 3)
     lhs = jax.random.normal(keys[0], (shape.m, shape.k), shape.dtype)
     rhs = jax.random.normal(keys[1], (shape.e, shape.k, shape.n), shape.dtype)

@@ -23,14 +23,14 @@ PARTS = ("forward", "backward")
 
 
 class Cost(NamedTuple):
-    """What a pass takes of one device at least."""
+    """Lower bound of a pass on one device: FLOPs and bytes."""
 
     flops: int
     bytes: int
 
 
 class Answer(NamedTuple):
-    """Of a contender: seconds of the forward pass and of both, results, where it ran."""
+    """Result of a contender: seconds of the forward pass and of forward plus backward, values, device."""
 
     forward: float
     both: float | None
@@ -82,7 +82,7 @@ def peaks() -> tuple[float, float]:
 
 
 def seconds(function: Callable[..., Any], arguments: Sequence[Any], repeats: int, carried: bool = False) -> float:
-    """Of one call: the fastest of three rounds of ``repeats`` calls that the device gets one after the other.
+    """Seconds of one call: the fastest of three rounds of ``repeats`` calls that are queued on the device.
 
     Args:
         carried: the second result replaces the last argument, which is donated.

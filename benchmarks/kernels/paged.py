@@ -31,7 +31,7 @@ class Shape:
     dtype: str = "bfloat16"
 
     def lengths(self) -> np.ndarray:
-        """Of the requests, this step's token included."""
+        """Lengths of the requests, this step's token included."""
         return np.random.default_rng(0).integers(self.length // 2, self.length * 3 // 2, self.r).astype(np.int32)
 
     def cost(self) -> Cost:
@@ -50,7 +50,7 @@ TINY = {"tiny": Shape(3, 20, 4, 2, 8, page=4, dtype="float32")}
 
 
 def work(shape: Shape) -> Work:
-    """What is measured of a shape."""
+    """Work of a shape: FLOPs, bytes, and the contenders to time."""
     lengths = shape.lengths()
     pages = -(-lengths // shape.page)
     table = np.zeros((shape.r, pages.max()), np.int32)

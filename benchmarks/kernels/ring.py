@@ -28,7 +28,7 @@ TINY = {"tiny": Shape(1, 64, 4, 2, 16, dtype="float32")}
 
 
 def work(shape: Shape) -> Work:
-    """What is measured of a shape; the tokens are in zigzag order."""
+    """Work of a shape, with tokens in zigzag order: FLOPs, bytes, and the contenders to time."""
     n = len(jax.devices())
     mesh = jax.make_mesh((n,), ("context",), axis_types=(AxisType.Explicit,))
     rows = P(None, "context")

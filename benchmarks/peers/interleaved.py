@@ -39,10 +39,10 @@ class Failed(RuntimeError):
 
 
 class Asked(Protocol):
-    """What takes a turn."""
+    """Contender that takes turns with others."""
 
     def ask(self, what: str, **details: Any) -> dict[str, Any]:
-        """Does one piece of work and returns the account of it."""
+        """Same as ``Worker.ask``, run twice: the second run, with everything compiled, is measured."""
         ...
 
 
@@ -192,7 +192,7 @@ def cpu_name() -> str:
 
 
 def versions(sides: Sequence[Mapping[str, Any]]) -> str:
-    """Of all libraries that ``about`` of the sides names, each once."""
+    """Versions of all libraries that ``about`` of the sides names, each once."""
     found = {name: version for side in sides for name, version in side.get("versions", {}).items()}
     return ", ".join(f"{name} {version}" for name, version in found.items())
 

@@ -26,6 +26,8 @@ from sharding import MeshSpec
 
 
 class JaxllmSide(protocol.Side):
+    """jaxllm's side of a comparison."""
+
     def __init__(self, start: protocol.Start):
         super().__init__(start)
         self._programs, self._compile_seconds = 0, 0.0
@@ -61,6 +63,7 @@ class JaxllmSide(protocol.Side):
             self._compile_seconds += seconds
 
     def about(self) -> dict[str, object]:
+        """Versions, device and parameter count."""
         return {
             "name": "jaxllm",
             "versions": {"jax": jax.__version__},
@@ -68,6 +71,7 @@ class JaxllmSide(protocol.Side):
         }
 
     def train(self, steps: int) -> float:
+        """Runs training steps and returns the last loss."""
         metrics: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
             for _ in range(steps):
@@ -76,14 +80,17 @@ class JaxllmSide(protocol.Side):
         return float(metrics["loss"])
 
     def peak_bytes(self) -> int:
+        """Peak memory in bytes."""
         seen = jax.local_devices()[0].memory_stats() or {}
         return seen.get("peak_bytes_in_use", super().peak_bytes())
 
     def decode(self, batch: int) -> int:
+        """Generates tokens for a batch and returns their number."""
         s = self.setting
         if batch not in self._engines:
             sizes = EngineConfig(
-                sequences=batch, budget=batch * s.prompt, max_len=s.prompt + s.new_tokens, loop=32, prefix_cache=False,
+                max_sequences=batch, max_batched_tokens=batch * s.prompt, max_len=s.prompt + s.new_tokens, decode_steps=32,
+                prefix_cache=False,
                 samplers=("plain",), buckets=(batch * s.prompt,),
             )  # fmt: skip
             self._engines[batch] = Engine.of(self.model, self.state.params, sizes)
@@ -96,6 +103,7 @@ class JaxllmSide(protocol.Side):
         return sum(len(request.sequences[0].tokens) - s.prompt for request in requests)
 
     def product_seconds(self, product: Product) -> float:
+        """Seconds of one matmul of the training step alone."""
         shape = (product.batch,) if product.batch > 1 else ()
         key = jax.random.key(0)
         a_shape, b_shape = (*shape, product.rows, product.inner), (*shape, product.inner, product.columns)
@@ -120,6 +128,7 @@ class JaxllmSide(protocol.Side):
         return min(run() for _ in range(protocol.REPEATS))
 
     def compiled(self) -> dict[str, float]:
+        """Tracing and compile time, and the number of programs."""
         return {"programs": self._programs, "seconds": self._compile_seconds}
 
 

@@ -25,7 +25,7 @@ class Start(NamedTuple):
 
 
 class Side:
-    """What a worker can be asked to do; a subclass is one library's way of doing it."""
+    """One side of a comparison; a subclass does the work with one library."""
 
     def __init__(self, start: Start):
         self.setting = Setting(**start.setting)

@@ -1,4 +1,4 @@
-"""What both sides of a comparison run: model, batch, precision, and the matrix products a train step cannot do without.
+"""Setting of a comparison: model, batch, precision, and the matmuls that a training step consists of.
 
 Plain Python, so that a peer's interpreter needs nothing of ours.
 """
@@ -24,6 +24,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
+        """FLOPs of one such matmul."""
         return 2.0 * self.batch * self.rows * self.inner * self.columns
 
 
@@ -63,6 +64,7 @@ class Setting:
 
     @property
     def head_dim(self) -> int:
+        """Dimension of one head."""
         return self.hidden // self.heads
 
     @property

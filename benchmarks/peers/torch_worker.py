@@ -43,6 +43,7 @@ class TorchSide(protocol.Side):
         self.forward = self.model
 
     def about(self) -> dict[str, object]:
+        """Versions, device and parameter count."""
         parameters = sum(p.numel() for p in self.model.parameters())
         return {
             "name": self.name,
@@ -51,6 +52,7 @@ class TorchSide(protocol.Side):
         }
 
     def train(self, steps: int) -> float:
+        """Runs training steps and returns the last loss."""
         self.model.train()
         loss = torch.zeros(())
         for _ in range(steps):
@@ -64,6 +66,7 @@ class TorchSide(protocol.Side):
         return float(loss.detach())
 
     def decode(self, batch: int) -> int:
+        """Generates tokens for a batch and returns their number."""
         self.model.eval()
         prompt = self.tokens[:1, : self.setting.prompt].expand(batch, -1)
         with torch.no_grad():
@@ -78,11 +81,13 @@ class TorchSide(protocol.Side):
         return (out.shape[1] - prompt.shape[1]) * batch
 
     def peak_bytes(self) -> int:
+        """Peak memory in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
         return super().peak_bytes()
 
     def product_seconds(self, product: Product) -> float:
+        """Seconds of one matmul of the training step alone."""
         a = torch.randn(product.batch, product.rows, product.inner)
         b = torch.randn(product.batch, product.inner, product.columns)
         if product.layout == "TN":
