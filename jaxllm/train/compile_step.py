@@ -1,4 +1,4 @@
-"""The training step, compiled for devices that are not here."""
+"""Ahead-of-time compilation of the training step for devices that are not present."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from sharding.topology import Topology
 def compile_for(
     config: RunConfig, on: str, *, progress: Progress | None = None, keep: Path | None = None, anyway: bool = False
 ) -> aot.CompileReport:
-    """Compiles the run's step for a topology ("v6e:8x8", "h100:8x8") in a process of its own; no data is opened.
+    """Compiles the run's step for a topology ("v6e:8x8", "h100:8x8") in a separate process; no data is opened.
 
     Args:
         config: the run; its mesh is laid over the topology's devices.
         on: the topology's name.
         progress: called about once a second.
-        keep: a file to write the program to, for ``aot.kept``.
-        anyway: let the TPU compiler compile what does not fit, to see what takes the memory.
+        keep: file to write the compiled program to, for ``aot.kept``.
+        anyway: let the TPU compiler compile a program that exceeds device memory, to see what takes the memory.
 
     Raises:
         ShardingError: the topology is unknown, or the run does not fit a mesh of its devices.
-        OutOfDeviceMemory: the compiler says it does not fit.
-        CompilerMissing: names the extra to install.
+        OutOfDeviceMemory: the compiler says that the program exceeds device memory.
+        CompilerMissing: the compiler is not installed; names the extra to install.
     """
     arguments = {"config": to_dict(config), "keep": None if keep is None else str(keep.absolute())}
     env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
@@ -47,7 +47,13 @@ def compile_for(
 
 
 def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = None) -> dict[str, Any]:
-    """``compile_for`` in this process, which must be set up for the topology's compiler."""
+    """``compile_for`` in this process, which must be set up for the topology's compiler.
+
+    Args:
+        topology: the devices to compile for.
+        config: the run, as JSON.
+        keep: file to write the compiled program to.
+    """
     run = from_dict(RunConfig, config)
     step, arguments, mesh = step_on(topology, run)
     report = aot.compile(
@@ -64,7 +70,7 @@ def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = 
 
 
 def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
-    """The run's jitted step, what it takes (a state and a batch, without values), and the mesh to trace it under."""
+    """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under."""
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = build_optimizer(run, model)
@@ -78,5 +84,5 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
 
 
 def compiler_options(topology: Topology, run: RunConfig) -> dict[str, str] | None:
-    """The run's options for the topology's compiler; None for the compiler's own."""
+    """The run's options for the topology's compiler; None for the compiler's defaults."""
     return options(topology.platform, topology.device_kind, run.compiler_options) or None

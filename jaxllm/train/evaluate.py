@@ -1,4 +1,8 @@
-"""Held-out loss in units that do not depend on the tokenizer: bits per byte."""
+"""Evaluation on held-out text: cross-entropy, perplexity and bits per byte.
+
+Perplexity per token is ``exp(nll)``. It depends on how much text a token stands for; bits per byte does not depend on
+the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ class Evaluation:
     """Loss on held-out text.
 
     Attributes:
-        nll: nats per target token.
-        bits_per_byte: ``total nll / ln 2 / bytes the targets stand for``.
-        tokens: target tokens.
+        nll: cross-entropy in nats per target token; ``exp(nll)`` is the perplexity.
+        bits_per_byte: ``total nll / ln 2 / bytes that the targets stand for``.
+        tokens: number of target tokens.
     """
 
     nll: float
@@ -34,8 +38,11 @@ class Evaluator:
     """Evaluates parameters on a held-out dataset; compiles once, at the first call.
 
     Args:
+        model: the architecture.
+        mesh: of the parameters.
         dataset: ``jaxllm.data.HeldoutDataset``.
-        sums: ``(params, batch) -> LossSums``, where it is not the model's plain forward pass (a pipeline's).
+        sums: ``(params, batch) -> LossSums``, for models that need another forward pass than ``loss_sums``
+            (pipelines).
     """
 
     def __init__(self, model: Functional, mesh: Mesh, dataset: Any, sums: Callable[[Any, Any], LossSums] | None = None):
@@ -47,7 +54,11 @@ class Evaluator:
         self._sharding = NamedSharding(mesh, spec)
 
     def __call__(self, params: Any, progress: Callable[[Iterable], Iterable] = iter) -> Evaluation:
-        """Sums the loss over the whole held-out set."""
+        """Evaluation of ``params`` over the whole held-out set.
+
+        Args:
+            progress: wraps the iterable of batches, to show progress.
+        """
         nll = count = 0.0
         with jax.set_mesh(self._mesh):
             for batch in progress(self._dataset):

@@ -1,6 +1,6 @@
-"""What of a run's state waits in the host's memory while a device has no use for it.
+"""Optimizer offload and parameter offload: which parts of the train state wait in host memory between uses.
 
-Activations have their own place: ``model.remat = "offload"``, and ``parallel.offload`` in a pipeline.
+Activation offload is configured elsewhere: ``model.remat = "offload"``, and ``parallel.offload`` in a pipeline.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from typing import Any
 import jax
 
 STREAMABLE = ("adamw", "lion", "adafactor", "sgd")
-"""Rules whose state of a layer depends on that layer's gradients alone, and whose arrays are stacked as layers are."""
+"""Optimizers that support optimizer offload: their state is stacked as layers are, and that of a layer depends on its
+gradients alone.
+"""
 
 
 @dataclass(frozen=True)
 class HostConfig:
-    """What of layers is in the host's memory between uses; embeddings and heads stay on the device.
+    """Which state of layers is offloaded to host memory; embeddings and heads stay on the device.
 
     Attributes:
-        optimizer: the optimizer's state, brought layer by layer for the update (``jaxllm.optim.streamed_state``).
-        device_every: of so many layers one is updated on the device and the others by the host's processor, at the same
-            time; 1: all on the device. ``jaxllm.plan.interleave`` says which is fastest.
-        params: parameters, brought layer by layer for each pass; of rules that move a layer where it is used
-            (optim.kind = "lomo", "adalomo", "mezo").
+        optimizer: optimizer offload: the optimizer state, streamed layer by layer for the update
+            (``jaxllm.optim.streamed_state``).
+        device_every: one of so many layers is updated on the device, the others by the host's CPU at the same time; 1:
+            all on the device. ``jaxllm.plan.interleave`` says which is fastest.
+        params: parameter offload: the parameters, streamed layer by layer for each pass; for optimizers that update
+            layer by layer (optim.kind = "lomo", "adalomo", "mezo").
     """
 
     optimizer: bool = False
@@ -35,12 +38,11 @@ class HostConfig:
             raise ValueError(f"host: device_every = {self.device_every}; give 1 (all on the device) or more.")
         if self.device_every > 1 and not self.optimizer:
             raise ValueError(
-                f"host: device_every = {self.device_every} is of an optimizer whose state is on the host: "
-                "set host.optimizer to true."
+                f"host: device_every = {self.device_every} requires optimizer offload: set host.optimizer to true."
             )
 
     def place(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Abstract parameters and optimizer state, those of layers in the host's memory."""
+        """Abstract parameters and optimizer state, with offloaded layers in host memory."""
         return (
             in_host_memory(params) if self.params else params,
             in_host_memory(opt_state) if self.optimizer else opt_state,
@@ -48,7 +50,7 @@ class HostConfig:
 
 
 def in_host_memory(tree: Any) -> Any:
-    """Abstract arrays, those of layers with shardings in the host's memory."""
+    """Abstract arrays, those of layers with shardings in host memory (``pinned_host``)."""
 
     def there(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not (leaf.ndim and any(getattr(key, "key", None) == "segments" for key in path)):
@@ -60,6 +62,6 @@ def in_host_memory(tree: Any) -> Any:
 
 
 def host_bytes(tree: Any) -> int:
-    """Bytes of a tree's arrays in the host's memory, of all devices together."""
+    """Bytes of a tree's arrays in host memory, summed over all devices."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == "pinned_host"]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -73,7 +73,8 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResu
         ResumeError: the directory holds a run with a different configuration.
         NonFiniteLossError: the loss diverged; the last checkpoint is from before.
         SpikesError: more loss spikes than ``spikes.limit``.
-        ConfigError, ShardingError, DataError, CheckpointError: the message says what is wrong, where and what is legal.
+        ConfigError, ShardingError, DataError, CheckpointError: the message says what is wrong, where and what is
+            legal.
         DistributedError: the processes of the run differ; the message says in what.
     """
     began = time.time()

@@ -1,6 +1,6 @@
-"""Precisions by name: what parameters, products and updates are in, and what each costs.
+"""Mixed precision by name: dtypes of parameters, activations, matmuls and updates, and what each costs.
 
-A precision is five values on axes that the model and the optimizer have; a name sets them together.
+A precision sets four values, which belong to the model and the optimizer, together.
 
     jaxllm train quickstart --precision fp8_current
 """
@@ -27,14 +27,14 @@ from jaxllm.train.step.numerics import init_numerics
 
 @dataclass(frozen=True)
 class Precision:
-    """What numbers of a run are in.
+    """Dtypes of a run.
 
     Attributes:
-        param_dtype: parameters, gradients as they are added up, and the optimizer's moments.
-        dtype: the one visible cast: weights and activations, but for float32 norms, softmax and loss. Of "float16" the
-            loss is scaled (``jaxllm.train.step.numerics``).
+        param_dtype: of parameters, accumulated gradients and the optimizer's moments.
+        dtype: compute dtype of weights and activations, except for norms, softmax and loss, which are in float32.
+            "float16" adds loss scaling (``jaxllm.train.step.numerics``).
         matmul_precision: dtype to which the operands of matmuls with weights are quantised in training.
-        rounding: of updates of parameters in bfloat16.
+        rounding: of updates of parameters stored in bfloat16.
     """
 
     param_dtype: DTypeName = "float32"
@@ -44,14 +44,14 @@ class Precision:
 
     @classmethod
     def of(cls, run: RunConfig) -> Precision:
-        """A run's."""
+        """Precision of a run."""
         return cls(run.model.param_dtype, run.model.dtype, run.model.matmul_precision, run.optim.rounding)
 
     def apply_to(self, run: RunConfig) -> RunConfig:
         """The run in this precision.
 
         Raises:
-            ValueError: the model or the optimizer cannot have it.
+            ValueError: the model or the optimizer does not support it.
         """
         model = replace(
             run.model, param_dtype=self.param_dtype, dtype=self.dtype, matmul_precision=self.matmul_precision
@@ -70,14 +70,16 @@ PRECISIONS = {
     "fp8_delayed": Precision(dtype="bfloat16", matmul_precision="fp8_delayed"),
     "fp8_block": Precision(dtype="bfloat16", matmul_precision="fp8_block"),
 }
-"""By name; "bf16" keeps its parameters in float32 (arXiv:1710.03740), those with a suffix do not."""
+"""Precisions by name. "bf16" and "fp16" are mixed precision with float32 parameters (arXiv:1710.03740);
+"bf16_collage" and "bf16_stochastic" store parameters in bfloat16.
+"""
 
 
 def with_precision(run: RunConfig, name: str) -> RunConfig:
     """The run in the precision of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is none of these: {', '.join(PRECISIONS)}.")
@@ -86,12 +88,12 @@ def with_precision(run: RunConfig, name: str) -> RunConfig:
 
 @dataclass(frozen=True)
 class PrecisionCost:
-    """What a precision takes, by formula: all of it known before a run.
+    """Memory and compute of a precision, by formula, before a run.
 
     Attributes:
-        parameters, optimizer, gradients: bytes a parameter, of those stored; the optimizer's counters are left out.
-        numerics: bytes of ``jaxllm.train.step.numerics``, in all.
-        flops: of a token's training step (recomputation left out), by the dtype that its factors are in.
+        parameters, optimizer, gradients: stored bytes per parameter; the optimizer's step counters are left out.
+        numerics: bytes of the mixed-precision state (``jaxllm.train.step.numerics``), in all.
+        flops: of one token's training step without recomputation, by the dtype of the matmul operands.
     """
 
     parameters: float
@@ -102,7 +104,7 @@ class PrecisionCost:
 
 
 def precision_cost(run: RunConfig) -> PrecisionCost:
-    """Of a run, nothing allocated and nothing compiled."""
+    """Memory and compute of a run's precision; nothing is allocated or compiled."""
     model = functional(run.model)
     params = model.abstract()
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -116,15 +118,15 @@ def precision_cost(run: RunConfig) -> PrecisionCost:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of all arrays of a tree, with values or without."""
+    """Bytes of all arrays of a tree, concrete or abstract."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def flops_by_dtype(config: DecoderConfig, seq_len: int) -> dict[str, float]:
-    """FLOPs of a token's forward and backward pass by the dtypes of the factors ("float8_e4m3fn*float8_e5m2").
+    """FLOPs of one token's forward and backward pass by dtypes of the matmul operands ("float8_e4m3fn*float8_e5m2").
 
-    Of products with a block's weights the forward one has x and w, and the two of the backward pass have the gradient
-    as well. Attention's own products and the head are in compute dtype.
+    Of each matmul with a block's weights, the forward pass multiplies x and w, and the backward pass has two matmuls
+    with the gradient as one operand. The matmuls of attention scores and the head are in the compute dtype.
     """
     d = config.embed_dim
     weights = attended = 0.0

@@ -1,4 +1,7 @@
-"""A run made ready: mesh, optimizer, data, the step; checked against each other before anything is allocated."""
+"""Run: a prepared training run, with mesh, optimizer, data and step checked against each other.
+
+All checks happen before anything large is allocated.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,21 @@ from sharding import MeshSpec
 
 
 class Run:
-    """A run made ready: data opened, mesh built, shardings checked; nothing large allocated yet.
+    """A prepared training run: data opened, mesh built, shardings checked; nothing large is allocated yet.
+
+    Args:
+        config: the run.
+        also: other parts of the program whose state is saved with the run's.
 
     Attributes:
-        batches: what its steps take of the data.
-        spikes: those so far, as JSON (``jaxllm.train.recovery.rollback``).
+        model: the architecture with its sharding rules.
+        optimizer: the optax chain.
+        abstract: shapes, dtypes and shardings of the train state.
+        init_model: the model that parameters are initialised from, or None.
+        data: training and held-out datasets, and the tokenizer.
+        batches: the batches of the run's steps, without those that rollbacks skip.
+        spikes: loss spikes so far, as JSON (``jaxllm.train.recovery.rollback``).
+        data_shard, num_data_shards: part of each batch's rows that this process loads.
 
     Raises:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
@@ -73,16 +86,16 @@ class Run:
         self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
 
     def put_batch(self, batch: Batch) -> Batch:
-        """This process's part of a batch, on the devices."""
+        """This process's rows of a batch, placed on the devices."""
         rows = self.config.data.batch_size
         return put_batch(batch, self.batch_sharding, rows, self.data_shard * rows // self.num_data_shards)
 
     def saver(self) -> Saver:
-        """Of this process, or of all together."""
+        """Saver of the run's checkpoints, shared by all its processes."""
         return Saver(self.directory.path, self.config.checkpoint, self.group)
 
     def compile_step(self) -> tuple[Any, float]:
-        """The compiled step and the seconds it took; being compiled, it can never recompile."""
+        """The compiled training step, and the seconds it took; compiled ahead of time, it never recompiles."""
         start = time.monotonic()
         grads = build_value_and_grad(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
@@ -95,12 +108,12 @@ class Run:
         return compiled, time.monotonic() - start
 
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
-        """The state, the providers', and the facts beside them."""
+        """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
         meta = {**self.meta(step), "metrics": metrics, **state_providers.facts(self.also)}
         saver.save(place, step, state_providers.with_arrays(state, self.also), meta)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What a checkpoint carries beside the state."""
+        """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions."""
         return {
             "config": to_dict(self.config),
             "source": None
@@ -114,11 +127,11 @@ class Run:
 
 
 def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> MeshSpec:
-    """The run's mesh over so many devices.
+    """Mesh of a run over so many devices.
 
     Raises:
-        ShardingError: the parameters or the batch do not fit it; lists the nearest that they do.
-        ConfigError: a pipeline's sizes are given, and there is no pipeline.
+        ShardingError: the parameters or the batch do not fit it; lists the nearest meshes that they do.
+        ConfigError: pipeline settings without a pipeline, or an unsupported optimizer or offload setting.
     """
     shapes, axes = model.abstract(), model.logical_axes()
 
@@ -135,48 +148,56 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         for name in ("chunks", "depths", "offload"):
             if getattr(config.parallel, name):
                 raise ConfigError(
-                    f"parallel.{name} is of a pipeline, and the mesh {config.mesh!r} has no stages: leave it out, or "
-                    "give the mesh some, such as stage=2."
+                    f"parallel.{name} is a pipeline setting, but the mesh {config.mesh!r} has no stages: leave it out, "
+                    "or give the mesh some, such as stage=2."
                 )
     return mesh
 
 
 def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
-    """A micro-batch must divide over the mesh."""
+    """Checks that a micro-batch divides over the mesh; raises ShardingError or ValueError."""
     shape = (config.data.batch_size // config.accumulate, config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     shards = mesh.shape.get("context", 1)
     if shards > 1:
-        order(config.parallel.layout, shards, config.data.seq_len)  # refuses lengths that do not divide
+        order(config.parallel.layout, shards, config.data.seq_len)  # raises if the sequence does not divide
 
 
 def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> ValueAndGrad:
-    """The function of loss and gradients that the run's step takes."""
-    same = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
+    """Loss and gradients of a run's step: pipelined on a mesh with stages, else with gradient accumulation.
+
+    Raises:
+        ConfigError: the remat policy or precision is not supported in pipelines.
+    """
+    shared = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
     if (stages := mesh.shape.get("stage", 1)) > 1:
         if config.model.remat not in get_args(Remat):
             raise ConfigError(
-                f'model.remat = "{config.model.remat}" is not for pipelines: what a stage keeps is '
+                f'model.remat = "{config.model.remat}" is not supported in pipelines; legal: '
                 f"{', '.join(get_args(Remat))}."
             )
         if init_numerics(config.model) is not None:
             what = 'dtype = "float16"' if config.model.dtype == "float16" else 'matmul_precision = "fp8_delayed"'
-            raise ConfigError(f"model.{what} keeps state that pipelines do not hand on; leave out the mesh's stages.")
+            raise ConfigError(
+                f"model.{what} keeps state between steps, which pipelines do not support; leave stage out of the mesh."
+            )
         return pipelined_value_and_grad(
-            model, *pipeline_plan(config, stages), routing=config.routing, offload=config.parallel.offload, **same
+            model, *pipeline_plan(config, stages), routing=config.routing, offload=config.parallel.offload, **shared
         )
-    return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **same)
+    return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **shared)
 
 
 def check_precision(config: RunConfig) -> None:
-    """float64 is real only where jax allows it; elsewhere it would silently be float32."""
+    """Checks that JAX_ENABLE_X64 is set for float64, which jax would else silently make float32; raises ConfigError."""
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:  # pyright: ignore
-        raise ConfigError("model.dtype or model.param_dtype is float64, which needs the environment JAX_ENABLE_X64=1.")
+        raise ConfigError(
+            "model.dtype or model.param_dtype is float64, which needs the environment variable JAX_ENABLE_X64=1."
+        )
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Any) -> None:
-    """Every token needs a row of the embedding."""
+    """Checks that the embedding has a row for every token of the tokenizer; raises ConfigError."""
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size}, but the tokenizer {config.data.tokenizer!r} has "

@@ -1,4 +1,4 @@
-"""A run in several processes: what they must agree on, and which rows of a batch each makes."""
+"""Multi-process runs: what all processes must agree on, and which rows of a batch each process loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DE
 
 
 def fingerprint(config: RunConfig) -> dict[str, Any]:
-    """What every process must have alike before a device is touched: versions, source code, settings, configuration."""
+    """Settings that must be equal in all processes before a device is used: versions, source code, configuration."""
     packages = {f"version of {name}": version for name, version in versions().items()}
     packages["version of jaxllm"] = importlib.metadata.version("jaxllm")
     settings = {name: os.environ.get(name, "") for name in COMPILER_VARIABLES}
@@ -33,7 +33,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """Hash of this project's own modules."""
+    """Hash of the source code of jaxllm, pallas_kernels and sharding: 12 hex digits of SHA-256."""
     digest = hashlib.sha256()
     for package in (Path(__file__).parents[1], Path(*pallas_kernels.__path__), Path(*sharding.__path__)):
         for file in sorted(package.rglob("*.py")):
@@ -42,7 +42,12 @@ def source_hash() -> str:
 
 
 def device_fingerprint(mesh: Mesh, data: str) -> dict[str, Any]:
-    """What every process must have alike before anything is compiled, once the devices are known."""
+    """Facts that must be equal in all processes before anything is compiled: devices, mesh and data.
+
+    Args:
+        mesh: of the run.
+        data: fingerprint of the training data.
+    """
     local = jax.local_devices()
     return {
         "devices of each process": f"{len(local)} x {local[0].device_kind}",
@@ -53,16 +58,21 @@ def device_fingerprint(mesh: Mesh, data: str) -> dict[str, Any]:
 
 
 def local_part(where: NamedSharding, shape: Sequence[int]) -> tuple[int, int]:
-    """``(part, parts)``: the smallest of equal consecutive parts of a batch's rows that holds all rows of this process.
+    """Part of a batch's rows that this process loads, ``(part, parts)``.
 
-    Its devices need not be neighbours in the mesh; then it makes rows that it does not need, at worst all.
+    It is the smallest of equal consecutive parts that contains all rows of the process's devices. These need not be
+    neighbours in the mesh; then the process loads rows that it does not need, at worst all.
+
+    Args:
+        where: sharding of the batch.
+        shape: of the batch, [B, S].
     """
     indices: Any = where.addressable_devices_indices_map(tuple(shape))
     return covering_part([rows.indices(shape[0])[:2] for rows, *_ in indices.values()], shape[0])
 
 
 def covering_part(spans: Sequence[tuple[int, int]], rows: int) -> tuple[int, int]:
-    """The smallest of equal consecutive parts of ``rows`` that holds all spans ``(begin, end)``."""
+    """``(part, parts)``: the smallest of equal consecutive parts of ``rows`` with all spans ``(begin, end)``."""
     begin, end = min(span[0] for span in spans), max(span[1] for span in spans)
     for parts in range(rows, 1, -1):
         each, left = divmod(rows, parts)
@@ -72,17 +82,20 @@ def covering_part(spans: Sequence[tuple[int, int]], rows: int) -> tuple[int, int
 
 
 def put_batch(batch: Batch, where: NamedSharding, rows: int, begin: int = 0) -> Batch:
-    """A batch of ``rows`` rows on the devices of all processes.
+    """Global batch of ``rows`` rows on the devices of all processes.
 
     Args:
-        batch: the rows from ``begin`` on; all that this process's devices hold are among them.
+        batch: host arrays with the rows from ``begin`` on; they include all rows of this process's devices.
+        where: sharding of the batch.
+        rows: of the global batch.
+        begin: first row of ``batch``.
     """
 
     def place(part: np.ndarray) -> jax.Array:
-        def piece(index: Any) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(rows)
             return part[(slice(first - begin, last - begin), *index[1:])]
 
-        return jax.make_array_from_callback((rows, *part.shape[1:]), where, piece)
+        return jax.make_array_from_callback((rows, *part.shape[1:]), where, shard)
 
     return jax.tree.map(place, batch)

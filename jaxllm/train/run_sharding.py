@@ -1,4 +1,4 @@
-"""A run's sharding table, for devices that need not be here."""
+"""Sharding table of a run: how its arrays are split over devices that need not be present."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from jaxllm.train.step.train_state import abstract_state
 
 
 def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
-    """How a run's parameters and optimizer state lie on ``num_devices`` devices; nothing is allocated or compiled.
+    """Sharding of a run's parameters and optimizer state over ``num_devices`` devices; nothing is compiled.
 
     Raises:
-        ShardingError: the run does not fit its mesh; lists the nearest that it does.
+        ShardingError: the run does not fit its mesh; lists the nearest meshes that it does.
     """
     model = functional(config.model, config.parallel.rules())
     mesh = fitting_mesh(config, model, num_devices).abstract()
@@ -45,7 +45,7 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
 
 
 def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:
-    """A pipeline's bubble and memory, what it sends, and what its ends take; other collectives have no formula yet."""
+    """Description of a pipeline: bubble, memory, messages between stages, and the cost of embedding and head."""
     schedule, depths = pipeline_plan(config, mesh.shape["stage"])
     table = tabulate(schedule)
     width = jnp.dtype(config.model.dtype).itemsize
@@ -55,7 +55,7 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
     message = math.prod(shape) * width // math.prod(mesh.shape[axis] for axis in axes)
     away = sum(depths.offloaded(config.parallel.offload))
     slots = table.saves * (sum(depths.rooms) - away) + 2 * away
-    more = "" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" keeps of each'
+    more = "" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" saves of each'
     vocabulary = config.model.vocab_size * config.model.embed_dim // mesh.shape.get("tensor", 1)
     matrices = 1 if config.model.tied else 2
     sums = jnp.dtype(config.model.param_dtype).itemsize
@@ -64,18 +64,19 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
         [
             facts(schedule),
             f"layers (or groups) of the virtual stages: {', '.join(map(str, depths.counts.sum(1)))}",
-            f"inputs of layers kept on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
+            f"saved layer inputs on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
             *(_offloaded(away, table.hosted + 1, message, more) if away else []),
-            f"sent to neighbours by a device in a step: {sent}",
-            f"embedding and head, whole on every stage during a step: {size(matrices * vocabulary * width)}, and "
+            f"point-to-point messages sent by a device in a step: {sent}",
+            f"embedding and head, gathered on every stage during a step: {size(matrices * vocabulary * width)}, and "
             f"{size(matrices * vocabulary * sums)} of gradients",
-            "What other axes send in a pipeline: no formula yet.",
+            "Collectives of other mesh axes in a pipeline: no formula yet.",
         ]
     )
 
 
 def _offloaded(layers: int, slots: int, message: int, more: str) -> list[str]:
+    """Lines about activations offloaded to the host."""
     return [
-        f"on its host: {slots * layers} x {size(message)} = {size(slots * layers * message)}{more}",
-        f"copied to and from it with every operation: {layers} x {size(message)} = {size(layers * message)}{more}",
+        f"offloaded to its host: {slots * layers} x {size(message)} = {size(slots * layers * message)}{more}",
+        f"copied to and from the host by every operation: {layers} x {size(message)} = {size(layers * message)}{more}",
     ]

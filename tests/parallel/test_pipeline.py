@@ -212,9 +212,9 @@ def test_the_sharding_table_says_what_a_pipeline_takes():
     assert "host" not in found.remark
     some = replace(config, parallel=replace(config.parallel, offload=1 / 3))  # one layer of three
     remark = sharding_table(some, 4).remark
-    assert f"kept on a device: 6 x {size(message)}" in remark, "two slots of two layers, and the third going and coming"
-    assert f"on its host: 3 x {size(message)}" in remark, "two slots, and one for what nobody needs"
-    assert f"copied to and from it with every operation: 1 x {size(message)}" in remark
+    assert f"saved layer inputs on a device: 6 x {size(message)}" in remark, "two slots of two layers, and the third going and coming"
+    assert f"offloaded to its host: 3 x {size(message)}" in remark, "two slots, and one for what nobody needs"
+    assert f"copied to and from the host by every operation: 1 x {size(message)}" in remark
 
 
 def test_a_share_of_few_layers_is_one_of_them():

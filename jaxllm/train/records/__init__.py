@@ -1,1 +1,1 @@
-"""Records of a run: metrics, receipt, live view and loss curve in the directory of the run."""
+"""Records of a run in its directory: metrics, receipt, live view, loss curve."""

@@ -1,4 +1,4 @@
-"""The live view of a run: a panel in a terminal or notebook, lines in a log file."""
+"""Live view of a run: a panel in a terminal or notebook, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
-    """Shows steps as they finish.
+    """Shows steps as they finish: loss, gradient norm, throughput, MFU, memory and time left.
 
     Args:
         total: steps of the run.
         first: steps done before this start.
-        tokens_per_step: target places in a batch.
+        tokens_per_step: target tokens in a batch.
         flops_per_token: model FLOPs of one token in training.
-        peak: peak FLOP/s of all devices together, None where unknown.
-        log_every: steps between two lines where nobody watches live.
-        quiet: shows nothing: of several processes, one speaks.
+        peak: peak FLOP/s of all devices together; None where unknown.
+        log_every: steps between two lines where the output is not interactive.
+        quiet: show nothing; for all processes but one.
     """
 
     def __init__(
@@ -64,26 +64,26 @@ class LiveView:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line above the panel."""
         self.console.print(text, highlight=False, soft_wrap=True)
         sys.stdout.flush()
 
     def rewind_to(self, step: int) -> None:
-        """The steps after ``step`` count no more, and are shown again."""
+        """Goes back to ``step`` after a rollback; later steps are shown again."""
         self._first = self._last_log = step
 
     def start_clock(self) -> None:
-        """The first step begins now: compilation does not count against tokens per second."""
+        """Restarts the clock of tokens per second, so that compilation does not count."""
         self._times = deque([(self._first, time.monotonic())], maxlen=50)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the last steps shown."""
+        """Throughput over the last steps shown, at most 50."""
         (step0, time0), (step1, time1) = self._times[0], self._times[-1]
         return (step1 - step0) * self._tokens / (time1 - time0) if step1 > step0 else 0.0
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Shows the metrics of the ``step``-th finished step."""
+        """Shows the metrics of step ``step``."""
         self._times.append((step, time.monotonic()))
         self._losses.append(metrics["nll"])
         if self._live is not None:
@@ -118,7 +118,7 @@ class LiveView:
 
 
 def sparkline(values: Any) -> str:
-    """A row of bars, one per value, scaled to their range."""
+    """Line chart in one row of text: a bar per value, scaled to their range; "?" for non-finite values."""
     values = list(values)
     known = [v for v in values if math.isfinite(v)]
     if not known:
@@ -129,7 +129,7 @@ def sparkline(values: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1h02m`` or ``3m07s``."""
+    """Duration as ``1h02m`` or ``3m07s``."""
     seconds = int(seconds)
     if seconds >= 3600:
         return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
@@ -137,7 +137,7 @@ def duration(seconds: float) -> str:
 
 
 def memory_bytes() -> int:
-    """Bytes in use on the fullest local device; the process's resident memory on a CPU, which reports none."""
+    """Bytes in use on the fullest local device; on CPU, which reports none, the resident memory of the process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     used = [s["bytes_in_use"] for s in stats if s]
     if used:
@@ -145,7 +145,7 @@ def memory_bytes() -> int:
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: the peak is what the standard library knows
+    except OSError:  # not Linux: the standard library only knows the peak
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""The loss curve of a run, as a picture."""
+"""Loss curve of a run as a PNG."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 
 def draw_loss(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
-    """Draws training and held-out loss over steps, and the learning rate below, as PNG.
+    """Draws training and held-out loss over steps, with the learning rate below, as PNG.
 
     Args:
-        rows: rows of metrics.jsonl: training rows with "nll", evaluation rows with "heldout_nll" (nats per token).
+        rows: rows of metrics.jsonl: training rows have "nll", evaluation rows "heldout_nll" (nats per token).
+        file: the PNG to write; not written without training rows.
+        title: above the chart.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -40,7 +42,7 @@ def draw_loss(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
                 color="#c4501b",
             )
     top.set_ylabel("loss (nats per token)")
-    # The first steps start near log(vocabulary) and would flatten the rest of the curve.
+    # The loss of the first steps, near log(vocabulary size), would flatten the rest of the curve.
     low, high = min(nll), sorted(nll)[int(0.98 * (len(nll) - 1))]
     top.set_ylim(low - 0.05 * (high - low) - 0.05, high + 0.1 * (high - low) + 0.05)
     top.set_title(title)
@@ -59,7 +61,7 @@ def draw_loss(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average, corrected for its start at zero."""
+    """Exponential moving average with bias correction."""
     out, mean = [], 0.0
     for i, value in enumerate(values):
         mean = weight * mean + (1 - weight) * value

@@ -1,4 +1,4 @@
-"""What was run and what came out: enough to run it again and compare."""
+"""Receipt of a finished run: what was run and its results, so that it can be reproduced and compared."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class ReceiptError(ValueError):
-    """A receipt cannot be read or does not describe a finished run."""
+    """A receipt cannot be read, or does not describe a finished run."""
 
 
 def versions() -> dict[str, str]:
-    """Versions that decide the last bits of a result."""
+    """Versions of Python and of the packages that determine bitwise results."""
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
 
 
 def git_commit() -> str | None:
-    """The commit of this source tree, ``+changes`` if it is not clean; None where it is not a git checkout."""
+    """Git commit of this source tree, with ``+changes`` if it is not clean; None outside of a git checkout."""
     here = Path(__file__).parent
 
     def git(*args: str) -> str:
@@ -44,10 +44,12 @@ def git_commit() -> str | None:
 
 
 def make_receipt(config: RunConfig, *, data_hash: str, result: dict[str, Any]) -> dict[str, Any]:
-    """The receipt of a finished run.
+    """Receipt of a finished run.
 
     Args:
-        result: final figures: steps, nll, heldout_nll, heldout_bits_per_byte, tokens, seconds.
+        config: of the run.
+        data_hash: fingerprint of its training data.
+        result: final values: steps, nll, heldout_nll, heldout_bits_per_byte.
     """
     device = jax.devices()[0]
     return {
@@ -62,10 +64,10 @@ def make_receipt(config: RunConfig, *, data_hash: str, result: dict[str, Any]) -
 
 
 def read_receipt(file: Path) -> dict[str, Any]:
-    """A receipt from disk.
+    """Reads a receipt.
 
     Raises:
-        ReceiptError: it is not there or not a receipt; names what is missing.
+        ReceiptError: the file is missing or is not a receipt; names what is missing.
     """
     try:
         value = json.loads(file.read_text())
@@ -81,17 +83,17 @@ def read_receipt(file: Path) -> dict[str, Any]:
 
 
 def reproduction_config(receipt: dict[str, Any], out: Path) -> RunConfig:
-    """The receipt's configuration, to be run under ``out``.
+    """Configuration to reproduce a receipt's run, in the directory ``out``.
 
     Raises:
-        ReceiptError: the configuration is not the one that was run, or a run is there already.
-        ConfigError: the configuration is of another version of jaxllm; names the key.
+        ReceiptError: the configuration is not the one that was run, or a run of that name exists in ``out``.
+        ConfigError: the configuration belongs to another version of jaxllm; names the key.
     """
     config = from_dict(RunConfig, receipt["config"], "the receipt's config")
     if digest(config) != receipt["config_hash"]:
         raise ReceiptError(
-            f"the receipt's config has hash {digest(config)}, the receipt says {receipt['config_hash']}: one of them "
-            f"was changed, or the settings of jaxllm have been since. It was made at commit {receipt['commit']}."
+            f"the receipt's config has hash {digest(config)}, but its config_hash is {receipt['config_hash']}: one of "
+            f"them was changed, or jaxllm's settings have changed since commit {receipt['commit']}, which wrote it."
         )
     if (out / config.name).exists():
         raise ReceiptError(f"{out / config.name} exists; choose another --out so that the run starts from scratch.")
@@ -99,13 +101,13 @@ def reproduction_config(receipt: dict[str, Any], out: Path) -> RunConfig:
 
 
 def compare_receipts(old: dict[str, Any], new: dict[str, Any], tolerance: float = 0.01) -> tuple[bool, str]:
-    """Whether the second run reproduced the first, and the comparison in words.
+    """Compares two receipts: whether the second run reproduced the first, and a description.
 
-    On the same versions, device kind, mesh and commit the final losses must be equal to the last bit; otherwise they
-    may differ by ``tolerance``, relative, and the text says what was not the same.
+    On the same versions, device kind, mesh and commit the final losses must be bitwise equal; otherwise they may
+    differ by ``tolerance``, relative, and the description lists the differences of the environments.
     """
     if old["config_hash"] != new["config_hash"] or old["data_hash"] != new["data_hash"]:
-        return False, "not the same work: " + ", ".join(k for k in ("config_hash", "data_hash") if old[k] != new[k])
+        return False, "different runs: " + ", ".join(k for k in ("config_hash", "data_hash") if old[k] != new[k])
     if "nll" not in old["result"]:
         return False, "the receipt's result has no nll, so there is nothing to compare."
     lines = []
@@ -126,5 +128,5 @@ def compare_receipts(old: dict[str, Any], new: dict[str, Any], tolerance: float 
         verdict = "equal to the last bit" if difference == 0 else f"relative difference {difference:.2e}"
         lines.append(f"{key}: {was!r} then, {now!r} now: {verdict}{'' if good else f', more than {bound}'}")
     if other:
-        lines.append(f"Not the same surroundings, so {tolerance:.0%} is allowed: " + "; ".join(other))
+        lines.append(f"Different environments, so a difference of {tolerance:.0%} is allowed: " + "; ".join(other))
     return equal, "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: the live view, rows of metrics and trackers, events, norms by layer, profiles."""
+"""Recorder of a run: live view, metrics, events, norms by layer and profiles of its steps."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from jaxllm.train.records.receipt import git_commit, versions
 from jaxllm.train.run import Run
 
 NON_SCALAR = ("expert_load", "layers")
-"""Metrics of a step that are more than a number."""
+"""Metrics of a step that are arrays or trees instead of scalars."""
 
 
 class Recorder:
-    """Of one start of a run; ``open`` makes it, and closes what it holds.
+    """Records one start of a run. ``open`` creates it and closes its files.
 
     Attributes:
-        view: for whoever watches.
-        sinks: rows of metrics.
-        events: what happened when.
-        profiler: around steps.
+        view: live view in the terminal or notebook.
+        sinks: metrics.jsonl and trackers.
+        events: event log.
+        profiler: takes profiles of steps.
     """
 
     def __init__(self, run: Run, first: int, events: EventLog, sinks: MetricSinks):
@@ -42,14 +42,14 @@ class Recorder:
         self.profiler = Profiler(files.profiles, config.observe.profiled_steps(), leads=files.writes)
         self._config = config
         self._layers = JsonLines(files.layers) if files.writes and config.observe.layers_every else None
-        self._figures = throughput_facts(run)
+        self._throughput = throughput_facts(run)
         self._mark = time.monotonic()
         self._waited: dict[int, float] = {}
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, run: Run, first: int, events: EventLog) -> Iterator[Recorder]:
-        """A recorder for the time of the block; an exception that leaves it is the last event.
+        """Context manager with a recorder; an exception that leaves the block is logged as the event "failed".
 
         Raises:
             SinkError: a tracker is not installed.
@@ -66,10 +66,12 @@ class Recorder:
                 raise
 
     def timed_batches(self, batches: Any, before: list[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, Any]]:
-        """The batches, with the time that the loop waits for each.
+        """Iterates over (step, batch) and measures how long the loop waits for each batch.
 
         Args:
-            before: the step on its way. As long as it is not done, the wait costs nothing.
+            batches: (step, batch) pairs.
+            before: the dispatched step whose metrics have not been read. While it is still running, waiting costs
+                nothing.
         """
         while True:
             began = time.monotonic()
@@ -79,15 +81,16 @@ class Recorder:
             yield number, batch
 
     def start_clock(self) -> None:
-        """What comes now is a step: what went before is not its time."""
+        """Restarts the step clock, so that the time before does not count for the next step."""
         self._mark = time.monotonic()
 
     def step(self, number: int, values: dict[str, float], metrics: dict[str, Any]) -> None:
         """Shows and logs step ``number``.
 
         Args:
-            values: its metrics that are single numbers.
-            metrics: all of them, as they come from the device.
+            number: of the step, from 1.
+            values: its scalar metrics.
+            metrics: all its metrics, on the devices.
         """
         now = time.monotonic()
         spent, self._mark = now - self._mark, now
@@ -97,9 +100,9 @@ class Recorder:
         row: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in values.items()}
         row |= {"step_seconds": round(spent, 6), "data_wait": round(wait, 6)}
         row |= {"memory_bytes": memory_bytes(), "tokens_per_second": self.view.tokens_per_second}
-        if self._figures["peak_flops"]:
+        if self._throughput["peak_flops"]:
             for name, each in (("mfu", "flops_per_token"), ("hfu", "hardware_flops_per_token")):
-                row[name] = self._figures[each] * self.view.tokens_per_second / self._figures["peak_flops"]
+                row[name] = self._throughput[each] * self.view.tokens_per_second / self._figures["peak_flops"]
         if "expert_load" in metrics and self._config.routing.log_loads:
             row["expert_load"] = metrics["expert_load"].tolist()
         self.sinks.log(number, row)
@@ -108,13 +111,13 @@ class Recorder:
 
 
 def arrays_by_path(tree: Any) -> dict[str, list[float]]:
-    """Arrays by the path of their parameter."""
+    """Values of a tree's arrays by their path ("segments/0/...")."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): value.tolist() for path, value in leaves}
 
 
 def throughput_facts(run: Run) -> dict[str, Any]:
-    """What the run's speed is measured by."""
+    """Constants for throughput and MFU: tokens per step, FLOPs per token, peak FLOP/s of all devices."""
     config, devices = run.config, run.mesh.devices.flatten()
     peak = peak_of(devices[0].device_kind)
     return {
@@ -126,7 +129,7 @@ def throughput_facts(run: Run) -> dict[str, Any]:
 
 
 def start_facts(run: Run) -> dict[str, Any]:
-    """Of a start, for the log of events."""
+    """Facts about this start for the event log: devices, processes, parameters, FLOPs, versions, commit."""
     devices = run.mesh.devices.flatten()
     return {
         "devices": int(devices.size),
@@ -140,7 +143,7 @@ def start_facts(run: Run) -> dict[str, Any]:
 
 
 def make_live_view(run: Run, first: int) -> LiveView:
-    """A view with this run's figures."""
+    """Live view of a run."""
     known = throughput_facts(run)
     return LiveView(
         total=run.config.steps,

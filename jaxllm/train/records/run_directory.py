@@ -1,4 +1,4 @@
-"""A run's directory: config.json, metrics.jsonl, events.jsonl, loss.png, tokenizer/, checkpoints/, receipt.json."""
+"""Run directory: config.json, metrics.jsonl, events.jsonl, loss.png, tokenizer/, checkpoints/, receipt.json."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jaxllm.files import read_rows
 
 
 class RunDirectory:
-    """Names and small files of one run. Every write of a whole file goes to a temporary name first.
+    """Paths and small files of one run. Whole files are replaced atomically.
 
     Args:
-        writes: False in all processes of a run but one: they write nothing.
+        path: the directory.
+        writes: False in all processes of a run but one: these write nothing.
     """
 
     def __init__(self, path: Path | str, *, writes: bool = True):
@@ -32,20 +33,20 @@ class RunDirectory:
         self.receipt = self.path / "receipt.json"
 
     def write_json(self, file: Path, value: Any) -> None:
-        """Writes ``value`` to ``file`` in one rename."""
+        """Writes ``value`` to ``file``, atomically."""
         self._replace(file, json.dumps(value, indent=2) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl; a last line cut short by a kill is left out."""
+        """All rows of metrics.jsonl; a last line that a kill cut short is left out."""
         return read_rows(self.metrics)
 
     def drop_metrics_after(self, step: int) -> None:
-        """Drops rows after ``step``: a resumed run writes them again."""
+        """Drops rows after ``step``, which a resumed run writes again."""
         for file in (self.metrics, self.layers):
             self._filter(file, lambda row: row["step"] <= step)
 
     def drop_evaluation(self, step: int) -> None:
-        """Drops the held-out loss of ``step``, to be written again."""
+        """Drops the held-out loss of ``step``, which is about to be written again."""
         self._filter(self.metrics, lambda row: row["step"] != step or "heldout_nll" not in row)
 
     def _filter(self, file: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

@@ -60,8 +60,8 @@ def check_step_metrics(run: Run, recorder: Recorder, saver: Saver, step: int, va
         raise SpikesError(
             f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}, a loss spike after "
             f"those of steps {', '.join(map(str, recent))}; {config.limit} in {config.window} steps are "
-            "tolerated (spikes.limit). Stopped. Lower optim.schedule.peak, lengthen its warmup, set optim.clip_norm, or look at the data; then "
-            "start a new run."
+            "tolerated (spikes.limit). Stopped. Lower optim.schedule.peak, lengthen its warmup, set optim.clip_norm, "
+            "or look at the data; then start a new run."
         )
     if config.action == "rollback":
         raise RollbackRequested(step, values)
