@@ -1,4 +1,4 @@
-"""Optimizers and schedules, as optax chains."""
+"""Optimizers and learning-rate schedules, as optax chains."""
 
 from jaxllm.optim.build import decay_mask as decay_mask
 from jaxllm.optim.build import optimizer as optimizer

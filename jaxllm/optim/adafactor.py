@@ -1,6 +1,6 @@
-"""Adafactor's second moment (arXiv:1804.04235, algorithms 4 and 5): means of squares by row and by column.
+"""Adafactor's second moment, factored by row and column (arXiv:1804.04235, algorithms 4 and 5).
 
-optax.scale_by_factored_rms factors an array's two largest dimensions; a stack of layers would share statistics.
+optax.scale_by_factored_rms factors an array's two largest dimensions; stacked layers would share statistics.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ LARGEST_RMS = 1.0
 
 
 class FactoredState(NamedTuple):
-    """Statistics by parameter: of a matrix (rows', columns'), of another each element's."""
+    """Optimizer state of Adafactor: (row means, column means) for matrices, elementwise means for other parameters."""
 
     count: Int[Array, ""]
     squares: Any
 
 
 def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransformation:
-    """Gradients over the root of their second moments, clipped to a root mean square of 1 for each layer's parameter.
+    """Divides gradients by the root of their factored second moment; clips to a root mean square of 1 per layer.
 
-    The moments' decay is ``1 - t**-0.8`` (section 7.2).
+    The decay of the second moment is ``1 - t**-0.8`` (section 7.2).
 
     Args:
         logical_axes: of the parameters.
-        eps: added to squares.
+        eps: added to squared gradients.
     """
     tree = map_matrices(lambda found: found, logical_axes)
 
@@ -72,7 +72,7 @@ def scale_by_adafactor(logical_axes: Any, eps: float) -> optax.GradientTransform
 
 
 def _map(fn: Any, first: Any, tree: Any, *rest: Any) -> Any:
-    """``fn`` over arrays, with what lies at their places in trees that go deeper."""
+    """``jax.tree.map`` over arrays, with the subtrees at their places in trees that are deeper."""
     leaves, structure = jax.tree.flatten(first)
     return structure.unflatten(
         [fn(*args) for args in zip(leaves, *(structure.flatten_up_to(one) for one in (tree, *rest)), strict=True)]

@@ -1,9 +1,9 @@
-"""Moments in eight bits, each block of them with a scale of its own: 8-bit Adam (arXiv:2110.02861).
+"""8-bit optimizer state: moments quantised blockwise, as in 8-bit Adam (arXiv:2110.02861).
 
-A number is kept as the nearest of 256 codes, times the largest magnitude of its block. Codes are those of the paper's
-dynamic tree quantisation (section 1.3): seven decades, the larger ones divided more finely; of the second moment, which
-has no sign, twice as finely. Blocks are of 256 numbers, as its authors' library has them today, or of the largest power
-of two that divides a dimension: blocks are the same on every mesh.
+A value is stored as the nearest of 256 codes times the largest magnitude of its block. The codes are those of the
+paper's dynamic tree quantisation (section 1.3): seven decades, the larger ones divided more finely; for the second
+moment, which has no sign, twice as finely. A block has 256 elements, as in its authors' library, or the largest power
+of two that divides a dimension; blocks do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECADES = 7
 
 
 class QuantisedMoments(NamedTuple):
-    """An array in eight bits. The dimension that blocks divide has a scale for each of them."""
+    """An array in 8 bits: codes of its shape, and scales with one element per block along the blocked dimension."""
 
     codes: UInt8[Array, " *shape"]
     scales: Float[Array, " *blocks"]
@@ -31,7 +31,7 @@ class QuantisedMoments(NamedTuple):
 
 @functools.cache
 def codebook(signed: bool) -> np.ndarray:
-    """Float64[256], rising: 0, 1, and the middles of equal parts of [0.1, 1] in each decade."""
+    """Values of the codes, ascending: Float64[256] with 0, 1, and midpoints of equal parts of [0.1, 1] in each decade."""
     values = [0.0, 1.0]
     for decade in range(DECADES):
         edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
@@ -43,16 +43,17 @@ def codebook(signed: bool) -> np.ndarray:
 
 
 def block_dim_and_size(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(dimension that is divided, size of a block): the last of those whose blocks are largest."""
+    """(dimension divided into blocks, block size): of the dimensions with the largest blocks the last."""
     sizes = [min(BLOCK, size & -size) for size in shape]
     best = max(sizes)
     return len(sizes) - 1 - sizes[::-1].index(best), best
 
 
 def quantise(x: Float[Array, " *shape"], signed: bool) -> QuantisedMoments:
-    """The codes of the parts of decades that numbers lie in; blocks of zeros have a scale of zero.
+    """Quantises an array: the codes of the intervals that its values lie in. Blocks of zeros have a scale of zero.
 
-    A number is half a part away from its code at most. By arithmetic, for a search would read the codes once a bit.
+    The error is at most half an interval. Codes are computed by arithmetic; a binary search would read the codebook
+    once per bit.
     """
     dim, size = block_dim_and_size(x.shape)
     parts = x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
@@ -73,7 +74,7 @@ def quantise(x: Float[Array, " *shape"], signed: bool) -> QuantisedMoments:
 
 
 def dequantise(blocks: QuantisedMoments, signed: bool) -> Float[Array, " *shape"]:
-    """Codes times scales."""
+    """Dequantised values: codes times scales."""
     dim, size = block_dim_and_size(blocks.codes.shape)
     values = jnp.asarray(codebook(signed), blocks.scales.dtype)[blocks.codes]
     return values * jnp.repeat(blocks.scales, size, axis=dim)
@@ -82,13 +83,14 @@ def dequantise(blocks: QuantisedMoments, signed: bool) -> Float[Array, " *shape"
 def quantise_moments(
     moments: Moments, transform: optax.GradientTransformation, *, first: str, second: str
 ) -> optax.GradientTransformation:
-    """The same rule; between steps its moments are in eight bits.
+    """The same rule with its moments stored in 8 bits between steps.
 
-    On a mesh, run it in ``jaxllm.optim.param_groups.auto_sharded``: a device's part need not be whole blocks.
+    On a mesh, wrap it in ``jaxllm.optim.param_groups.auto_sharded``: a device's shard need not be whole blocks.
 
     Args:
-        transform: its state is a named tuple.
-        first, second: fields of it, trees of arrays.
+        moments: "float32" returns the rule unchanged.
+        transform: the rule; its state is a named tuple.
+        first, second: fields of the state, trees of arrays: the signed and the unsigned moment.
     """
     if moments == "float32":
         return transform
@@ -115,7 +117,7 @@ def quantise_moments(
 
 
 def _zeros(x: Array, signed: bool) -> QuantisedMoments:
-    """Of an array's shape and place; scales are split as it is where whole blocks are."""
+    """Quantised zeros with an array's shape and sharding; scales are sharded alike where shards are whole blocks."""
     dim, size = block_dim_and_size(x.shape)
     zero = int(np.searchsorted(codebook(signed), 0.0))
     codes = jnp.zeros_like(x, dtype=jnp.uint8) + jnp.uint8(zero)

@@ -1,13 +1,13 @@
-"""Parameters and moments that are stored in bfloat16 alone, without losing small updates to rounding.
+"""Parameters and optimizer state stored in bfloat16 only, without losing small updates to rounding.
 
-An update of less than half a unit in the last place, 1/512 of a number, is rounded away: a bfloat16 run stalls as its
-learning rate falls. Two ways around it, of which neither keeps a float32 array:
+An update of less than half a unit in the last place (1/512 of the value) is rounded away: a bfloat16 run stalls as its
+learning rate falls. Two remedies, neither of which stores a float32 array:
 
-    "stochastic"  a number is rounded up with the probability of what is cut off, so that updates arrive on average
-                  (arXiv:2010.06192). Parameters and moments: 6 bytes with AdamW.
-    "collage"     a parameter is the sum of two bfloat16 numbers, and so is the second moment (Collage-plus,
-                  arXiv:2405.03637): 10 bytes with AdamW. The paper adds such sums by bfloat16 operations without
-                  error (Fast2Sum); compilers may compute these in float32 and would undo them, so here sums are float32
+    "stochastic"  stochastic rounding: a value is rounded up with the probability of what is cut off, so that updates
+                  arrive on average (arXiv:2010.06192). Parameters and moments: 6 bytes with AdamW.
+    "collage"     a parameter is the sum of two bfloat16 values, and so is the second moment (Collage-plus,
+                  arXiv:2405.03637): 10 bytes with AdamW. The paper adds such sums by error-free bfloat16 operations
+                  (Fast2Sum); compilers may compute these in float32 and would undo them, so here sums are float32
                   in registers, and what is cut off is rounded explicitly.
 """
 
@@ -23,23 +23,23 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 Rounding = Literal["nearest", "stochastic", "collage"]
 PAIRED_MOMENT = "nu"
-"""Name of the second moment in the state of a rule: decayed slowly, it is what bfloat16 would never let move."""
+"""State field of the second moment: its slow decay is the update that bfloat16 would round away."""
 
 
 class Bfloat16Pair(NamedTuple):
-    """A number as the sum of two of bfloat16, of which ``low`` is at most half a last place of ``high``."""
+    """A value as the sum of two bfloat16 values; ``low`` is at most half a unit in the last place of ``high``."""
 
     high: Any
     low: Any
 
 
 class Bfloat16State(NamedTuple):
-    """State of a rule in bfloat16.
+    """Optimizer state of a rule stored in bfloat16; field names are the leaf names in checkpoints.
 
     Attributes:
-        count: steps; with a parameter's name, the seed of its rounding.
-        low: of "collage", what parameters are more than their bfloat16; else an empty tuple.
-        rule: the rule's, each float32 array in bfloat16 or a ``Pair``.
+        count: steps; with a parameter's path, the seed of its stochastic rounding.
+        low: "collage": low halves of the parameters (``Bfloat16Pair.low``); else an empty tuple.
+        rule: the rule's state, each float32 array in bfloat16 or a ``Bfloat16Pair``.
     """
 
     count: Int[Array, ""]
@@ -48,9 +48,9 @@ class Bfloat16State(NamedTuple):
 
 
 def store_in_bfloat16(rule: optax.GradientTransformation, rounding: Rounding) -> optax.GradientTransformation:
-    """``rule`` in float32 on parameters and state that are stored in bfloat16; the rule as it is for "nearest".
+    """Runs ``rule`` in float32 on parameters and state stored in bfloat16; "nearest" returns the rule unchanged.
 
-    Its updates are differences of bfloat16 numbers, so that ``optax.apply_updates`` gives just what was rounded here.
+    Updates are differences of bfloat16 values, so that ``optax.apply_updates`` gives exactly the rounded parameters.
     """
     if rounding == "nearest":
         return rule
@@ -80,18 +80,18 @@ def store_in_bfloat16(rule: optax.GradientTransformation, rounding: Rounding) ->
 
 
 def round_to_nearest(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """To bfloat16, in a way that compilers that allow more precision than was asked for do not leave out."""
+    """Rounds to bfloat16 explicitly; compilers that allow excess precision may drop a plain cast."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
 def split_bfloat16(x: Float[Array, "..."]) -> Bfloat16Pair:
-    """The two bfloat16 numbers whose sum is nearest to a float32: together they have 16 bits of it or more."""
+    """Splits float32 values into pairs of bfloat16 values with the nearest sum, which keeps 16 bits or more."""
     high = round_to_nearest(x)
     return Bfloat16Pair(high, round_to_nearest(x - _wide(high)))
 
 
 def round_stochastically(x: Float[Array, "..."], key: PRNGKeyArray) -> Float[Array, "..."]:
-    """To bfloat16, up with the probability of what is cut off: random bits are added to those, and they are cut."""
+    """Stochastic rounding to bfloat16: adds random bits below the last place, then truncates."""
     here = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=here).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -100,6 +100,8 @@ def round_stochastically(x: Float[Array, "..."], key: PRNGKeyArray) -> Float[Arr
 
 
 def _stored(tree: Any, key: PRNGKeyArray, pairs: bool, first: bool = False) -> Any:
+    """State in bfloat16, or pairs."""
+
     def one(path: Any, x: Array) -> Any:
         if x.dtype != jnp.float32 or x.ndim == 0:
             return x
@@ -112,6 +114,8 @@ def _stored(tree: Any, key: PRNGKeyArray, pairs: bool, first: bool = False) -> A
 
 
 def _loaded(tree: Any) -> Any:
+    """State in float32."""
+
     def one(x: Any) -> Any:
         if isinstance(x, Bfloat16Pair):
             return _wide(x.high) + _wide(x.low)

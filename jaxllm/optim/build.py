@@ -1,4 +1,7 @@
-"""An optimizer as an optax chain: clipping, a rule, decoupled decay, the learning rate."""
+"""Optimizer of a run as an optax chain: gradient clipping, update rule, decoupled weight decay, learning rate.
+
+The optimizer state is the chain's: moments and other arrays, sharded as the parameters are.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ from jaxllm.optim.streamed_state import streamed_optimizer
 
 
 def decay_mask(logical_axes: Any) -> Any:
-    """True for the parameters that weight decay applies to: those that map to or from the residual stream or a latent.
+    """Mask of weight decay: True for matrices and embeddings, False for gains and biases.
 
-    Gains and biases have such an axis alone, or not at all.
+    Args:
+        logical_axes: of the parameters.
     """
     return map_matrices(lambda found: found is not None, logical_axes)
 
@@ -33,15 +37,17 @@ def decay_mask(logical_axes: Any) -> Any:
 def optimizer(
     config: OptimConfig, total_steps: int, logical_axes: Any, device_every: int = 0
 ) -> optax.GradientTransformation:
-    """The transformation for parameters with these logical axes.
+    """Optimizer for parameters with these logical axes.
+
+    ``update`` takes two extra inputs for two rules: "sophia" a ``hessian`` estimate, "schedule_free" gradients taken
+    at ``gradient_point`` instead of at the parameters.
 
     Args:
-        config: of the rule.
-        total_steps: of the run, over which the schedule is spread.
+        config: rule, schedule, weight decay and gradient clipping.
+        total_steps: of the run, over which the learning-rate schedule is spread.
         logical_axes: of the parameters.
-        device_every: of ``jaxllm.train.host_offload``, where layers' state is in the host's memory; 0: it is not.
-
-    Of "sophia", ``update`` takes a ``curvature`` besides; of "schedule_free", gradients at ``gradient_point``.
+        device_every: optimizer offload (``jaxllm.train.host_offload``): one of so many layers is updated on the
+            device, the others on the host; 0: no offload.
     """
     if config.kind in LAYERWISE:
         return layerwise(lambda axes: layerwise_transform(config, total_steps, axes), logical_axes)
@@ -61,17 +67,19 @@ def optimizer(
 
 
 def layerwise_transform(config: OptimConfig, total_steps: int, logical_axes: Any) -> optax.GradientTransformation:
-    """The transformation of a rule that moves layer by layer, for a part of the model."""
+    """Chain of a rule that updates layer by layer, for one part of the model; it cannot clip by global norm."""
     size = [scale_by_adafactor(logical_axes, config.eps), scale_by_param_rms(logical_axes)]
     rate = schedule(config.schedule, total_steps)
     return optax.chain(*(size if config.kind == "adalomo" else []), *_step(config, rate, decay_mask(logical_axes)))
 
 
 def _step(config: OptimConfig, rate: optax.Schedule, mask: Any) -> tuple[optax.GradientTransformation, ...]:
+    """Last links of a chain: weight decay and learning rate."""
     return optax.add_decayed_weights(config.weight_decay, mask=mask), optax.scale_by_learning_rate(rate)
 
 
 def _rule(config: OptimConfig, logical_axes: Any) -> optax.GradientTransformation:
+    """Update rule: gradients -> updates before weight decay and learning rate."""
     adam = config.b1, config.b2, config.eps
     if config.kind == "lion":
         return optax.scale_by_lion(b1=config.b1, b2=config.b2)

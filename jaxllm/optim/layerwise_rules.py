@@ -1,9 +1,9 @@
-"""Rules that move one layer before the next one's gradients exist: LOMO, AdaLomo, MeZO.
+"""Layerwise optimizers, which update one layer before the next layer's gradients exist: LOMO, AdaLomo, MeZO.
 
-LOMO (arXiv:2306.09782) is gradient descent, AdaLomo (arXiv:2310.10195) Adafactor whose steps have the parameters' size,
-and MeZO (arXiv:2305.17333) descent along a random direction, for which two forward passes are enough. What makes them
-small is the step that applies them, ``jaxllm.train.step.lomo`` and ``jaxllm.train.step.mezo``; as transformations of all
-gradients together they do the same.
+LOMO (arXiv:2306.09782) is gradient descent, AdaLomo (arXiv:2310.10195) Adafactor with updates scaled by the
+parameters' root mean square, and MeZO (arXiv:2305.17333) descent along a random direction, for which two forward
+passes suffice. The memory is saved by the steps that apply them, ``jaxllm.train.step.lomo`` and
+``jaxllm.train.step.mezo``; as transformations of all gradients at once they compute the same.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from jaxtyping import Array
 from jaxllm.optim.matrix_params import mean, own_dims
 
 MIN_RMS = 1e-3
-"""Of a parameter's root mean square, as its step's size takes it (arXiv:1804.04235, section 8)."""
+"""Least root mean square of a parameter in the scale of its update (arXiv:1804.04235, section 8)."""
 
 
 def layerwise(
     make: Callable[[Any], optax.GradientTransformation], logical_axes: dict[str, Any]
 ) -> optax.GradientTransformation:
-    """A transformation for each end of the model and each of its segments, with a state of its own.
+    """Optimizer with a separate transformation and state for each end of the model and each segment of layers.
 
-    A state's arrays then are stacked as its segment is: those of a layer are rows of them. Scalars are all the same.
+    The arrays of a segment's state are stacked as the segment is, so rows of them belong to layers. Scalars are all
+    equal.
 
     Args:
-        make: the transformation for parameters with these logical axes.
+        make: logical axes of a part of the model -> its transformation.
+        logical_axes: of all parameters.
     """
     parts = layerwise_transforms(make, logical_axes)
 
@@ -48,7 +50,7 @@ def layerwise(
 def layerwise_transforms(
     make: Callable[[Any], optax.GradientTransformation], logical_axes: dict[str, Any]
 ) -> dict[str, Any]:
-    """By end of the model; of ``segments`` by segment."""
+    """Transformations by part of the model: "embedding", "head", and "segments" by segment."""
     return {
         name: {s: make(one) for s, one in axes.items()} if name == "segments" else make(axes)
         for name, axes in logical_axes.items()
@@ -56,7 +58,7 @@ def layerwise_transforms(
 
 
 def map_parts(fn: Callable[..., Any], parts: dict[str, Any], *trees: Any) -> dict[str, Any]:
-    """``fn`` of each part's rule and its part of each tree."""
+    """``fn`` of each part's transformation and that part of each tree."""
     return {
         name: {s: fn(one, *(tree[name][s] for tree in trees)) for s, one in rule.items()}
         if name == "segments"
@@ -66,7 +68,7 @@ def map_parts(fn: Callable[..., Any], parts: dict[str, Any], *trees: Any) -> dic
 
 
 def scale_by_param_rms(logical_axes: Any) -> optax.GradientTransformation:
-    """Updates times the root mean square of the parameter, layer by layer (arXiv:2310.10195, equation 9)."""
+    """Scales updates by the root mean square of their parameter, layer by layer (arXiv:2310.10195, equation 9)."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def scaled(update: Array, param: Array, axes: tuple[str | None, ...]) -> Array:

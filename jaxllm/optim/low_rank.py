@@ -1,9 +1,9 @@
-"""Adam in a small space for each matrix: GaLore (arXiv:2403.03507), APOLLO and APOLLO-Mini (arXiv:2412.05270).
+"""Low-rank Adam: GaLore (arXiv:2403.03507), APOLLO and APOLLO-Mini (arXiv:2412.05270).
 
-A gradient G of m x n, m the smaller side, is seen through P as ``R = P G`` of r x n, and Adam's two moments are R's.
-GaLore's P are the r leading left singular vectors of G, and the update is lifted back: ``P^T adam(R)``. APOLLO's P is
-random, and the update is G itself, each column scaled by what Adam does to R's: ``|adam(R)| / |R|``; APOLLO-Mini has
-r = 1 and one such scale for a matrix. Every ``refresh`` steps there is a new P; moments stay.
+A gradient G of m x n, m the smaller side, is projected by P to ``R = P G`` of r x n, and Adam's two moments are R's.
+GaLore's P are the r leading left singular vectors of G, and its update is projected back: ``P^T adam(R)``. APOLLO's P
+is random, and its update is G with each column scaled by what Adam does to R's: ``|adam(R)| / |R|``; APOLLO-Mini has r
+= 1 and one such scale per matrix. P is renewed every ``refresh`` steps; the moments stay.
 
 Legend: S stacked matrices, m and n their smaller and larger side, r rank.
 """
@@ -24,15 +24,15 @@ from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 LowRank = Literal["galore", "apollo", "apollo_mini"]
 GALORE_SCALE = 0.25
-"""What GaLore's updates are scaled by (section 5)."""
+"""Scale of GaLore's updates (section 5)."""
 APOLLO_MINI_SCALE = math.sqrt(128)
-"""What APOLLO-Mini's are, for one random direction underestimates a matrix (section 4.2 and its authors' code)."""
+"""Scale of APOLLO-Mini's updates: one random direction underestimates a matrix (section 4.2 and its authors' code)."""
 MAX_NORM_GROWTH = 1.01
-"""Of an update's norm at most, from a step to the next (section 4.1, after arXiv:2410.01623)."""
+"""Largest growth of an update's norm from one step to the next (section 4.1, after arXiv:2410.01623)."""
 
 
 class LowRankState(NamedTuple):
-    """By matrix: both moments [S r n]; GaLore's P [S m r]; APOLLO's last norm [S]. Dimensions are those of G."""
+    """Optimizer state by matrix, dimensions as G's: moments [S r n], GaLore's P [S m r], APOLLO's last norm [S]."""
 
     count: Int[Array, ""]
     first: Any
@@ -44,11 +44,15 @@ class LowRankState(NamedTuple):
 def scale_by_low_rank(
     logical_axes: Any, kind: LowRank, rank: int, refresh: int, b1: float, b2: float, eps: float, moments: Moments
 ) -> optax.GradientTransformation:
-    """Matrices within layers so; embeddings, output heads, gains and biases by Adam with the same numbers.
+    """Low-rank Adam for matrices within layers; plain Adam for embeddings, output heads, gains and biases.
 
     Args:
-        rank: r; 0 for a quarter of m. APOLLO-Mini's is 1.
-        moments: how those of matrices are kept; projections are as gradients are.
+        logical_axes: of the parameters.
+        kind: the projection.
+        rank: r; 0 for a quarter of m. APOLLO-Mini's is always 1.
+        refresh: steps between two projections.
+        b1, b2, eps: Adam's.
+        moments: storage of matrices' moments; projections are stored in the gradients' dtype.
     """
 
     def of_matrices(found: list[MatrixDims]) -> optax.GradientTransformation:
@@ -144,6 +148,6 @@ def _norm(x: Float[Array, "S m n"], over: tuple[int, ...]) -> Array:
 
 
 def _leading(whole: Float[Array, "S m n"], rank: int) -> Float[Array, "S r m"]:
-    """The leading left singular vectors."""
+    """Leading left singular vectors."""
     vectors = jnp.linalg.eigh(jnp.einsum("smn,skn->smk", whole, whole))[1]  # by rising values
     return vectors[:, :, ::-1][:, :, :rank].mT

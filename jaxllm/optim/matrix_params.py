@@ -1,4 +1,4 @@
-"""Which parameters are matrices, and of what: read off their logical axes."""
+"""Matrix dimensions of parameters, derived from their logical axes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 STREAM_AXES = ("embed", "vocab_embed", "expert_embed", "latent")
-"""Logical axes of what layers read and write."""
+"""Logical axes of the residual stream and of latents: what layers read and write."""
 STACK_AXES = ("layers", "experts")
-"""Logical axes along which matrices lie beside each other."""
+"""Logical axes along which matrices are stacked."""
 
 
 class MatrixDims(NamedTuple):
-    """Dimensions of a parameter that are a matrix's rows and its columns; others are stacks of such matrices.
+    """Dimensions of a parameter that form a matrix's rows and columns; the others stack such matrices.
 
     Attributes:
-        rows: a stream's dimension.
-        columns: all that it is mapped to or from.
-        vocabulary: whether a side of it is.
+        rows: the dimension of a residual stream or latent.
+        columns: all dimensions that it is mapped to or from.
+        vocabulary: whether one side is the vocabulary.
     """
 
     rows: tuple[int, ...]
@@ -31,7 +31,7 @@ class MatrixDims(NamedTuple):
 
 
 def matrix_dims(axes: tuple[str | None, ...]) -> MatrixDims | None:
-    """Of a parameter with these logical axes; None for gains and biases."""
+    """Matrix dimensions of a parameter with these logical axes; None for gains and biases."""
     own = own_dims(axes)
     rows = next((i for i in own if axes[i] in STREAM_AXES), None)
     columns = tuple(i for i in own if i != rows)
@@ -39,28 +39,28 @@ def matrix_dims(axes: tuple[str | None, ...]) -> MatrixDims | None:
 
 
 def own_dims(axes: tuple[str | None, ...]) -> tuple[int, ...]:
-    """Dimensions of one layer's, and one expert's, parameter."""
+    """Dimensions of the parameter of a single layer and expert: all except the stacking ones."""
     return tuple(i for i, axis in enumerate(axes) if axis not in STACK_AXES)
 
 
 def map_matrices(fn: Callable[[MatrixDims | None], Any], logical_axes: Any) -> Any:
-    """A tree of ``fn(matrix_of(axes))`` for a tree of logical axes."""
+    """Tree of ``fn(matrix_dims(axes))`` for a tree of logical axes."""
     return jax.tree.map(lambda axes: fn(matrix_dims(axes)), logical_axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def sides(leaf: Array, of: MatrixDims) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dimensions of the smaller side, and of the larger."""
+    """Dimensions of the smaller side and of the larger side of a matrix."""
     sizes = [math.prod(leaf.shape[i] for i in side) for side in (of.rows, of.columns)]
     return (of.rows, of.columns) if sizes[0] <= sizes[1] else (of.columns, of.rows)
 
 
 def zeros_of_rank(leaf: Array, side: tuple[int, ...], rank: int) -> Array:
-    """Zeros of an array's shape and place, but for a side of ``rank``."""
+    """Zeros with an array's shape and sharding, except that ``side`` has size ``rank``."""
     return jnp.repeat(jnp.zeros_like(mean(leaf, side)), rank, axis=side[0])
 
 
 def mean(x: Array, over: tuple[int, ...]) -> Array:
-    """Its dimensions stay, of size one."""
+    """Mean over dimensions, which stay with size one."""
     return jnp.mean(x, axis=over, keepdims=True)
 
 
@@ -69,7 +69,7 @@ def _order(ndim: int, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[
 
 
 def to_matrices(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Float[Array, "S a b"]:
-    """As matrices of these sides."""
+    """Array as stacked matrices with these sides."""
     sizes = [math.prod(x.shape[i] for i in side) for side in (first, second)]
     return x.transpose(_order(x.ndim, first, second)).reshape(-1, *sizes)
 
@@ -77,7 +77,7 @@ def to_matrices(x: Array, first: tuple[int, ...], second: tuple[int, ...]) -> Fl
 def from_matrices(
     x: Float[Array, "S a b"], shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]
 ) -> Array:
-    """Back from ``flat``."""
+    """Inverse of ``to_matrices``, to an array of ``shape``."""
     order = _order(len(shape), first, second)
     back = sorted(range(len(shape)), key=order.__getitem__)
     return x.reshape([shape[i] for i in order]).transpose(back)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024; arXiv:2502.16982) for matrices within layers, over optax.contrib's."""
+"""Muon (Jordan et al. 2024; arXiv:2502.16982) for matrices within layers, based on optax.contrib's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 MOMENTUM = 0.95
 RMS = 0.2
-"""Root mean square of AdamW's updates, which Muon's are scaled to (arXiv:2502.16982, equation 4)."""
+"""Root mean square of AdamW's updates, to which Muon's are scaled (arXiv:2502.16982, equation 4)."""
 
 
 def scale_by_muon_or_adam(logical_axes: Any, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Matrices within layers by Muon; embeddings, output heads, gains and biases by Adam with these numbers."""
+    """Muon for matrices within layers; Adam for embeddings, output heads, gains and biases.
+
+    Args:
+        logical_axes: of the parameters.
+        b1, b2, eps: Adam's.
+    """
 
     def of_matrices(found: list[MatrixDims]) -> optax.GradientTransformation:
         def numbers(updates: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rules for matrices within layers beside a rule for all other parameters; and rules that no mesh is told of."""
+"""Parameter groups: one rule for matrices within layers and another for all other parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def partition_matrices(
     """Matrices within layers by one rule; embeddings, output heads, gains and biases by another.
 
     Args:
-        of_matrices: makes the rule for matrices, in the order of the leaves that it is given.
+        logical_axes: of the parameters.
+        of_matrices: dimensions of the matrices, in the order of leaves -> the rule for them.
+        of_others: the rule for other parameters.
     """
     labels = map_matrices(lambda found: "matrices" if _within(found) else "others", logical_axes)
     found: list[MatrixDims | None] = []
@@ -33,9 +35,9 @@ def _within(found: MatrixDims | None) -> bool:
 
 
 def auto_sharded(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same on a mesh of explicit axes, with what is sent in an update left to the compiler.
+    """The same rule with automatic sharding: on an explicit mesh, the compiler chooses the update's collectives.
 
-    A product of a matrix with itself is ambiguous where both its sides are split.
+    With explicit axes, the matmul of a matrix with itself is ambiguous where both its sides are sharded.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

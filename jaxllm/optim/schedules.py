@@ -15,14 +15,14 @@ ScheduleKind = Literal["cosine", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves over a run.
+    """Learning-rate schedule of a run.
 
     Attributes:
         kind: "cosine" (arXiv:1608.03983, one cycle), "wsd" (warm-up, stable, linear decay: arXiv:2404.06395) or
             "constant" (after warm-up).
         peak: learning rate after warm-up.
-        warmup: fraction of the run that rises linearly from 0.
-        decay: "wsd" only: fraction of the run, at its end, that falls to ``floor``.
+        warmup: fraction of the run in which the rate rises linearly from 0.
+        decay: "wsd" only: last fraction of the run, in which the rate falls to ``floor``.
         floor: final learning rate as a fraction of ``peak`` ("cosine" and "wsd").
     """
 
@@ -45,13 +45,13 @@ class ScheduleConfig:
 
 
 def schedule(config: ScheduleConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate at each step of a run of ``total_steps``."""
+    """Learning-rate schedule of a run of ``total_steps``, as an optax schedule."""
     warmup = round(config.warmup * total_steps)
     floor = config.peak * config.floor
 
     def rate(count: ArrayLike) -> Float[Array, ""]:
         step = jnp.asarray(count, jnp.result_type(float))  # float64 where 64-bit JAX is on
-        # Step 0 already learns: a first update of size zero would only waste a batch.
+        # Step 0 has a positive rate: a first update of size zero would waste a batch.
         rising = config.peak * (step + 1) / max(warmup, 1)
         if config.kind == "constant":
             after = jnp.full_like(step, config.peak)

@@ -1,12 +1,12 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner (arXiv:2409.11321, algorithm 3).
 
-Of a gradient G of m x n, L and R are means of ``G G^T`` and ``G^T G``, and Q_L and Q_R their eigenvectors: the second
-moment is that of ``Q_L^T G Q_R``. Eigenvectors are found at the first step, which for the rest is left out, and follow
-by one step of orthogonal iteration every ``refresh`` steps. A side of more than 10,000 keeps its own axes, as in its
-authors' code.
+For a gradient G of m x n, L and R are running means of ``G G^T`` and ``G^T G``, and Q_L and Q_R their eigenvectors;
+the second moment is that of ``Q_L^T G Q_R``. The first step only computes the eigenvectors and updates nothing; every
+``refresh`` steps they follow by one step of orthogonal iteration. A side of more than 10,000 keeps its own axes, as in
+its authors' code.
 
-Where gradients have a null space, as of a side longer than the other after one step, eigenvectors in it would be those
-of rounding, and differ between meshes: L and R are looked at with a small rising diagonal added.
+Where gradients have a null space, such as along a side longer than the other after one step, its eigenvectors would be
+determined by rounding and differ between meshes; a small ascending diagonal is added to L and R before decomposition.
 
 Legend: S stacked matrices, m rows, n columns.
 """
@@ -25,13 +25,13 @@ from jaxllm.optim.matrix_params import MatrixDims, from_matrices, to_matrices, z
 from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 MAX_BASIS_SIZE = 10_000
-"""Side that has a basis."""
+"""Largest side that has an eigenbasis."""
 JITTER = 1e-3
-"""Of what is added, at its end, over the mean of the diagonal it is added to."""
+"""Largest element of the added diagonal, relative to the mean of the diagonal it is added to."""
 
 
 class SoapState(NamedTuple):
-    """By matrix: both moments [S m n]; of each side its mean [S m m] and its basis [S m m]. Dimensions are G's."""
+    """Optimizer state by matrix, dimensions as G's: moments [S m n]; per side a running mean and basis [S m m]."""
 
     count: Int[Array, ""]
     first: Any
@@ -41,7 +41,13 @@ class SoapState(NamedTuple):
 
 
 def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Matrices within layers so; embeddings, output heads, gains and biases by Adam with the same numbers."""
+    """SOAP for matrices within layers; Adam for embeddings, output heads, gains and biases.
+
+    Args:
+        logical_axes: of the parameters.
+        refresh: steps between two updates of the eigenbases.
+        b1, b2, eps: Adam's.
+    """
 
     def of_matrices(found: list[MatrixDims]) -> optax.GradientTransformation:
         def init(params: Any) -> SoapState:
@@ -106,34 +112,35 @@ def scale_by_soap(logical_axes: Any, refresh: int, b1: float, b2: float, eps: fl
 
 
 def _square(leaf: Array, side: tuple[int, ...], of: MatrixDims) -> Array:
-    """Zeros for a side's mean, placed as its side is; a number in its stead of one that has no basis."""
+    """Zeros for the running mean of one side, sharded as that side; a scalar for a side without an eigenbasis."""
     size = math.prod(leaf.shape[i] for i in side)
     other = of.columns if side == of.rows else of.rows
     return jnp.zeros((), leaf.dtype) if size > MAX_BASIS_SIZE else zeros_of_rank(leaf, other, size)
 
 
 def _turn(x: Float[Array, "S m n"], rows: Array | None, columns: Array | None) -> Float[Array, "S m n"]:
-    """``rows^T x columns``."""
+    """Change of basis: ``rows^T x columns``."""
     if rows is not None:
         x = jnp.einsum("smk,smn->skn", rows, x)
     return x if columns is None else jnp.einsum("smn,snk->smk", x, columns)
 
 
 def _lifted(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
+    """Running mean with the small ascending diagonal added."""
     k = mean.shape[-1]
     size = jnp.trace(mean, axis1=1, axis2=2)[:, None, None] / k
     return mean + JITTER * size * jnp.diag(jnp.arange(1, k + 1, dtype=mean.dtype) / k)
 
 
 def _eigenvectors(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
-    """By falling value."""
+    """Eigenvectors, by descending eigenvalue."""
     return jnp.linalg.eigh(mean)[1][:, :, ::-1]
 
 
 def _iterated(
     mean: Float[Array, "S k k"], basis: Float[Array, "S k k"], v: Float[Array, "S m n"], side: int
 ) -> tuple[Array, Array]:
-    """One step, columns by falling estimates; the second moment keeps to them (algorithm 4)."""
+    """One step of orthogonal iteration, columns by descending estimate, as the second moment (algorithm 4)."""
     order = jnp.argsort(-jnp.einsum("smk,smn,snk->sk", basis, mean, basis), axis=-1)
     basis = jnp.take_along_axis(basis, order[:, None, :], axis=2)
     v = jnp.take_along_axis(v, jnp.expand_dims(order, 2 - side), axis=1 + side)

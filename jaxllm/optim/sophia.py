@@ -1,8 +1,9 @@
-"""Sophia (arXiv:2305.14342, algorithm 3): a momentum over a diagonal of the Hessian, each number clipped to 1.
+"""Sophia (arXiv:2305.14342, algorithm 3): momentum over a Hessian diagonal estimate, clipped elementwise to 1.
 
-The diagonal is given from outside every few steps (``jaxllm.train.step.sophia_hessian``: the paper's Gauss-Newton-Bartlett
-estimate). optax.contrib.sophia makes its own by Hutchinson's estimator, a product with the Hessian: it needs the loss
-as a function inside of ``update``, and derivatives of derivatives, which fused losses and pipelines have not.
+The training step provides the diagonal every few steps (``jaxllm.train.step.sophia_hessian``: the paper's
+Gauss-Newton-Bartlett estimate). optax.contrib.sophia computes its own by Hutchinson's estimator, a Hessian-vector
+product: it needs the loss as a function inside ``update``, and second derivatives, which fused losses and pipelines do
+not have.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 GAMMA = 0.05
-"""Of the Hessian, so that a tenth to a half of all numbers are not clipped (section 3.1)."""
+"""Scale of the Hessian, chosen so that 10% to 50% of the elements are not clipped (section 3.1)."""
 
 
 class HessianEstimate(NamedTuple):
-    """An estimate of the Hessian's diagonal, of the parameters' shapes, and whether there is a new one."""
+    """Estimate of the Hessian's diagonal, of the parameters' shapes; ``fresh`` says whether it is new in this step."""
 
     fresh: Bool[Array, ""]
     diagonal: Any
 
 
 class SophiaState(NamedTuple):
-    """The momentum, and the mean of the estimates."""
+    """Optimizer state: the momentum, and the running mean of the Hessian estimates."""
 
     count: Int[Array, ""]
     first: Any
@@ -34,7 +35,7 @@ class SophiaState(NamedTuple):
 
 
 def scale_by_sophia(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """``clip(m / max(gamma h, eps), 1)``."""
+    """Update ``clip(m / max(gamma h, eps), 1)``; ``update`` takes the estimate as ``hessian``."""
 
     def init(params: Any) -> SophiaState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -45,7 +46,7 @@ def scale_by_sophia(b1: float, b2: float, eps: float) -> optax.GradientTransform
     ) -> tuple[Any, SophiaState]:
         del params, others
         if hessian is None:
-            raise TypeError('"sophia": update needs a hessian (jaxllm.train.step.sophia_hessian).')
+            raise TypeError('"sophia": update needs a hessian estimate (jaxllm.train.step.sophia_hessian).')
         first = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.first)
         mean = jax.tree.map(
             lambda new, h: jnp.where(hessian.fresh, b2 * h + (1 - b2) * new, h), hessian.diagonal, state.hessian

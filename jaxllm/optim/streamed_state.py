@@ -1,8 +1,9 @@
-"""An optimizer whose state of layers waits in the host's memory, and is brought layer by layer for the update.
+"""Optimizer offload: the optimizer state of layers stays in host memory and is streamed layer by layer for the update.
 
-While one layer is updated, the next one's state comes and the last one's goes. Of every ``device_every`` layers one is
-updated so, on the device; the others where their state is, by the host's processor, at the same time: their gradients
-and parameters go there and their updates come back (Deep Optimizer States, arXiv:2410.21316, section 4.1).
+Double buffering: while one layer is updated, the next one's state is copied in and the last one's out. One of every
+``device_every`` layers is updated on the device, the others at the same time by the host's CPU where their state is:
+their gradients and parameters are copied there and their updates back (Deep Optimizer States, arXiv:2410.21316,
+section 4.1).
 
 Legend: L repeats of a segment's group.
 """
@@ -24,14 +25,14 @@ Make = Callable[[Any], optax.GradientTransformation]
 def streamed_optimizer(
     make: Make, clip: optax.GradientTransformation, logical_axes: dict[str, Any], device_every: int
 ) -> optax.GradientTransformation:
-    """What ``optax.chain(clip, ...)`` does, with the same state, layer by layer.
+    """Same result and state as ``optax.chain(clip, ...)``, computed layer by layer with the state in host memory.
 
     Args:
-        make: the chain without its ``clip``, of parameters with these logical axes; its state of a layer depends on
-            that layer alone.
-        clip: of all gradients together; keeps no state.
-        logical_axes: of the parameters.
-        device_every: of so many layers one is updated on the device.
+        make: logical axes of some parameters -> the chain without ``clip``; its state of a layer must depend on that
+            layer alone.
+        clip: gradient clipping by global norm; keeps no state.
+        logical_axes: of all parameters.
+        device_every: one of so many layers is updated on the device.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -53,12 +54,12 @@ def streamed_optimizer(
 def _by_layer(
     rule: optax.GradientTransformation, grads: Any, state: Any, params: Any, device_every: int
 ) -> tuple[Any, Any]:
-    """A segment's updates and its state after them; the updates are written where the gradients were."""
+    """Updates and new state of a segment; the updates overwrite the gradients' buffers."""
     leaves, structure = jax.tree.flatten(state)
     repeats = len(jax.tree.leaves(grads)[0])
 
     def state_of(rows: list[Array]) -> Any:
-        """With the counts, which are no layer's and the same before every layer."""
+        """State of one layer with the step counters, which all layers share."""
         rest = iter(rows)
         return structure.unflatten([next(rest) if leaf.ndim else leaf for leaf in leaves])
 
@@ -77,14 +78,14 @@ def _by_layer(
         return _moved(moved, jax.memory.Space.Device), new
 
     def layers(updates: Any, stacks: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
-        """``groups`` times ``every`` layers, of each group the first on the device."""
+        """Updates ``groups`` times ``every`` layers; of each group the first on the device, the others on the host."""
 
         def one(carry: tuple[Any, list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
             updates, stacks, here = carry
             coming = _moved(_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
             own = on_device(number, updates, here)
             done = [(i, *on_host(number + i, updates, stacks)) for i in range(1, every)]
-            if every > 1:  # or XLA copies the stacks, since the host may still be reading what is written in place
+            if every > 1:  # otherwise XLA copies the stacks, since the host may still read what is written in place
                 done, stacks, coming, own = jax.lax.optimization_barrier((done, stacks, coming, own))
             for i, moved, new in [*done, (0, *own)]:
                 updates, stacks = _put(updates, moved, number + i), _put(stacks, rows_of(new), number + i)
@@ -122,7 +123,7 @@ def _moved(tree: Any, to: jax.memory.Space) -> Any:
 
 
 def _part(tree: Any, names: list[str], segment: str | None = None) -> Any:
-    """What a tree of arrays, or of states that hold such trees, has of some ends of a model, or of a segment."""
+    """Part of a tree of arrays, or of states that contain such trees: some ends of the model, or one segment."""
     if isinstance(tree, dict) and {"embedding", "segments", "head"} <= set(tree):
         picked = {name: tree[name] for name in names}
         return picked if segment is None else {"segments": {segment: tree["segments"][segment]}}
@@ -130,7 +131,7 @@ def _part(tree: Any, names: list[str], segment: str | None = None) -> Any:
 
 
 def _merged(a: Any, b: Any) -> Any:
-    """Two parts of a state as one."""
+    """Joins two parts of a state."""
     if isinstance(a, dict) and {"segments", "embedding"} & set(a) and {"segments", "embedding"} & set(b):
         return a | b | {"segments": a.get("segments", {}) | b.get("segments", {})}
     if isinstance(a, (dict, list, tuple)):
@@ -142,7 +143,7 @@ def _merged(a: Any, b: Any) -> Any:
 
 
 def _mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """``fn`` of what a container holds; other things as they are."""
+    """Maps ``fn`` over the members of a container; other values are returned as they are."""
     if isinstance(tree, dict):
         return {name: fn(one) for name, one in tree.items()}
     if isinstance(tree, (list, tuple)):

@@ -115,5 +115,5 @@ def test_collage_follows_float32(rng):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match='rounding = "collage" is of adamw, lion, sgd'):
+    with pytest.raises(ValueError, match='rounding = "collage" supports adamw, lion, sgd'):
         OptimConfig(kind="muon", rounding="collage")
