@@ -8,7 +8,7 @@ from sharding.mesh import PRESETS as PRESETS
 from sharding.mesh import MeshSpec as MeshSpec
 from sharding.mesh import ShardingError as ShardingError
 from sharding.ops import GATHERED_WEIGHT as GATHERED_WEIGHT
-from sharding.ops import Product as Product
+from sharding.ops import MatmulFn as MatmulFn
 from sharding.ops import axis_names as axis_names
 from sharding.ops import axis_size as axis_size
 from sharding.ops import constrain as constrain
@@ -19,8 +19,8 @@ from sharding.ops import fan_out as fan_out
 from sharding.ops import gather_weight as gather_weight
 from sharding.ops import join_tokens as join_tokens
 from sharding.ops import per_shard as per_shard
-from sharding.ops import products as products
 from sharding.ops import project as project
+from sharding.ops import project_many as project_many
 from sharding.ops import reduce_partial_sums as reduce_partial_sums
 from sharding.ops import shard_map as shard_map
 from sharding.ops import spec as spec

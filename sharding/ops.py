@@ -26,14 +26,14 @@ SCATTERED_SUM = "scattered_sum"
 """And ``project``'s, where devices hold summands and then parts of the sum: by it a policy that keeps no ``reshard``
 keeps the parts, and not the summands."""
 
-Product = Callable[[Array, Array, int, PartitionSpec | None], Array]
+MatmulFn = Callable[[Array, Array, int, PartitionSpec | None], Array]
 """``(x, w, contract, where the result is)``: what ``project`` multiplies by, see ``use_matmul``."""
 
 TokenSplit = Callable[[Callable[[Array], Array], Array], Array]
 """``(multiply, x) -> multiply(x)``, perhaps of some tokens after the others: see ``use_token_split``."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
-_product: ContextVar[Product | None] = ContextVar("sharding_product", default=None)
+_product: ContextVar[MatmulFn | None] = ContextVar("sharding_product", default=None)
 _tokens: ContextVar[TokenSplit] = ContextVar("sharding_tokens", default=lambda multiply, x: multiply(x))
 
 
@@ -51,7 +51,7 @@ def use_rules(rules: Rules) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def use_matmul(product: Product | None) -> Iterator[None]:
+def use_matmul(product: MatmulFn | None) -> Iterator[None]:
     """Traces the body with another product of activations and weights than the plain one, such as one of 8 bits."""
     token = _product.set(product)
     try:
@@ -132,28 +132,47 @@ def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activ
     return jnp.einsum(equation, *operands, out_sharding=current_rules().spec(out, mesh, what=what))
 
 
-def products(
-    x: Array, weights: Sequence[Array], outs: Sequence[LogicalAxes], *, over: str, what: str = "activation"
+def project_many(
+    x: Array,
+    weights: Sequence[Array],
+    outs: Sequence[LogicalAxes],
+    *,
+    over: str,
+    scopes: Sequence[str] = (),
+    what: str = "activation",
 ) -> list[Array]:
-    """``project`` of the residual stream by several weights whose results are split over the axes of ``over``."""
+    """``project`` of the residual stream with several column-parallel weights (tensor parallelism).
+
+    Where the rules have a ring for it, the all-gather of the sequence runs as a collective matmul.
+
+    Args:
+        outs: logical axes of each result.
+        over: logical axis of the results that is split over devices.
+        scopes: ``jax.named_scope`` of each matmul; none by default.
+    """
     mesh = current_mesh()
     if (axis := _ring(over)) is None or mesh is None:
         x = fan_out(x, "batch", "seq", "act_embed", over=over, what=what)
-        return [project(x, w, out, what=what) for w, out in zip(weights, outs, strict=True)]
+        found = []
+        for i, (w, out) in enumerate(zip(weights, outs, strict=True)):
+            with jax.named_scope(scopes[i]) if scopes else contextlib.nullcontext():
+                found.append(project(x, w, out, what=what))
+        return found
 
     def local(x: Array, *weights: Array) -> tuple[Array, ...]:
         first, *rest = _alike(x, *weights)
         return ring.all_gather_matmul(axis, first, tuple(rest))
 
-    return list(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(spec("batch", "residual_seq", "act_embed"), *(_spec_of(w) for w in weights)),
-            out_specs=tuple(spec(*out, what=what) for out in outs),
-            axis_names=set(split_sizes(mesh)),
-        )(x, *weights)
-    )
+    with jax.named_scope("+".join(scopes)) if scopes else contextlib.nullcontext():
+        return list(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(spec("batch", "residual_seq", "act_embed"), *(_spec_of(w) for w in weights)),
+                out_specs=tuple(spec(*out, what=what) for out in outs),
+                axis_names=set(split_sizes(mesh)),
+            )(x, *weights)
+        )
 
 
 def _ring(over: str) -> str | None:

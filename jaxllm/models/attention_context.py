@@ -1,10 +1,11 @@
-"""What a token may attend to: the seam between the architecture and training, caches and engines.
+"""Attention context: what a token may attend to, behind one interface for training, KV caches and serving engines.
 
-A context is a pytree. The decoder carries it through its layers; each attention layer hands it q, k, v and gets the
-attended values and the (perhaps updated) context back. Everything that differs between training on packed documents,
-prefill, decode and paged serving lives behind ``attend``.
+A context is a pytree that the decoder carries through its layers. Each attention layer passes q, k, v to ``attend`` and
+gets the attention output and the (possibly updated) context back. Everything that differs between training on packed
+documents (``Segments``), prefill, decode and paged serving (a KV cache) is behind ``attend``. Context parallelism is
+here too: ring attention, all-gathered keys and values, and the all-to-all of Ulysses.
 
-Legend: B batch, S sequence, N query heads, K kv heads, H head dim of keys, V of values.
+Legend: B batch, S sequence, N query heads, K kv heads, H head dim of keys, V head dim of values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.ring_attention import Layout, order, places, ring_attention
 
 LayerIndex = Int[Array, ""]
-"""Which layer of the model is asking; traced, since layers are scanned."""
+"""Index of the calling layer in the model; traced, because layers are scanned."""
 
 Q_AXES = ("batch", "attn_seq", "attn_heads", None)
 KV_AXES = ("batch", "attn_kv_seq", "attn_kv_heads", None)
@@ -34,13 +35,15 @@ SINK_AXES = ("attn_heads",)
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How one layer scores keys; known when the program is traced.
+    """Static parameters of one layer's attention, known when the program is traced.
 
     Attributes:
-        scale: of the products of queries and keys.
-        window: how many positions a query sees, its own included; None for all before it.
-        softcap: bound of the scores, by tanh.
-        latent: the values are this many numbers, the first of the keys; None: they are given.
+        scale: factor on the scores ``q @ k``.
+        window: sliding window, the number of positions that a query sees, its own included; None for full causal
+            attention.
+        softcap: soft cap of the scores, by tanh.
+        latent: absorbed multi-head latent attention: the values are the first ``latent`` elements of the keys; None:
+            values are given.
     """
 
     scale: float
@@ -51,10 +54,13 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What a cache holds of a token in one layer: so many heads of keys and of values.
+    """Shape of one token's KV cache entry in one layer.
 
     Attributes:
-        latent: the values are a part of the keys, and not held again.
+        kv_heads: heads of keys and values.
+        key_dim: elements of a key per head.
+        value_dim: elements of a value per head.
+        latent: whether values are a part of the keys and are not stored again (multi-head latent attention).
     """
 
     kv_heads: int
@@ -64,15 +70,15 @@ class KVSpec:
 
     @property
     def elements(self) -> int:
-        """In all."""
+        """Elements stored per token and layer."""
         return self.kv_heads * (self.key_dim if self.latent else self.key_dim + self.value_dim)
 
 
 @runtime_checkable
 class AttentionContext(Protocol):
-    """A pytree with ``attend``.
+    """Protocol of attention contexts: a pytree with ``attend``.
 
-    One that keeps keys says so by ``is_kv_cache = True``: multi-head latent attention then hands it latents, and no values.
+    A KV cache sets ``is_kv_cache = True``; multi-head latent attention then passes it latents and no values.
     """
 
     def attend(
@@ -85,51 +91,54 @@ class AttentionContext(Protocol):
         params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
-        """Attends this step's queries to what this context holds, this step's keys included.
+        """Attention output of this step's queries over the keys of the context, this step's included; the new context.
 
         Args:
-            v: None where ``params.latent`` says what values are.
-            sinks: a score that each head always sees and that has no value.
+            v: None where values are a part of the keys (``params.latent``).
+            sinks: attention sink of each head: a score in its softmax that has no value.
         """
         ...
 
 
 @runtime_checkable
 class RoutingContext(AttentionContext, Protocol):
-    """A context that wants to know what mixtures of experts choose."""
+    """Context that records the routing decisions of mixtures of experts, for losses and metrics."""
 
     def record_routing(self, layer: LayerIndex, routing: Routing) -> RoutingContext:
-        """Hears what a layer's router made of its tokens."""
+        """Context with the routing decisions of one layer added."""
         ...
 
 
 @runtime_checkable
 class KVCacheContext(AttentionContext, Protocol):
-    """A context that keeps keys, and knows when a step's tokens need none but their own."""
+    """KV cache as an attention context, with what multi-head latent attention needs of it."""
 
     def is_fresh_prefill(self, positions: Int[Array, "B S"]) -> Bool[Array, ""] | None:
-        """Whether every sequence of this step begins in it; None where that is not to make a difference."""
+        """Whether no sequence of this step has cached tokens (all are at their first chunk of prefill).
+
+        None where both cases are to be computed alike.
+        """
         ...
 
     def self_segments(self, tokens: int) -> Segments:
-        """The step's sequences, of ``tokens`` in a row, as documents that attend to themselves alone."""
+        """Context in which the sequences of this step, ``tokens`` per row, attend to this step's keys alone."""
         ...
 
     def write_latents(
         self, layer: LayerIndex, k: Float[Array, "B S K H"], positions: Int[Array, "B S"]
     ) -> KVCacheContext:
-        """Holds keys that are values as well, and attends to nothing."""
+        """Writes keys that are values too (latents) to the cache, without attention."""
         ...
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class Segments:
-    """The tokens of this call, causally, each document of a packed row on its own.
+    """Context of training: causal attention within each document of a packed row (sequence packing).
 
     Attributes:
         segment_ids: document number of each token, 0 for padding; None when every row is one document.
-        layout: which tokens a shard holds where the sequence is split over devices.
+        layout: assignment of tokens to shards where the sequence is split over devices (context parallelism).
     """
 
     segment_ids: Int[Array, "B S"] | None = None
@@ -145,15 +154,19 @@ class Segments:
         params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N V"], Segments]:
-        """Causal attention within each segment; ``layer`` makes no difference here."""
+        """Causal attention within each segment; ``layer`` is not used.
+
+        Flash attention per shard. Where keys stay split over the sequence, ring attention; where they are all-gathered,
+        flash attention with the positions of the layout.
+        """
         rule = {"scale": params.scale, "window": params.window, "softcap": params.softcap}
         split, kv_split = sharding.axis_names("attn_seq"), sharding.axis_names("attn_kv_seq")
 
         def local(
             q: Array, k: Array, v: Array, segments: Array | None, kv_segments: Array | None, sinks: Array | None
         ) -> Array:
-            # Causal by place in the row: the same as by position within a document, and what lies above the
-            # diagonal is then known before the program runs.
+            # The causal mask is by index in the row, which is equal to the mask by position within a document, and
+            # makes the blocks above the diagonal known when the program is traced.
             if kv_split:
                 return ring_attention(
                     q, k, v, axis=split[0], layout=self.layout, segment_ids=segments, sinks=sinks, **rule
@@ -168,7 +181,7 @@ class Segments:
 
 
 def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Array, "..."]]:
-    """Places in the row of a shard's queries and of all keys, one after another as the shards hold them."""
+    """Indices in the row of a shard's queries and of all keys, in the order in which the shards hold them."""
     shards = jax.lax.axis_size(axis)
     here = places(layout, jax.lax.axis_index(axis), shards, size)
     everywhere = jnp.asarray(order(layout, shards, shards * size))
@@ -179,15 +192,15 @@ def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Ar
 
 
 def replicate_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:
-    """Repeats kv heads up to the number of shards of attention's heads, so that each holds the one its queries need.
+    """Repeats kv heads up to the number of head shards, so that each shard has the kv head of its queries (GQA).
 
     Unchanged where there are at least as many kv heads as shards.
     """
     shards = sharding.axis_size("attn_kv_heads")
     b, s, k, h = x.shape
     if k >= shards or shards % k:
-        return x  # divisible already, or refused by the rules with a message
+        return x  # divisible already, or the sharding rules raise an error
     if not {*sharding.axis_names("seq")} & {*sharding.axis_names("attn_kv_heads")}:
-        # What is gathered is gathered before it is more. XLA would also send it around to gather it after.
+        # All-gather the heads before they are repeated: XLA would otherwise also move the repeated ones.
         x = sharding.constrain(x, "batch", "attn_kv_seq", None, None)
     return jnp.broadcast_to(x[:, :, :, None], (b, s, k, shards // k, h)).reshape(b, s, shards, h)

@@ -1,4 +1,4 @@
-"""The decoder: one architecture, configured; every dense family is a value of ``DecoderConfig``.
+"""Decoder-only transformer: embedding, transformer blocks and output head. Every model family is a ``DecoderConfig``.
 
 Legend: B batch, S sequence, D embed, V vocab.
 """
@@ -31,13 +31,14 @@ DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One transformer block: attention and feed-forward, each with a residual.
+    """One transformer block: attention and a feed-forward layer, each with a residual connection.
 
     Attributes:
-        attention: heads with keys and values of their own or shared by some, or all made of one latent.
-        mlp: one feed-forward layer for all tokens, or a mixture of experts.
-        norms: of each of the two, what is normalised: its input (arXiv:2002.04745), its output (OLMo 2), or both
-            ("sandwich", arXiv:2105.13290; Gemma 2).
+        attention: grouped-query attention (``AttentionConfig``; multi-head and multi-query attention are special
+            cases), or multi-head latent attention (``MLAConfig``).
+        mlp: dense feed-forward layer (``MlpConfig``), or mixture of experts (``MoeConfig``).
+        norms: placement of the norms. "pre": on the input of each sublayer (arXiv:2002.04745); "post": on its output
+            (OLMo 2); "sandwich": on both (arXiv:2105.13290; Gemma 2).
     """
 
     attention: AttentionConfig | MLAConfig = field(default_factory=AttentionConfig)
@@ -46,7 +47,7 @@ class BlockConfig:
 
     @property
     def weight_matmuls(self) -> int:
-        """How many products with weights training has."""
+        """Number of matmuls with weights in the block's forward pass."""
         latent = isinstance(self.attention, MLAConfig) and self.attention.q_latent is not None
         gated = not isinstance(self.mlp, MlpConfig) or self.mlp.gated
         return 4 + latent + 2 + gated
@@ -55,34 +56,35 @@ class BlockConfig:
 @renamed_fields(products="matmul_precision")
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only transformer.
+    """Architecture and numerics of a decoder-only transformer.
 
     Attributes:
-        vocab_size: rows of the embedding.
+        vocab_size: rows of the token embedding.
         embed_dim: width of the residual stream.
-        layers: number of blocks.
+        layers: number of transformer blocks.
         prefix: blocks that come once, before the pattern (DeepSeek's first dense layers).
-        pattern: the group of blocks that repeats through the remaining layers (Gemma's 5 local + 1 global);
+        pattern: group of blocks that repeats through the remaining layers (Gemma's 5 local + 1 global);
             a remainder takes the group's first blocks.
-        tied: the output head is the embedding.
-        learned_positions: rows of a learned position embedding, added to the tokens' (GPT-2): the longest sequence.
-            None for none.
-        embed_scale: what embeddings are multiplied by (Gemma: the square root of their width).
-        embed_grad: what the gradient that reaches the token embedding through its lookup is multiplied by, against
-            spikes of the loss: 0.1 in GLM-130B (arXiv:2210.02414, section 2.2). A tied output matrix's is not.
-        logit_softcap: bound of the logits, by tanh (Gemma 2).
-        norm: kind of every normalisation.
-        norm_eps: added to the mean square (or the variance) in every normalisation.
-        param_dtype: what parameters are stored in.
-        dtype: what matrix multiplications run in; norms, softmax and loss run in at least float32.
-        products: what factors of products with a block's weights are rounded to in training: "plain", not at all;
-            "int8"; float8 with one scale an array, of its own largest number ("fp8_current") or of that of the last
-            steps ("fp8_delayed"), or one for 32 numbers ("fp8_block"). See ``jaxllm.models.low_precision_matmul``.
-        remat: what the backward pass computes again: "none", "elementwise" (norms, rotations, activations), "attention"
-            (that besides), "full" (each block from its input), "sqrt" (runs of blocks from the input of the first);
-            "offload" (kept values wait on the host), "compact:0.25" (projections of products' inputs are kept); or
-            several by layers, "none=8,full=24". See ``jaxllm.models.remat``.
-        unroll: how many groups of a scanned segment to unroll per step of the loop; 0 unrolls them all.
+        tied: whether the output head uses the token embedding (tied embeddings).
+        learned_positions: rows of a learned position embedding (GPT-2), the longest legal sequence; None for none.
+        embed_scale: factor that embeddings are multiplied by (Gemma: the square root of their width).
+        embed_grad: factor on the gradient that reaches the token embedding through its lookup, against loss spikes:
+            0.1 in GLM-130B (arXiv:2210.02414, section 2.2). The gradient of a tied output head is not scaled.
+        logit_softcap: soft cap of the logits, ``softcap * tanh(logits / softcap)`` (Gemma 2); None for none.
+        norm: kind of every norm.
+        norm_eps: epsilon added to the mean square (or the variance) in every norm.
+        param_dtype: dtype in which parameters are stored.
+        dtype: compute dtype of matmuls; norms, softmax and loss run in at least float32.
+        matmul_precision: low-precision matmul (INT8, FP8) with the weights of blocks in training: "plain" for none;
+            "int8"; FP8 with one scale per tensor, from its own amax ("fp8_current") or from the amax history of the
+            last steps ("fp8_delayed"), or one scale per 32 values ("fp8_block"). See
+            ``jaxllm.models.low_precision_matmul``.
+        remat: gradient checkpointing (remat), the values that the backward pass recomputes: "none", "elementwise"
+            (norms, rotary embeddings, activation functions), "attention" (attention as well), "full" (each block from
+            its input), "sqrt" (runs of blocks from the input of the first); "offload" (activation offload to the
+            host), "compact:0.25" (random projections of matmul inputs are kept); or several by layers,
+            "none=8,full=24". See ``jaxllm.models.remat``.
+        unroll: groups of a scanned segment to unroll per step of the loop; 0 unrolls all of them.
     """
 
     vocab_size: int = 256
@@ -113,7 +115,7 @@ class DecoderConfig:
                 raise ValueError(f"model: {name} = {value}; give a positive number, or None.")
         if not 0 < self.embed_grad <= 1:
             raise ValueError(
-                f"model: embed_grad = {self.embed_grad}; give a share of the gradient, above 0 and at most 1 (all)."
+                f"model: embed_grad = {self.embed_grad}; give a fraction of the gradient, above 0 and at most 1 (all)."
             )
         if self.norm_eps < 0:
             raise ValueError(f"model: norm_eps = {self.norm_eps}; give 0 or a small positive number.")
@@ -126,22 +128,23 @@ class DecoderConfig:
             )
         if self.matmul_precision != "plain" and any(isinstance(block.mlp, MoeConfig) for block in self.blocks):
             raise ValueError(
-                f'model: matmul_precision = "{self.matmul_precision}" needs dense layers, but this model has experts; choose "plain".'
+                f'model: matmul_precision = "{self.matmul_precision}" needs dense layers, but this model has experts; '
+                'choose "plain".'
             )
-        policies_by_segment(self.remat, self.segments)  # refuses what does not fit
+        policies_by_segment(self.remat, self.segments)  # raises if the policies do not fit the layers
         if "compact" in self.remat:
             dense = all(isinstance(b.mlp, MlpConfig) and isinstance(b.attention, AttentionConfig) for b in self.blocks)
             if self.matmul_precision != "plain" or not dense:
                 raise ValueError(
-                    f'model: remat = "{self.remat}"; "compact" is of plain products of dense layers whose attention '
-                    'is not latent; choose "none" or "elementwise".'
+                    f'model: remat = "{self.remat}"; "compact" needs dense layers without latent attention and '
+                    'matmul_precision = "plain"; choose "none" or "elementwise".'
                 )
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
 
     @property
     def segments(self) -> tuple[tuple[tuple[BlockConfig, ...], int], ...]:
-        """The layers in order as ``((group of blocks, repeats), ...)``; each entry is stacked and scanned."""
+        """Layers in order as ``((group of blocks, repeats), ...)``; each entry is stacked and scanned."""
         out: list[tuple[tuple[BlockConfig, ...], int]] = []
         for block in self.prefix:
             if out and out[-1][0] == (block,):
@@ -157,16 +160,16 @@ class DecoderConfig:
 
     @property
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """Every layer's block, in order."""
+        """Block of every layer, in order."""
         return tuple(block for group, repeats in self.segments for _ in range(repeats) for block in group)
 
 
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; or with the norms after, or on both sides."""
+    """Transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; or with post or sandwich norms."""
 
     def __init__(self, config: BlockConfig, model: DecoderConfig):
         dtype = jnp.dtype(model.param_dtype)
-        # Residual branches start smaller the more of them there are (GPT-2), so depth does not inflate the stream.
+        # Residual branches are initialised smaller in deeper models (GPT-2), so that depth does not inflate the stream.
         out_scale = (2 * model.layers) ** -0.5
 
         def norm() -> Norm:
@@ -192,11 +195,21 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the block and the updated attention context."""
+
+        def normed(norm: Norm, x: Array) -> Array:
+            with jax.named_scope("norm"):
+                return norm(x)
+
         pre, post = self.norms != "post", self.norms != "pre"
-        attended, ctx = self.attention(self.attention_norm(x) if pre else x, positions, layer, ctx)
-        x = checkpoint_name(x + (self.attention_out_norm(attended) if post else attended), "residual")
-        out, ctx = self._feed_forward(self.mlp_norm(x) if pre else x, layer, ctx)
-        return x + (self.mlp_out_norm(out) if post else out), ctx
+        h = normed(self.attention_norm, x) if pre else x
+        with jax.named_scope("attention"):
+            attended, ctx = self.attention(h, positions, layer, ctx)
+        x = checkpoint_name(x + (normed(self.attention_out_norm, attended) if post else attended), "residual")
+        h = normed(self.mlp_norm, x) if pre else x
+        with jax.named_scope("mlp" if isinstance(self.mlp, Mlp) else "moe"):
+            out, ctx = self._feed_forward(h, layer, ctx)
+        return x + (normed(self.mlp_out_norm, out) if post else out), ctx
 
     def _feed_forward(
         self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
@@ -208,7 +221,7 @@ class Block(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding, and that of positions where they are learned."""
+    """Token embedding, plus a position embedding where the model learns one."""
 
     def __init__(self, model: DecoderConfig):
         d, dtype = model.embed_dim, jnp.dtype(model.param_dtype)
@@ -219,10 +232,11 @@ class Embedding(nnx.Module):
         self.dtype, self.scale, self.grad = model.dtype, model.embed_scale, model.embed_grad
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Embeddings in compute dtype."""
         out, dtype = ("batch", "residual_seq", "act_embed"), jnp.dtype(self.dtype)
         x = sharding.take(use(self.table, dtype), tokens, out=out)
         if self.grad != 1.0:
-            # The paper's a x + (1 - a) stop(x), whose value would be x but for rounding; this one's is x.
+            # The paper's a x + (1 - a) stop(x) equals x only up to rounding; the value of this form is exactly x.
             still = jax.lax.stop_gradient(x)
             x = still + jnp.asarray(self.grad, dtype) * (x - still)
         if self.scale != 1.0:
@@ -233,7 +247,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm and, unless tied to the embedding, the output projection."""
+    """Output head: final norm and, unless tied to the embedding, the output projection."""
 
     def __init__(self, model: DecoderConfig):
         dtype = jnp.dtype(model.param_dtype)

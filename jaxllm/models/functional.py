@@ -1,8 +1,8 @@
-"""Pure functions over plain parameter trees, from NNX declarations.
+"""Functional decoder: pure functions over plain parameter trees, derived from the NNX declarations of the model.
 
-NNX declares; these functions execute. Parameters are nested dicts of arrays with every segment's layers stacked along
-a leading ``layers`` dimension and scanned, so one block is compiled however deep the model is. ``unstack_layers`` makes
-another form of the same tree, for decoding, where each layer's weights are read once and multiplied with little else.
+NNX only declares weights; these functions run the model. Parameters are nested dicts of arrays. The layers of a segment
+are stacked along a leading ``layers`` dimension and scanned, so one block is compiled whatever the depth of the model.
+``unstack_layers`` gives another form of the same tree for decoding, which is bound by reading each layer's weights.
 
 Legend: B batch, S sequence, D embed, V vocab, L layers.
 """
@@ -33,7 +33,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class DeclaredParam:
-    """One weight: its NNX declaration and the leading dimensions it is stacked over."""
+    """Declared weight: its NNX variable and the leading dimensions it is stacked over."""
 
     param: nnx.Variable
     stack: tuple[int, ...]
@@ -41,14 +41,14 @@ class DeclaredParam:
 
 @dataclass(frozen=True, eq=False)
 class Functional:
-    """A decoder as pure functions: ``embed``, ``blocks``, ``head`` and their composition ``forward``.
+    """Decoder as pure functions: ``embed``, ``blocks``, ``head`` and their composition ``forward``.
 
-    Made by ``functional``; jit the methods or anything built of them. The sharding rules are part of the object, so
+    Created by ``functional``; jit the methods or anything built of them. The sharding rules are part of the object, so
     a compiled function never outlives the rules it was traced under.
 
     Attributes:
-        config: the architecture.
-        rules: the sharding table its arrays follow.
+        config: architecture.
+        rules: sharding rules (logical axes to mesh axes) of parameters and activations.
     """
 
     config: DecoderConfig
@@ -56,9 +56,9 @@ class Functional:
     _modules: Any  # the declared parts with abstract values: {"embedding", "segments", "head"} -> (graphdef, state)
 
     def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
-        """Random parameters, each born in its shard when ``shardings`` (a tree of NamedSharding) is given.
+        """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.
 
-        Every weight's key is folded from its path, so a weight's value depends on nothing but the seed and its name.
+        The RNG key of a weight is folded from its path, so its value depends on the seed and its name alone.
         """
 
         def draw_leaf(path: tuple, leaf: DeclaredParam, out: NamedSharding | None = None) -> Array:
@@ -71,7 +71,7 @@ class Functional:
         return jax.tree.map_with_path(draw_leaf, declared, shardings)
 
     def abstract(self) -> Params:
-        """Shape and dtype of every parameter, nothing allocated."""
+        """Abstract parameters: shape and dtype of each, nothing allocated."""
 
         def shape(leaf: DeclaredParam) -> jax.ShapeDtypeStruct:
             value = leaf.param.get_value()
@@ -80,7 +80,7 @@ class Functional:
         return jax.tree.map(shape, self._declared())
 
     def logical_axes(self) -> Params:
-        """Logical axes of every parameter, in the same tree; stacked ones begin with ``layers``."""
+        """Logical axes of every parameter, in the same tree; those of stacked parameters begin with ``layers``."""
 
         def axes(leaf: DeclaredParam) -> sharding.LogicalAxes:
             return ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
@@ -88,14 +88,15 @@ class Functional:
         return jax.tree.map(axes, self._declared())
 
     def matrices(self) -> Params:
-        """For every parameter, whether products and lookups use it (True), or it is added or multiplied elementwise."""
+        """Tree of booleans: True for parameters used in matmuls and lookups, False for gains and biases."""
         return jax.tree.map(lambda leaf: allows_unreduced_grad(leaf.param), self._declared())
 
     def gather(self, params: Params) -> Params:
-        """All parameters whole over the axes they are stored split over, for a forward and backward pass or several.
+        """Parameters all-gathered over the mesh axes that only their storage is split over (FSDP, ZeRO-1 and 2).
 
-        What products and lookups use is in compute dtype, and its gradient is left as a summand a device, see
-        ``sharding.gather_weight``; gains and biases are as ``params`` has them.
+        The result serves one forward and backward pass or several. Parameters of matmuls and lookups are cast to
+        compute dtype, and their gradients stay partial sums per device, see ``sharding.gather_weight``; gains and
+        biases keep their dtype.
         """
 
         def one(leaf: DeclaredParam, value: Array) -> Array:
@@ -109,7 +110,7 @@ class Functional:
             return jax.tree.map(one, self._declared(), params)
 
     def _declared(self) -> Params:
-        """The parameter tree with each weight's declaration and the dimensions it is stacked over."""
+        """Parameter tree of declarations, each with the dimensions it is stacked over."""
 
         def tree(state: Any, *stack: int) -> Params:
             is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
@@ -125,14 +126,14 @@ class Functional:
         }
 
     def embed(self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Token embeddings in compute dtype, and position embeddings where the model learns them."""
-        with sharding.use_rules(self.rules):
+        """Token embeddings in compute dtype, plus position embeddings where the model learns them."""
+        with sharding.use_rules(self.rules), jax.named_scope("embed"):
             return nnx.merge(self._modules["embedding"][0], params["embedding"])(tokens, positions)
 
     def blocks(
         self, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        """All transformer blocks. The context is a carry of the scan, so a cache in it is updated in place."""
+        """Transformer blocks of all segments. The context is a carry of the scan: its KV cache is updated in place."""
         first = 0
         with sharding.use_rules(self.rules):
             for s, (group, repeats) in enumerate(self.config.segments):
@@ -145,15 +146,15 @@ class Functional:
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked.
 
-        What of them is in the host's memory comes to the device for it.
+        Parameters in host memory are copied to the device first.
         """
         kind = self.config.matmul_precision
-        with sharding.use_rules(self.rules):
+        with sharding.use_rules(self.rules), jax.named_scope("layers"):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
                 own = jax.tree.map(
                     on_device, {name: value for name, value in params[str(b)].items() if name != AMAX_HISTORY}
                 )
-                # Plain ones leave the product in force as it is: remat may have set one.
+                # "plain" keeps the matmul that is in force: remat = "compact" may have set one.
                 other = kind != "plain"
                 product = (
                     sharding.use_matmul(LowPrecisionMatmul(kind, params[str(b)].get(AMAX_HISTORY)))
@@ -165,10 +166,11 @@ class Functional:
         return x, ctx
 
     def with_amax_history(self, params: Params, seen: Params | None) -> Params:
-        """Parameters with what "fp8_delayed" has seen of each block's products, which is theirs to take gradients of.
+        """Parameters with the amax history of each block's matmuls ("fp8_delayed"), so that it is differentiated too.
 
         Args:
-            seen: by segment and block, ``jaxllm.models.low_precision_matmul.init_amax_history``; None: parameters as they are.
+            seen: amax histories by segment and block, see ``jaxllm.models.low_precision_matmul.init_amax_history``;
+                None returns ``params`` unchanged.
         """
         if seen is None:
             return params
@@ -208,41 +210,43 @@ class Functional:
         return carry
 
     def unembed(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "V D"]]:
-        """The two factors of the logits: normalised hidden states and the output matrix.
+        """Operands of the logits matmul: normalised hidden states and the output matrix.
 
-        Kept apart so that a loss can be computed in chunks and an engine can project only the rows it samples; whoever
-        multiplies them applies ``config.logit_softcap`` (``cap_logits``).
+        They are separate so that the loss can be computed in chunks and an engine can project only the rows that it
+        samples. The caller applies ``config.logit_softcap`` (``cap_logits``) to the logits.
         """
-        with sharding.use_rules(self.rules):
+        with sharding.use_rules(self.rules), jax.named_scope("head"):
             head = nnx.merge(self._modules["head"][0], params["head"])
             if self.config.tied:
                 table = nnx.merge(self._modules["embedding"][0], params["embedding"]).table
             else:
                 table = head.weight
-            return head.norm(hidden), use(table, jnp.dtype(self.config.dtype))
+            with jax.named_scope("final_norm"):
+                normed = head.norm(hidden)
+            return normed, use(table, jnp.dtype(self.config.dtype))
 
     def head(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Logits in at least float32."""
         hidden, weight = self.unembed(params, hidden)
-        with sharding.use_rules(self.rules):
+        with sharding.use_rules(self.rules), jax.named_scope("head"):
             logits = sharding.einsum("bsd,vd->bsv", hidden, weight, out=("batch", "seq", "act_vocab"))
         return cap_logits(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), self.config.logit_softcap)
 
     def forward(
         self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        """Hidden states before the head, and the context after this step: training, prefill and decode alike."""
+        """Hidden states before the head, and the updated attention context: training, prefill and decode alike."""
         with remat.with_batch_seed(self.config.remat, tokens):
             return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
 
 
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:
-    """Logits bounded by ``softcap`` through tanh; as they are when it is None."""
+    """Soft-capped logits, ``softcap * tanh(logits / softcap)``; unchanged when ``softcap`` is None."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functional:
-    """The pure functions of a model. Cheap: nothing is allocated."""
+    """Functional decoder of a configuration. Cheap: nothing is allocated."""
 
     def declare(module: nnx.Module) -> tuple[Any, Any]:
         return nnx.split(module)
@@ -256,14 +260,14 @@ def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functi
 
 
 def unstack_layers(params: Params, *, donate: bool = False) -> Params:
-    """The same parameters with each layer's in arrays of their own: ``segments`` hold a tuple over their repeats.
+    """Parameters with one array per layer instead of stacks: ``segments`` hold a tuple over their repeats.
 
-    ``Functional.forward`` and its parts take either form; training, ``gather`` and checkpoints need stacks. XLA copies
-    a layer out of its stack before it multiplies with it, on CPUs and GPUs even where the loop is unrolled, which
-    doubles or trebles what a decoding step reads; in exchange a program is as long as the model is deep.
+    ``Functional.forward`` and its parts take either form; training, ``gather`` and checkpoints need stacks. On CPUs and
+    GPUs XLA copies a layer out of its stack before the matmul, even in an unrolled loop, which doubles or trebles the
+    bytes that a decode step reads. In exchange the program grows with the depth of the model.
 
     Args:
-        donate: give each stack's memory back as soon as its layers are made; ``params`` cannot be used afterwards.
+        donate: free each stack as soon as its layers are copied; ``params`` cannot be used afterwards.
     """
 
     def split(leaf: Array) -> tuple[Array, ...]:

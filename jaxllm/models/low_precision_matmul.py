@@ -1,17 +1,20 @@
-"""LowPrecisionMatmul of activations and weights whose factors are rounded to 8 bits, forward and backward.
+"""Low-precision matmul (INT8, FP8) of activations and weights, forward and backward.
 
-A layer's output, the gradient of its input and that of its weight are three products of the same three arrays: of x and
-w, of dy and w, of x and dy. Each factor is divided by a scale that brings its largest number to the format's, rounded,
-multiplied with the other in 8 bits, summed in at least 32, and scaled back. Scales are of
+A layer's output, the gradient of its input and the gradient of its weight are three matmuls of the same three operands:
+x and w, dy and w, x and dy. Each operand is divided by a scale that maps its largest absolute value (amax) to the
+largest of the format, rounded, multiplied in 8 bits, accumulated in at least 32 bits, and scaled back. Granularities:
 
-    a vector    all numbers that one sum runs over: a token's, a channel's (int8: arXiv:2208.07339, arXiv:2304.13013)
-    the array   float8 e4m3, gradients of outputs in e5m2 (arXiv:2209.05433); from its own largest number ("current"),
-                or from that of the last steps ("delayed", Transformer Engine), which is state
-    a block     ``MX_BLOCK`` numbers along the sum (MX, arXiv:2310.10537; DeepSeek-V3, arXiv:2412.19437 section 3.3).
-                What XLA has for all devices is a product of what the rounded numbers stand for, in compute dtype:
-                the rounding is the format's, the speed is not.
+    per vector  one scale for all values that one sum runs over, per token and per channel (INT8: arXiv:2208.07339,
+                arXiv:2304.13013)
+    per tensor  FP8 e4m3, and e5m2 for gradients of outputs (arXiv:2209.05433); the scale comes from the tensor's own
+                amax ("current scaling"), or from the amax history of the last steps ("delayed scaling", Transformer
+                Engine), which is training state
+    per block   one scale for ``MX_BLOCK`` values along the sum (MX, arXiv:2310.10537; DeepSeek-V3, arXiv:2412.19437
+                section 3.3). XLA has no such matmul on all devices, so the dequantised values are multiplied in compute
+                dtype: the rounding is that of the format, the speed is not.
 
-Legend: T dimensions of tokens, C those that a product sums over, O those of its result.
+Legend: T token dimensions, C contracted dimensions, O output dimensions, P matmuls of a block, H steps of history,
+L layers.
 """
 
 from __future__ import annotations
@@ -26,64 +29,71 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxllm.models.operand_specs import gradient_spec, spec_of, without_reduced
 from jaxllm.models.params import at_least_f32
 
 MatmulPrecision = Literal["plain", "int8", "fp8_current", "fp8_delayed", "fp8_block"]
 MX_BLOCK = 32
-"""Numbers that share a scale in ``fp8_block``, as in MX formats; fewer where a sum is shorter or does not divide."""
+"""Values that share a scale in ``fp8_block``, as in MX formats; fewer where a sum is shorter or does not divide."""
 AMAX_HISTORY_LENGTH = 16
-"""Steps whose largest numbers ``fp8_delayed`` remembers."""
+"""Steps of the amax history of ``fp8_delayed``."""
 AMAX_HISTORY = "seen"
-"""Where in a block's parameters the history of its products is during a step of ``fp8_delayed``."""
+"""Key of a block's amax history in its parameters during a step of ``fp8_delayed``."""
 OPERANDS = 3
-"""x, w and dy: what a product remembers largest numbers of."""
+"""Operands of a matmul that have an amax history: x, w and dy."""
 
 Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class QuantisationScheme:
-    """How factors are rounded.
+    """Quantisation of matmul operands.
 
     Attributes:
-        kind: see the module.
+        kind: precision, see the module's docstring.
     """
 
     kind: MatmulPrecision
 
     @property
-    def bits8(self) -> bool:
-        """Whether products themselves are of 8-bit numbers."""
+    def multiplies_8bit(self) -> bool:
+        """Whether the matmul itself takes 8-bit operands (not so for "plain" and "fp8_block")."""
         return self.kind in ("int8", "fp8_current", "fp8_delayed")
 
     def format(self, gradient: bool) -> Any:
-        """The dtype that a factor is rounded to."""
+        """Dtype that an operand is rounded to; ``gradient``: the operand is dy."""
         if self.kind == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.kind != "fp8_block" else jnp.float8_e4m3fn
 
-    def largest(self, x: Array, over: Axes) -> Array:
-        """Of the numbers that share a scale, where ``over`` are the dimensions that a product sums over."""
+    def amax(self, x: Array, over: Axes) -> Array:
+        """Largest absolute value of the values that share a scale; ``over``: the contracted dimensions of x."""
         axes = over if self.kind == "int8" else None
         return jnp.maximum(jnp.max(x, axis=axes, keepdims=True), -jnp.min(x, axis=axes, keepdims=True))
 
-    def rounded(self, x: Array, over: Axes, gradient: bool, largest: Array | None = None) -> tuple[Array, Array]:
-        """Numbers in the format, and the scales to multiply them with, of x's dimensions or one each."""
+    def quantise(self, x: Array, over: Axes, gradient: bool, amax: Array | None = None) -> tuple[Array, Array]:
+        """Quantised values and their scales; a scale array has x's rank, with sizes of x or 1.
+
+        Args:
+            over: contracted dimensions of x.
+            gradient: whether x is dy.
+            amax: largest absolute values by history (delayed scaling); None computes them from x.
+        """
         wide = x.astype(at_least_f32(x.dtype))
         if self.kind == "fp8_block":
-            return _in_blocks(wide, over[-1], self.format(gradient)).astype(x.dtype), jnp.ones(
+            return _dequantised_blocks(wide, over[-1], self.format(gradient)).astype(x.dtype), jnp.ones(
                 (1,) * x.ndim, wide.dtype
             )
         form = self.format(gradient)
         most = 127 if form == jnp.int8 else float(jnp.finfo(form).max)
-        found = self.largest(wide, over) if largest is None else largest.astype(wide.dtype)
+        found = self.amax(wide, over) if amax is None else amax.astype(wide.dtype)
         scale = jnp.where(found > 0, found, 1) / most
         scaled = jnp.clip(wide / scale, -most, most)
         return (jnp.round(scaled) if form == jnp.int8 else scaled).astype(form), scale
 
 
-def _in_blocks(x: Array, axis: int, form: Any) -> Array:
-    """What numbers stand for that share a power of two by blocks along ``axis``: the least that holds the largest."""
+def _dequantised_blocks(x: Array, axis: int, form: Any) -> Array:
+    """Values after quantisation with one power-of-two scale per block along ``axis``, dequantised again."""
     size = x.shape[axis]
     length = next(n for n in range(min(MX_BLOCK, size), 0, -1) if size % n == 0)
     parts = x.reshape(*x.shape[:axis], size // length, length, *x.shape[axis + 1 :])
@@ -101,12 +111,13 @@ def quantised_matmul(
     w: Array,
     seen: Float[Array, "3 H"] | None,
 ) -> Array:
-    """``x[*T, *C]`` times ``w[*C, *O]`` in x's dtype, over ``contract`` dimensions; its gradients likewise.
+    """Low-precision matmul ``x[*T, *C] @ w[*C, *O] -> [*T, *O]`` in x's dtype; its two gradients are so too.
 
     Args:
-        there: where the result is, as ``jax.lax.dot_general`` takes it.
-        seen: of "fp8_delayed", the largest numbers of x, w and dy in the last steps; its "gradient" is what was seen in
-            this one, first in each row and zeros after it. None: those of these arrays.
+        contract: number of contracted dimensions, C.
+        there: ``out_sharding`` of the result, as ``jax.lax.dot_general`` takes it.
+        seen: amax history of x, w and dy for "fp8_delayed". Its "gradient" holds the amax of this step in the first
+            column and zeros in the others. None: current scaling.
     """
     return _forward(scheme, contract, there, x, w, seen)[0]
 
@@ -116,13 +127,13 @@ def _forward(
 ) -> tuple[Array, Any]:
     x_over, w_over = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     (qx, sx), (qw, sw) = (
-        scheme.rounded(plain, over, False, _remembered(seen, i, plain))
-        for i, (plain, over) in enumerate(((_plain(x), x_over), (_plain(w), w_over)))
+        scheme.quantise(plain, over, False, _history_amax(seen, i, plain))
+        for i, (plain, over) in enumerate(((without_reduced(x), x_over), (without_reduced(w), w_over)))
     )
     tokens, out = tuple(range(x.ndim - contract)), tuple(range(contract, w.ndim))
     y = _times(_dot(qx, qw, x_over, w_over, there), _spread(sx, tokens, len(out)))
     y = _times(y, _spread(sw, out, len(tokens), after=False))
-    # Kept as it is, not rounded: products of one x share it, and int8 and blocks are rounded along another sum later.
+    # x is saved unquantised: several matmuls share it, and the backward pass quantises along other sums (INT8, blocks).
     return y.astype(x.dtype), (x, w, seen)
 
 
@@ -133,17 +144,17 @@ def _backward(
     tokens, x_in = tuple(range(x.ndim - contract)), tuple(range(x.ndim - contract, x.ndim))
     w_in, w_out = tuple(range(contract)), tuple(range(contract, w.ndim))
     dy_out = tuple(range(len(tokens), dy.ndim))
-    plain = [_plain(value) for value in (x, w, dy)]
-    largest = [_remembered(seen, i, value) for i, value in enumerate(plain)]
+    plain = [without_reduced(value) for value in (x, w, dy)]
+    amax = [_history_amax(seen, i, value) for i, value in enumerate(plain)]
 
-    def rounded(i: int, over: Axes) -> tuple[Array, Array]:
-        return scheme.rounded(plain[i], over, i == 2, largest[i])
+    def quantised(i: int, over: Axes) -> tuple[Array, Array]:
+        return scheme.quantise(plain[i], over, i == 2, amax[i])
 
-    (qdy, sdy), (qw, sw) = rounded(2, dy_out), rounded(1, w_out)
-    dx = _times(_dot(qdy, qw, dy_out, w_out, _of_gradient(x)), _spread(sdy, tokens, contract))
+    (qdy, sdy), (qw, sw) = quantised(2, dy_out), quantised(1, w_out)
+    dx = _times(_dot(qdy, qw, dy_out, w_out, gradient_spec(spec_of(x))), _spread(sdy, tokens, contract))
     dx = _times(dx, _spread(sw, w_in, len(tokens), after=False))
-    (qdy, sdy), (qx, sx) = rounded(2, tokens), rounded(0, tokens)
-    dw = _times(_dot(qx, qdy, tokens, tokens, _of_gradient(w)), _spread(sx, x_in, len(dy_out)))
+    (qdy, sdy), (qx, sx) = quantised(2, tokens), quantised(0, tokens)
+    dw = _times(_dot(qx, qdy, tokens, tokens, gradient_spec(spec_of(w))), _spread(sx, x_in, len(dy_out)))
     dw = _times(dw, _spread(sdy, dy_out, contract, after=False))
     if seen is None:
         return dx.astype(x.dtype), dw.astype(w.dtype), None
@@ -154,11 +165,11 @@ def _backward(
 quantised_matmul.defvjp(_forward, _backward)
 
 
-def _remembered(seen: Array | None, factor: int, x: Array) -> Array | None:
-    """The largest number of the last steps; of this array, before there were any."""
+def _history_amax(seen: Array | None, operand: int, x: Array) -> Array | None:
+    """Largest absolute value in the history of one operand; that of x itself while the history is empty."""
     if seen is None:
         return None
-    before = jnp.max(seen[factor])
+    before = jnp.max(seen[operand])
     return jnp.where(before > 0, before, jnp.max(jnp.abs(x)).astype(seen.dtype)).reshape((1,) * x.ndim)
 
 
@@ -169,60 +180,48 @@ def _dot(a: Array, b: Array, a_over: Axes, b_over: Axes, there: PartitionSpec | 
 
 
 def _spread(scale: Array, own: Axes, others: int, after: bool = True) -> Array:
-    """Scales of dimensions ``own``, with as many more of one after them, or before them, as a result has others."""
+    """Scales of dimensions ``own`` reshaped to broadcast: ``others`` dimensions of size 1 after (or before) them."""
     ones, kept = (1,) * others, tuple(scale.shape[i] for i in own)
     return scale.reshape(*kept, *ones) if after else scale.reshape(*ones, *kept)
 
 
 def _times(y: Array, scale: Array) -> Array:
-    """Devices that hold summands of y each multiply theirs."""
-    spec = _spec(y)
+    """``y * scale``; where y is partial sums over devices, each device scales its own."""
+    spec = spec_of(y)
     if spec is not None and spec.unreduced:
-        scale = jax.sharding.reshard(scale, jax.P(*_spec(scale).partitions, reduced=spec.unreduced))  # type: ignore[union-attr]
+        scale = jax.sharding.reshard(scale, jax.P(*spec_of(scale).partitions, reduced=spec.unreduced))  # type: ignore[union-attr]
     return y * scale.astype(y.dtype)
 
 
-def _spec(x: Array) -> PartitionSpec | None:
-    """Where an array is, under a mesh of explicit axes."""
-    return None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
-
-
-def _of_gradient(x: Array) -> PartitionSpec | None:
-    """Where the gradient of an array is: summands are left as they are where it says so."""
-    spec = _spec(x)
-    return None if spec is None else jax.P(*spec.partitions, unreduced=spec.reduced)
-
-
-def _plain(x: Array) -> Array:
-    """The array without word of how its gradient is to be summed: that is ours to say."""
-    spec = _spec(x)
-    return x if spec is None or not spec.reduced else jax.sharding.reshard(x, jax.P(*spec.partitions))
-
-
 class LowPrecisionMatmul:
-    """The products of one block as they are traced, in order: hands each its row of largest numbers.
+    """Low-precision matmul for the weights of one block, a ``sharding.MatmulFn``; gives each its row of amax history.
 
     Attributes:
-        scheme: of all of them.
-        seen: of "fp8_delayed" in training; None: there is no such state, and what is there now decides.
-        count: products so far.
+        scheme: quantisation of all matmuls of the block.
+        seen: amax history [P, 3, H] of "fp8_delayed" in training; None: current scaling.
+        count: matmuls traced so far.
     """
 
     def __init__(self, kind: MatmulPrecision, seen: Float[Array, "P 3 H"] | None = None):
         self.scheme, self.seen, self.count = QuantisationScheme(kind), seen, 0
 
     def __call__(self, x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
-        """``sharding.Product``."""
+        """Low-precision matmul of the next weight, see ``quantised_matmul``."""
         seen = None if self.seen is None else self.seen[self.count]
         self.count += 1
         return quantised_matmul(self.scheme, contract, there, x, w, seen)
 
 
-def init_amax_history(products: Sequence[int], repeats: int) -> dict[str, Float[Array, "L P 3 H"]]:
-    """What "fp8_delayed" knows of a segment's blocks before the first step, of so many products each."""
-    return {str(b): jnp.zeros((repeats, count, OPERANDS, AMAX_HISTORY_LENGTH)) for b, count in enumerate(products)}
+def init_amax_history(matmuls: Sequence[int], repeats: int) -> dict[str, Float[Array, "L P 3 H"]]:
+    """Empty amax history of "fp8_delayed" for a segment.
+
+    Args:
+        matmuls: matmuls with weights of each block of the segment's group.
+        repeats: repeats of the group.
+    """
+    return {str(b): jnp.zeros((repeats, count, OPERANDS, AMAX_HISTORY_LENGTH)) for b, count in enumerate(matmuls)}
 
 
 def update_amax_history(seen: Float[Array, "..."], now: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The history after a step whose "gradient" of it is ``now``; the oldest step is forgotten."""
+    """Amax history after a step whose "gradient" of it is ``now``; the oldest step is dropped."""
     return jnp.concatenate([now[..., :1], seen[..., :-1]], axis=-1)

@@ -1,22 +1,25 @@
-"""What the backward pass computes again, by name and by layers.
+"""Gradient checkpointing (remat): which values the backward pass recomputes, by named policy and by layers.
 
-"full"                      every block
-"none=8,full=24"            the first 8 layers keep all, the others nothing but their input
+Also called activation checkpointing or selective recomputation. Examples of ``DecoderConfig.remat``:
+
+"full"                      every block is recomputed
+"none=8,full=24"            the first 8 layers keep every value, the other 24 keep their input alone
 
 none         every intermediate value is kept
-elementwise  norms, rotations and activations are computed again, no matrix product
-attention    attention itself besides, from kept queries, keys and values, but no product with a weight: the
-             selective recomputation of arXiv:2205.05198, whose scores a flash kernel never kept
-full         the whole block, from its input (arXiv:1604.06174)
-sqrt         runs of about the square root of the layers, from the input of the first, and each block in them from
-             its own (arXiv:1604.06174, section 4.1): a and b inputs are kept of a b layers, for a second
-             computation of the forward pass
-offload      what "elementwise" keeps, and the block's input, wait in the host's memory
-offload:0.5  of the products with weights so that half of each row's tokens, and the others' are computed again: the
-             block's input, attention's output and what the feed-forward layer adds to wait for all (MEMO,
-             arXiv:2407.12117, section 4.1)
-compact:0.25 every intermediate value is kept but the inputs of products with weights, of which a random projection to a
-             quarter of their numbers is, for an estimate of the weights' gradients (``jaxllm.models.compact_matmul``)
+elementwise  norms, rotary embeddings and activation functions are recomputed, no matmul
+attention    attention itself as well, from the saved queries, keys and values, but no matmul with a weight: the
+             selective recomputation of arXiv:2205.05198, whose scores a flash kernel never stores
+full         the whole block is recomputed from its input (arXiv:1604.06174)
+sqrt         runs of about the square root of the layers are recomputed from the input of the first, and each block in
+             them from its own (arXiv:1604.06174, section 4.1): a and b inputs are kept of a b layers, at the cost of a
+             second recomputation of the forward pass
+offload      activation offload: the values that "elementwise" keeps, and the block's input, are moved to host memory
+offload:0.5  the results of matmuls with weights are offloaded for half of each row's tokens and recomputed for the
+             others; the block's input, the attention output and the residual stream before the feed-forward layer are
+             offloaded for all tokens (MEMO, arXiv:2407.12117, section 4.1)
+compact:0.25 every intermediate value is kept except the inputs of matmuls with weights; a random projection of them to
+             a quarter of their elements is kept for an estimate of the weight gradients
+             (``jaxllm.models.compact_matmul``)
 """
 
 from __future__ import annotations
@@ -37,27 +40,28 @@ from pallas_kernels.flash_attention import RESIDUALS
 
 Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload", "compact"]
 Policy = str
-"""A ``Name``; of "offload" with the share of tokens where it is not 1, of "compact" with that of kept numbers."""
+"""Remat policy of a layer: a ``Name``; "offload" may carry its share of tokens, "compact" carries its share of kept
+elements."""
 
 MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
-"""Names under which a block's matrix products are known to ``jax.checkpoint``: all that "elementwise" keeps."""
+"""``checkpoint_name``s of a block's matmul results: the values that "elementwise" keeps."""
 BEFORE_ATTENTION = tuple(name for name in MATMUL_RESULTS if name not in RESIDUALS[3:])
-"""Of them all but what attention makes: its output and the sums of its softmax."""
+"""``MATMUL_RESULTS`` without the results of attention (its output and the logsumexp of its softmax)."""
 
 INPUT, PRODUCT = "block_input", "product"
-"""Names of what "offload" keeps besides: a block's input, and the products of a share of the tokens."""
+"""Further names that "offload" keeps: a block's input, and matmul results of a share of the tokens."""
 OFFLOADED = (INPUT, PRODUCT, *RESIDUALS[3:], "residual")
 
 
 class RematError(ValueError):
-    """There is no such policy, or it does not fit the layers; the message says what does."""
+    """Unknown remat policy, or one that does not fit the layers; the message names the legal ones."""
 
 
 def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
-    """Policies in the order of layers, and the layers of each; None for all that are left.
+    """Parsed policies in the order of layers, each with its number of layers (None for all remaining ones).
 
     Raises:
-        RematError: the text says no such thing.
+        RematError: the text is not a policy or a list of them.
     """
     out: list[tuple[Policy, int | None]] = []
     for part in remat.split(","):
@@ -66,12 +70,12 @@ def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
             names = ", ".join(name for name in get_args(Name) if name != "compact")
             raise RematError(
                 f"model: remat = {remat!r}; give one of {names}, offload with the share of tokens "
-                '("offload:0.5"), compact with that of numbers kept ("compact:0.25"), or several with their numbers of '
-                'layers, such as "none=8,full=24".'
+                '("offload:0.5"), compact with the share of elements to keep ("compact:0.25"), or several with their '
+                'numbers of layers, such as "none=8,full=24".'
             )
         out.append((policy, int(count) if equals else None))
     if len(out) > 1 and any(count is None for _, count in out[:-1]):
-        raise RematError(f"model: remat = {remat!r}; only the last policy can be without a number of layers.")
+        raise RematError(f"model: remat = {remat!r}; only the last policy may omit its number of layers.")
     return tuple(out)
 
 
@@ -86,32 +90,32 @@ def _legal(policy: Policy) -> bool:
 
 
 def offloaded_share(policy: Policy) -> float | None:
-    """Of which share of tokens "offload" keeps products; None of other policies, and of several by layers."""
+    """Share of tokens whose matmul results "offload" keeps; None for other policies, and for lists of policies."""
     name, _, share = policy.partition(":")
     return float(share or 1) if name == "offload" and _legal(policy) else None
 
 
 def compact_share(policy: Policy) -> float | None:
-    """Of a product's input how many numbers "compact" keeps, as a share; None of other policies."""
+    """Share of a matmul input's elements that "compact" keeps; None for other policies."""
     name, _, share = policy.partition(":")
     return float(share) if name == "compact" else None
 
 
 def policies_by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[Policy, int]]]:
-    """Of each segment its policies in order, and the repeats of each.
+    """Policies of each segment in order, each with its number of repeats.
 
     Args:
         segments: ``DecoderConfig.segments``.
 
     Raises:
-        RematError: layers and policies do not go into each other.
+        RematError: the numbers of layers do not add up, or a policy ends inside a group that repeats together.
     """
     layers = sum(len(group) * repeats for group, repeats in segments)
     policies = parse(remat)
     counted = sum(count or 0 for _, count in policies)
     rest = layers - counted
     if rest < 0 or (policies[-1][1] is not None and rest) or (policies[-1][1] is None and not rest):
-        raise RematError(f"model: remat = {remat!r} is of {counted} layers, and the model has {layers}.")
+        raise RematError(f"model: remat = {remat!r} covers {counted} layers, but the model has {layers}.")
     names = [name for name, _ in policies]
     left = [rest if count is None else count for _, count in policies]
     out: list[list[tuple[Policy, int]]] = []
@@ -120,7 +124,10 @@ def policies_by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]
         while repeats:
             name, some = names[0], min(repeats, left[0] // len(group))
             if not some:
-                raise RematError(f"model: remat = {remat!r} cuts a group of {len(group)} layers that repeat together.")
+                raise RematError(
+                    f"model: remat = {remat!r} splits a group of {len(group)} layers that repeat together; give each "
+                    f"policy a multiple of {len(group)} layers."
+                )
             if name == "sqrt":
                 chunks(some)
             pieces.append((name, some))
@@ -133,25 +140,28 @@ def policies_by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]
 
 
 def policies_by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Policy]:
-    """Of each layer its policy."""
+    """Policy of each layer."""
     pieces = zip(segments, policies_by_segment(remat, segments), strict=True)
     return [name for (group, _), own in pieces for name, repeats in own for _ in range(repeats * len(group))]
 
 
 def chunks(repeats: int) -> tuple[int, int]:
-    """How "sqrt" divides repeats: so many runs, of so many; both near the square root.
+    """Number of runs and repeats per run that "sqrt" uses for ``repeats``; both are near the square root.
 
     Raises:
-        RematError: it is a prime, or one.
+        RematError: ``repeats`` is prime, or one.
     """
     a = next(n for n in range(math.isqrt(repeats), 0, -1) if repeats % n == 0)
     if a == 1:
-        raise RematError(f'model: remat = "sqrt" divides layers into runs of several, and {repeats} has no divisor.')
+        raise RematError(
+            f'model: remat = "sqrt" divides layers into equal runs of several, but {repeats} has no divisor; choose '
+            'another number of layers, or "full".'
+        )
     return a, repeats // a
 
 
 def scan(name: Policy, body: Any, carry: Any, xs: Any, repeats: int, unroll: int) -> Any:
-    """``jax.lax.scan`` over ``repeats`` of a piece, whose backward pass computes again what the policy says."""
+    """``jax.lax.scan`` over ``repeats`` of a group of blocks, whose backward pass recomputes as the policy says."""
     if name == "sqrt":
         a, b = chunks(repeats)
         inner = checkpointed("full", body)
@@ -165,7 +175,7 @@ def scan(name: Policy, body: Any, carry: Any, xs: Any, repeats: int, unroll: int
 
 
 def checkpointed(name: Policy, body: Any) -> Any:
-    """A block, or a group of them, under a policy; of "sqrt" as of "full"."""
+    """``body`` (a block or a group of blocks) under ``jax.checkpoint`` with a policy; "sqrt" is treated as "full"."""
     policies = jax.checkpoint_policies
     if name in ("full", "sqrt"):
         return jax.checkpoint(body, prevent_cse=False)
@@ -188,7 +198,7 @@ def checkpointed(name: Policy, body: Any) -> Any:
 
 
 def _named(body: Any, share: float) -> Any:
-    """A block whose input and products are named for "offload"."""
+    """``body`` with its input and its matmul results named for "offload"."""
 
     def by_tokens(multiply: Callable[[Array], Array], x: Float[Array, "B S *in"]) -> Float[Array, "B S *out"]:
         first, rest = sharding.split_tokens(x, share)
@@ -210,7 +220,7 @@ _seed: ContextVar[Array | None] = ContextVar("remat_seed", default=None)
 
 @contextlib.contextmanager
 def with_batch_seed(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
-    """Traces the body with the batch's seed, where a policy draws by it."""
+    """Context manager: traces the body with the batch's RNG seed, where a policy ("compact") draws from it."""
     if not any(compact_share(policy) is not None for policy, _ in parse(remat)):
         yield
         return
@@ -222,11 +232,12 @@ def with_batch_seed(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
 
 
 def _compact(body: Any, share: float) -> Any:
-    """A block, or a group, whose products keep a projection; ``step`` ends with the number of the repeat."""
+    """``body`` whose matmuls keep a random projection of their inputs; ``step`` ends with the number of the repeat."""
     seed = _seed.get()
     if seed is None:
         raise RematError(
-            f'model: remat = "compact:{share}" draws by the batch, and the batch\'s tokens are not known here.'
+            f'model: remat = "compact:{share}" seeds its projections from the batch, but the tokens of the batch are '
+            "not known here: call Functional.forward."
         )
 
     def compacted(carry: Any, step: Any) -> Any:
@@ -238,9 +249,9 @@ def _compact(body: Any, share: float) -> Any:
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A ``jax.checkpoint`` policy: weights are gathered again for the backward pass, which is what ZeRO-3 means.
+    """``jax.checkpoint`` policy that saves every value but gathered weights: ZeRO-3 all-gathers them again.
 
-    Both the named value and what it names are left out: the gather itself, which ``save_anything_except_these_names``
-    would keep, for the name covers its own result only.
+    Excludes the named value and the gather (``reshard``) that computes it. ``save_anything_except_these_names`` would
+    save the result of the gather, because a name covers its own result only.
     """
     return primitive.name != "reshard" and params.get("name") != sharding.GATHERED_WEIGHT

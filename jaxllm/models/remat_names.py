@@ -1,4 +1,4 @@
-"""Values of a block that its backward pass finds again, where ``remat`` keeps them."""
+"""Names of block values that gradient checkpointing (remat) can keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sharding import LogicalAxes
 
 
 def name_for_remat(x: Float[Array, "..."], name: str, axes: LogicalAxes) -> Float[Array, "..."]:
-    """``x``, named for policies of ``jax.checkpoint``, in row-major order wherever it is used on a TPU.
+    """``x`` under a ``checkpoint_name`` for policies of ``jax.checkpoint``; on TPUs also in row-major layout.
 
-    Left alone, the TPU compiler lays a block's values out as attention's backward kernels like them, the sequence
-    innermost, but writes what is kept with the width innermost, and turns every kept value around when it is read: of a
-    1B model's step with remat = "elementwise" that was a tenth (docs/internals/compiler.md).
+    Without the layout constraint the TPU compiler lays out a block's values as the backward kernels of attention prefer
+    (the sequence innermost) but stores the saved ones with the width innermost, and transposes each of them when it is
+    read: a tenth of the step of a 1B model with remat = "elementwise" (docs/internals/compiler.md).
     """
     x = checkpoint_name(x, name)
     if target_device().platform != "tpu":

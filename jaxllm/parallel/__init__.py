@@ -1,1 +1,1 @@
-"""Many devices and many processes: joining them, plans for them, and what a plan costs."""
+"""Parallelism over devices and processes: process groups, plans (meshes and options), sharding tables, pipelines."""

@@ -1,4 +1,4 @@
-"""Which process of how many this is, read from what the scheduler has put into the environment.
+"""Cluster environment: this process's rank, the number of processes and the coordinator, as the scheduler set them.
 
     found by     variables                                                                    coordinator
     jaxllm       JAXLLM_COORDINATOR, JAXLLM_PROCESSES, JAXLLM_PROCESS_ID, JAXLLM_LOCAL_DEVICES  as given
@@ -9,7 +9,7 @@
     slurm        SLURM_JOB_ID, SLURM_NTASKS, SLURM_PROCID, SLURM_STEP_NODELIST                  the first node
     tpu vm       the metadata server's agent-worker-number, worker-network-endpoints, tpu-env   the first worker
 
-The first that is there counts, in this order: what a person sets by hand comes before what a scheduler sets.
+The first that is found counts, in this order: variables set by hand come before those of a scheduler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Metadata = Callable[[str], str | None]
-"""An attribute of this machine by the metadata server of its cloud; None where there is none."""
+"""Looks up an attribute of this machine at the cloud's metadata server; None where there is none."""
 
 _TPU_PORT = 8482
 _KUBERNETES_PORT = 55527
@@ -30,19 +30,19 @@ _ALONE = "To run this process alone, set JAXLLM_PROCESSES=1."
 
 
 class ClusterError(ValueError):
-    """The environment describes the processes incompletely, or in two ways; the message names the variable."""
+    """Incomplete or contradictory description of the processes in the environment; the message names the variable."""
 
 
 @dataclass(frozen=True)
 class ClusterEnvironment:
-    """This process among all.
+    """Cluster environment of this process.
 
     Attributes:
-        processes: how many there are.
-        rank: this one's number, from 0.
+        processes: number of processes.
+        rank: index of this process, from 0.
         coordinator: ``host:port`` at which process 0 listens; empty for one process.
-        local_devices: the GPUs of the machine that are this process's; None: all that it sees.
-        found_by: what told, for messages.
+        local_devices: indices of this process's GPUs on the machine; None for all visible ones.
+        found_by: source of the description, for messages.
     """
 
     processes: int = 1
@@ -56,7 +56,7 @@ class ClusterEnvironment:
             raise ClusterError(f"{self.found_by}: {self.processes} processes; give 1 or more.")
         if not 0 <= self.rank < self.processes:
             raise ClusterError(
-                f"{self.found_by}: this is process {self.rank} of {self.processes}; they are numbered from 0 to "
+                f"{self.found_by}: this is process {self.rank} of {self.processes}; processes are numbered from 0 to "
                 f"{self.processes - 1}."
             )
         if self.processes > 1:
@@ -74,14 +74,14 @@ class ClusterEnvironment:
 
 
 def detect(env: Mapping[str, str], metadata: Metadata | None = None) -> ClusterEnvironment:
-    """The cluster that an environment describes; one process where it describes none.
+    """Cluster environment that the variables describe; a single process where they describe none.
 
     Args:
         env: environment variables.
-        metadata: asks the metadata server of a TPU VM; None where this is none.
+        metadata: looks up attributes at the metadata server of a TPU VM; None elsewhere.
 
     Raises:
-        ClusterError: variables are missing or contradict each other; names them and what to set.
+        ClusterError: variables are missing or contradict each other; names them and says what to set.
     """
     for finder in (_ours, _plain, _torchrun, _tpu_pods, _kubernetes, _slurm):
         if (found := finder(env)) is not None:
@@ -90,8 +90,8 @@ def detect(env: Mapping[str, str], metadata: Metadata | None = None) -> ClusterE
 
 
 def tpu_metadata(key: str) -> str | None:
-    """An attribute of this TPU VM; None elsewhere, which is found out without a network."""
-    # Old and new drivers of TPUs; a machine with GPUs only has neither.
+    """Metadata attribute of this TPU VM; None on other machines, without any network access."""
+    # Device files of the old and the new TPU driver; a machine with GPUs alone has neither.
     if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
         return None
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -104,7 +104,7 @@ def tpu_metadata(key: str) -> str | None:
         return None
 
 
-# One function for each scheduler: None if it is not there.
+# One detection function per scheduler; None if it is not present.
 
 
 def _ours(env: Mapping[str, str]) -> ClusterEnvironment | None:
@@ -138,7 +138,7 @@ def _plain(env: Mapping[str, str]) -> ClusterEnvironment | None:
             merged[name] = next(iter(values.values()))
     if not merged:
         return None
-    # In an indexed job of Kubernetes, the pod's index is its number.
+    # In an indexed Kubernetes job the pod's index is the rank.
     if "PROCESS_ID" not in merged and env.get("JOB_COMPLETION_INDEX"):
         merged["PROCESS_ID"] = str(_number(env, "JOB_COMPLETION_INDEX"))
     if merged.get("NUM_PROCESSES") == "1":
@@ -165,7 +165,7 @@ def _torchrun(env: Mapping[str, str]) -> ClusterEnvironment | None:
 
 
 def _tpu_pods(env: Mapping[str, str]) -> ClusterEnvironment | None:
-    """TPU pods of GKE, whose admission webhook sets these."""
+    """TPU pods of GKE, whose admission webhook sets these variables."""
     hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if not hosts or (env.get("TPU_WORKER_ID") is None and len(hosts) == 1):
         return None
@@ -174,7 +174,7 @@ def _tpu_pods(env: Mapping[str, str]) -> ClusterEnvironment | None:
 
 
 def _tpu_vm(env: Mapping[str, str], metadata: Metadata) -> ClusterEnvironment | None:
-    """A TPU VM of Compute Engine, single or one of a slice."""
+    """TPU VM of Compute Engine, a single host or one of a slice."""
     if env.get("TPU_SKIP_MDS_QUERY") or (worker := metadata("agent-worker-number")) is None:
         return None
     endpoints = metadata("worker-network-endpoints")
@@ -191,9 +191,9 @@ def _tpu_vm(env: Mapping[str, str], metadata: Metadata) -> ClusterEnvironment | 
 def _slices(
     env: Mapping[str, str], hosts: list[str], worker: int, name: str, found_by: str
 ) -> ClusterEnvironment | None:
-    """``hosts`` are those of one slice; MEGASCALE_* says which of several it is."""
+    """Cluster environment of TPU slices; ``hosts`` are those of one slice, MEGASCALE_* gives the index of several."""
     if not 0 <= worker < len(hosts):
-        raise ClusterError(f"{name} is {worker}, and there are {len(hosts)} workers: {', '.join(hosts)}.")
+        raise ClusterError(f"{name} is {worker}, but there are {len(hosts)} workers: {', '.join(hosts)}.")
     slices = _number(env, "MEGASCALE_NUM_SLICES", 1)
     coordinator = hosts[0]
     if slices > 1:
@@ -201,20 +201,22 @@ def _slices(
         coordinator = env["MEGASCALE_COORDINATOR_ADDRESS"].split(":")[0]
     number = _number(env, "MEGASCALE_SLICE_ID", 0)
     if not 0 <= number < slices:
-        raise ClusterError(f"MEGASCALE_SLICE_ID is {number}, and MEGASCALE_NUM_SLICES is {slices}.")
+        raise ClusterError(f"MEGASCALE_SLICE_ID is {number}, but MEGASCALE_NUM_SLICES is {slices}.")
     rank = number * len(hosts) + worker
     return ClusterEnvironment(slices * len(hosts), rank, f"{coordinator}:{_TPU_PORT}", found_by=found_by)
 
 
 def _kubernetes(env: Mapping[str, str]) -> ClusterEnvironment | None:
-    """A JobSet, whose pods have names that can be told; the JobSet's own template sets these variables."""
+    """Kubernetes JobSet, whose pods have predictable names; the template of the JobSet sets these variables."""
     if not env.get("JOBSET_NAME"):
         return None
     _require(env, ("REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "NNODES"), "JOBSET_NAME")
     if _number(env, "NNODES") == 1:
         return ClusterEnvironment(found_by="the JobSet's variables")
     if _number(env, "JOB_INDEX", 0) and not env.get("NODE_RANK"):
-        raise ClusterError("JOB_INDEX is not 0: of several replicated jobs, set NODE_RANK, the pod's number among all.")
+        raise ClusterError(
+            "JOB_INDEX is not 0: with several replicated jobs, set NODE_RANK to the pod's overall index."
+        )
     rank = _number(env, "NODE_RANK") if env.get("NODE_RANK") else _number(env, "JOB_COMPLETION_INDEX")
     name = env["JOBSET_NAME"]
     host = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}"
@@ -232,7 +234,7 @@ def _slurm(env: Mapping[str, str]) -> ClusterEnvironment | None:
             f"by srun. Start it with `srun jaxllm ...`. {_ALONE}"
         )
     _require(env, ("SLURM_PROCID",), "Slurm")
-    # A port that two jobs on one machine do not share.
+    # The port depends on the job, so that two jobs on one machine do not collide.
     port = 61440 + _number(env, "SLURM_JOB_ID") % 4096
     tasks = _tasks_per_node(env)
     local = _share(env, _number(env, "SLURM_LOCALID"), tasks) if tasks > 1 and env.get("SLURM_LOCALID") else None
@@ -246,20 +248,20 @@ def _slurm(env: Mapping[str, str]) -> ClusterEnvironment | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's compressed list: ``node[007-015,020],other`` -> ``node007``."""
+    """First host of Slurm's compressed list: ``node[007-015,020],other`` -> ``node007``."""
     if not (found := re.match(r"([^,\[]*)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)) or not found[0]:
         raise ClusterError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no node.")
     return found[1] + (found[2] or "") + (found[3] or "")
 
 
 def _tasks_per_node(env: Mapping[str, str]) -> int:
-    """The most tasks on a node: ``4(x2),3`` -> 4."""
+    """Largest number of tasks on a node: ``4(x2),3`` -> 4."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE") or "1"
     return max([int(number) for number in re.findall(r"(?:^|,)(\d+)", text)], default=1)
 
 
 def _share(env: Mapping[str, str], number: int, processes: int) -> tuple[int, ...] | None:
-    """The GPUs of the ``number``-th of ``processes`` on this machine; None if the scheduler gave each its own."""
+    """GPUs of process ``number`` of ``processes`` on this machine; None if the scheduler gave each process its own."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return (number,)

@@ -1,7 +1,8 @@
-"""What a plan sends in one step, by formula: the collectives that a compiled step must have, and no others.
+"""Collective traffic by formula: the collectives that a compiled training step of a plan must have, and no others.
 
-Derived in docs/train/parallelism.md. Left out are single numbers (the loss, the gradients' norm) and, where parameters are
-split, the few bytes that a compiler may add to them.
+All-gathers, reduce-scatters, all-reduces, all-to-alls and collective-permutes of FSDP, tensor parallelism, sequence
+parallelism, context parallelism and expert parallelism; derived in docs/train/parallelism.md. Left out are scalars (the
+loss, the norm of the gradients) and, where parameters are split, the few bytes that a compiler may add to them.
 
 Legend: A bytes of a device's activations [B, S, D], L layers.
 """
@@ -35,16 +36,16 @@ def expected_collectives(
     accumulate: int = 1,
     proven: bool = True,
 ) -> tuple[ExpectedCollective, ...]:
-    """The collectives of one training step on one device.
+    """Expected collectives of one training step on one device, the largest traffic first.
 
     Args:
-        model: of this plan's rules.
-        rows, seq_len: of the whole batch.
-        accumulate: micro-batches.
-        proven: refuse plans for which the formulas were never compared with a compiled step; else they are estimates.
+        model: model with the sharding rules of the plan.
+        rows, seq_len: shape of the global batch.
+        accumulate: number of micro-batches (gradient accumulation).
+        proven: raise an error for plans whose formulas were never compared with a compiled step; False gives estimates.
 
     Raises:
-        NotImplementedError: no formula is known for the plan; says for what.
+        NotImplementedError: there is no formula for the plan; says for which part.
     """
     step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate, proven)
     if proven:
@@ -65,21 +66,22 @@ class _Step:
     model: Functional
     mesh: Mesh | AbstractMesh
     plan: ParallelConfig
-    rows: int  # of a micro-batch
+    rows: int  # rows of a micro-batch
     seq_len: int
     accumulate: int
     proven: bool
 
     def axes(self, *logical: str) -> tuple[str, ...]:
-        """Mesh axes of more than one device that logical axes are split over."""
+        """Mesh axes (of more than one device) that logical axes are split over."""
         names = (a for name in logical for a in self.model.rules.mesh_axes(name))
         return tuple(a for a in names if self.mesh.shape.get(a, 1) > 1)
 
     def size(self, axes: tuple[str, ...]) -> int:
+        """Number of devices along mesh axes."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def check(self) -> None:
-        """Refuses what the formulas were never compared with a compiled step on."""
+        """Raises NotImplementedError for features whose formulas were never compared with a compiled step."""
         config = self.model.config
         tensor = self.size(self.axes("act_heads"))
         unknown = {
@@ -90,7 +92,7 @@ class _Step:
         for block in config.blocks:
             attention = block.attention
             if not isinstance(attention, AttentionConfig):
-                raise NotImplementedError("what a plan sends with latent attention: no formula yet.")
+                raise NotImplementedError("collective traffic with latent attention: no formula yet.")
             unknown |= {
                 "fewer kv heads than shards of heads": bool(attention.kv_heads % self.size(self.axes("attn_kv_heads"))),
                 "norms after a layer, over split tensors": tensor > 1 and block.norms != "pre",
@@ -100,10 +102,10 @@ class _Step:
                 "experts over tensor": tensor > 1 and isinstance(block.mlp, MoeConfig),
             }
             if names := [name for name, is_so in unknown.items() if is_so]:
-                raise NotImplementedError(f"what a plan sends with {', '.join(names)}: no formula yet.")
+                raise NotImplementedError(f"collective traffic with {', '.join(names)}: no formula yet.")
 
     def weights(self) -> Iterator[ExpectedCollective]:
-        """Gathers of weights, sums of their gradients."""
+        """All-gathers of weights, and sums of their gradients (FSDP, data parallelism)."""
         leaves = jax.tree_util.tree_leaves_with_path(self.model.abstract())
         logical = jax.tree.leaves(self.model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
         matrices = jax.tree.leaves(self.model.matrices())
@@ -133,7 +135,7 @@ class _Step:
         yield ExpectedCollective("all-reduce", rest, 1 if late else micro, int(part * wide), "gradients")
 
     def activations(self) -> Iterator[ExpectedCollective]:
-        """Everything that goes between devices because tokens, heads or experts lie apart."""
+        """Collectives of activations: those of tensor, sequence, context and expert parallelism."""
         config, micro = self.model.config, self.accumulate
         tokens = self.rows * self.seq_len // self.size(self.axes(*TOKENS))
         for block, layers in Counter(config.blocks).items():
@@ -144,17 +146,21 @@ class _Step:
 
     @property
     def passes(self) -> int:
-        """Forward passes of a block: a second one where the backward pass recomputes it."""
+        """Forward passes of a block: 2 where the backward pass recomputes it (full remat)."""
         return 2 if self.model.config.remat == "full" else 1
 
     def _bytes(self, *dims: int) -> int:
         return math.prod(dims) * jnp.dtype(self.model.config.dtype).itemsize
 
     def _residual(self, tokens: int) -> Iterator[ExpectedCollective]:
-        """Into and out of attention and feed-forward, forward and backward; what is not needed is not recomputed."""
+        """Residual stream into and out of attention and the feed-forward layer, forward and backward.
+
+        The recomputation of a block leaves out the collectives whose results the backward pass does not need.
+        """
         tensor, stream = self.axes("act_heads"), self._bytes(tokens, self.model.config.embed_dim)
         if self.plan.overlap == "ring":
-            # The last product's sum is not computed again, as below; what was gathered is kept for weights' gradients.
+            # The recomputation leaves out the sum of the last matmul, as below; the gathered sequence is kept for the
+            # weight gradients.
             around = self.size(tensor) - 1
             yield ExpectedCollective(
                 "collective-permute", tensor, around * (5 + 3 * self.passes), stream // self.size(tensor), "activations"
@@ -166,7 +172,7 @@ class _Step:
             yield ExpectedCollective("all-reduce", tensor, 3 + self.passes, stream, "activations")
 
     def _ends(self, tokens: int) -> Iterator[ExpectedCollective]:
-        """The embedding and the loss, whose vocabulary is split."""
+        """Collectives of the embedding and the loss, whose vocabulary is split."""
         tensor, stream = self.axes("act_vocab"), self._bytes(tokens, self.model.config.embed_dim)
         wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
         yield ExpectedCollective("all-reduce", tensor, 1, 3 * tokens * wide, "softmax over the vocabulary")
@@ -180,7 +186,7 @@ class _Step:
     def _attention(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
         attention, passes = block.attention, self.passes
         if not isinstance(attention, AttentionConfig):
-            return  # heads that are split are counted with the residual stream
+            return  # split heads are counted with the residual stream
         rows = self.rows // self.size(self.axes("batch"))
         split, ring = self.axes("attn_seq"), self.axes("attn_kv_seq")
         ulysses = self.axes("seq")[len(split) :]
@@ -205,10 +211,12 @@ class _Step:
             steps = self.size(ring) - 1
             if steps == 1 and self.proven:
                 raise NotImplementedError(
-                    "traffic of a ring of two, whose passes share what they send: no formula yet."
+                    "collective traffic of a ring of two devices, whose passes share transfers: no formula yet."
                 )
             if self.proven and block.attention.window is not None and self.plan.layout == "contiguous":
-                raise NotImplementedError("traffic of a ring that a window ends early: no formula yet.")
+                raise NotImplementedError(
+                    "collective traffic of ring attention that a sliding window ends early: no formula yet."
+                )
             here = tokens * self.size(ulysses)
             kv = self._bytes(here, 2, kv_heads, attention.head_dim)
             wide = kv * 4 // jnp.dtype(self.model.config.dtype).itemsize
@@ -231,7 +239,7 @@ class _Step:
         yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
 
     def _arranged(self) -> Iterator[ExpectedCollective]:
-        """The four arrays of a batch, put in the order of the layout; of places only what rotations need."""
+        """All-gathers that bring the four arrays of a batch into the order of the layout."""
         if self.plan.layout != "contiguous":
             size = self.rows // self.size(self.axes("batch")) * self.seq_len * 4
             over = self.axes("seq") if self.axes("attn_seq") else ()

@@ -1,11 +1,11 @@
-"""Several processes as one: started together, agreed on what they run, ended together.
+"""Process group: several processes start together, agree on the run, and end together.
 
     with running(detect(os.environ), DistributedConfig()) as group:
         group.agree("the run", facts)      # before anything is compiled
         ...                                # every process runs the same program on its own devices
 
-One process starts nothing, and its group answers at once. What is said between processes goes through the key-value
-store of ``jax.distributed``, which process 0 holds; arrays never do.
+A single process starts nothing, and its group answers at once. Messages between processes go through the key-value
+store of ``jax.distributed``, which runs in process 0; arrays never do.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from jaxllm.parallel.cluster_environment import ClusterEnvironment
 from jaxllm.parallel.heartbeat import Heartbeat
 
 PATIENCE = 24 * 3600.0
-"""Seconds to wait for a process that lives: the watch ends this one when another vanishes."""
+"""Seconds to wait for a live process; when one vanishes, the heartbeat ends this process much earlier."""
 
 
 class DistributedError(RuntimeError):
-    """The processes cannot run together; every one of them raises it, and the message names who differs in what."""
+    """Processes that cannot run together; each of them raises it, and the message names the differences by process."""
 
-    of_all = True  # nobody has to be told
+    of_all = True  # every process raises it by itself, so none has to be told
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How long processes wait for each other.
+    """Timeouts between processes.
 
     Attributes:
-        start_timeout: seconds for all processes to come together, and to say what they are about to run.
-        lost_after: seconds without a sign of life after which a process counts as lost, and the others end.
+        start_timeout: seconds for all processes to connect, and to send the facts of the run that must agree.
+        lost_after: seconds without a heartbeat after which a process counts as lost, and the others end.
     """
 
     start_timeout: float = 300.0
@@ -51,13 +51,13 @@ class DistributedConfig:
 
 
 class ProcessGroup:
-    """The processes that run together; alone, there is nobody to ask.
+    """Process group: host-side gather, broadcast and barrier of strings; a group of one process answers at once.
 
-    Calls of ``gather``, ``tell`` and ``agree`` under one topic come in the same order in every process.
+    Every process must make its calls under one topic in the same order.
 
     Attributes:
-        rank: this process.
-        size: of the group.
+        rank: index of this process.
+        size: number of processes.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None, patience: float = PATIENCE):
@@ -68,14 +68,14 @@ class ProcessGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is the one that logs and writes what belongs to all."""
+        """Whether this is process 0, which logs and writes for all."""
         return self.rank == 0
 
     def gather(self, topic: str, text: str, timeout: float | None = None) -> list[str]:
-        """Every process's ``text``, by rank, in process 0; the others get nothing and do not wait.
+        """Texts of all processes by rank, in process 0; the others get an empty list and do not wait.
 
         Raises:
-            DistributedError: in process 0, when ``timeout`` seconds are over; names the processes that are missing.
+            DistributedError: in process 0, after ``timeout`` seconds; names the processes that are missing.
         """
         if self.size == 1:
             return [text]
@@ -85,7 +85,7 @@ class ProcessGroup:
             return []
         said, missing = [text], []
         for rank in range(1, self.size):
-            # Once one is late, the others have had their time: look, and do not wait again.
+            # After the first timeout the other processes have had that time too: poll them without waiting again.
             limit = 1.0 if missing else self._patience if timeout is None else timeout
             answer = self._get(f"{key}/{rank}", limit)
             said.append(answer or "")
@@ -93,16 +93,16 @@ class ProcessGroup:
                 missing.append(rank)
         if missing:
             raise DistributedError(
-                f"{_processes(missing)} of {self.size} said nothing about {topic} for {timeout or self._patience:g} s."
+                f"{_processes(missing)} of {self.size} sent nothing about {topic} for {timeout or self._patience:g} s."
             )
         self._store.key_value_delete(f"{key}/")
         return said
 
     def broadcast(self, topic: str, text: str = "", timeout: float | None = None) -> str:
-        """What process 0 says, in every process.
+        """Text of process 0, in every process.
 
         Raises:
-            DistributedError: process 0 says nothing for ``timeout`` seconds.
+            DistributedError: process 0 sends nothing for ``timeout`` seconds.
         """
         if self.size == 1:
             return text
@@ -112,29 +112,29 @@ class ProcessGroup:
             return text
         answer = self._get(key, self._patience if timeout is None else timeout)
         if answer is None:
-            raise DistributedError(f"process 0 said nothing about {topic} for {timeout or self._patience:g} s.")
+            raise DistributedError(f"process 0 sent nothing about {topic} for {timeout or self._patience:g} s.")
         return answer
 
     def delete_broadcasts(self, topic: str, turns: int) -> None:
-        """In process 0: of what was told under a topic, all have heard the first ``turns``; they need not be kept."""
+        """Frees, in process 0, the first ``turns`` broadcasts of a topic, which all processes have received."""
         for turn in range(self._forgotten.get(topic, 0) + 1, turns + 1):
             self._store.key_value_delete(f"jaxllm/{topic}/{turn}")
         self._forgotten[topic] = max(turns, self._forgotten.get(topic, 0))
 
     def barrier(self, topic: str) -> None:
-        """Returns when all processes have come here."""
+        """Barrier: returns when all processes have called it."""
         self.gather(topic, "")
         self.broadcast(topic)
 
     def agree(self, topic: str, facts: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Returns when all processes have given the same ``facts``.
+        """Checks that all processes give the same ``facts``; returns when they do.
 
         Args:
             facts: JSON values by name; their order does not matter.
             timeout: seconds.
 
         Raises:
-            DistributedError: in every process; names each fact that differs, its values, and who has which. Also when
+            DistributedError: in every process; names each fact that differs with its value in each process. Also when
                 a process does not answer in time.
         """
         if self.size == 1:
@@ -145,7 +145,7 @@ class ProcessGroup:
             verdict = f"the processes disagree about {topic}:{different}" if different else ""
         except DistributedError as error:
             verdict = str(error)
-        # Process 0 answers also when it has waited in vain, so the others wait a little longer than it.
+        # Process 0 also answers after its own timeout, so the others wait a little longer than it does.
         verdict = self.broadcast(topic, verdict, None if timeout is None else timeout + 10 + self.size)
         if verdict:
             raise DistributedError(verdict)
@@ -155,7 +155,7 @@ class ProcessGroup:
         return f"jaxllm/{topic}/{turn}"
 
     def _get(self, key: str, timeout: float) -> str | None:
-        """The value of ``key``; None when ``timeout`` is over."""
+        """Value of ``key``; None after ``timeout`` seconds."""
         try:
             return self._store.blocking_key_value_get(key, int(timeout * 1000))
         except Exception as error:
@@ -168,7 +168,7 @@ _group = ProcessGroup()
 
 
 def group() -> ProcessGroup:
-    """The group of this process; alone where ``running`` has not been entered."""
+    """Process group of this process; a group of one outside ``running``."""
     return _group
 
 
@@ -179,13 +179,13 @@ def running(
     *,
     plain: Callable[[BaseException], bool] | None = None,
 ) -> Iterator[ProcessGroup]:
-    """Joins the cluster for the time of the block. Enter it before a backend of jax starts.
+    """Context manager: joins the process group for the time of the block. Enter it before a JAX backend starts.
 
-    An exception inside ends the whole group: it is printed, the other processes are told, and this process exits
-    without waiting for them. A process that vanishes ends the others within ``config.lost_after`` seconds.
+    An exception inside ends the whole group: it is printed, the other processes are notified, and this process exits
+    without waiting for them. When a process vanishes, the others end within ``config.lost_after`` seconds.
 
     Args:
-        plain: which exceptions are for the user, and printed without a stack trace.
+        plain: whether an exception is a user error, which is printed without a stack trace.
     """
     global _group
     if cluster.processes == 1:
@@ -198,7 +198,7 @@ def running(
         watch.begin(store, socket.gethostname())
         try:
             yield _group
-            # None leaves, which would look like a loss, before all have come here.
+            # No process leaves before all are here: leaving would look like a lost process.
             store.wait_at_barrier("jaxllm/end", int(PATIENCE * 1000))
         except BaseException as error:
             watch.fail(error, plain is not None and plain(error))  # does not return
@@ -210,20 +210,20 @@ def running(
 
 
 def _join(cluster: ClusterEnvironment, config: DistributedConfig, watch: Heartbeat) -> Any:
-    """Starts ``jax.distributed``; returns its key-value store."""
+    """Key-value store of ``jax.distributed``, which this starts."""
     import jax
 
     if not os.environ.get("JAX_CPU_COLLECTIVES_IMPLEMENTATION"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Its handler of SIGTERM would take the place of the training loop's.
+    # The SIGTERM handler of the preemption service would replace that of the training loop.
     jax.config.update("jax_enable_preemption_service", False)
-    # jax ends a process in C++, with a stack trace, when it waits in vain: our own messages come before.
+    # At a timeout JAX aborts the process in C++ with a stack trace: our own message has to come first.
     late = threading.Timer(
         config.start_timeout,
         watch.end,
         [
             f"waited {config.start_timeout:g} s for all {cluster.processes} processes to come together at "
-            f"{cluster.coordinator}, and they did not. Were they all started, and can they reach that address?"
+            f"{cluster.coordinator}, but not all did. Were they all started, and can they reach that address?"
         ],
     )
     late.daemon = True
@@ -241,13 +241,13 @@ def _join(cluster: ClusterEnvironment, config: DistributedConfig, watch: Heartbe
         )
     finally:
         late.cancel()
-    from jax._src.distributed import global_state  # where orbax takes it from: jax has no public name for it
+    from jax._src.distributed import global_state  # JAX has no public name for it; Orbax uses this one too
 
     return global_state.client
 
 
 def _differences(facts: list[dict[str, Any]]) -> str:
-    """What differs, fact by fact; empty if nothing does."""
+    """Differences by fact, as text; empty if there are none."""
     lines = []
     for name in dict.fromkeys(key for fact in facts for key in fact):
         holders: dict[str, list[int]] = {}
@@ -272,15 +272,14 @@ def _processes(ranks: list[int]) -> str:
 
 
 class SynchronizedStop:
-    """Ends a loop at the same step in every process, whichever of them got a signal.
+    """Synchronised stop: ends a loop at the same step in every process, whichever of them got a signal.
 
-    Each step's call adds a reduction over all devices to the devices' queue and reads that of the step before, so the
-    host waits for nothing and all read the same number at the same step. (The preemption service of
-    ``jax.distributed`` agrees on a step too, but only on SIGTERM, by a handler of its own, and by a question to
-    process 0 at each step.)
+    The call of each step enqueues an all-reduce over all devices and reads the result of the step before, so the host
+    never waits and all processes read the same value at the same step. (The preemption service of ``jax.distributed``
+    agrees on a step too, but on SIGTERM alone, with a handler of its own, and asks process 0 at each step.)
 
     Args:
-        mesh: the devices of all processes.
+        mesh: devices of all processes.
     """
 
     def __init__(self, mesh: Any):
@@ -300,12 +299,12 @@ class SynchronizedStop:
         self._largest = jax.jit(lambda numbers: numbers.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, seen: list[int]) -> int:
-        """The signal to stop for after this step, 0 for none.
+        """Signal number to stop for after this step; 0 for none.
 
         Args:
-            seen: numbers of the signals that this process got; that of another process is added.
+            seen: signal numbers that this process got; that of another process is appended.
         """
-        number = seen[0] if seen else 0  # read once: a signal may come at any moment
+        number = seen[0] if seen else 0  # read once: a signal may arrive at any moment
         if self._alone:
             return number
         before, self._pending = self._pending, self._largest(self._put(number) if number else self._quiet)

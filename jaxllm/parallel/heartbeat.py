@@ -1,11 +1,12 @@
-"""Signs of life between processes, and a last word when one vanishes.
+"""Heartbeat between processes: detects a lost process, and ends the others with a message that names it.
 
-Each process writes a number into the key-value store now and then; process 0 reads them all and names the one whose
-number stands still; the others look whether it has named somebody. Whoever learns of a loss says so on stderr and
-exits: its devices wait for ever for those of the lost one.
+Each process periodically writes a counter to the key-value store. Process 0 reads all counters and publishes the rank
+of a process whose counter stands still; the others poll for that. A process that learns of a loss says so on stderr and
+exits, because its devices would wait forever for those of the lost process.
 
-The store goes with process 0, and jax then aborts the others within a second, in C++. So each process has a child, a
-few lines of Python without jax, that speaks when its parent ends without a goodbye: killed, aborted or out of memory.
+The store dies with process 0, and JAX then aborts the others within a second, in C++. So each process has a child, a
+few lines of Python without JAX, that prints a message when its parent ends without a goodbye: killed, aborted or out of
+memory.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any, NoReturn
 from jaxllm.parallel.cluster_environment import ClusterEnvironment
 
 EXIT = 75
-"""Exit status of a process that ends because another did: EX_TEMPFAIL, "try again"."""
+"""Exit status of a process that ends because another one did: EX_TEMPFAIL, "try again"."""
 
-RESUME = "Start all processes again with the same command: the run goes on from its newest checkpoint."
+RESUME = "Start all processes again with the same command: the run resumes from its newest checkpoint."
 
 _LOST = "jaxllm/lost"
 _BEAT = "jaxllm/beat"
 
-# Reads its parent's words to the end. Signals of a terminal are not for it.
+# Program of the child: reads from its parent until the pipe closes. It ignores the signals of a terminal.
 _LAST_WORD = """
 import signal, socket, sys
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -44,16 +45,16 @@ if rank != "0":
     try:
         socket.create_connection((host.strip("[]"), int(port)), 5).close()
     except OSError:
-        why = f"process 0 of {processes}, at {address}, has vanished: it does not answer any more."
+        why = f"process 0 of {processes}, at {address}, has vanished: it no longer answers."
 sys.stderr.write(f"\\nerror: process {rank} of {processes} has ended: {why} {resume}\\n")
 """
 
 
 class Heartbeat:
-    """Watches the processes of a cluster for the time of a ``with`` block.
+    """Heartbeat of the processes of a cluster, for the time of a ``with`` block.
 
     Args:
-        lost_after: seconds without a sign of life after which a process is lost.
+        lost_after: seconds without a heartbeat after which a process counts as lost.
     """
 
     def __init__(self, cluster: ClusterEnvironment, lost_after: float):
@@ -79,15 +80,15 @@ class Heartbeat:
         self._child.wait()
 
     def begin(self, store: Any, host: str) -> None:
-        """All are there: from now on they are watched."""
+        """Starts sending and checking heartbeats; call it when all processes are connected."""
         self._store = store
         self._host = host
         self._beat(0)
-        self._thread = threading.Thread(target=self._run, name="jaxllm-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jaxllm-heartbeat", daemon=True)
         self._thread.start()
 
     def end(self, why: str, status: int = EXIT) -> NoReturn:
-        """Says why and ends this process, without waiting for what its devices do."""
+        """Prints why and ends this process, without waiting for its devices."""
         if not self._ending.acquire(blocking=False):
             time.sleep(60)  # another thread is about to end the process
         rank, processes = self._cluster.rank, self._cluster.processes
@@ -99,20 +100,20 @@ class Heartbeat:
         os._exit(status)
 
     def fail(self, error: BaseException, plain: bool = False) -> NoReturn:
-        """Ends this process because of ``error``, and the others with it; a plain one is printed as its message."""
+        """Ends this process and the others because of ``error``; ``plain`` prints its message without a stack trace."""
         rank = self._cluster.rank
         if _is_of_devices(error):
-            # The runtime's word for "another process is gone": the watch will say which.
+            # The runtime's error for a lost process: the heartbeat thread will name the process.
             time.sleep(self._lost_after + 2 * self._period)
         if not self._ending.acquire(blocking=False):
             time.sleep(60)
         text = str(error) if plain else "".join(traceback.format_exception(error))
         sys.stderr.write(f"\nerror: process {rank} of {self._cluster.processes}: {text}\n")
         sys.stderr.flush()
-        if not getattr(error, "of_all", False):  # else every process raises it by itself
+        if not getattr(error, "of_all", False):  # otherwise every process raises it by itself
             self._name(f"process {rank} on {self._host} has failed: {type(error).__name__}: {error}")
         if rank == 0:
-            time.sleep(2 * self._period)  # the store goes with this process: let the others read it
+            time.sleep(2 * self._period)  # the store dies with this process: let the others read it first
         self._goodbye()
         code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 2
         os._exit(code if isinstance(code, int) else 2)
@@ -128,7 +129,7 @@ class Heartbeat:
                     self.end(lost)
                 beats = self._beats() if self._cluster.rank == 0 else {}
             except Exception as error:
-                # Seconds before jax aborts the process: the store has gone with process 0.
+                # The store died with process 0; JAX aborts this process seconds later.
                 if not self._over.is_set() and time.monotonic() - said > self._lost_after:
                     self.end(f"process 0 at {self._cluster.coordinator} does not answer ({error}).")
                 continue
@@ -140,7 +141,7 @@ class Heartbeat:
                 if now - since > self._lost_after:
                     _, host, process = json.loads(beat)
                     lost = (
-                        f"process {rank} (on {host}, pid {process}) has vanished: no sign of life for "
+                        f"process {rank} (on {host}, pid {process}) has vanished: no heartbeat for "
                         f"{self._lost_after:g} s."
                     )
                     self._name(lost)
@@ -148,11 +149,11 @@ class Heartbeat:
                     self.end(lost)
 
     def _beat(self, count: int) -> None:
-        """A sign of life."""
+        """Writes this process's heartbeat."""
         self._store.key_value_set(f"{_BEAT}/{self._cluster.rank}", json.dumps([count, self._host, os.getpid()]), True)
 
     def _beats(self) -> dict[int, str]:
-        """Last signs of life of all processes but this."""
+        """Last heartbeats of all other processes, by rank."""
         found = self._store.key_value_dir_get(f"{_BEAT}/")
         return {int(key.rsplit("/", 1)[1]): value for key, value in found if not key.endswith("/0")}
 
@@ -165,7 +166,7 @@ class Heartbeat:
             raise
 
     def _name(self, who: str) -> None:
-        with contextlib.suppress(Exception):  # somebody was named before, or the store is gone
+        with contextlib.suppress(Exception):  # a lost process is published already, or the store is gone
             self._store.key_value_set(_LOST, who)
 
     def _goodbye(self) -> None:
@@ -177,5 +178,5 @@ class Heartbeat:
 
 
 def _is_of_devices(error: BaseException) -> bool:
-    """Whether it may be what a process sees of another's end."""
+    """Whether an error may be the effect of another process's end."""
     return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" not in str(error)

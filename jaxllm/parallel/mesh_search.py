@@ -1,7 +1,7 @@
-"""Meshes that a model and a batch fit, nearest to one that they do not.
+"""Mesh search: meshes that a model and a batch fit, nearest to one that they do not fit.
 
-Nothing is compiled and no device is touched: a mesh is tried as an ``AbstractMesh``, against the shapes of the
-parameters and of the batch.
+Nothing is compiled and no device is used: a mesh is tried as an ``AbstractMesh`` against the shapes of the parameters
+and of the batch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from sharding import AXES, MeshSpec, Rules, ShardingError
 from sharding.mesh import divisors
 
 Fits = Callable[[AbstractMesh], None]
-"""Raises a ShardingError, or another ValueError, if the model or the batch does not fit a mesh."""
+"""Check of a mesh: raises a ShardingError, or another ValueError, if the model or the batch does not fit it."""
 
 SHOWN = 4
+"""Meshes listed in an error."""
 TRIED = 2000
-"""Meshes tried at most: a thousand devices have more factorings than anybody reads."""
+"""Maximum number of meshes to try: a thousand devices have very many factorings."""
 
 
 def resolve(mesh: MeshSpec, num_devices: int, fits: Fits) -> MeshSpec:
-    """``mesh`` with its open sizes filled in, if everything fits.
+    """Resolved mesh: ``mesh`` with its open sizes (-1) filled in, if the model and the batch fit it.
 
     Raises:
-        ShardingError: says why not, in a sentence, and lists the nearest meshes that would do.
+        ShardingError: they do not; says why, and lists the nearest meshes that they fit.
     """
     try:
         resolved = mesh.resolve(num_devices)
@@ -38,23 +39,23 @@ def resolve(mesh: MeshSpec, num_devices: int, fits: Fits) -> MeshSpec:
     except ValueError as error:
         why = str(error).split(". ")[0].rstrip(".") + "."
         why = why if str(mesh) in why else f"the mesh {mesh}: {why}"
-        # Over the named axes if they can do it, else over those that every model knows.
+        # Search the axes that the mesh names; if they are not enough, also axes that suit every model.
         near = nearest(mesh, num_devices, fits) or nearest(mesh, num_devices, fits, more=("context", "tensor"))
         if not near:
             raise ShardingError(
-                f"{why} No mesh of {num_devices} devices fits this model and batch: take another number of devices, or "
-                "another batch."
+                f"{why} No mesh of {num_devices} devices fits this model and batch: use another number of devices, or "
+                "another batch size."
             ) from error
         listed = ", ".join(f'"{legal}"' for legal in near)
         raise ShardingError(
-            f"{why} The nearest that this model and batch fit on {num_devices} devices: {listed}."
+            f"{why} The nearest meshes of {num_devices} devices that this model and batch fit: {listed}."
         ) from error
 
 
 def nearest(
     mesh: MeshSpec, num_devices: int, fits: Fits, count: int = SHOWN, more: Sequence[str] = ()
 ) -> list[MeshSpec]:
-    """Up to ``count`` legal meshes over the named axes, data, fsdp and ``more``; the nearest to ``mesh`` first."""
+    """Legal meshes over the axes of ``mesh``, data, fsdp and ``more``: up to ``count``, nearest to ``mesh`` first."""
     wanted = _wanted(mesh, num_devices)
     names = [name for name in AXES if name in wanted or name in ("data", "fsdp", *more)]
 
@@ -78,7 +79,7 @@ def nearest(
 
 
 def factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``number`` as an ordered product of ``parts`` positive integers."""
+    """Ordered factorings: all ways to write ``number`` as a product of ``parts`` positive integers."""
     if parts == 1:
         yield (number,)
         return
@@ -88,11 +89,14 @@ def factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_parameters(shapes: Any, logical_axes: Any, mesh: AbstractMesh, rules: Rules) -> None:
-    """Raises a ShardingError that names the first parameter that does not fit the mesh.
+    """Checks that all parameters can be split over the mesh.
 
     Args:
         shapes: pytree of ``jax.ShapeDtypeStruct``.
         logical_axes: the same tree with a tuple of logical axes at each leaf.
+
+    Raises:
+        ShardingError: names the first parameter that does not fit the mesh.
     """
     axes = dict(tree_leaves_with_path(logical_axes, is_leaf=lambda leaf: isinstance(leaf, tuple)))
     for path, leaf in tree_leaves_with_path(shapes):
@@ -100,7 +104,7 @@ def check_parameters(shapes: Any, logical_axes: Any, mesh: AbstractMesh, rules: 
 
 
 def _wanted(mesh: MeshSpec, num_devices: int) -> dict[str, float]:
-    """The size of each named axis; open ones share what is left."""
+    """Size of each named axis; open axes share the remaining devices evenly."""
     fixed = math.prod(size for _, size in mesh.axes if size != -1)
     open_axes = sum(size == -1 for _, size in mesh.axes)
     left = max(1.0, num_devices / fixed) ** (1 / max(1, open_axes))

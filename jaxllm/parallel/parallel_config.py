@@ -1,4 +1,8 @@
-"""A plan is data: the sizes of the mesh's axes, and this."""
+"""Parallelism configuration: how a run is split over its mesh. A plan is this and the sizes of the mesh axes.
+
+Data parallelism, FSDP (ZeRO-3), tensor parallelism, sequence parallelism, context parallelism, expert parallelism and
+pipeline parallelism are chosen by the mesh axes (``sharding.AXES``); the options here refine them.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,28 @@ from sharding import Rules
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How arrays are split over the mesh, beyond the sizes of its axes.
+    """Options of parallelism, beyond the sizes of the mesh axes.
 
     Attributes:
-        zero: what a device holds a part of, over the axes that split tokens but for ``data`` (ZeRO,
-            arXiv:1910.02054). 3: of parameters, gradients and optimizer state; a layer's weights are gathered when it
-            uses them. 2: of gradients and optimizer state; all weights are gathered once a step, in compute dtype. 1:
-            of optimizer state; gradients are added up over devices once a step, whatever ``accumulate`` is. The float32
-            parameters that the optimizer updates count as its state.
-        sequence: the residual stream and norms are split by sequence over ``tensor`` as well (Megatron sequence
-            parallelism, arXiv:2205.05198): less memory for the same bytes sent.
-        overlap: with ``sequence``, whether the gathers before a layer's products and the scatters after them are left
-            to the compiler whole, or go around a ring beside the products (``sharding.ring``, collective matmul).
-        context: how queries meet keys of other parts of the sequence over the axis ``context``: keys and values go
-            around a ring (arXiv:2310.01889), or each device gathers them all (as Llama 3 trains, arXiv:2407.21783).
-        layout: which tokens of a row a device gets over ``context`` (``pallas_kernels.ring_attention.layout``).
-        schedule: of the pipeline, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
+        zero: ZeRO stage (arXiv:1910.02054), over the axes that split tokens except ``data``. 3 (FSDP): parameters,
+            gradients and optimizer state are sharded; a layer's weights are all-gathered when it uses them. 2:
+            gradients and optimizer state are sharded; all weights are all-gathered once per step, in compute dtype. 1:
+            optimizer state is sharded; gradients are summed over devices once per step, whatever ``accumulate`` is. The
+            float32 parameters that the optimizer updates count as optimizer state.
+        sequence: sequence parallelism (Megatron, arXiv:2205.05198): the residual stream and the norms are split by
+            sequence over ``tensor`` as well; less memory for the same communication.
+        overlap: with ``sequence``, "compiler" leaves the all-gathers before a layer's matmuls and the reduce-scatters
+            after them to the compiler; "ring" overlaps them with the matmuls (collective matmul, ``sharding.ring``).
+        context: context parallelism over the axis ``context``: "ring" is ring attention (arXiv:2310.01889);
+            "all_gather" gathers all keys and values on each device (as in Llama 3, arXiv:2407.21783).
+        layout: assignment of a row's tokens to devices over ``context`` (``pallas_kernels.ring_attention.layout``).
+        schedule: pipeline schedule, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
             the run's ``accumulate``.
-        chunks: virtual stages of a stage, for the schedule "interleaved"; 0 for the schedule's own number.
-        depths: layers (or groups of them, where a pattern repeats) of each virtual stage, in the model's order; as even
-            as can be if empty.
-        offload: share of a stage's layers whose activations wait in the host's memory for the backward pass
-            (PipeOffload, arXiv:2503.01328); 0: none, 1: all.
+        chunks: virtual stages per stage for the "interleaved" schedule; 0 for the default of the schedule.
+        depths: layers (or groups, where a pattern repeats) of each virtual stage, in model order; empty for an even
+            split.
+        offload: share of a stage's layers whose activations are offloaded to host memory until the backward pass
+            (PipeOffload, arXiv:2503.01328); 0 none, 1 all.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -57,7 +61,7 @@ class ParallelConfig:
             )
 
     def rules(self, base: Rules = sharding.DEFAULT) -> Rules:
-        """The sharding table of this plan."""
+        """Sharding rules of this plan: logical axes to mesh axes."""
         if self.sequence:
             base = base.override(residual_seq=(*base.mesh_axes("residual_seq"), "tensor"))
         if self.overlap == "ring":
@@ -67,17 +71,17 @@ class ParallelConfig:
         return self._staged(base)
 
     def _staged(self, base: Rules) -> Rules:
-        """Parameters stored split over ``stage``: layers where they are used, or all by width; the ends by width."""
+        """Rules that store parameters split over ``stage``: layers by depth or width, embedding and head by width."""
         stored = ("vocab_embed",) if self.in_place else ("vocab_embed", "embed", "expert_embed")
         axes = {name: tuple(a for axis in base.mesh_axes(name) for a in _after_fsdp(axis)) for name in stored}
         return base.override(**axes, layers=("stage",) if self.in_place else ())
 
     @property
     def in_place(self) -> bool:
-        """Whether a stage's layers follow each other and are as many as another's: they lie where they are used."""
+        """Whether stages have equal numbers of consecutive layers: they are then stored where they are used."""
         return not self.depths and (self.chunks or default_chunks(self.schedule)) == 1
 
 
 def _after_fsdp(axis: str) -> tuple[str, ...]:
-    """Manual axes of the pipeline go before all others of a dimension."""
+    """Mesh axes that replace ``axis``: the manual axes of a pipeline go before all others of a dimension."""
     return (axis, "stage") if axis == "fsdp" else (axis,)

@@ -1,7 +1,7 @@
-"""The sharding table of a state: each array, how it is split, and its bytes on a device. Nothing is allocated.
+"""Sharding table of a training state: each array, its sharding, and its bytes per device. Nothing is allocated.
 
-An array's place is written ``wq[L, D_fsdp, N_tensor, H]``: a letter for each dimension, after it the mesh axes over
-which that dimension is split (``D_{data,fsdp}`` where they are several), nothing where each device has it whole.
+A sharding is written ``wq[L, D_fsdp, N_tensor, H]``: a letter for each dimension, followed by the mesh axes over which
+it is split (``D_{data,fsdp}`` for several), or by nothing where each device has all of it (replicated).
 
 Legend: L layers, D embed, N query heads, K kv heads, H head dim, C latent, F mlp, V vocab, E experts, P positions.
 """
@@ -40,15 +40,15 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class ShardingRow:
-    """One array.
+    """Row of a sharding table: one array.
 
     Attributes:
-        name: its path.
-        shape: of the whole.
-        dtype: its type.
-        place: how it is split, ``wq[L, D_fsdp, N_tensor, H]``.
-        bytes: of the whole.
-        device_bytes: of one device's part.
+        name: leaf path.
+        shape: global shape.
+        dtype: dtype.
+        place: sharding, written as ``wq[L, D_fsdp, N_tensor, H]``.
+        bytes: bytes of the global array.
+        device_bytes: bytes of one device's shard.
     """
 
     name: str
@@ -61,14 +61,14 @@ class ShardingRow:
 
 @dataclass(frozen=True)
 class ExpectedCollective:
-    """Collectives that a plan's formula expects of one step, on one device.
+    """Collective that the formulas of a plan expect in one step, on one device.
 
     Attributes:
-        kind: by XLA's name, such as ``all-gather``.
-        axes: mesh axes it goes over.
-        count: how often.
-        bytes: of one: the whole that it moves.
-        why: what it is for.
+        kind: XLA's name, such as ``all-gather``.
+        axes: mesh axes it runs over.
+        count: number of executions per step.
+        bytes: bytes of the full (gathered or summed) array of one execution.
+        why: purpose.
     """
 
     kind: str
@@ -80,14 +80,14 @@ class ExpectedCollective:
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """What a step's state takes of each device.
+    """Sharding table: the arrays of a training state, and the collectives of a step.
 
     Attributes:
-        mesh: sizes of its axes.
-        parameters: a row for each.
-        optimizer: a row for each array of the optimizer's state.
-        collectives: of one step; empty where no formula was given.
-        remark: why there is none.
+        mesh: sizes of the mesh axes.
+        parameters: a row for each parameter.
+        optimizer: a row for each array of the optimizer state.
+        collectives: expected collectives of one step; empty where there is no formula.
+        remark: why there is no formula.
     """
 
     mesh: Mapping[str, int]
@@ -98,11 +98,11 @@ class ShardingTable:
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all parameters."""
+        """Number of parameters."""
         return sum(math.prod(row.shape) for row in self.parameters)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able data."""
+        """Table as JSON-able data."""
         return asdict(self) | {
             "devices": math.prod(self.mesh.values()),
             "parameter_device_bytes": device_bytes(self.parameters),
@@ -116,13 +116,13 @@ def state_sharding_table(
     logical_axes: Any,
     mesh: Mapping[str, int],
 ) -> ShardingTable:
-    """The table of a state.
+    """Sharding table of a training state.
 
     Args:
-        params: pytree of ``jax.ShapeDtypeStruct`` with NamedShardings, of any kind of mesh.
-        opt_state: the same of the optimizer; an array of a parameter's path and shape is written with its letters.
-        logical_axes: of ``params``, a tuple at each leaf.
-        mesh: sizes of its axes.
+        params: pytree of ``jax.ShapeDtypeStruct`` with NamedShardings, on any kind of mesh.
+        opt_state: the same of the optimizer state; an array whose path ends with a parameter's gets its letters.
+        logical_axes: logical axes of ``params``, a tuple at each leaf.
+        mesh: sizes of the mesh axes.
     """
     axes = {
         _name(path): leaf
@@ -136,17 +136,17 @@ def state_sharding_table(
 
 
 def device_bytes(rows: Sequence[ShardingRow]) -> int:
-    """Bytes of all rows on one device."""
+    """Bytes of all rows per device."""
     return sum(row.device_bytes for row in rows)
 
 
 def notation(name: str, spec: PartitionSpec, axes: LogicalAxes) -> str:
-    """``wq[L, D_fsdp, N_tensor, H]``.
+    """Sharding notation of an array, such as ``wq[L, D_fsdp, N_tensor, H]``.
 
     Args:
-        name: of the array.
+        name: name of the array.
         spec: mesh axes of each dimension.
-        axes: logical axes; dimensions without one, or with one that has no letter, are written by its name or as ``.``.
+        axes: logical axis of each dimension; one without a letter is written by its name, None as ``.``.
     """
     parts = []
     for number, logical in enumerate(axes):
@@ -172,7 +172,7 @@ def _row(name: str, leaf: Any, axes: LogicalAxes) -> ShardingRow:
 
 
 def _axes_of(name: str, leaf: Any, axes: Mapping[str, LogicalAxes]) -> LogicalAxes:
-    """Logical axes of an optimizer's array: those of the parameter whose path its own ends with."""
+    """Logical axes of an array of the optimizer state: those of the parameter whose path its own ends with."""
     for parameter, found in axes.items():
         if name.endswith("/" + parameter) and len(found) == len(leaf.shape):
             return found

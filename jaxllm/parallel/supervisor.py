@@ -1,12 +1,12 @@
-"""A supervisor: starts processes together, and starts all of them again when one is lost.
+"""Supervisor: starts the processes of a run together, and restarts all of them when one is lost.
 
-    every process ended with 0        the end
-    a mistake of the user's (2)       the end: another start would make it again
-    SIGTERM, SIGINT                   passed on; the processes save and end, and so does the supervisor
-    SIGUSR1, SIGUSR2                  passed on (a run takes a profile at SIGUSR2)
-    anything else                     the others get a while to end, then all start again, after a pause that doubles
+    every process exits with 0        the supervisor ends
+    a user error (2)                  the supervisor ends: a restart would fail again
+    SIGTERM, SIGINT                   forwarded; the processes save and end, and so does the supervisor
+    SIGUSR1, SIGUSR2                  forwarded (a run takes a profile at SIGUSR2)
+    anything else                     the other processes get a grace period to end, then all restart, with backoff
 
-A run that is started again goes on from its newest checkpoint, so nothing here knows about steps.
+A restarted run resumes from its newest checkpoint, so the supervisor needs no knowledge of steps.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ POLL = 0.1
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often and how soon to start again.
+    """Restart policy with exponential backoff.
 
     Attributes:
-        restarts: failures in a row after which it is given up.
-        pause: seconds before the first of them; each further one waits twice as long.
-        longest: seconds of a pause at most.
-        healthy: seconds that processes have to run for a failure not to count as in a row.
-        grace: seconds that the others get to end by themselves when one has failed.
+        restarts: consecutive failures after which the supervisor gives up.
+        pause: seconds before the first restart; each further one waits twice as long.
+        longest: maximum pause in seconds.
+        healthy: seconds that processes have to run for a failure not to count as consecutive.
+        grace: seconds that the other processes get to end by themselves when one has failed.
     """
 
     restarts: int = 10
@@ -51,18 +51,18 @@ class RestartPolicy:
                 raise ValueError(f"{name} = {getattr(self, name)}; give 0 or more.")
 
     def wait(self, failures: int) -> float:
-        """Seconds before the start after so many failures in a row."""
+        """Pause in seconds after so many consecutive failures."""
         return min(self.longest, self.pause * 2.0 ** (failures - 1))
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One of the processes to be started.
+    """Process to start.
 
     Attributes:
-        command: its words.
-        environment: what is added to this process's own.
-        log: where what it says goes; None: where this process's goes.
+        command: program and arguments.
+        environment: variables added to this process's environment.
+        log: file for stdout and stderr; None for this process's own.
     """
 
     command: tuple[str, ...]
@@ -70,18 +70,19 @@ class ProcessSpec:
     log: Path | None = None
 
     def __str__(self) -> str:
-        """As a line of a shell."""
+        """Shell command line."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         line = " ".join([*words, shlex.join(self.command)])
         return line if self.log is None else f"{line} >> {shlex.quote(str(self.log))} 2>&1"
 
 
 class Supervisor:
-    """Runs the processes that ``make`` gives, anew for each start, until they have done their work.
+    """Supervisor of a set of processes: runs and restarts them until they succeed or the restart policy gives up.
 
     Args:
-        make: the processes of a start.
-        say: takes a line for the user.
+        make: creates the processes of each start.
+        patience: restart policy.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Supervisor:
         self._stopping = 0
 
     def run(self) -> int:
-        """The exit status of it all: 0, or that of the process that failed first."""
+        """Exit status of the run: 0, or that of the process that failed first."""
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         old = {number: signal.signal(number, self._pass_on) for number in passed}
         failures = 0
@@ -107,15 +108,15 @@ class Supervisor:
                     return code
                 what = describe_exit(code)
                 if code in (USER_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-                    self._say(f"process {number} {what}; not started again")
+                    self._say(f"process {number} {what}; not restarted")
                     return code
                 lived = time.monotonic() - began
                 failures = 1 if lived >= self._patience.healthy else failures + 1
                 if failures > self._patience.restarts:
-                    self._say(f"process {number} {what}; given up after {self._patience.restarts} starts in a row")
+                    self._say(f"process {number} {what}; giving up after {self._patience.restarts} restarts in a row")
                     return code if code > 0 else 128 - code
                 pause = self._patience.wait(failures)
-                self._say(f"process {number} {what} after {lived:.0f} s; all start again in {pause:g} s")
+                self._say(f"process {number} {what} after {lived:.0f} s; all restart in {pause:g} s")
                 if not self._sleep(pause):
                     return 128 + self._stopping
         finally:
@@ -124,7 +125,7 @@ class Supervisor:
                 signal.signal(each, handler)
 
     def _once(self) -> tuple[int, int]:
-        """Starts all, waits for all; the first that failed and its status, or (0, 0)."""
+        """Index and status of the process that failed first, or (0, 0); starts all processes and waits for them."""
         processes = list(self._make())
         logs: list[IO[bytes]] = []
         try:
@@ -138,7 +139,7 @@ class Supervisor:
                         env={**os.environ, **process.environment},
                         stdout=logs[-1] if process.log is not None else None,
                         stderr=subprocess.STDOUT if process.log is not None else None,
-                        # A Ctrl-C of the terminal comes to this process alone, which passes it on once.
+                        # In a session of its own: a Ctrl-C reaches the supervisor alone, which forwards it once.
                         start_new_session=True,
                     )
                 )
@@ -157,7 +158,7 @@ class Supervisor:
                 log.close()
 
     def _wait(self) -> tuple[int, int] | None:
-        """Until all have ended: the first that failed."""
+        """Index and status of the process that failed first, once all have ended; None if none failed."""
         first: tuple[int, int] | None = None
         until = float("inf")
         while True:
@@ -173,7 +174,7 @@ class Supervisor:
             time.sleep(POLL)
 
     def _sleep(self, seconds: float) -> bool:
-        """False if a signal came meanwhile."""
+        """Whether the pause passed without a signal to stop."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._stopping:
             time.sleep(min(POLL, seconds))
@@ -195,7 +196,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """``ended with status 1``, ``was killed by SIGKILL``."""
+    """Exit status in words: ``ended with status 1``, ``was killed by SIGKILL``."""
     if code >= 0:
         return f"ended with status {code}"
     try:
@@ -207,14 +208,17 @@ def describe_exit(code: int) -> str:
 def local_processes(
     command: Sequence[str], processes: int, *, devices: int = 0, logs: Path = Path("runs/logs")
 ) -> list[ProcessSpec]:
-    """So many processes on this machine that find each other, the first of which speaks.
+    """Processes of a local cluster on this machine; the first one prints, the others write to log files.
 
     Args:
-        devices: of each process: CPU devices where JAX_PLATFORMS is cpu, else its share of the machine's accelerators;
-            0 leaves it to jax.
+        command: program and arguments of each process.
+        processes: number of processes.
+        devices: devices per process: CPU devices where JAX_PLATFORMS is cpu, else a share of the accelerators; 0 leaves
+            it to JAX.
+        logs: folder of the log files.
 
     Raises:
-        ValueError: no process.
+        ValueError: ``processes`` is less than 1.
     """
     if processes < 1:
         raise ValueError(f"{processes} processes; give 1 or more.")
@@ -236,7 +240,7 @@ def local_processes(
 
 
 def free_port() -> int:
-    """Of this machine, at the moment."""
+    """TCP port of this machine that is free at the moment."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

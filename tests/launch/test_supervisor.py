@@ -63,7 +63,7 @@ def test_a_mistake_of_the_user_is_not_repeated(tmp_path):
     )
     assert status == 2
     assert any("error: no such recipe" in line for line in said), "what the log says is shown"
-    assert "not started again" in said[-1]
+    assert "not restarted" in said[-1]
 
 
 def test_it_gives_up(tmp_path):
@@ -72,7 +72,7 @@ def test_it_gives_up(tmp_path):
     )
     assert status == 128 + signal.SIGKILL
     assert len(lines(tmp_path / "n")) == 3
-    assert "given up after 2 starts in a row" in said[-1]
+    assert "giving up after 2 restarts in a row" in said[-1]
 
 
 def test_a_long_life_forgives_failures(tmp_path):
@@ -113,7 +113,7 @@ def test_a_process_that_was_stopped_by_hand_stays_stopped():
     """It has saved and said so by its status; whoever stopped it wants it to stop."""
     status, said = supervised([ProcessSpec(script("exit 143"))])
     assert status == 143
-    assert "not started again" in said[0]
+    assert "not restarted" in said[0]
 
 
 def test_processes_of_one_machine_find_each_other(monkeypatch, rng):
@@ -159,8 +159,8 @@ def test_commands_of_ours_run_with_this_python(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["locally"], "neither local nor supervise"),
-        (["local", "-n", "2"], "nothing to run"),
+        (["locally"], "unknown launcher 'locally'"),
+        (["local", "-n", "2"], "no command to run"),
         (["local", "-n", "0", "--", "true"], "give 1 or more"),
         (["local", "-n", "2", "--patience.pause", "-1", "--", "true"], "pause = -1"),
     ],

@@ -106,17 +106,17 @@ def test_the_loss_and_what_is_no_product_s_weight_are_as_without():
 
 @pytest.mark.parametrize("share", ["0", "1", "x", "-1"])
 def test_shares_are_checked(share):
-    with pytest.raises(ValueError, match=r'with that of numbers kept \("compact:0.25"\)'):
+    with pytest.raises(ValueError, match=r'with the share of elements to keep \("compact:0.25"\)'):
         dataclasses.replace(CONFIG, remat=f"compact:{share}")
 
 
 def test_a_share_is_asked_for():
-    with pytest.raises(ValueError, match="with that of numbers kept"):
+    with pytest.raises(ValueError, match="with the share of elements to keep"):
         dataclasses.replace(CONFIG, remat="compact")
 
 
 def test_latent_attention_is_refused():
     (block,) = CONFIG.pattern
     latent = dataclasses.replace(block, attention=MLAConfig())
-    with pytest.raises(ValueError, match="dense layers whose attention is not latent"):
+    with pytest.raises(ValueError, match="needs dense layers without latent attention"):
         dataclasses.replace(CONFIG, pattern=(latent,), remat="compact:0.5")

@@ -50,5 +50,5 @@ def test_a_tied_output_matrix_keeps_its_part(float64):
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
 def test_what_is_no_share_is_refused(share):
-    with pytest.raises(ValueError, match=r"embed_grad = .*; give a share of the gradient"):
+    with pytest.raises(ValueError, match=r"embed_grad = .*; give a fraction of the gradient"):
         DecoderConfig(embed_grad=share)

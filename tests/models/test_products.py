@@ -1,4 +1,4 @@
-"""LowPrecisionMatmul of rounded factors: held to the same rounding in numpy, on one device and on a mesh."""
+"""Low-precision matmuls: held to the same rounding in numpy, on one device and on a mesh."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_same_on_a_mesh(kind, rng):
         )
         products = LowPrecisionMatmul(kind)  # type: ignore[arg-type]
         with sharding.use_matmul(products):
-            (inner,) = sharding.products(x, [up], [("batch", "seq", "act_mlp")], over="act_mlp")
+            (inner,) = sharding.project_many(x, [up], [("batch", "seq", "act_mlp")], over="act_mlp")
             y = sharding.project(inner, down, ("batch", "residual_seq", "act_embed"))
         assert products.count == 2
         return jnp.mean(y * y)

@@ -105,7 +105,7 @@ def test_silence_is_named_in_each():
 
     first, second, _ = in_each(3, act)
     for error in (first, second):
-        assert str(error) == "process 2 of 3 said nothing about the run for 0.2 s."
+        assert str(error) == "process 2 of 3 sent nothing about the run for 0.2 s."
 
 
 def test_one_process_is_a_group_that_starts_nothing():

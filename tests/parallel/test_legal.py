@@ -113,7 +113,7 @@ def test_a_run_checks_itself_at_once():
     config = dataclasses.replace(llama3_8b(), mesh="tensor=6,fsdp=10")
     model = functional(config.model)
     began = time.process_time()
-    with pytest.raises(ShardingError, match="The nearest that this model and batch fit on 64 devices"):
+    with pytest.raises(ShardingError, match="The nearest meshes of 64 devices that this model and batch fit"):
         fitting_mesh(config, model, 64)
     assert time.process_time() - began < 1.0
 

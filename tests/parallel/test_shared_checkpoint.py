@@ -17,11 +17,11 @@ from jaxllm.checkpoint import (
     CheckpointCorruptError,
     Checkpointer,
     CheckpointError,
-    SharedCheckpointer,
+    MultihostCheckpointer,
     multihost_checkpointer,
     snapshot,
 )
-from jaxllm.checkpoint.snapshot import Leaf, capture
+from jaxllm.checkpoint.snapshot import SnapshotLeaf, capture
 from jaxllm.checkpoint.storage.leaf_hashing import hash_array
 from jaxllm.parallel.distributed import ProcessGroup
 from sharding import MeshSpec
@@ -34,10 +34,10 @@ STATE = {"params": {"w": WEIGHT, "gain": np.ones(3)}, "step": np.int32(7)}
 def save(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int], chunk: tuple[int, int] = (2, 6)) -> list[Any]:
     """Both save every step; what each raised. The first process has the first rows of ``w``, the second the others."""
 
-    def parts(state: dict[str, Any], **how: Any) -> dict[str, Leaf]:
+    def parts(state: dict[str, Any], **how: Any) -> dict[str, SnapshotLeaf]:
         rank = state["rank"]
         rows = WEIGHT[2 * rank : 2 * rank + 2].copy()
-        split = Leaf(
+        split = SnapshotLeaf(
             (4, 6), "float32", None, (4, 6), np.dtype("float32"), chunk, {f"{rank}.0": lambda: [rows[: chunk[0]]]}
         )
         return {**capture({"params": {"gain": np.ones(3)}, "step": np.int32(7)}, **how), "params/w": split}
@@ -48,7 +48,7 @@ def save(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int], chunk:
     def one(rank: int) -> Any:
         try:
             config = CheckpointConfig(keep_last=2, saving="auto" if rank == 0 else "blocking")
-            with SharedCheckpointer(folder, config, ProcessGroup(rank, 2, store)) as checkpointer:
+            with MultihostCheckpointer(folder, config, ProcessGroup(rank, 2, store)) as checkpointer:
                 saved = [checkpointer.save(step, {"rank": rank}, {"cursor": step}) for step in steps]
                 checkpointer.wait()
                 return saved, checkpointer.latest()
@@ -103,7 +103,7 @@ def test_a_missing_shard_ends_the_save_in_both_and_leaves_nothing(tmp_path, monk
 def test_a_disk_that_one_cannot_write_is_told_by_both(tmp_path, monkeypatch):
     write = multihost_checkpointer.write_shards
 
-    def fails(of: SharedCheckpointer, folder: str, leaves: Any) -> Any:
+    def fails(of: MultihostCheckpointer, folder: str, leaves: Any) -> Any:
         if "1.0" in leaves["params/w"].parts:
             return write(of, f"{folder}/elsewhere", leaves)
         return write(of, folder, leaves)

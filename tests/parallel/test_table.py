@@ -85,7 +85,7 @@ def test_size(number, expected):
 
 def test_the_command(capsys):
     assert main(["shard", "quickstart", "--mesh", "fsdp=4,tensor=5", "--on", "v6e:4x4"]) == 2
-    assert "The nearest that this model and batch fit on 16 devices" in capsys.readouterr().err
+    assert "The nearest meshes of 16 devices that this model and batch fit" in capsys.readouterr().err
     assert main(["shard", "quickstart", "--json", "--mesh", "fsdp=16", "--model.layers=3"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"] == 16

@@ -1,1 +1,1 @@
-"""Layers of a decoder: attention, multi-head latent attention, feed-forward, normalisation, rotary positions."""
+"""Layers of the decoder: attention, multi-head latent attention, feed-forward, norms, rotary position embedding."""

@@ -1,7 +1,7 @@
-"""Grouped-query self-attention (arXiv:2305.13245): rotary positions, windows, soft-caps, qk-norm and biases as values.
+"""Grouped-query attention (GQA, arXiv:2305.13245) with rotary position embedding, sliding window, soft cap and qk-norm.
 
-What is attended *to* is the context's business (``jaxllm.models.attention_context``): packed documents in training, a cache
-when generating. The layer hands it this step's q, k, v.
+Multi-head and multi-query attention are its special cases. The layer projects q, k, v and passes them to the attention
+context (``jaxllm.models.attention_context``), which has the keys: packed documents in training, a KV cache in serving.
 
 Legend: B batch, S sequence, D embed, N query heads, K kv heads, H head dim.
 """
@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -25,21 +26,23 @@ from jaxllm.models.params import constant, normal, use
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Self-attention.
+    """Grouped-query attention.
 
     Attributes:
         heads: query heads.
         kv_heads: key-value heads; divides ``heads``.
-        head_dim: size of a head.
-        rope: rotary embedding; None for none (positions are learned, or there are none).
-        qk_norm: normalisation of queries and keys before rotation (arXiv:2302.05442): each head by itself (Qwen3,
-            Gemma 3), or all heads of a token together (OLMo 2).
-        bias: biases on the q, k, v projections (Qwen2), or on these and the output's (GPT-2).
-        window: how many positions a token sees, its own included (arXiv:2004.05150); None for all before it.
-        softcap: scores are bounded by it: ``softcap * tanh(scores / softcap)`` (Gemma 2).
-        scale: of the scores; None for ``1 / sqrt(head_dim)``.
-        sinks: each head has a score that it always sees and that has no value (gpt-oss; arXiv:2309.17453).
-        clip: queries, keys and values are bounded by it from both sides, before rotation (OLMoE; arXiv:2409.02060).
+        head_dim: elements of a head.
+        rope: rotary position embedding; None for none (positions are learned, or there are none).
+        qk_norm: norm of queries and keys before rotation (arXiv:2302.05442): of each head by itself (Qwen3, Gemma 3),
+            or of all heads of a token together (OLMo 2).
+        bias: biases on the q, k, v projections (Qwen2), or on these and the output projection (GPT-2).
+        window: sliding window, the number of positions that a token sees, its own included (arXiv:2004.05150); None for
+            full causal attention.
+        softcap: soft cap of the scores, ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        scale: factor on the scores; None for ``1 / sqrt(head_dim)``.
+        sinks: whether each head has an attention sink, a learned score in its softmax that has no value (gpt-oss;
+            arXiv:2309.17453).
+        clip: queries, keys and values are clipped to ``[-clip, clip]`` before rotation (OLMoE; arXiv:2409.02060).
     """
 
     heads: int = 4
@@ -72,27 +75,27 @@ class AttentionConfig:
 
     @property
     def attention_params(self) -> AttentionParams:
-        """How a context scores this layer's keys."""
+        """Static parameters that the attention context needs: scale, sliding window, soft cap."""
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionParams(scale, self.window, self.softcap)
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What a cache holds of a token."""
+        """Shape of a token's KV cache entry."""
         return KVSpec(self.kv_heads, self.head_dim, self.head_dim)
 
     def projection_params(self, embed_dim: int) -> int:
-        """Numbers of the projections' weights."""
+        """Number of parameters of the q, k, v and output projections, without biases."""
         return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
 
     @property
     def attention_macs(self) -> int:
-        """Products of a query with each token that it attends to: of all its heads, for score and value."""
+        """Multiply-adds per pair of query and attended token, of all heads, for scores and values."""
         return 2 * self.heads * self.head_dim
 
 
 class Attention(nnx.Module):
-    """One self-attention layer; shapes in ``AttentionConfig``'s terms."""
+    """Grouped-query attention layer."""
 
     def __init__(
         self,
@@ -128,31 +131,40 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the layer and the updated attention context."""
         config = self.config
         q, k, v = self._projections(x)
         if config.bias != "none":
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
         if config.qk_norm != "none":
-            q, k = self.q_norm(q), self.k_norm(k)
+            with jax.named_scope("qk_norm"):
+                q, k = self.q_norm(q), self.k_norm(k)
         if config.clip is not None:
             q, k, v = (jnp.clip(y, -config.clip, config.clip) for y in (q, k, v))
         if config.rope is not None:
-            cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
-            q, k = (rotate(x, cos, sin, interleaved=config.rope.interleaved) for x in (q, k))
+            with jax.named_scope("rope"):
+                cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
+                q, k = (rotate(x, cos, sin, interleaved=config.rope.interleaved) for x in (q, k))
         sinks = use(self.sinks, x.dtype) if config.sinks else None
-        out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
-        out = sharding.constrain(out, "batch", "seq", "act_heads", None)
-        out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
-        return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx
+        with jax.named_scope("kernel"):
+            out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
+        with jax.named_scope("o_proj"):
+            out = sharding.constrain(out, "batch", "seq", "act_heads", None)
+            out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
+            return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx
 
     def _projections(self, x: Float[Array, "B S D"]) -> list[Float[Array, "B S _ H"]]:
-        """Queries, keys and values, all of the sequence of each; heads split over devices."""
+        """Queries, keys and values, each with the whole sequence; heads are split over devices (tensor parallelism)."""
         q, k, v = (use(weight, x.dtype) for weight in (self.q, self.k, self.v))
         heads, kv_heads = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
-        # Few kv heads stay whole on every tensor shard, in the weight as in what it makes.
+        # kv heads that are fewer than the tensor shards are replicated, in the weight as in its result.
         if sharding.spec(*kv_heads, shape=(*x.shape[:2], *k.shape[1:]), what="act_kv_heads")[2] is None:
             kv_heads = ("batch", "seq", None, None)
             whole = sharding.constrain(x, "batch", "seq", "act_embed")
-            few = [sharding.project(whole, w, kv_heads) for w in (k, v)]
-            return [*sharding.products(x, [q], [heads], over="act_heads"), *few]
-        return sharding.products(x, [q, k, v], [heads, kv_heads, kv_heads], over="act_heads")
+            few = []
+            for name, w in (("k_proj", k), ("v_proj", v)):
+                with jax.named_scope(name):
+                    few.append(sharding.project(whole, w, kv_heads))
+            return [*sharding.project_many(x, [q], [heads], over="act_heads", scopes=("q_proj",)), *few]
+        scopes = ("q_proj", "k_proj", "v_proj")
+        return sharding.project_many(x, [q, k, v], [heads, kv_heads, kv_heads], over="act_heads", scopes=scopes)

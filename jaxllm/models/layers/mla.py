@@ -1,12 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads come of one small vector.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): low-rank joint compression of keys and values.
 
-A token's latent and one rotated key, shared by all heads, are all that a cache holds of it. There are two ways to the
-same result. Expanded, in training and where prompts begin: the latent is projected to the keys and values of each head.
-Absorbed, where tokens also attend to what a cache holds: that projection is applied to the queries and to what they get
-instead, and attention is that of many queries to the one latent.
+The KV cache holds only a token's latent and one rotated key that all heads share. The result can be computed in two
+ways. Expanded, in training and at the first chunk of prefill: the latent is projected up to the keys and values of each
+head. Absorbed, where tokens also attend to cached ones: the up-projection is applied to the queries and the output of
+attention instead, which is multi-query attention over the latents.
 
-Legend: B batch, S sequence, D embed, N heads, C latent of keys and values, Q latent of queries, H a head's dims without
-rotation, R with it, V of values.
+Legend: B batch, S sequence, D embed, N heads, C latent dim of keys and values, Q latent dim of queries, H head dims
+without rotary embedding, R head dims with it, V head dim of values.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class MLAConfig:
     """Multi-head latent attention.
 
     Attributes:
-        heads: how many.
-        latent: C.
-        q_latent: Q: queries come of a small vector as well; None: of the residual stream.
-        nope_dim: H.
-        rope_dim: R.
-        value_dim: V.
-        rope: rotary embedding of the R dims.
-        bias: biases on the projections from and to the residual stream.
-        scale: of the scores; None for ``1 / sqrt(H + R)``.
-        norm_eps: of the latents' normalisation.
+        heads: query heads.
+        latent: C, dim of the latent of keys and values (``kv_lora_rank``).
+        q_latent: Q, dim of the latent of queries (``q_lora_rank``); None: queries are projected from the residual
+            stream.
+        nope_dim: H, dims of a head without rotary embedding.
+        rope_dim: R, dims of a head with rotary embedding.
+        value_dim: V, dim of a head's values.
+        rope: rotary position embedding of the R dims.
+        bias: whether the projections from and to the residual stream have biases.
+        scale: factor on the scores; None for ``1 / sqrt(H + R)``.
+        norm_eps: epsilon of the norms of the latents.
     """
 
     heads: int = 4
@@ -69,21 +70,21 @@ class MLAConfig:
 
     @property
     def window(self) -> None:
-        """Every token sees all before it."""
+        """Sliding window: none, every token sees all before it."""
         return None
 
     @property
     def attention_params(self) -> AttentionParams:
-        """How a context scores this layer's keys."""
+        """Static parameters that the attention context needs (expanded form)."""
         return AttentionParams(1 / math.sqrt(self.nope_dim + self.rope_dim) if self.scale is None else self.scale)
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What a cache holds of a token."""
+        """Shape of a token's KV cache entry: the latent and the shared rotated key."""
         return KVSpec(1, self.latent + self.rope_dim, self.latent, latent=True)
 
     def projection_params(self, embed_dim: int) -> int:
-        """Numbers of the projections' weights."""
+        """Number of parameters of all projections, without biases."""
         q, kv = self.heads * (self.nope_dim + self.rope_dim), self.heads * (self.nope_dim + self.value_dim)
         queries = embed_dim * q if self.q_latent is None else self.q_latent * (embed_dim + q)
         return (
@@ -94,11 +95,12 @@ class MLAConfig:
         )
 
     def prefers_expanded(self, tokens: int) -> bool:
-        """Whether so many tokens, attending to each other, take fewer products expanded than absorbed.
+        """Whether T tokens that attend to each other take fewer multiply-adds expanded than absorbed.
 
-        Each way has one projection between latents and heads, T x C x N x (H + V): of the latents, or of queries and
-        what they get. Of a pair of tokens a head's score and value take H + R + V products expanded, and (C + R) + C
-        absorbed. One token is left absorbed: it is a step of decoding, whatever its position.
+        Both forms have one projection between latents and heads of T x C x N x (H + V) multiply-adds: of the latents
+        (expanded), or of queries and attention outputs (absorbed). For a pair of tokens, the score and value of a head
+        take H + R + V multiply-adds expanded and (C + R) + C absorbed. A single token is always absorbed: it is a
+        decode step.
         """
         projected = tokens * self.latent * self.heads * (self.nope_dim + self.value_dim)
         expanded = projected + tokens**2 * self.attention_macs
@@ -107,12 +109,12 @@ class MLAConfig:
 
     @property
     def attention_macs(self) -> int:
-        """Products of a query with each token that it attends to: of all its heads, for score and value, expanded."""
+        """Multiply-adds per pair of query and attended token, of all heads, for scores and values, expanded."""
         return self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """One layer of latent attention; shapes in ``MLAConfig``'s terms."""
+    """Multi-head latent attention layer."""
 
     def __init__(
         self,
@@ -148,18 +150,25 @@ class MultiHeadLatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the layer and the updated attention context."""
         config = self.config
         x = sharding.constrain(x, "batch", "seq", "act_embed")
-        queries, (latent, key) = self._queries(x), self._latent(x)
-        cos, sin = rotation(config.rope, positions, config.rope_dim, x.dtype)
-        plain, turned = queries[..., : config.nope_dim], queries[..., config.nope_dim :]
-        turned, key = (rotate(y, cos, sin, interleaved=config.rope.interleaved) for y in (turned, key))
+        with jax.named_scope("q_proj"):
+            queries = self._queries(x)
+        with jax.named_scope("kv_down_proj"):
+            latent, key = self._latent(x)
+        with jax.named_scope("rope"):
+            cos, sin = rotation(config.rope, positions, config.rope_dim, x.dtype)
+            plain, turned = queries[..., : config.nope_dim], queries[..., config.nope_dim :]
+            turned, key = (rotate(y, cos, sin, interleaved=config.rope.interleaved) for y in (turned, key))
         up = use(self.kv_up, x.dtype)
         out, ctx = self._attend(plain, turned, latent, key, up, positions, layer, ctx)
-        out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
-        return (out + use(self.o_bias, x.dtype) if config.bias else out), ctx
+        with jax.named_scope("o_proj"):
+            out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
+            return (out + use(self.o_bias, x.dtype) if config.bias else out), ctx
 
     def _queries(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N HR"]:
+        """Queries of all heads, not rotated yet."""
         if self.config.q_latent is None:
             return sharding.project(x, use(self.q, x.dtype), HEADS)
         down = sharding.project(x, use(self.q_down, x.dtype), LATENT)
@@ -167,7 +176,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return sharding.project(self.q_norm(down), use(self.q_up, x.dtype), HEADS)
 
     def _latent(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S C"], Float[Array, "B S 1 R"]]:
-        """What keys and values are made of, and the key that all heads share, not rotated yet."""
+        """Latent of keys and values, and the key that all heads share, not rotated yet."""
         down = sharding.project(x, use(self.kv_down, x.dtype), LATENT)
         down = down + use(self.kv_bias, x.dtype) if self.config.bias else down
         return self.kv_norm(down[..., : self.config.latent]), down[..., None, self.config.latent :]
@@ -183,7 +192,7 @@ class MultiHeadLatentAttention(nnx.Module):
         layer: LayerIndex,
         ctx: AttentionContext,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
-        """In the one way or the other."""
+        """Attention output, in the expanded or the absorbed form."""
 
         def expanded(ctx: AttentionContext) -> tuple[Array, AttentionContext]:
             return self._expanded(plain, turned, latent, key, up, positions, layer, ctx)
@@ -213,11 +222,14 @@ class MultiHeadLatentAttention(nnx.Module):
         layer: LayerIndex,
         ctx: AttentionContext,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
-        both = sharding.project(latent, up, HEADS)
+        """Multi-head attention over keys and values that are projected up from the latent."""
+        with jax.named_scope("kv_up_proj"):
+            both = sharding.project(latent, up, HEADS)
         keys, values = both[..., : self.config.nope_dim], both[..., self.config.nope_dim :]
         shared = sharding.constrain(jnp.broadcast_to(key, (*keys.shape[:3], key.shape[-1])), *HEADS)
         q, k = jnp.concatenate([plain, turned], axis=-1), jnp.concatenate([keys, shared], axis=-1)
-        out, ctx = ctx.attend(layer, q, k, values, positions, self.config.attention_params)
+        with jax.named_scope("kernel"):
+            out, ctx = ctx.attend(layer, q, k, values, positions, self.config.attention_params)
         return sharding.constrain(out, *HEADS), ctx
 
     def _absorbed(
@@ -231,11 +243,15 @@ class MultiHeadLatentAttention(nnx.Module):
         layer: LayerIndex,
         ctx: AttentionContext,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
+        """Multi-query attention over the latents; the up-projection is absorbed into the queries and the output."""
         config = self.config
         to_keys, to_values = up[..., : config.nope_dim], up[..., config.nope_dim :]
-        q = jnp.concatenate([sharding.einsum("bsnh,cnh->bsnc", plain, to_keys, out=HEADS), turned], axis=-1)
+        with jax.named_scope("absorb_k_up_proj"):
+            q = jnp.concatenate([sharding.einsum("bsnh,cnh->bsnc", plain, to_keys, out=HEADS), turned], axis=-1)
         k = jnp.concatenate([latent[:, :, None], key], axis=-1)
         params = AttentionParams(config.attention_params.scale, latent=config.latent)
-        out, ctx = ctx.attend(layer, q, k, None, positions, params)
+        with jax.named_scope("kernel"):
+            out, ctx = ctx.attend(layer, q, k, None, positions, params)
         out = sharding.constrain(out, *HEADS)
-        return sharding.einsum("bsnc,cnv->bsnv", out, to_values, out=HEADS), ctx
+        with jax.named_scope("absorb_v_up_proj"):
+            return sharding.einsum("bsnc,cnv->bsnv", out, to_values, out=HEADS), ctx

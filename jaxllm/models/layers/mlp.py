@@ -1,4 +1,4 @@
-"""Feed-forward layer: gated (SwiGLU, GeGLU, arXiv:2002.05202) or plain.
+"""Feed-forward layer (MLP): gated (SwiGLU, GeGLU, arXiv:2002.05202) or plain.
 
 Legend: B batch, S sequence, D embed, F mlp.
 """
@@ -30,14 +30,14 @@ INNER = ("batch", "seq", "act_mlp")
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """Feed-forward layer.
+    """Feed-forward layer (MLP).
 
     Attributes:
-        hidden: its width.
-        activation: the nonlinearity; "gelu_tanh" and "quick_gelu" are the approximations of GELU by tanh and by a
+        hidden: width of the hidden layer.
+        activation: activation function; "gelu_tanh" and "quick_gelu" are the approximations of GELU by tanh and by a
             sigmoid (arXiv:1606.08415).
-        gated: the activated projection multiplies a second one.
-        bias: biases on every projection.
+        gated: whether the activated gate projection multiplies an up projection.
+        bias: whether every projection has a bias.
     """
 
     hidden: int = 768
@@ -51,7 +51,7 @@ class MlpConfig:
 
 
 class Mlp(nnx.Module):
-    """``down(activation(x @ gate) * (x @ up))``, or ``down(activation(x @ up))`` without a gate."""
+    """Feed-forward layer: ``down(activation(x @ gate) * (x @ up))``, or ``down(activation(x @ up))`` without a gate."""
 
     def __init__(self, config: MlpConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, f = embed_dim, config.hidden
@@ -67,14 +67,16 @@ class Mlp(nnx.Module):
                 self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Output of the layer."""
         names = ("gate", "up") if self.config.gated else ("up",)
         weights = [use(getattr(self, name), x.dtype) for name in names]
-        inner = sharding.products(x, weights, [INNER] * len(names), over="act_mlp")
+        inner = sharding.project_many(x, weights, [INNER] * len(names), over="act_mlp", scopes=names)
         first, *second = (self._named(h, name) for h, name in zip(inner, names, strict=True))
         h = ACTIVATIONS[self.config.activation](first)
         h = h * second[0] if second else h
-        out = sharding.project(h, use(self.down, x.dtype), ("batch", "residual_seq", "act_embed"))
-        return out + use(self.down_bias, x.dtype) if self.config.bias else out
+        with jax.named_scope("down"):
+            out = sharding.project(h, use(self.down, x.dtype), ("batch", "residual_seq", "act_embed"))
+            return out + use(self.down_bias, x.dtype) if self.config.bias else out
 
     def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
         if self.config.bias:

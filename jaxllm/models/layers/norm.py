@@ -1,4 +1,4 @@
-"""Normalisation: RMSNorm (arXiv:1910.07467), with a gain or a gain less one, and LayerNorm (arXiv:1607.06450)."""
+"""Norms: RMSNorm (arXiv:1910.07467), whose gain may be stored minus one, and LayerNorm (arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxllm.models.params import at_least_f32, constant, use
 from sharding import LogicalAxes
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-"""RMSNorm; RMSNorm that stores its gain less one, so that zero is neutral (Gemma); LayerNorm with a bias."""
+"""RMSNorm; RMSNorm that stores its gain minus one, so that zero is neutral (Gemma); LayerNorm with a bias."""
 
 
 def rms_normalize(x: Float[Array, "..."], gain: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
-    """``x / rms(x) * gain`` over the gain's dimensions, the last of x; in at least float32, returned in ``x.dtype``."""
+    """RMSNorm: ``x / rms(x) * gain`` over the last ``gain.ndim`` dimensions; in at least float32, result in x.dtype."""
     h = x.astype(at_least_f32(x.dtype))
     h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=_last(gain), keepdims=True) + eps)
     return (h * gain.astype(h.dtype)).astype(x.dtype)
@@ -27,7 +27,7 @@ def rms_normalize(x: Float[Array, "..."], gain: Float[Array, "..."], eps: float)
 def layer_normalize(
     x: Float[Array, "..."], gain: Float[Array, "..."], bias: Float[Array, "..."], eps: float
 ) -> Float[Array, "..."]:
-    """``(x - mean) / sqrt(variance + eps) * gain + bias``, over the same dimensions and in the same dtypes."""
+    """LayerNorm: ``(x - mean) / sqrt(variance + eps) * gain + bias``; dimensions and dtypes as ``rms_normalize``."""
     h = x.astype(at_least_f32(x.dtype))
     h = h - jnp.mean(h, axis=_last(gain), keepdims=True)
     h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=_last(gain), keepdims=True) + eps)
@@ -39,7 +39,7 @@ def _last(gain: Array) -> tuple[int, ...]:
 
 
 class Norm(nnx.Module):
-    """Normalisation over the last dimensions, of sizes ``shape`` and logical axes ``axes``."""
+    """Norm over the last dimensions, which have sizes ``shape`` and logical axes ``axes``."""
 
     def __init__(
         self, kind: NormKind, shape: tuple[int, ...], eps: float, dtype: jnp.dtype, axes: LogicalAxes = ("embed",)
@@ -50,6 +50,7 @@ class Norm(nnx.Module):
             self.bias = constant(0.0, shape, axes, dtype)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Normalised ``x``, in its dtype."""
         gain = sharding.gather_weight(self.gain[...], *self.gain.get_metadata()["logical_axes"])
         if self.kind == "layer":
             return layer_normalize(x, gain, use(self.bias, gain.dtype), self.eps)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), half-split layout, over all of a head or its first dimensions.
+"""Rotary position embedding (RoPE, arXiv:2104.09864), half-split layout, over all of a head or its first dimensions.
 
 Legend: B batch, S sequence, N heads, H head dim, R rotated dims of a head.
 """
@@ -16,13 +16,14 @@ from jaxllm.models.params import at_least_f32
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding.
+    """Rotary position embedding.
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        scaling: how frequencies change for longer sequences.
-        fraction: how much of each head is rotated, from its beginning; the rest passes unchanged (partial rotary).
-        interleaved: the pairs that turn together are neighbours, as in the paper (DeepSeek); else one of each half.
+        scaling: frequency scaling for longer sequences; None for none.
+        fraction: fraction of each head's dims that is rotated, from the first; the rest passes unchanged (partial
+            rotary).
+        interleaved: rotated pairs are neighbours, as in the paper (DeepSeek); else one element of each half.
     """
 
     theta: float = 10000.0
@@ -37,10 +38,10 @@ class RopeConfig:
             raise ValueError(f"rope: fraction = {self.fraction}; give a number above 0 and up to 1.")
 
     def dims(self, head_dim: int) -> int:
-        """R: how many of a head's dimensions are rotated.
+        """Number of rotated dims of a head, R.
 
         Raises:
-            ValueError: not a positive even number, or too few for the scaling.
+            ValueError: R is not a positive even number, or is too small for the scaling.
         """
         dims = int(head_dim * self.fraction)
         least = 4 if isinstance(self.scaling, DynamicScaling) else 2
@@ -55,7 +56,7 @@ class RopeConfig:
 def frequencies(
     config: RopeConfig, head_dim: int, positions: Int[Array, "B S"], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """Angular frequency of each pair, radians per position: Float[R/2], or Float[B 1 R/2] where length matters."""
+    """Angular frequency of each pair, radians per position: Float[R/2], or Float[B 1 R/2] if it depends on length."""
     dims, s = config.dims(head_dim), config.scaling
     if isinstance(s, (DynamicScaling, LongRopeScaling)):
         return s.frequencies_at(config.theta, dims, positions.max(axis=1) + 1, dtype)[:, None]
@@ -65,7 +66,7 @@ def frequencies(
 def rotation(
     config: RopeConfig, positions: Int[Array, "B S"], head_dim: int, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B S R2"], Float[Array, "B S R2"]]:
-    """Cosine and sine of every pair's angle at every position, times the scaling's magnitude, in at least float32."""
+    """Cosine and sine of the angle of each pair at each position, times the scaling's magnitude; at least float32."""
     dtype = at_least_f32(dtype)
     angle = positions[..., None].astype(dtype) * frequencies(config, head_dim, positions, dtype)
     size = magnitude(config.scaling)
@@ -75,11 +76,11 @@ def rotation(
 def rotate(
     x: Float[Array, "B S N H"], cos: Float[Array, "B S R2"], sin: Float[Array, "B S R2"], *, interleaved: bool = False
 ) -> Float[Array, "B S N H"]:
-    """Rotates the pairs ``(x[i], x[i + R/2])`` by their angle; computed in at least float32, returned in x's dtype.
+    """Rotated ``x``: pairs ``(x[i], x[i + R/2])`` turn by their angle; computed in at least float32, in x's dtype.
 
     Args:
-        interleaved: the pairs are ``(x[2 i], x[2 i + 1])``. They come out as the others do, half by half: queries and
-            keys alike, their products do not tell.
+        interleaved: the pairs are ``(x[2 i], x[2 i + 1])``. The result still has the half-split layout, in queries and
+            keys alike, so that scores are the same.
     """
     half = cos.shape[-1]
     pairs = (

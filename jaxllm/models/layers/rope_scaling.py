@@ -1,7 +1,7 @@
-"""Rotary frequencies for sequences longer than a model was first trained on.
+"""RoPE scaling: rotary frequencies for sequences that are longer than a model was first trained on.
 
-A scaling turns the base ``theta`` and the number of rotated dimensions R into R/2 angular frequencies, in radians per
-position. Two of them depend on how long the sequence is; those are computed in the program.
+A scaling maps the base ``theta`` and the number of rotated dims R to R/2 angular frequencies, in radians per position.
+Two of the scalings depend on the length of the sequence; they are computed in the compiled program.
 
 Legend: B batch, R rotated dims of a head.
 """
@@ -30,7 +30,7 @@ def _positive(scaling: RopeScaling, *names: str) -> None:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by ``factor`` (position interpolation, arXiv:2306.15595)."""
+    """Linear RoPE scaling: positions are divided by ``factor`` (position interpolation, arXiv:2306.15595)."""
 
     factor: float
 
@@ -38,13 +38,13 @@ class LinearScaling:
         _positive(self, "factor")
 
     def frequencies(self, theta: float, dims: int) -> np.ndarray:
-        """Float64[R/2]."""
+        """Angular frequencies, Float64[R/2], radians per position."""
         return geometric(theta, dims) / self.factor
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Frequency scaling of Llama 3.1 (arXiv:2407.21783, section 3.4.3; constants as released).
+    """RoPE scaling of Llama 3.1 (arXiv:2407.21783, section 3.4.3; constants as released).
 
     Wavelengths above ``original_length / low_freq_factor`` are stretched by ``factor``, those below
     ``original_length / high_freq_factor`` are kept, those between are interpolated.
@@ -64,7 +64,7 @@ class Llama3Scaling:
             )
 
     def frequencies(self, theta: float, dims: int) -> np.ndarray:
-        """Float64[R/2]."""
+        """Angular frequencies, Float64[R/2], radians per position."""
         freq = geometric(theta, dims)
         wavelength = 2 * math.pi / freq
         low, high = self.original_length / self.low_freq_factor, self.original_length / self.high_freq_factor
@@ -80,11 +80,11 @@ class YarnScaling:
     """YaRN (arXiv:2309.00071, sections 3.2 and 3.4): slow pairs are interpolated, fast ones kept, a ramp between.
 
     Attributes:
-        factor: how many times longer the sequences become.
-        original_length: positions of the first training.
+        factor: ratio of the new to the original context length.
+        original_length: context length of the first training, in positions.
         beta_fast, beta_slow: rotations over ``original_length`` above which a pair is kept, below which interpolated.
-        magnitude: what queries and keys are multiplied by; None: ``0.1 ln(factor) + 1``.
-        truncate: the ramp begins and ends at whole pairs.
+        magnitude: factor on queries and keys; None for ``0.1 ln(factor) + 1``.
+        truncate: whether the ramp begins and ends at whole pairs.
     """
 
     factor: float
@@ -98,10 +98,10 @@ class YarnScaling:
         _positive(self, "factor", "original_length", "beta_fast", "beta_slow")
 
     def frequencies(self, theta: float, dims: int) -> np.ndarray:
-        """Float64[R/2]."""
+        """Angular frequencies, Float64[R/2], radians per position."""
 
         def pair_of(rotations: float) -> float:
-            """The pair, a real number, that turns so often over the original length."""
+            """Index (a real number) of the pair that makes ``rotations`` turns over the original length."""
             return dims * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
@@ -115,10 +115,10 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """NTK-aware scaling whose base grows with the sequence (arXiv:2309.00071, appendix B.1, "Dynamic NTK").
+    """Dynamic NTK-aware scaling, whose base grows with the sequence length (arXiv:2309.00071, appendix B.1).
 
-    Up to ``original_length`` nothing changes. A row of several documents is as long as its longest. Keys in a cache
-    keep the rotation of the length at which they were written.
+    Up to ``original_length`` nothing changes. The length of a row of several documents is that of its longest one. Keys
+    in a KV cache keep the rotation of the length at which they were written.
     """
 
     factor: float
@@ -130,7 +130,7 @@ class DynamicScaling:
     def frequencies_at(
         self, theta: float, dims: int, length: Int[Array, " B"], dtype: jnp.dtype
     ) -> Float[Array, "B R2"]:
-        """Frequencies for rows of these lengths."""
+        """Angular frequencies for rows of these lengths, radians per position."""
         stretch = self.factor * jnp.maximum(length, self.original_length).astype(dtype) / self.original_length
         base = theta * (stretch - (self.factor - 1)) ** (dims / (dims - 2))
         return base[:, None] ** jnp.asarray(-np.arange(0, dims, 2) / dims, dtype)
@@ -138,14 +138,14 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753): each pair's wavelength has a factor of its own, one set for long sequences.
+    """LongRoPE (arXiv:2402.13753): a wavelength factor per pair, with separate sets for short and long sequences.
 
     Attributes:
         short, long: factors of the pairs, up to ``original_length`` and beyond it.
-        original_length: positions of the first training.
-        magnitude: what queries and keys are multiplied by.
+        original_length: context length of the first training, in positions.
+        magnitude: factor on queries and keys.
 
-    A row of several documents is as long as its longest.
+    The length of a row of several documents is that of its longest one.
     """
 
     short: tuple[float, ...]
@@ -161,11 +161,11 @@ class LongRopeScaling:
     def frequencies_at(
         self, theta: float, dims: int, length: Int[Array, " B"], dtype: jnp.dtype
     ) -> Float[Array, "B R2"]:
-        """Frequencies for rows of these lengths."""
+        """Angular frequencies for rows of these lengths, radians per position."""
         for name, factors in (("short", self.short), ("long", self.long)):
             if len(factors) != dims // 2:
                 raise ValueError(
-                    f"LongRoPE has {len(factors)} {name} factors for {dims // 2} rotated pairs; give as many."
+                    f"LongRoPE has {len(factors)} {name} factors for {dims // 2} rotated pairs; give one per pair."
                 )
         freq = geometric(theta, dims)
         short, long = (
@@ -179,7 +179,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | Lon
 
 
 def magnitude(scaling: RopeScaling | None) -> float:
-    """What rotated queries and keys are multiplied by, each."""
+    """Factor on rotated queries and on rotated keys."""
     if isinstance(scaling, YarnScaling) and scaling.magnitude is None:
         return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
     return getattr(scaling, "magnitude", 1.0)

@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: router, dispatch and experts."""
+"""Mixture-of-experts layers: router, dispatch and combine, experts."""

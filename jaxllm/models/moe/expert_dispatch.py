@@ -1,13 +1,13 @@
-"""Sending tokens to their experts and back: the per-shard arithmetic of a mixture of experts, whatever experts do.
+"""Expert dispatch and combine: routes token rows to their experts and back, per shard (expert parallelism).
 
-Rows are sorted by expert, so that each expert's are one group of a grouped matrix product (MegaBlocks,
-arXiv:2211.15841). Where experts are split over a mesh axis, rows first travel to the device that has theirs, by an
-all-to-all (GShard, arXiv:2006.16668). Devices send different numbers of rows, known only when the program runs: TPU and
-GPU send just these (``jax.lax.ragged_all_to_all``), CPU the same buffers in full. A buffer holds what a device would
-get if all tokens chose its experts, since none is dropped; unless experts have a capacity.
+Rows are sorted by expert, so that the rows of an expert are one group of a grouped matmul (MegaBlocks,
+arXiv:2211.15841). Where experts are split over a mesh axis, an all-to-all sends rows to the device of their expert
+(GShard, arXiv:2006.16668). The numbers of rows are known only at run time: TPUs and GPUs send exactly these
+(``jax.lax.ragged_all_to_all``), CPUs send full buffers. Without a capacity no row is dropped, so a receive buffer has
+room for the case that all tokens choose the experts of one device.
 
-Legend: T tokens of a shard, D embed, E experts, X those of a shard, A experts of a token,
-P shards of experts, M = T * A rows to send.
+Legend: T tokens of a shard, D embed, E experts, X experts of a shard, A experts per token (top-k), P expert shards,
+M = T * A rows to dispatch, R rows of a receive buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels._compat import target_device, vary_over, varying_axes
 
 RunExperts = Callable[[Array, Array], Array]
-"""``(rows [M D] in the order of their experts, how many each has [X]) -> what the experts make of them [M D]``."""
+"""``(rows [M D] sorted by expert, rows of each expert [X]) -> expert outputs [M D]``."""
 
 
 def dispatch_and_combine(
@@ -34,22 +34,29 @@ def dispatch_and_combine(
     *,
     expert_axis: str | None = None,
 ) -> Float[Array, "T D"]:
-    """``sum over a of weights[t, a] * expert[experts[t, a]](x[t])``.
+    """Dropless mixture: ``sum over a of weights[t, a] * expert[experts[t, a]](x[t])``.
 
     Args:
-        experts: numbers among all experts, different ones for a token.
-        run: this shard's experts.
-        count: how many they are.
-        expert_axis: mesh axis the experts are split over, inside ``jax.shard_map``; None for all of them here.
+        experts: indices among all experts; those of a token differ.
+        weights: combine weights.
+        run: applies the experts of this shard.
+        count: number of experts of this shard, X.
+        expert_axis: mesh axis the experts are split over, inside ``jax.shard_map``; None if all experts are here.
     """
     shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
-    flat = experts.reshape(-1)
-    by_expert = jnp.argsort(flat, stable=True)
-    rows = _permute(jnp.repeat(x, experts.shape[1], axis=0), by_expert)
-    sizes = jnp.bincount(flat, length=shards * count).astype(jnp.int32)
-    out = run(rows, sizes) if expert_axis is None else _exchanged(run, rows, sizes.reshape(shards, -1), expert_axis)
-    out = _permute(out, jnp.argsort(by_expert)).reshape(*experts.shape, -1)
-    return jnp.einsum("tad,ta->td", out, weights)
+    with jax.named_scope("dispatch"):
+        flat = experts.reshape(-1)
+        by_expert = jnp.argsort(flat, stable=True)
+        rows = _permute(jnp.repeat(x, experts.shape[1], axis=0), by_expert)
+        sizes = jnp.bincount(flat, length=shards * count).astype(jnp.int32)
+    if expert_axis is None:
+        with jax.named_scope("experts"):
+            out = run(rows, sizes)
+    else:
+        out = _exchanged(run, rows, sizes.reshape(shards, -1), expert_axis)
+    with jax.named_scope("combine"):
+        out = _permute(out, jnp.argsort(by_expert)).reshape(*experts.shape, -1)
+        return jnp.einsum("tad,ta->td", out, weights)
 
 
 def dispatch_within_capacity(
@@ -62,58 +69,65 @@ def dispatch_within_capacity(
     *,
     expert_axis: str | None = None,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
-    """``dispatch_and_combine`` where an expert takes ``capacity * M / E`` rows of a shard, rounded up, and no more.
+    """``dispatch_and_combine`` with a capacity of ``capacity * M / E`` rows per expert and shard, rounded up.
 
-    Rows have their places in a buffer of one size, known before the program runs. Those beyond an expert's room count
-    nothing; first choices come before second ones, earlier tokens before later ones.
+    The buffers have static sizes. Rows beyond an expert's capacity are dropped and contribute zero; first choices come
+    before second ones, earlier tokens before later ones.
 
     Returns:
-        The sums, and how many rows were dropped.
+        The weighted sums, and the number of dropped rows.
     """
     shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
     (t, a), all_experts = experts.shape, shards * count
     room = min(t, math.ceil(capacity * t * a / all_experts))
-    flat = experts.T.reshape(-1)  # all first choices, then all second ones
-    by_expert = jnp.argsort(flat, stable=True)
-    starts = jnp.searchsorted(flat[by_expert], jnp.arange(all_experts))
-    rank = jnp.zeros_like(by_expert).at[by_expert].set(jnp.arange(t * a) - starts[flat[by_expert]])
-    kept = rank < room
-    place = jnp.where(kept, flat * room + rank, all_experts * room)
-    buffer = vary_over(jnp.zeros((all_experts * room, x.shape[1]), x.dtype), varying_axes(x))
-    buffer = buffer.at[place].set(jnp.tile(x, (a, 1)), mode="drop", unique_indices=True)
-    if expert_axis is not None:
-        buffer = jax.lax.all_to_all(buffer.reshape(shards, -1, x.shape[1]), expert_axis, 0, 0)
-        buffer = buffer.reshape(shards, count, room, -1).swapaxes(0, 1).reshape(all_experts * room, -1)
-    out = run(buffer, vary_over(jnp.full(count, shards * room, jnp.int32), varying_axes(x)))
-    if expert_axis is not None:
-        out = out.reshape(count, shards, room, -1).swapaxes(0, 1).reshape(shards, count * room, -1)
-        out = jax.lax.all_to_all(out, expert_axis, 0, 0).reshape(all_experts * room, -1)
-    out = jnp.where(kept[:, None], out[jnp.minimum(place, all_experts * room - 1)], 0).reshape(a, t, -1)
-    return jnp.einsum("atd,ta->td", out, weights), jnp.sum(~kept)
+    with jax.named_scope("dispatch"):
+        flat = experts.T.reshape(-1)  # all first choices, then all second ones
+        by_expert = jnp.argsort(flat, stable=True)
+        starts = jnp.searchsorted(flat[by_expert], jnp.arange(all_experts))
+        rank = jnp.zeros_like(by_expert).at[by_expert].set(jnp.arange(t * a) - starts[flat[by_expert]])
+        kept = rank < room
+        place = jnp.where(kept, flat * room + rank, all_experts * room)
+        buffer = vary_over(jnp.zeros((all_experts * room, x.shape[1]), x.dtype), varying_axes(x))
+        buffer = buffer.at[place].set(jnp.tile(x, (a, 1)), mode="drop", unique_indices=True)
+        if expert_axis is not None:
+            buffer = jax.lax.all_to_all(buffer.reshape(shards, -1, x.shape[1]), expert_axis, 0, 0)
+            buffer = buffer.reshape(shards, count, room, -1).swapaxes(0, 1).reshape(all_experts * room, -1)
+    with jax.named_scope("experts"):
+        out = run(buffer, vary_over(jnp.full(count, shards * room, jnp.int32), varying_axes(x)))
+    with jax.named_scope("combine"):
+        if expert_axis is not None:
+            out = out.reshape(count, shards, room, -1).swapaxes(0, 1).reshape(shards, count * room, -1)
+            out = jax.lax.all_to_all(out, expert_axis, 0, 0).reshape(all_experts * room, -1)
+        out = jnp.where(kept[:, None], out[jnp.minimum(place, all_experts * room - 1)], 0).reshape(a, t, -1)
+        return jnp.einsum("atd,ta->td", out, weights), jnp.sum(~kept)
 
 
 def _exchanged(run: RunExperts, rows: Float[Array, "M D"], sizes: Int[Array, "P X"], axis: str) -> Float[Array, "M D"]:
-    """``run`` on the rows that all shards have for this shard's experts; each gets its rows' results back.
+    """All-to-all of rows to the shards of their experts, ``run`` there, and all-to-all of the results back.
 
     Args:
-        sizes: rows of this shard for each expert, by the shard that has it.
+        sizes: rows of this shard for each expert, grouped by the shard of the expert.
     """
     ragged = target_device().platform != "cpu"
-    send, back = (_ragged if ragged else _padded)(sizes.sum(1), rows.shape[0], axis)
-    there = send(rows)
-    arrived = jax.lax.all_to_all(sizes, axis, 0, 0, tiled=True)  # [P X]: rows from each shard for each expert here
-    expert = _experts_of(arrived, there.shape[0], None if ragged else rows.shape[0])
-    by_expert = jnp.argsort(expert, stable=True)
-    out = run(_permute(there, by_expert), arrived.sum(0))
-    return back(_permute(out, jnp.argsort(by_expert)))
+    with jax.named_scope("dispatch"):
+        send, back = (_ragged if ragged else _padded)(sizes.sum(1), rows.shape[0], axis)
+        there = send(rows)
+        arrived = jax.lax.all_to_all(sizes, axis, 0, 0, tiled=True)  # [P X]: rows from each shard for each expert here
+        expert = _experts_of(arrived, there.shape[0], None if ragged else rows.shape[0])
+        by_expert = jnp.argsort(expert, stable=True)
+        there = _permute(there, by_expert)
+    with jax.named_scope("experts"):
+        out = run(there, arrived.sum(0))
+    with jax.named_scope("combine"):
+        return back(_permute(out, jnp.argsort(by_expert)))
 
 
 def _experts_of(arrived: Int[Array, "P X"], length: int, slot: int | None) -> Int[Array, " length"]:
-    """The expert of each row of a receive buffer, X for rows that are none.
+    """Expert of each row of a receive buffer; X for empty rows.
 
     Args:
-        arrived: rows from each shard for each expert; a shard's are sorted by expert.
-        slot: rows of the buffer that belong to one shard; None when the shards' rows follow each other without gaps.
+        arrived: rows from each shard for each expert; a shard's rows are sorted by expert.
+        slot: rows of the buffer that are reserved for each shard; None when the shards' rows follow without gaps.
     """
     count = arrived.shape[1]
     if slot is None:
@@ -129,7 +143,7 @@ Move = Callable[[Array], Array]
 
 
 def _padded(counts: Int[Array, " P"], rows: int, axis: str) -> tuple[Move, Move]:
-    """To and fro with a slot of the buffer for each pair of shards, as long as the longest could be."""
+    """Padded all-to-all there and back: each pair of shards has a slot of the largest possible size in the buffer."""
     shards = counts.shape[0]
     starts = jnp.cumsum(counts) - counts
     place = jnp.arange(rows)
@@ -147,7 +161,7 @@ def _padded(counts: Int[Array, " P"], rows: int, axis: str) -> tuple[Move, Move]
 
 
 def _ragged(counts: Int[Array, " P"], rows: int, axis: str) -> tuple[Move, Move]:
-    """To and fro with the rows of all shards following each other; what comes after them is zero."""
+    """Ragged all-to-all there and back: the rows of all shards follow each other, then zeros."""
     shards, here = counts.shape[0], jax.lax.axis_index(axis)
     table = jax.lax.all_gather(counts, axis)  # [P P]: rows from each shard to each
     starts = jnp.cumsum(counts) - counts  # where the rows for each shard begin here

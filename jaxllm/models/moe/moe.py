@@ -1,7 +1,7 @@
-"""Mixture of experts (arXiv:1701.06538): a router chooses a few feed-forward layers for each token.
+"""Mixture of experts (MoE, arXiv:1701.06538): a router sends each token to its top-k experts (feed-forward layers).
 
-Legend: B batch, S sequence, D embed, F width of an expert, E experts, A experts a token is sent to, X experts of a
-shard, M rows.
+Legend: B batch, S sequence, D embed, F width of an expert, E experts, A experts per token (top-k), X experts of a
+shard, M rows (tokens times top-k).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ TOKENS = ("batch", "seq", None)
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts, each gated as ``Mlp`` is.
+    """Mixture of experts; each expert is a gated feed-forward layer.
 
     Attributes:
-        experts: how many there are.
-        top_k: how many each token is sent to.
-        hidden: width of an expert.
-        activation: its nonlinearity.
-        router: how experts are chosen.
-        shared: width of one more expert that every token meets (arXiv:2401.06066); 0 for none.
-        bias: biases on every projection of an expert (gpt-oss).
-        clamp: the gate's projection is bounded by it from above, the other one from both sides (gpt-oss).
-        up_offset: added to the other one, which multiplies the activated gate (gpt-oss: 1).
-        capacity: an expert takes at most this many times its even share of a shard's rows, and what is beyond is sent
-            nowhere and counted (arXiv:2006.16668, section 2.2); first choices before second ones. None: no row is
-            dropped, whatever the load.
+        experts: number of experts.
+        top_k: experts per token.
+        hidden: hidden width of an expert.
+        activation: activation function of the experts.
+        router: configuration of the router.
+        shared: hidden width of a shared expert that every token goes through (arXiv:2401.06066); 0 for none.
+        bias: whether every projection of an expert has a bias (gpt-oss).
+        clamp: upper bound of the gate projection, and bound of the up projection from both sides (gpt-oss).
+        up_offset: added to the up projection before it multiplies the activated gate (gpt-oss: 1).
+        capacity: capacity factor: an expert takes at most this many times its even share of a shard's rows; rows
+            beyond are dropped and counted (arXiv:2006.16668, section 2.2), first choices before second ones. None:
+            dropless, whatever the load.
     """
 
     experts: int = 8
@@ -68,7 +68,7 @@ class MoeConfig:
 
 
 class Experts(nnx.Module):
-    """``down[e](activation(x @ gate[e]) * (x @ up[e]))`` for every expert e."""
+    """Weights and dispatch of all experts: ``down[e](activation(x @ gate[e]) * (x @ up[e]))`` for expert e."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, f, e = embed_dim, config.hidden, config.experts
@@ -85,7 +85,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], experts: Int[Array, "B S A"], weights: Float[Array, "B S A"]
     ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
-        """The weighted sum of each token's experts, and how many rows were dropped."""
+        """Weighted sum of each token's experts, and the number of dropped rows."""
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if config.bias else ()))
@@ -104,7 +104,7 @@ class Experts(nnx.Module):
 
         def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:
             own = jax.tree.unflatten(tree, flat)
-            if width_axes and config.bias:  # which is summed over the shards of the width
+            if width_axes and config.bias:  # the output is summed over the shards of the width, and the bias with it
                 own["down_bias"] = own["down_bias"] / jax.lax.axis_size(width_axes)
             rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
             run = functools.partial(_feed_forward, config, own)
@@ -126,7 +126,7 @@ class Experts(nnx.Module):
 
 
 def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | PackedExperts:
-    """A weight as it is used, or packed as it is."""
+    """Weight in compute dtype, or packed (quantised) as it is stored."""
     value = param.get_value()
     return value if isinstance(value, PackedExperts) else use(param, dtype)
 
@@ -134,14 +134,15 @@ def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | PackedExperts:
 def _feed_forward(
     config: MoeConfig, own: dict[str, Array | PackedExperts], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
 ) -> Float[Array, "M D"]:
-    """What each row's expert makes of it; rows are in the order of experts."""
+    """Expert outputs of rows that are sorted by expert, by grouped matmuls; ``sizes``: rows of each expert."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
 
     def project(rows: Array, name: str) -> Array:
         matrices = own[name]
         run = packed_grouped_matmul if isinstance(matrices, PackedExperts) else grouped_matmul
-        out = run(rows, matrices, sizes)  # type: ignore[arg-type]
-        return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
+        with jax.named_scope(name):
+            out = run(rows, matrices, sizes)  # type: ignore[arg-type]
+            return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
 
     gate, up = project(rows, "gate"), project(rows, "up")
     if config.clamp is not None:
@@ -152,7 +153,7 @@ def _feed_forward(
 
 
 class Moe(nnx.Module):
-    """``sum over chosen e of weight[e] * experts[e](x)``, and what the shared expert makes of x."""
+    """Mixture-of-experts layer: ``sum over chosen e of weight[e] * experts[e](x)``, plus the shared expert's output."""
 
     def __init__(self, config: MoeConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, e = embed_dim, config.experts
@@ -161,7 +162,7 @@ class Moe(nnx.Module):
         if config.router.bias:
             self.router_bias = constant(0.0, (e,), (None,), dtype)
         if config.router.balance_bias:
-            # Moved in steps that bfloat16 would round away.
+            # At least float32: bfloat16 would round the small updates away.
             self.balance_bias = constant(0.0, (e,), (None,), at_least_f32(dtype))
         self.experts = Experts(config, d, out_scale=out_scale, dtype=dtype)
         if config.shared:
@@ -169,15 +170,19 @@ class Moe(nnx.Module):
             self.shared = Mlp(gated, d, out_scale=out_scale, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
-        """The mixture's output, and where its tokens were sent."""
+        """Output of the layer, and the routing of its tokens."""
         x = sharding.constrain(x, "batch", "seq", "act_embed")
         config = self.config
         dtype = at_least_f32(x.dtype)
-        logits = sharding.project(x.astype(dtype), use(self.router, dtype), TOKENS)
-        if config.router.bias:
-            logits = logits + use(self.router_bias, dtype)
-        bias = use(self.balance_bias, dtype) if config.router.balance_bias else None
-        routing = route(config.router, config.top_k, logits, bias)
+        with jax.named_scope("router"):
+            logits = sharding.project(x.astype(dtype), use(self.router, dtype), TOKENS)
+            if config.router.bias:
+                logits = logits + use(self.router_bias, dtype)
+            bias = use(self.balance_bias, dtype) if config.router.balance_bias else None
+            routing = route(config.router, config.top_k, logits, bias)
         out, dropped = self.experts(x, routing.experts, routing.weights)
         out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
-        return out + self.shared(x) if config.shared else out, routing._replace(dropped=dropped)
+        if config.shared:
+            with jax.named_scope("shared_expert"):
+                out = out + self.shared(x)
+        return out, routing._replace(dropped=dropped)

@@ -1,8 +1,9 @@
-"""Routers of mixtures of experts: from each token's scores of all experts to the few that it is sent to.
+"""Router of a mixture of experts: top-k choice of experts from each token's scores, and their combine weights.
 
-Everything is in at least float32, as the scores are.
+All values are in at least float32. Load balancing: by the ``balance_bias`` here, or by the load-balancing loss in
+``jaxllm.train.step.routing_losses``.
 
-Legend: B batch, S sequence, E experts, A experts a token is sent to, G groups of experts.
+Legend: B batch, S sequence, E experts, A experts per token (top-k), G groups of experts.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ TOP_OF_GROUP = {"best": 1, "best two": 2}
 
 
 class Routing(NamedTuple):
-    """What a router made of its tokens; ``experts`` likeliest first."""
+    """Routing of a batch of tokens."""
 
-    logits: Float[Array, "B S E"]
-    shares: Float[Array, "B S E"]  # its scores, made to sum to one over all experts
-    experts: Int[Array, "B S A"]
-    weights: Float[Array, "B S A"]  # of the chosen experts' results
-    dropped: Float[Array, ""]  # how many of the B x S x A were sent nowhere, for lack of room
+    logits: Float[Array, "B S E"]  # router logits
+    shares: Float[Array, "B S E"]  # router probabilities: scores that sum to one over all experts
+    experts: Int[Array, "B S A"]  # chosen experts, best first
+    weights: Float[Array, "B S A"]  # combine weights of the chosen experts' outputs
+    dropped: Float[Array, ""]  # number of the B x S x A rows that were dropped for lack of capacity
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a token's experts are chosen, and how they are weighed.
+    """Choice of experts and their combine weights.
 
     Attributes:
-        scoring: the score of an expert: its share of a softmax over all (arXiv:1701.06538), or a sigmoid of its own
-            (DeepSeek-V3, arXiv:2412.19437).
-        normalize: the chosen experts' weights are made to sum to one (Mixtral, arXiv:2401.04088), instead of being
-            their scores (Switch, arXiv:2101.03961).
-        scale: what weights are multiplied by, after that.
-        groups: experts come in this many groups, of which a token chooses ``top_groups`` first (arXiv:2405.04434,
-            section 2.2.2).
-        group_score: of a group: its best expert's (DeepSeek-V2), or the sum of its best two (DeepSeek-V3).
-        bias: scores are added to as the logits are (gpt-oss).
-        balance_bias: a number for each expert, added to scores when choosing and at no other time. No gradient reaches
-            it: training moves it by load (arXiv:2408.15664).
+        scoring: score of an expert: softmax over all experts (arXiv:1701.06538), or its own sigmoid (DeepSeek-V3,
+            arXiv:2412.19437).
+        normalize: combine weights are normalised to sum to one (Mixtral, arXiv:2401.04088), instead of being the
+            scores (Switch, arXiv:2101.03961).
+        scale: factor on the combine weights, after normalisation.
+        groups: number of groups of experts; a token chooses ``top_groups`` of them first (arXiv:2405.04434, section
+            2.2.2).
+        top_groups: groups per token.
+        group_score: score of a group: that of its best expert (DeepSeek-V2), or the sum of its best two (DeepSeek-V3).
+        bias: whether the router's logits have a bias (gpt-oss).
+        balance_bias: a bias per expert that is added to scores for the top-k choice alone. No gradient reaches it:
+            training updates it by load (auxiliary-loss-free load balancing, arXiv:2408.15664).
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -63,7 +65,11 @@ class RouterConfig:
             raise ValueError(f"router: scale = {self.scale}; give a positive number.")
 
     def check(self, experts: int, top_k: int) -> None:
-        """Raises ValueError where so many experts cannot be chosen from in this way."""
+        """Checks that ``top_k`` of ``experts`` can be chosen.
+
+        Raises:
+            ValueError: they cannot; says which numbers are legal.
+        """
         if top_k > experts:
             raise ValueError(f"mixture of experts: top_k = {top_k} of experts = {experts}; choose {experts} or fewer.")
         if experts % self.groups:
@@ -82,7 +88,7 @@ class RouterConfig:
 def route(
     config: RouterConfig, top_k: int, logits: Float[Array, "B S E"], balance_bias: Float[Array, " E"] | None
 ) -> Routing:
-    """The experts of each token."""
+    """Routing of tokens by their router logits: top-k experts and combine weights; ``dropped`` is zero."""
     if config.scoring == "softmax":
         scores = shares = jax.nn.softmax(logits, axis=-1)
     else:
@@ -104,7 +110,7 @@ def route(
 
 
 def _in_best_groups(config: RouterConfig, worth: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-    """Minus infinity for experts of groups that a token does not choose."""
+    """Scores with minus infinity for experts of groups that a token does not choose."""
     grouped = worth.reshape(*worth.shape[:-1], config.groups, -1)
     best, _ = jax.lax.top_k(grouped, TOP_OF_GROUP[config.group_score])
     _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), config.top_groups)

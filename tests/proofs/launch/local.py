@@ -59,7 +59,7 @@ def unbroken() -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         done = launched(Path(folder))
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "start again" not in done.stderr
+        assert "all restart" not in done.stderr
         return outcome(Path(folder))
 
 
@@ -82,10 +82,10 @@ def local(case: tuple[str, int]) -> None:
         assert (Path(folder) / "once").exists(), done.stderr[-3000:]
         if name == "SIGTERM":
             assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
-            assert "not started again" in done.stderr
+            assert "not restarted" in done.stderr
             done = launched(Path(folder), special)
         else:
-            assert "all start again" in done.stderr
+            assert "all restart" in done.stderr
             assert "Resuming after step 4" in done.stdout, done.stdout[-3000:]
         assert done.returncode == 0, done.stderr[-3000:]
         assert outcome(Path(folder)) == want
