@@ -67,7 +67,7 @@ def plain_write(buffer: np.ndarray, file: Path) -> None:
 def hashed(buffer: np.ndarray, threads: int) -> None:
     """Hashes a buffer in threads, in the blocks of a manifest."""
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(leaf_hashing.hash_bytes, leaf_hashing.cut(buffer, leaf_hashing.BLOCK)))
+        list(pool.map(leaf_hashing.hash_bytes, leaf_hashing.split_pieces(buffer, leaf_hashing.BLOCK_BYTES)))
 
 
 def both(buffer: np.ndarray, file: Path) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints: asynchronous, atomic, verified; saved on one mesh, restored on any other.
+"""Asynchronous checkpointing: atomic commit, verified content hashes, resharding on restore to any mesh.
 
     with Checkpointer("runs/a/checkpoints", CheckpointConfig(every=100)) as checkpointer:
         checkpointer.save(100, state, {"cursor": 12_800})
         ...
-        found = checkpointer.resume(abstract_state)  # newest good one, or None
+        found = checkpointer.resume(abstract_state)  # the newest good checkpoint, or None
 
-Orbax writes the arrays; a manifest of our own holds a hash for each of them. Nothing is ever unpickled.
+The arrays are in Orbax's format; a manifest holds the content hash of each. Nothing is ever unpickled.
 """
 
 from typing import TYPE_CHECKING
@@ -22,10 +22,10 @@ from jaxllm.lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxllm.checkpoint.checkpoint_writer import StreamedLeaf
     from jaxllm.checkpoint.checkpointer import Checkpointer
-    from jaxllm.checkpoint.memory.memory_snapshots import Snapshots
-    from jaxllm.checkpoint.multihost_checkpointer import SharedCheckpointer
-    from jaxllm.checkpoint.readonly import Resumed
-    from jaxllm.checkpoint.restore import Reading, Source
+    from jaxllm.checkpoint.memory.memory_snapshots import MemoryCheckpointer
+    from jaxllm.checkpoint.multihost_checkpointer import MultihostCheckpointer
+    from jaxllm.checkpoint.readonly import RestoredCheckpoint
+    from jaxllm.checkpoint.restore import LeafSource, RestoreOptions
     from jaxllm.checkpoint.state_providers import StateProvider
     from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
 
@@ -34,18 +34,25 @@ __getattr__, __dir__ = lazy_exports(
     {
         "jaxllm.checkpoint.checkpoint_writer": ("StreamedLeaf",),
         "jaxllm.checkpoint.checkpointer": ("Checkpointer",),
-        "jaxllm.checkpoint.memory.memory_snapshots": ("Snapshots",),
-        "jaxllm.checkpoint.multihost_checkpointer": ("SharedCheckpointer",),
-        "jaxllm.checkpoint.readonly": ("Resumed",),
+        "jaxllm.checkpoint.memory.memory_snapshots": ("MemoryCheckpointer",),
+        "jaxllm.checkpoint.multihost_checkpointer": ("MultihostCheckpointer",),
+        "jaxllm.checkpoint.readonly": ("RestoredCheckpoint",),
         "jaxllm.checkpoint.restore": (
-            "Reading",
-            "Source",
+            "RestoreOptions",
+            "LeafSource",
         ),
         "jaxllm.checkpoint.state_providers": ("StateProvider",),
         "jaxllm.checkpoint.storage.checkpoint_manifest": (
             "LeafRecord",
             "Manifest",
         ),
+    },
+    renamed={
+        "Reading": "RestoreOptions",
+        "Resumed": "RestoredCheckpoint",
+        "SharedCheckpointer": "MultihostCheckpointer",
+        "Snapshots": "MemoryCheckpointer",
+        "Source": "LeafSource",
     },
 )
 
@@ -58,13 +65,13 @@ __all__ = [
     "CheckpointNotFoundError",
     "Checkpointer",
     "LeafRecord",
+    "LeafSource",
     "Manifest",
+    "MemoryCheckpointer",
     "MemoryConfig",
-    "Reading",
-    "Resumed",
-    "SharedCheckpointer",
-    "Snapshots",
-    "Source",
+    "MultihostCheckpointer",
+    "RestoreOptions",
+    "RestoredCheckpoint",
     "StateProvider",
     "StreamedLeaf",
 ]

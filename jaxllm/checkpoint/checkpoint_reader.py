@@ -14,8 +14,8 @@ from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError, Ch
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
-from jaxllm.checkpoint.storage.step_directories import Directory
-from jaxllm.checkpoint.storage.stored_leaf import Damage, Index, StoredLeaf
+from jaxllm.checkpoint.storage.step_directories import StepDirectories
+from jaxllm.checkpoint.storage.stored_leaf import CorruptDataError, Index, StoredLeaf
 
 META = "meta.json"
 
@@ -23,26 +23,26 @@ Progress = Callable[[str, int, int], None]
 """progress(leaf, bytes done, bytes in all)"""
 
 
-class Leaf:
+class CheckpointLeaf:
     """A leaf of a checkpoint that a caller reads; damage becomes the error that names it."""
 
-    def __init__(self, reader: Reader, step: int, stored: StoredLeaf):
+    def __init__(self, reader: CheckpointReader, step: int, stored: StoredLeaf):
         self._reader, self._step, self._stored = reader, step, stored
         self.record, self.shape, self.dtype = stored.record, stored.shape, stored.dtype
 
     def read(self, index: Index | None = None) -> np.ndarray:
         """A slice of the values, verified; all by default."""
-        with self._reader.named(self._step, self._stored.path):
+        with self._reader.naming_leaf(self._step, self._stored.path):
             return self._stored.read(index)
 
     def mapped(self) -> np.ndarray:
         """All values, verified, as a read-only view of the file where there is one."""
-        with self._reader.named(self._step, self._stored.path):
+        with self._reader.naming_leaf(self._step, self._stored.path):
             return self._stored.mapped()
 
     def verify(self) -> None:
         """Reads everything and compares it with the leaf's hash."""
-        with self._reader.named(self._step, self._stored.path):
+        with self._reader.naming_leaf(self._step, self._stored.path):
             self._stored.verify()
 
     @property
@@ -50,14 +50,14 @@ class Leaf:
         return self._stored.bytes_read
 
 
-class Reader:
+class CheckpointReader:
     """Verified contents of the checkpoints in one directory, and the messages about damaged ones."""
 
-    def __init__(self, directory: Directory):
+    def __init__(self, directory: StepDirectories):
         self._directory = directory
         self._files = directory.files
 
-    def existing(self, step: int | None) -> int:
+    def resolve_step(self, step: int | None) -> int:
         """`step`, or the newest if None.
 
         Raises:
@@ -85,7 +85,7 @@ class Reader:
         except FileNotFoundError:
             raise self._not_found(step) from None
         except OSError as error:
-            raise CheckpointError(f"the manifest of {self.where(step)} cannot be read: {error}") from error
+            raise CheckpointError(f"the manifest of {self.describe_step(step)} cannot be read: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._corrupt(step, str(error), file=manifest_lib.NAME) from error
         if manifest.step != step:
@@ -94,9 +94,9 @@ class Reader:
 
     def meta(self, step: int, manifest: Manifest) -> dict[str, Any]:
         """The JSON saved along."""
-        return json.loads(self._small(step, manifest, META))
+        return json.loads(self._verified_file(step, manifest, META))
 
-    def leaves(self, step: int, manifest: Manifest, wanted: Collection[str]) -> dict[str, Leaf]:
+    def leaves(self, step: int, manifest: Manifest, wanted: Collection[str]) -> dict[str, CheckpointLeaf]:
         """The wanted leaves, to be read; their files are there and whole, and those that describe them are verified.
 
         Raises:
@@ -106,25 +106,25 @@ class Reader:
         for name in manifest.files:
             owner = manifest.owners.get(array_store.folder_of(name))
             if owner is None and name != META:
-                self._small(step, manifest, name)  # what describes the tree
+                self._verified_file(step, manifest, name)  # what describes the tree
             elif owner in names:
                 names[owner].append(name)
 
-        def one(path: str) -> Leaf:
+        def one(path: str) -> CheckpointLeaf:
             parts, head = {}, None
             for name in names[path]:
                 last = name.rsplit("/", 1)[1]
-                if last == array_store.HEAD:
-                    head = self._small(step, manifest, name)
+                if last == array_store.ARRAY_METADATA:
+                    head = self._verified_file(step, manifest, name)
                 else:
                     self._check_size(step, manifest, name)
                     parts[last] = manifest.files[name]
             folder, record = self._directory.folder(step), manifest.leaves[path]
-            with self.named(step, path):
+            with self.naming_leaf(step, path):
                 stored = StoredLeaf(self._files, folder, path, record, parts, head, manifest.block)
-            return Leaf(self, step, stored)
+            return CheckpointLeaf(self, step, stored)
 
-        with ThreadPoolExecutor(leaf_hashing.HASHERS) as pool:
+        with ThreadPoolExecutor(leaf_hashing.HASH_THREADS) as pool:
             return dict(zip(names, pool.map(one, names), strict=True))
 
     def verify(self, step: int, progress: Progress | None = None) -> None:
@@ -132,9 +132,9 @@ class Reader:
         manifest = self.manifest(step)
         self.meta(step, manifest)
         leaves = self.leaves(step, manifest, manifest.leaves)
-        in_order(leaves, manifest.leaves, lambda path: leaves[path].verify(), progress)
+        map_in_order(leaves, manifest.leaves, lambda path: leaves[path].verify(), progress)
 
-    def is_whole(self, step: int) -> bool:
+    def is_complete(self, step: int) -> bool:
         """Whether the manifest is sound and every file has its size; contents are not read."""
         try:
             manifest = self.manifest(step)
@@ -143,30 +143,30 @@ class Reader:
             return False
         return all(sizes.get(name) == record.bytes for name, record in manifest.files.items())
 
-    def where(self, step: int) -> str:
+    def describe_step(self, step: int) -> str:
         """The checkpoint's name in messages."""
         return f"the checkpoint of step {step} in {self._files}"
 
     @contextlib.contextmanager
-    def named(self, step: int, leaf: str) -> Iterator[None]:
+    def naming_leaf(self, step: int, leaf: str) -> Iterator[None]:
         """Damage that is found inside is that of a leaf."""
         try:
             yield
-        except Damage as error:
+        except CorruptDataError as error:
             file = error.file and f"{array_store.leaf_folder(leaf)}/{error.file}"
             raise self._corrupt(step, error.what, leaf=leaf, file=file) from error
         except FileNotFoundError as error:
             raise self._corrupt(step, "a file of it is missing", leaf=leaf) from error
         except OSError as error:
-            raise CheckpointError(f"leaf {leaf} of {self.where(step)} cannot be read: {error}") from error
+            raise CheckpointError(f"leaf {leaf} of {self.describe_step(step)} cannot be read: {error}") from error
 
-    def _small(self, step: int, manifest: Manifest, name: str) -> bytes:
+    def _verified_file(self, step: int, manifest: Manifest, name: str) -> bytes:
         """A file that holds no array data, verified."""
         leaf = self._check_size(step, manifest, name)
         try:
             data = bytes(self._files.read(f"{self._directory.folder(step)}/{name}"))
         except OSError as error:
-            raise CheckpointError(f"{name} of {self.where(step)} cannot be read: {error}") from error
+            raise CheckpointError(f"{name} of {self.describe_step(step)} cannot be read: {error}") from error
         if leaf_hashing.hash_bytes(data) != manifest.files[name].hash:
             raise self._corrupt(step, "its bytes do not match the manifest", leaf=leaf, file=name)
         return data
@@ -180,7 +180,7 @@ class Reader:
         try:
             size = self._files.size(f"{self._directory.folder(step)}/{name}")
         except OSError as error:
-            raise CheckpointError(f"{name} of {self.where(step)} cannot be read: {error}") from error
+            raise CheckpointError(f"{name} of {self.describe_step(step)} cannot be read: {error}") from error
         if size is None:
             raise self._corrupt(step, "it is missing", leaf=leaf, file=name)
         if size != expected.bytes:
@@ -197,7 +197,7 @@ class Reader:
             if others
             else "There is no other checkpoint here."
         )
-        finding = f"{self.where(step)} is corrupt: {place}: {what}."
+        finding = f"{self.describe_step(step)} is corrupt: {place}: {what}."
         return CheckpointCorruptError(finding, advice, step=step, leaf=leaf, file=file)
 
     def _not_found(self, step: int) -> CheckpointNotFoundError:
@@ -206,7 +206,7 @@ class Reader:
         return CheckpointNotFoundError(f"there is no checkpoint of step {step} in {self._files}: {held}.")
 
 
-def in_order(
+def map_in_order(
     leaves: Collection[str],
     records: Mapping[str, LeafRecord],
     work: Callable[[str], Any],
@@ -215,7 +215,7 @@ def in_order(
     """`work` of every leaf, several at a time."""
     total, done = sum(records[path].nbytes for path in leaves), 0
     out = {}
-    with ThreadPoolExecutor(leaf_hashing.HASHERS) as pool:
+    with ThreadPoolExecutor(leaf_hashing.HASH_THREADS) as pool:
         for path, result in zip(leaves, pool.map(work, leaves), strict=True):
             out[path] = result
             done += records[path].nbytes

@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxllm.checkpoint.snapshot import Leaf, whole
+from jaxllm.checkpoint.snapshot import SnapshotLeaf, single_chunk_leaf
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
-from jaxllm.checkpoint.storage.file_systems import Files
-from jaxllm.checkpoint.storage.leaf_hashing import as_bytes, cut, hash_bytes
+from jaxllm.checkpoint.storage.file_systems import FileSystem
+from jaxllm.checkpoint.storage.leaf_hashing import as_bytes, hash_bytes, split_pieces
 
-LARGE = 2**23
+SYNC_ALONE_BYTES = 2**23
 """Bytes from which on a file is waited for alone; smaller ones all together, in the end."""
-WRITERS = 4
+WRITER_THREADS = 4
 """Files that are written at a time: while one waits for the disk, others go on."""
 
 
@@ -38,16 +38,16 @@ class StreamedLeaf:
     key: tuple[str, str] | None = None
 
 
-def streamed(leaves: Mapping[str, StreamedLeaf]) -> dict[str, Leaf]:
+def streamed_leaves(leaves: Mapping[str, StreamedLeaf]) -> dict[str, SnapshotLeaf]:
     """Leaves that come in pieces, to be written as others are."""
     return {
-        p: whole(tuple(leaf.shape), np.dtype(leaf.dtype), lambda leaf=leaf: leaf.pieces, leaf.key)
+        p: single_chunk_leaf(tuple(leaf.shape), np.dtype(leaf.dtype), lambda leaf=leaf: leaf.pieces, leaf.key)
         for p, leaf in leaves.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WrittenChunk:
     """What was written of a leaf: one chunk.
 
     blocks: hashes of the blocks of its bytes.
@@ -59,10 +59,10 @@ class Part:
 
     @property
     def hash(self) -> str:
-        return leaf_hashing.join(self.blocks)
+        return leaf_hashing.combine_block_hashes(self.blocks)
 
 
-class Budget:
+class HostMemoryBudget:
     """Bytes in host memory at a time: `with budget(n)` waits until there is room, or nothing else is there."""
 
     def __init__(self, most: int):
@@ -82,28 +82,30 @@ class Budget:
                 self._change.notify_all()
 
 
-def describe(files: Files, folder: str, leaves: Mapping[str, Leaf]) -> dict[str, FileRecord]:
+def write_metadata(files: FileSystem, folder: str, leaves: Mapping[str, SnapshotLeaf]) -> dict[str, FileRecord]:
     """Makes the folders of leaves and writes every file that holds no array data."""
-    described = array_store.description(
+    described = array_store.metadata_files(
         {
             p: (leaf.array_shape, array_store.stored_dtype(leaf.array_dtype), leaf.chunk)
-            for p, leaf in filled(leaves).items()
+            for p, leaf in nonempty(leaves).items()
         }
     )
-    for name in sorted({name.rsplit("/", 1)[0] for name in described} | {array_store.FOLDER}):
+    for name in sorted({name.rsplit("/", 1)[0] for name in described} | {array_store.STATE_FOLDER}):
         files.make(f"{folder}/{name}")
-    with ThreadPoolExecutor(WRITERS) as pool:
+    with ThreadPoolExecutor(WRITER_THREADS) as pool:
         return dict(pool.map(lambda item: (item[0], write_file(files, folder, *item)), described.items()))
 
 
-def write_file(files: Files, folder: str, name: str, data: bytes) -> FileRecord:
+def write_file(files: FileSystem, folder: str, name: str, data: bytes) -> FileRecord:
     """Writes a small file of a checkpoint, hashed."""
     with files.create(f"{folder}/{name}") as out:
         out.write(data)
     return FileRecord(len(data), hash_bytes(data))
 
 
-def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: Budget) -> dict[str, dict[str, Part]]:
+def write_chunks(
+    files: FileSystem, folder: str, leaves: Mapping[str, SnapshotLeaf], budget: HostMemoryBudget
+) -> dict[str, dict[str, WrittenChunk]]:
     """Writes what this process has of every leaf, and returns when it is on disk.
 
     Returns:
@@ -112,17 +114,17 @@ def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: B
     Raises:
         ValueError: the pieces of a leaf are not of its type, or too few or too many.
     """
-    jobs = [(path, name) for path, leaf in filled(leaves).items() for name in leaf.parts]
-    with ThreadPoolExecutor(WRITERS) as pool, ThreadPoolExecutor(leaf_hashing.HASHERS) as hashers:
+    jobs = [(path, name) for path, leaf in nonempty(leaves).items() for name in leaf.parts]
+    with ThreadPoolExecutor(WRITER_THREADS) as pool, ThreadPoolExecutor(leaf_hashing.HASH_THREADS) as hashers:
 
-        def write(job: tuple[str, str]) -> Part:
+        def write(job: tuple[str, str]) -> WrittenChunk:
             path, chunk = job
             leaf = leaves[path]
             size = math.prod(leaf.chunk) * leaf.array_dtype.itemsize
             name = f"{folder}/{array_store.leaf_folder(path)}/{chunk}"
             with budget(size), files.create(name) as out:
                 part = _write(out.write, leaf.parts[chunk](), path, leaf, size, hashers)
-            if size >= LARGE:
+            if size >= SYNC_ALONE_BYTES:
                 files.sync([name])  # while others are written and hashed
             return part
 
@@ -131,24 +133,26 @@ def write_parts(files: Files, folder: str, leaves: Mapping[str, Leaf], budget: B
         if failed := [future for future in done if future.exception()]:
             pool.shutdown(wait=False, cancel_futures=True)
             failed[0].result()
-        out: dict[str, dict[str, Part]] = {path: {} for path in leaves}
+        out: dict[str, dict[str, WrittenChunk]] = {path: {} for path in leaves}
         for (path, chunk), future in zip(jobs, running, strict=True):
             out[path][chunk] = future.result()
-    small = [name for name, file in files_of(out).items() if file.bytes < LARGE]
+    small = [name for name, file in file_records(out).items() if file.bytes < SYNC_ALONE_BYTES]
     files.sync(f"{folder}/{name}" for name in small)
     return out
 
 
-def records_of(leaves: Mapping[str, Leaf], written: Mapping[str, Mapping[str, Part]]) -> dict[str, LeafRecord]:
+def leaf_records(
+    leaves: Mapping[str, SnapshotLeaf], written: Mapping[str, Mapping[str, WrittenChunk]]
+) -> dict[str, LeafRecord]:
     """What the manifest says of leaves that one process wrote."""
     out = {}
     for path, leaf in leaves.items():
         blocks = next((part.blocks for part in written[path].values()), [hash_bytes(b"")])
-        out[path] = record(leaf, blocks)
+        out[path] = leaf_record(leaf, blocks)
     return out
 
 
-def files_of(written: Mapping[str, Mapping[str, Part]], hashed: bool = False) -> dict[str, FileRecord]:
+def file_records(written: Mapping[str, Mapping[str, WrittenChunk]], hashed: bool = False) -> dict[str, FileRecord]:
     """What the manifest says of the files of array data; with a hash of their own where the leaf's is not enough."""
     return {
         f"{array_store.leaf_folder(path)}/{name}": FileRecord(part.bytes, part.hash if hashed else None)
@@ -157,13 +161,13 @@ def files_of(written: Mapping[str, Mapping[str, Part]], hashed: bool = False) ->
     }
 
 
-def record(leaf: Leaf, blocks: list[str]) -> LeafRecord:
+def leaf_record(leaf: SnapshotLeaf, blocks: list[str]) -> LeafRecord:
     """A leaf's entry in the manifest, from the hashes of its blocks."""
     several = tuple(blocks) if len(blocks) > 1 else ()
-    return LeafRecord(leaf.shape, leaf.dtype, leaf_hashing.join(blocks), leaf.key_impl, several)
+    return LeafRecord(leaf.shape, leaf.dtype, leaf_hashing.combine_block_hashes(blocks), leaf.key_impl, several)
 
 
-def filled(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+def nonempty(leaves: Mapping[str, SnapshotLeaf]) -> dict[str, SnapshotLeaf]:
     """Those that have a file: a leaf without elements has none."""
     return {path: leaf for path, leaf in leaves.items() if 0 not in leaf.array_shape}
 
@@ -172,16 +176,16 @@ def _write(
     put: Callable[..., object],
     pieces: Iterable[np.ndarray],
     path: str,
-    leaf: Leaf,
+    leaf: SnapshotLeaf,
     size: int,
     hashers: ThreadPoolExecutor,
-) -> Part:
+) -> WrittenChunk:
     """Writes one chunk, each piece while it is hashed."""
     hasher, written = leaf_hashing.BlockHasher(), 0
     for piece in pieces:
         if piece.dtype != leaf.array_dtype:
             raise ValueError(f"leaf {path} is {leaf.array_dtype}, and a piece of it is {piece.dtype}.")
-        for part in cut(as_bytes(piece), leaf_hashing.PIECE):
+        for part in split_pieces(as_bytes(piece), leaf_hashing.PIECE_BYTES):
             hashed = hashers.submit(hasher.update, part)
             rest = part.data
             while len(rest):  # an unbuffered file may take a part
@@ -194,4 +198,4 @@ def _write(
         del piece, part, rest, hashed  # before the next one is made
     if written != size:
         raise ValueError(f"leaf {path} has {size} bytes, and its pieces have {written}.")
-    return Part(size, hasher.blocks())
+    return WrittenChunk(size, hasher.blocks())

@@ -14,22 +14,22 @@ import numpy as np
 
 from jaxllm.checkpoint import checkpoint_writer, snapshot
 from jaxllm.checkpoint.checkpoint_reader import META
-from jaxllm.checkpoint.checkpoint_writer import Budget, StreamedLeaf
+from jaxllm.checkpoint.checkpoint_writer import HostMemoryBudget, StreamedLeaf
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.readonly import Looking, Resumed
-from jaxllm.checkpoint.snapshot import Copy, Leaf
+from jaxllm.checkpoint.readonly import ReadOnlyCheckpointer, RestoredCheckpoint
+from jaxllm.checkpoint.snapshot import CopyMode, SnapshotLeaf
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord, Manifest
-from jaxllm.checkpoint.storage.file_systems import Files
+from jaxllm.checkpoint.storage.file_systems import FileSystem
 
-__all__ = ["Checkpointer", "Resumed"]
+__all__ = ["Checkpointer", "RestoredCheckpoint"]
 
-COPIES: dict[str, Copy] = {"lazy": "device", "eager": "host", "blocking": "none"}
+COPY_MODES: dict[str, CopyMode] = {"lazy": "device", "eager": "host", "blocking": "none"}
 
 
-class Checkpointer(Looking):
+class Checkpointer(ReadOnlyCheckpointer):
     """Saves and restores the state of one run in one place.
 
     Args:
@@ -47,7 +47,7 @@ class Checkpointer(Looking):
 
     def __init__(
         self,
-        directory: str | os.PathLike | Files,
+        directory: str | os.PathLike | FileSystem,
         config: CheckpointConfig | None = None,
         *,
         read_only: bool = False,
@@ -84,12 +84,12 @@ class Checkpointer(Looking):
                 on disk, or the disk refused.
         """
         began = time.monotonic()
-        if (text := self._admit(step, meta)) is None:
+        if (text := self._check_save(step, meta)) is None:
             return False
         step, how = int(step), self.config.saving
         if how == "auto":
-            how = "lazy" if snapshot.has_room(state) else "eager"
-        leaves = self._capture(state, COPIES[how])
+            how = "lazy" if snapshot.has_room_for_copy(state) else "eager"
+        leaves = self._capture(state, COPY_MODES[how])
         if how == "blocking":
             self._write(step, text, leaves)
         else:
@@ -106,9 +106,9 @@ class Checkpointer(Looking):
         Raises:
             CheckpointError: as in `save`; its cause is what went wrong, if that was in the making of a piece.
         """
-        if (text := self._admit(step, meta)) is None:
+        if (text := self._check_save(step, meta)) is None:
             return False
-        self._write(int(step), text, checkpoint_writer.streamed(leaves), one_at_a_time=True)
+        self._write(int(step), text, checkpoint_writer.streamed_leaves(leaves), one_at_a_time=True)
         return True
 
     def wait(self) -> None:
@@ -166,11 +166,11 @@ class Checkpointer(Looking):
         """
         self._require_writer()
         self.wait()
-        doomed = self._doomed()
+        doomed = self._unretained()
         good = next((step for step in reversed(self.steps()) if self._is_good(step)), None) if doomed else None
         doomed = [step for step in doomed if step != good]
         names = [self._directory.folder(step) for step in doomed]
-        extra = self._directory.leftovers() if set_aside else []
+        extra = self._directory.set_aside_folders() if set_aside else []
         if not dry:
             for step in doomed:
                 self._directory.delete(step)
@@ -180,7 +180,7 @@ class Checkpointer(Looking):
 
     # Inside
 
-    def _admit(self, step: int, meta: Mapping[str, Any]) -> str | None:
+    def _check_save(self, step: int, meta: Mapping[str, Any]) -> str | None:
         """`meta` as text if `step` can be saved now; None if it is on disk already."""
         self._require_writer()
         self.wait()
@@ -196,26 +196,26 @@ class Checkpointer(Looking):
             )
         return text
 
-    def _capture(self, state: Any, copy: Copy) -> dict[str, Leaf]:
+    def _capture(self, state: Any, copy: CopyMode) -> dict[str, SnapshotLeaf]:
         return snapshot.capture(state, copy=copy)
 
-    def _put(
-        self, folder: str, leaves: Mapping[str, Leaf], budget: Budget
+    def _write_arrays(
+        self, folder: str, leaves: Mapping[str, SnapshotLeaf], budget: HostMemoryBudget
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
         """Writes the arrays into a folder, and returns when they are on disk."""
         files = self._directory.files
-        described = checkpoint_writer.describe(files, folder, leaves)
-        written = checkpoint_writer.write_parts(files, folder, leaves, budget)
-        return checkpoint_writer.records_of(leaves, written), described | checkpoint_writer.files_of(written)
+        described = checkpoint_writer.write_metadata(files, folder, leaves)
+        written = checkpoint_writer.write_chunks(files, folder, leaves, budget)
+        return checkpoint_writer.leaf_records(leaves, written), described | checkpoint_writer.file_records(written)
 
-    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf], one_at_a_time: bool = False) -> None:
+    def _write(self, step: int, meta: str, leaves: Mapping[str, SnapshotLeaf], one_at_a_time: bool = False) -> None:
         """Writes and commits one checkpoint; then applies retention."""
         try:
-            folder = self._directory.begin(step)
-            budget = Budget(1 if one_at_a_time else self.config.host_bytes)
-            records, files = self._put(folder, leaves, budget)
+            folder = self._directory.begin_save(step)
+            budget = HostMemoryBudget(1 if one_at_a_time else self.config.host_bytes)
+            records, files = self._write_arrays(folder, leaves, budget)
             files[META] = checkpoint_writer.write_file(self._directory.files, folder, META, meta.encode())
-            manifest = Manifest(step, records, dict(sorted(files.items())), leaf_hashing.BLOCK)
+            manifest = Manifest(step, records, dict(sorted(files.items())), leaf_hashing.BLOCK_BYTES)
             checkpoint_writer.write_file(self._directory.files, folder, manifest_lib.NAME, manifest.to_json().encode())
             self._directory.commit(
                 step, [name for name in (*files, manifest_lib.NAME) if not array_store.is_chunk(name)]
@@ -229,19 +229,19 @@ class Checkpointer(Looking):
             ) from error
         self._retain(step)
 
-    def _write_caught(self, step: int, meta: str, leaves: Mapping[str, Leaf]) -> None:
+    def _write_caught(self, step: int, meta: str, leaves: Mapping[str, SnapshotLeaf]) -> None:
         try:
             self._write(step, meta, leaves)
         except Exception as error:
             self._failure = error  # raised by the next save, wait or close
 
-    def _doomed(self) -> list[int]:
+    def _unretained(self) -> list[int]:
         """Steps that the config does not keep. Checkpoints with missing or cut files neither count nor go."""
-        whole = [step for step in self.steps() if self._reader.is_whole(step)]
-        return sorted(set(whole) - self.config.kept(whole))
+        whole = [step for step in self.steps() if self._reader.is_complete(step)]
+        return sorted(set(whole) - self.config.retained(whole))
 
     def _retain(self, saved: int) -> None:
-        for step in self._doomed():
+        for step in self._unretained():
             if step == saved:
                 continue
             try:
@@ -258,7 +258,7 @@ class Checkpointer(Looking):
             return False
         return True
 
-    def _found_bad(self, step: int) -> str:
+    def _set_corrupt_aside(self, step: int) -> str:
         if self.read_only:
             return ""
         return f" It is now {self._at(self._directory.set_aside(step, 'corrupt'))}."

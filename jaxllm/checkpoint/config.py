@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Saving = Literal["auto", "lazy", "eager", "blocking"]
+SavingMode = Literal["auto", "lazy", "eager", "blocking"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Checkpoints whose step is a multiple of this stay for ever, besides the newest ones. None: no such ones."""
 
-    saving: Saving = "auto"
+    saving: SavingMode = "auto"
     """What training waits for.
     lazy: the start of a copy inside the devices' memory; from there to host and disk it goes during the next steps,
     at most `host_bytes` at a time (DataStates-LLM, arXiv:2406.10707). The state is in device memory twice meanwhile.
@@ -79,7 +79,7 @@ class CheckpointConfig:
         """Whether a checkpoint belongs after `step` finished steps."""
         return step > 0 and step % self.every == 0
 
-    def kept(self, steps: list[int]) -> set[int]:
+    def retained(self, steps: list[int]) -> set[int]:
         """Those of `steps` that retention leaves on disk."""
         newest = sorted(steps)[-self.keep_last :]
         marked = [s for s in steps if self.keep_every is not None and s % self.keep_every == 0]

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxllm.checkpoint import checkpoint_writer, snapshot
-from jaxllm.checkpoint.checkpoint_writer import Budget, Part
+from jaxllm.checkpoint.checkpoint_writer import HostMemoryBudget, WrittenChunk
 from jaxllm.checkpoint.checkpointer import Checkpointer
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.readonly import Resumed
-from jaxllm.checkpoint.snapshot import Copy, Leaf
+from jaxllm.checkpoint.readonly import RestoredCheckpoint
+from jaxllm.checkpoint.snapshot import CopyMode, SnapshotLeaf
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
-from jaxllm.checkpoint.storage.file_systems import Files
+from jaxllm.checkpoint.storage.file_systems import FileSystem
 from jaxllm.checkpoint.storage.stored_leaf import StoredLeaf
 
 _SAVE = "checkpoint/save"
@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 
 
 @runtime_checkable
-class Group(Protocol):
-    """The processes that save together; ``jaxllm.parallel.distributed.Group`` is one.
+class CheckpointGroup(Protocol):
+    """The processes that save together; ``jaxllm.parallel.distributed.ProcessGroup`` is one.
 
     rank, size: this process, and how many there are.
     gather: every process's text by rank, in process 0; nothing in the others.
@@ -49,113 +49,115 @@ class Group(Protocol):
 
     def gather(self, topic: str, text: str) -> list[str]: ...
 
-    def tell(self, topic: str, text: str = "") -> str: ...
+    def broadcast(self, topic: str, text: str = "") -> str: ...
 
 
-class SharedCheckpointer(Checkpointer):
+class MultihostCheckpointer(Checkpointer):
     """A `Checkpointer` that every process of a group opens on the same directory.
 
     Every process calls the same methods in the same order with the same arguments; each raises what any of them met.
     """
 
-    def __init__(self, directory: str | os.PathLike | Files, config: CheckpointConfig | None, group: Group):
+    def __init__(
+        self, directory: str | os.PathLike | FileSystem, config: CheckpointConfig | None, group: CheckpointGroup
+    ):
         super().__init__(directory, config, read_only=group.rank != 0)
         self._group = group
 
     def latest(self) -> int | None:
         """As process 0 sees it."""
-        return json.loads(self._group.tell("checkpoint/latest", json.dumps(self._leads and super().latest())))
+        return json.loads(self._group.broadcast("checkpoint/latest", json.dumps(self._is_lead and super().latest())))
 
-    def resume(self, abstract_state: Any) -> Resumed | None:
+    def resume(self, abstract_state: Any) -> RestoredCheckpoint | None:
         """As `Checkpointer.resume`; process 0 looks for the newest good one, the others take the same."""
         self._group.gather("checkpoint/resume", "")  # nobody reads a folder that process 0 is about to rename
-        step = super().latest_good() if self._leads else None
-        step = json.loads(self._group.tell("checkpoint/resume", json.dumps(step)))
-        return None if step is None else Resumed(step, *self.restore(abstract_state, step))
+        step = super().latest_good() if self._is_lead else None
+        step = json.loads(self._group.broadcast("checkpoint/resume", json.dumps(step)))
+        return None if step is None else RestoredCheckpoint(step, *self.restore(abstract_state, step))
 
     def set_aside_after(self, step: int) -> list[Path | str]:
         """As `Checkpointer.set_aside_after`; the paths are told in process 0 only."""
         self.wait()
-        return super().set_aside_after(step) if self._leads else []
+        return super().set_aside_after(step) if self._is_lead else []
 
     @property
-    def _leads(self) -> bool:
+    def _is_lead(self) -> bool:
         return self._group.rank == 0
 
-    def _admit(self, step: int, meta: Mapping[str, Any]) -> str | None:
+    def _check_save(self, step: int, meta: Mapping[str, Any]) -> str | None:
         self.wait()
         text, problem = None, ""
-        if self._leads:
+        if self._is_lead:
             try:
-                text = super()._admit(step, meta)
+                text = super()._check_save(step, meta)
             except CheckpointError as error:
                 problem = str(error)
-        text, problem = json.loads(self._group.tell("checkpoint/admit", json.dumps([text, problem])))
+        text, problem = json.loads(self._group.broadcast("checkpoint/admit", json.dumps([text, problem])))
         if problem:
             raise CheckpointError(problem)
         return text
 
-    def _capture(self, state: Any, copy: Copy) -> dict[str, Leaf]:
+    def _capture(self, state: Any, copy: CopyMode) -> dict[str, SnapshotLeaf]:
         # A copy on the devices is one program of all processes: all make it, or none.
         said = self._group.gather("checkpoint/room", copy)
-        copy = self._group.tell("checkpoint/room", next((one for one in said if one != "device"), copy))  # type: ignore[assignment]
-        leaves = snapshot.capture(state, copy=copy, shared=True)
-        return leaves if self._leads else {path: leaf for path, leaf in leaves.items() if leaf.split}
+        copy = self._group.broadcast("checkpoint/room", next((one for one in said if one != "device"), copy))  # type: ignore[assignment]
+        leaves = snapshot.capture(state, copy=copy, multihost=True)
+        return leaves if self._is_lead else {path: leaf for path, leaf in leaves.items() if leaf.split}
 
-    def _write(self, step: int, meta: str, leaves: Mapping[str, Leaf], one_at_a_time: bool = False) -> None:
+    def _write(self, step: int, meta: str, leaves: Mapping[str, SnapshotLeaf], one_at_a_time: bool = False) -> None:
         """Process 0 speaks three times: when the folder is there, when all chunks are, and in the end.
 
         What it says is JSON; one with a `problem` is its last word.
         """
-        if self._leads:
+        if self._is_lead:
             try:
                 super()._write(step, meta, leaves, one_at_a_time)
             except CheckpointError as error:
-                self._say(problem=str(error))
+                self._announce(problem=str(error))
                 raise
-            self._say()
+            self._announce()
             return
-        self._hear()
-        self._put_shards(self._directory.saving(step), leaves)
-        self._hear()
+        self._receive()
+        self._write_shards(self._directory.saving_folder(step), leaves)
+        self._receive()
 
-    def _say(self, **what: Any) -> None:
-        self._group.tell(_SAVE, json.dumps(what))
+    def _announce(self, **what: Any) -> None:
+        self._group.broadcast(_SAVE, json.dumps(what))
 
-    def _hear(self) -> dict[str, Any]:
-        said = json.loads(self._group.tell(_SAVE))
+    def _receive(self) -> dict[str, Any]:
+        said = json.loads(self._group.broadcast(_SAVE))
         if "problem" in said:
             raise CheckpointError(said["problem"])
         return said
 
-    def _put(
-        self, folder: str, leaves: Mapping[str, Leaf], budget: Budget
+    def _write_arrays(
+        self, folder: str, leaves: Mapping[str, SnapshotLeaf], budget: HostMemoryBudget
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
         """What process 0 writes, and what the manifest says of all."""
-        files = checkpoint_writer.describe(self._directory.files, folder, leaves)
-        self._say()
+        files = checkpoint_writer.write_metadata(self._directory.files, folder, leaves)
+        self._announce()
         split = {path: leaf for path, leaf in leaves.items() if leaf.split}
         own = {path: leaf for path, leaf in leaves.items() if not leaf.split}
         try:
-            written = checkpoint_writer.write_parts(self._directory.files, folder, own, budget)
+            written = checkpoint_writer.write_chunks(self._directory.files, folder, own, budget)
             problem = None
         except Exception as error:  # told when the others listen
             written, problem = {}, error
-        records, chunks = self._put_shards(folder, split)
+        records, chunks = self._write_shards(folder, split)
         if problem is not None:
             raise problem
-        whole = checkpoint_writer.records_of(own, written)
-        return {p: whole.get(p) or records[p] for p in leaves}, files | checkpoint_writer.files_of(written) | chunks
+        whole = checkpoint_writer.leaf_records(own, written)
+        return {p: whole.get(p) or records[p] for p in leaves}, files | checkpoint_writer.file_records(written) | chunks
 
-    def _put_shards(
-        self, folder: str, leaves: Mapping[str, Leaf]
+    def _write_shards(
+        self, folder: str, leaves: Mapping[str, SnapshotLeaf]
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
         """Writes this process's shards and hashes its share of the blocks of all; returns what the manifest says.
 
         Raises:
             CheckpointError: in process 0, naming the process that could not; the others are told in the end.
         """
-        chunks = self._together(
+        chunks = self._gather_results(
             "checkpoint/chunks",
             lambda: {
                 f"{array_store.leaf_folder(path)}/{name}": [part.bytes, part.hash]
@@ -164,26 +166,26 @@ class SharedCheckpointer(Checkpointer):
             },
         )
         every = {name: FileRecord(*about) for one in chunks for name, about in one.items()}
-        if self._leads:
+        if self._is_lead:
             _check_chunks(self, folder, leaves, every)
-            self._say(chunks={name: [file.bytes, file.hash] for name, file in every.items()})
+            self._announce(chunks={name: [file.bytes, file.hash] for name, file in every.items()})
         else:
-            every = {name: FileRecord(*about) for name, about in self._hear()["chunks"].items()}
+            every = {name: FileRecord(*about) for name, about in self._receive()["chunks"].items()}
         return self._records(folder, leaves, every), every
 
     def _records(
-        self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+        self, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
     ) -> dict[str, LeafRecord]:
         """What the manifest says of leaves whose chunks are all there; nothing in processes other than 0."""
-        hashes = self._together("checkpoint/blocks", lambda: self._share_of_blocks(folder, leaves, chunks))
+        hashes = self._gather_results("checkpoint/blocks", lambda: self._hash_own_blocks(folder, leaves, chunks))
         records = {}
-        for path, leaf in leaves.items() if self._leads else ():
+        for path, leaf in leaves.items() if self._is_lead else ():
             blocks = {int(n): digest for one in hashes for n, digest in one.get(path, {}).items()}
-            records[path] = checkpoint_writer.record(leaf, [blocks[n] for n in range(len(blocks))])
+            records[path] = checkpoint_writer.leaf_record(leaf, [blocks[n] for n in range(len(blocks))])
         return records
 
-    def _share_of_blocks(
-        self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+    def _hash_own_blocks(
+        self, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
     ) -> dict[str, dict[int, str]]:
         """Path -> number -> hash of the blocks that are this process's to hash."""
         out: dict[str, dict[int, str]] = {}
@@ -193,7 +195,7 @@ class SharedCheckpointer(Checkpointer):
             parts = {n.rsplit("/", 1)[1]: f for n, f in chunks.items() if array_store.folder_of(n) == where}
             head = json.dumps({"chunks": leaf.chunk}).encode()
             record = LeafRecord(leaf.shape, leaf.dtype, "", leaf.key_impl)
-            stored = StoredLeaf(self._directory.files, folder, path, record, parts, head, leaf_hashing.BLOCK)
+            stored = StoredLeaf(self._directory.files, folder, path, record, parts, head, leaf_hashing.BLOCK_BYTES)
             mine = out[path] = {}
             for number in range(stored.blocks):
                 if turn % self._group.size == self._group.rank:
@@ -201,7 +203,7 @@ class SharedCheckpointer(Checkpointer):
                 turn += 1
         return out
 
-    def _together(self, topic: str, work: Callable[[], _T]) -> list[_T]:
+    def _gather_results(self, topic: str, work: Callable[[], _T]) -> list[_T]:
         """What `work` gives in each process, in process 0; nothing in the others.
 
         Raises:
@@ -218,13 +220,15 @@ class SharedCheckpointer(Checkpointer):
         return [one["result"] for one in said]
 
 
-def write_shards(of: SharedCheckpointer, folder: str, leaves: Mapping[str, Leaf]) -> dict[str, dict[str, Part]]:
+def write_shards(
+    of: MultihostCheckpointer, folder: str, leaves: Mapping[str, SnapshotLeaf]
+) -> dict[str, dict[str, WrittenChunk]]:
     """Writes this process's shards of every leaf."""
-    return checkpoint_writer.write_parts(of._directory.files, folder, leaves, Budget(of.config.host_bytes))
+    return checkpoint_writer.write_chunks(of._directory.files, folder, leaves, HostMemoryBudget(of.config.host_bytes))
 
 
 def _check_chunks(
-    of: SharedCheckpointer, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+    of: MultihostCheckpointer, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
 ) -> None:
     """Whether all chunks were written, and can be seen from here."""
     files = of._directory.files

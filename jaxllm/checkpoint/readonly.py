@@ -11,19 +11,19 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxllm.checkpoint.checkpoint_reader import Leaf, Progress, Reader, in_order
+from jaxllm.checkpoint.checkpoint_reader import CheckpointLeaf, CheckpointReader, Progress, map_in_order
 from jaxllm.checkpoint.errors import CheckpointCorruptError, CheckpointError
-from jaxllm.checkpoint.restore import EXACT, Reading, check_match, place, require_arrays
+from jaxllm.checkpoint.restore import EXACT, RestoreOptions, check_match, place_leaf, require_arrays
 from jaxllm.checkpoint.storage import leaf_paths
 from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
-from jaxllm.checkpoint.storage.file_systems import Files, Local
-from jaxllm.checkpoint.storage.step_directories import Directory
+from jaxllm.checkpoint.storage.file_systems import FileSystem, LocalFiles
+from jaxllm.checkpoint.storage.step_directories import StepDirectories
 
 _log = logging.getLogger("jaxllm.checkpoint")
 _T = TypeVar("_T")
 
 
-class Resumed(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """What `Checkpointer.resume` found."""
 
     step: int
@@ -31,12 +31,12 @@ class Resumed(NamedTuple):
     meta: dict[str, Any]
 
 
-class Looking:
+class ReadOnlyCheckpointer:
     """The checkpoints of one place, read and verified."""
 
-    def __init__(self, directory: str | os.PathLike | Files):
-        self._directory = Directory(directory)
-        self._reader = Reader(self._directory)
+    def __init__(self, directory: str | os.PathLike | FileSystem):
+        self._directory = StepDirectories(directory)
+        self._reader = CheckpointReader(self._directory)
         self.directory = self._at("")
 
     def steps(self) -> list[int]:
@@ -45,7 +45,7 @@ class Looking:
 
     def set_aside(self) -> list[str]:
         """Names of the folders that were set aside, as damaged or by `set_aside_after`."""
-        return self._directory.leftovers()
+        return self._directory.set_aside_folders()
 
     def latest(self) -> int | None:
         """The newest complete checkpoint's step, its contents unchecked; None if there is none."""
@@ -53,7 +53,7 @@ class Looking:
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
         """The `meta` saved with a step (default: the newest), verified."""
-        step = self._reader.existing(step)
+        step = self._reader.resolve_step(step)
         return self._reader.meta(step, self._reader.manifest(step))
 
     def manifest(self, step: int | None = None) -> Manifest:
@@ -63,7 +63,7 @@ class Looking:
             CheckpointNotFoundError: no such step.
             CheckpointCorruptError: the manifest is damaged.
         """
-        return self._reader.manifest(self._reader.existing(step))
+        return self._reader.manifest(self._reader.resolve_step(step))
 
     def verify(self, step: int | None = None, progress: Progress | None = None) -> None:
         """Reads everything of a checkpoint and compares it with its manifest.
@@ -71,7 +71,7 @@ class Looking:
         Raises:
             CheckpointCorruptError: naming the leaf or file.
         """
-        self._reader.verify(self._reader.existing(step), progress)
+        self._reader.verify(self._reader.resolve_step(step), progress)
 
     def latest_good(self) -> int | None:
         """The newest step that passes `verify`; None if the directory holds no checkpoint at all.
@@ -85,7 +85,7 @@ class Looking:
         return None if found is None else found[0]
 
     def restore(
-        self, abstract_state: Any = None, step: int | None = None, reading: Reading = EXACT
+        self, abstract_state: Any = None, step: int | None = None, reading: RestoreOptions = EXACT
     ) -> tuple[Any, dict[str, Any]]:
         """Reads and verifies a checkpoint and puts it where `abstract_state` says.
 
@@ -104,7 +104,7 @@ class Looking:
             CheckpointCorruptError: naming step, leaf or file, and the other steps.
             CheckpointMismatchError: other leaves, shapes or dtypes than saved.
         """
-        step = self._reader.existing(step)
+        step = self._reader.resolve_step(step)
         manifest = self._reader.manifest(step)
         meta = self._reader.meta(step, manifest)
         return self._restore(step, manifest, manifest.leaves, abstract_state, reading), meta
@@ -115,7 +115,7 @@ class Looking:
         step: int | None = None,
         *,
         prefix: str = "params",
-        reading: Reading = EXACT,
+        reading: RestoreOptions = EXACT,
     ) -> tuple[Any, dict[str, Any]]:
         """Reads one subtree of the state only, such as the parameters without the optimizer's state.
 
@@ -131,12 +131,12 @@ class Looking:
         Raises:
             CheckpointError: as in `restore`.
         """
-        step = self._reader.existing(step)
+        step = self._reader.resolve_step(step)
         manifest = self._reader.manifest(step)
         inside = {p: leaf for p, leaf in manifest.leaves.items() if p == prefix or p.startswith(prefix + "/")}
         if not inside:
             tops = sorted({p.split("/")[0] for p in manifest.leaves})
-            where = self._reader.where(step)
+            where = self._reader.describe_step(step)
             raise CheckpointError(f"{where} has nothing below {prefix!r}: it holds {', '.join(tops)}.")
         meta = self._reader.meta(step, manifest)
         return self._restore(step, manifest, inside, abstract_params, reading, prefix), meta
@@ -157,19 +157,19 @@ class Looking:
         leaves = self.open_leaves(step, prefix=prefix)
         return {path.removeprefix(prefix + "/"): leaf.mapped() for path, leaf in leaves.items()}
 
-    def open_leaves(self, step: int | None = None, *, prefix: str = "") -> dict[str, Leaf]:
+    def open_leaves(self, step: int | None = None, *, prefix: str = "") -> dict[str, CheckpointLeaf]:
         """The leaves of a checkpoint, to be read slice by slice, each verified as it is read.
 
         Args:
             step: default: the newest.
             prefix: the path of a subtree; empty for all.
         """
-        step = self._reader.existing(step)
+        step = self._reader.resolve_step(step)
         manifest = self._reader.manifest(step)
         inside = [path for path in manifest.leaves if not prefix or path.startswith(prefix + "/")]
         return self._reader.leaves(step, manifest, inside)
 
-    def resume(self, abstract_state: Any) -> Resumed | None:
+    def resume(self, abstract_state: Any) -> RestoredCheckpoint | None:
         """Restores the newest good checkpoint, as `restore` does, reading it once.
 
         A corrupt newer one is stepped over: logged as an error and, by a writer, renamed to `corrupt_*`.
@@ -183,7 +183,7 @@ class Looking:
             CheckpointMismatchError: other leaves, shapes or dtypes than saved.
         """
         found = self._newest_good(lambda step: self.restore(abstract_state, step))
-        return None if found is None else Resumed(found[0], *found[1])
+        return None if found is None else RestoredCheckpoint(found[0], *found[1])
 
     def _restore(
         self,
@@ -191,7 +191,7 @@ class Looking:
         manifest: Manifest,
         saved: Mapping[str, LeafRecord],
         abstract: Any,
-        reading: Reading,
+        reading: RestoreOptions,
         prefix: str = "",
     ) -> Any:
         """Reads leaves among `saved` (below `prefix`) and builds the tree that `abstract` asks for."""
@@ -200,19 +200,19 @@ class Looking:
         else:
             targets = {_join(prefix, p): leaf for p, leaf in leaf_paths.leaf_paths(abstract).items()}
             require_arrays(targets)
-            check_match(targets, saved, self._reader.where(step), reading)
+            check_match(targets, saved, self._reader.describe_step(step), reading)
         sources = {path: reading.source(path) for path in targets}
         found = {path: source for path, source in sources.items() if set(source.paths) <= saved.keys()}
         leaves = self._reader.leaves(step, manifest, dict.fromkeys(p for s in found.values() for p in s.paths))
 
         def put(path: str) -> Any:
-            return place(path, found[path], leaves, targets[path])
+            return place_leaf(path, found[path], leaves, targets[path])
 
         # Keys go through compiled functions, which the processes of a group call in the same order.
         keys = [path for path, source in found.items() if saved[source.paths[0]].key_impl is not None]
         plain = [path for path in found if path not in keys]
         records = {path: saved[found[path].paths[0]] for path in plain}
-        placed = targets | in_order(plain, records, put) | {path: put(path) for path in keys}
+        placed = targets | map_in_order(plain, records, put) | {path: put(path) for path in keys}
         if abstract is None:
             return leaf_paths.nest({p[len(prefix) :].lstrip("/") or "value": leaf for p, leaf in placed.items()})
         return jax.tree.unflatten(jax.tree.structure(abstract), placed.values())
@@ -227,7 +227,7 @@ class Looking:
                 bad.append(error)
                 continue
             for error in bad:
-                where = self._found_bad(error.step)
+                where = self._set_corrupt_aside(error.step)
                 _log.error("CORRUPT CHECKPOINT, going back to step %d: %s%s", step, error.finding, where)
             return step, result
         if not bad:
@@ -240,13 +240,13 @@ class Looking:
             file=bad[0].file,
         ) from bad[0]
 
-    def _found_bad(self, step: int) -> str:
+    def _set_corrupt_aside(self, step: int) -> str:
         """What becomes of a damaged checkpoint, in words."""
         return ""
 
     def _at(self, name: str) -> Path | str:
         files = self._directory.files
-        return files.path / name if isinstance(files, Local) else f"{files}/{name}".rstrip("/")
+        return files.path / name if isinstance(files, LocalFiles) else f"{files}/{name}".rstrip("/")
 
 
 def _join(prefix: str, path: str) -> str:

@@ -13,14 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from jaxllm.checkpoint.checkpoint_reader import Leaf, Progress
+from jaxllm.checkpoint.checkpoint_reader import CheckpointLeaf, Progress
 from jaxllm.checkpoint.checkpoint_writer import StreamedLeaf
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.restore import Source, stacked, unstacked
-from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, dtype_of
+from jaxllm.checkpoint.restore import LeafSource, stack_sources, unstack_sources
+from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, dtype_from_name
 
-Layers = Literal["stacked", "single"]
-PIECE = 2**25
+LayerStorage = Literal["stacked", "single"]
+PIECE_BYTES = 2**25
 """Bytes of a leaf that are in memory at a time."""
 
 _STACK = re.compile(r"(?P<before>(?:.*/)?)segments/(?P<segment>\d+)/(?P<slot>\d+)/(?P<rest>[^/].*)")
@@ -28,7 +28,7 @@ _LAYER = re.compile(r"(?P<before>(?:.*/)?)layers/(?P<segment>\d+)/(?P<slot>\d+)/
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RelayoutOptions:
     """What becomes of a checkpoint's leaves.
 
     Attributes:
@@ -40,10 +40,10 @@ class Layout:
 
     only: tuple[str, ...] = ()
     dtype: str | None = None
-    layers: Layers | None = None
+    layers: LayerStorage | None = None
 
 
-def sources_of(saved: Mapping[str, LeafRecord], layout: Layout) -> dict[str, Source]:
+def leaf_sources(saved: Mapping[str, LeafRecord], layout: RelayoutOptions) -> dict[str, LeafSource]:
     """Where each leaf of the new checkpoint comes from.
 
     Raises:
@@ -59,28 +59,31 @@ def sources_of(saved: Mapping[str, LeafRecord], layout: Layout) -> dict[str, Sou
         raise CheckpointError(f"nothing is below {', '.join(layout.only)}: the checkpoint holds {', '.join(tops)}.")
     if layout.layers == "single":
         inside = {p: leaf for p, leaf in kept.items() if _STACK.fullmatch(p) and leaf.shape}
-        found = unstacked(inside, _single)
+        found = unstack_sources(inside, _single)
     elif layout.layers == "stacked":
         inside = {p: leaf for p, leaf in kept.items() if _LAYER.fullmatch(p)}
-        found = stacked(inside, _place)
+        found = stack_sources(inside, _place)
     else:
         inside, found = {}, {}
-    return {p: Source((p,)) for p in kept if p not in inside} | found
+    return {p: LeafSource((p,)) for p in kept if p not in inside} | found
 
 
-def relaid(
-    leaves: Mapping[str, Leaf], sources: Mapping[str, Source], dtype: str | None, progress: Progress | None = None
+def relayout_leaves(
+    leaves: Mapping[str, CheckpointLeaf],
+    sources: Mapping[str, LeafSource],
+    dtype: str | None,
+    progress: Progress | None = None,
 ) -> dict[str, StreamedLeaf]:
     """The new leaves, in pieces that are read, verified and converted as they are asked for."""
     shapes = {path: source.shape(leaves) for path, source in sources.items()}
     total = sum(int(np.prod(shape)) for shape in shapes.values())
     done = 0
 
-    def pieces(path: str, source: Source, to: np.dtype) -> Iterator[np.ndarray]:
+    def pieces(path: str, source: LeafSource, to: np.dtype) -> Iterator[np.ndarray]:
         nonlocal done
         shape = shapes[path]
         rows = shape[0] if shape else 1
-        step = max(1, rows * PIECE // max(1, int(np.prod(shape)) * to.itemsize))
+        step = max(1, rows * PIECE_BYTES // max(1, int(np.prod(shape)) * to.itemsize))
         for begin in range(0, rows, step) if shape else [0]:
             index = (slice(begin, min(rows, begin + step)), *(slice(None) for _ in shape[1:])) if shape else ()
             piece = source.read(leaves, index)
@@ -98,7 +101,7 @@ def relaid(
     for path, source in sources.items():
         record = leaves[source.paths[0]].record
         own = record.stored_dtype
-        to = dtype_of(dtype) if dtype is not None and record.key_impl is None and _floating(own) else own
+        to = dtype_from_name(dtype) if dtype is not None and record.key_impl is None and _floating(own) else own
         key = None if record.key_impl is None else (record.dtype, record.key_impl)
         out[path] = StreamedLeaf(shapes[path], to, pieces(path, source, to), key)
     return out

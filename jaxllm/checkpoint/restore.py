@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jaxllm.checkpoint.checkpoint_reader import Leaf
+from jaxllm.checkpoint.checkpoint_reader import CheckpointLeaf
 from jaxllm.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord
 from jaxllm.checkpoint.storage.stored_leaf import Index
@@ -22,7 +22,7 @@ _SHOWN = 6  # mismatching leaves listed in full before "and N more"
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class LeafSource:
     """Where a leaf comes from, if not from the saved one of its own path.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source:
             return inner[1:]
         return (len(self.paths), *inner) if self.stack else inner
 
-    def read(self, saved: Mapping[str, Leaf], index: Index | None = None) -> np.ndarray:
+    def read(self, saved: Mapping[str, CheckpointLeaf], index: Index | None = None) -> np.ndarray:
         """A slice of the leaf's values; of the saved ones no more is read than it takes."""
         if self.row is not None:
             inner = index or tuple(slice(None) for _ in saved[self.paths[0]].shape[1:])
@@ -54,7 +54,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class RestoreOptions:
     """How the leaves of a state are found in a checkpoint.
 
     Attributes:
@@ -64,27 +64,29 @@ class Reading:
             that is given, as they are.
     """
 
-    sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, LeafSource] = dataclasses.field(default_factory=dict)
     cast: bool = False
     partial: bool = False
 
-    def source(self, path: str) -> Source:
-        return self.sources.get(path, Source((path,)))
+    def source(self, path: str) -> LeafSource:
+        return self.sources.get(path, LeafSource((path,)))
 
 
-EXACT = Reading()
+EXACT = RestoreOptions()
 
 
-def unstacked(stacks: Mapping[str, LeafRecord], name: Callable[[str, int], str]) -> dict[str, Source]:
+def unstack_sources(stacks: Mapping[str, LeafRecord], name: Callable[[str, int], str]) -> dict[str, LeafSource]:
     """Leaves of single layers, from those that hold all layers of a group, one a row.
 
     Args:
         name: (path, row) -> the path of that row alone.
     """
-    return {name(path, row): Source((path,), row) for path, leaf in stacks.items() for row in range(leaf.shape[0])}
+    return {name(path, row): LeafSource((path,), row) for path, leaf in stacks.items() for row in range(leaf.shape[0])}
 
 
-def stacked(saved: Mapping[str, LeafRecord], place: Callable[[str], tuple[str, int] | None]) -> dict[str, Source]:
+def stack_sources(
+    saved: Mapping[str, LeafRecord], place: Callable[[str], tuple[str, int] | None]
+) -> dict[str, LeafSource]:
     """Leaves that hold all layers of a group, from those of single layers.
 
     Args:
@@ -97,11 +99,11 @@ def stacked(saved: Mapping[str, LeafRecord], place: Callable[[str], tuple[str, i
     for path, have in rows.items():
         if sorted(have) != list(range(len(have))):
             raise CheckpointMismatchError(f"{path} is to be stacked from the layers {sorted(have)}: some are missing.")
-    return {path: Source(tuple(have[row] for row in range(len(have))), stack=True) for path, have in rows.items()}
+    return {path: LeafSource(tuple(have[row] for row in range(len(have))), stack=True) for path, have in rows.items()}
 
 
 def check_match(
-    wanted: Mapping[str, Any], saved: Mapping[str, LeafRecord], where: str, reading: Reading = EXACT
+    wanted: Mapping[str, Any], saved: Mapping[str, LeafRecord], where: str, reading: RestoreOptions = EXACT
 ) -> None:
     """Compares the leaves asked for with those saved.
 
@@ -155,7 +157,7 @@ def require_arrays(leaves: Mapping[str, Any]) -> None:
             )
 
 
-def place(path: str, source: Source, saved: Mapping[str, Leaf], target: Any) -> Any:
+def place_leaf(path: str, source: LeafSource, saved: Mapping[str, CheckpointLeaf], target: Any) -> Any:
     """Puts a saved leaf where `target` says; of each of its files no more is read than this process's devices hold.
 
     Args:

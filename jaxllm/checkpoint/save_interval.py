@@ -17,7 +17,7 @@ PRIOR_HOURS = 24.0
 """Hours without a failure that a host is believed to have behind it before anything is known of it."""
 
 
-def best_interval(stall: float, between_failures: float) -> float:
+def optimal_interval(stall: float, between_failures: float) -> float:
     """Seconds of work between two saves.
 
     Args:
@@ -30,11 +30,11 @@ def best_interval(stall: float, between_failures: float) -> float:
     return math.sqrt(2 * stall * between_failures) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall
 
 
-def between_failures(seconds: float, failures: int, hosts: int) -> float:
+def mean_time_between_failures(seconds: float, failures: int, hosts: int) -> float:
     """Mean seconds between two failures of a run, from those so far and what is believed of hosts beforehand."""
     return (seconds + PRIOR_HOURS * 3600 / hosts) / (failures + 1)
 
 
-def steps_between(stall: float, step_seconds: float, failures_apart: float) -> int:
+def interval_steps(stall: float, step_seconds: float, failures_apart: float) -> int:
     """The interval in steps, one or more."""
-    return max(1, round(best_interval(stall, failures_apart) / max(step_seconds, 1e-6)))
+    return max(1, round(optimal_interval(stall, failures_apart) / max(step_seconds, 1e-6)))

@@ -24,7 +24,7 @@ from jaxllm.checkpoint.storage.leaf_paths import leaf_paths
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class SnapshotLeaf:
     """One leaf on its way to disk.
 
     shape, dtype, key_impl: as in the manifest.
@@ -48,22 +48,22 @@ class Leaf:
         return self.chunk != self.array_shape
 
 
-def whole(
+def single_chunk_leaf(
     shape: tuple[int, ...],
     dtype: np.dtype,
     pieces: Callable[[], Iterable[np.ndarray]],
     key: tuple[str, str] | None = None,
-) -> Leaf:
+) -> SnapshotLeaf:
     """A leaf that one process writes as one chunk; `key` is the dtype and implementation of typed keys."""
     outer = shape[:-1] if key else shape
     name, impl = key or (str(dtype), None)
-    return Leaf(outer, name, impl, shape, dtype, shape, {array_store.only_chunk(shape): pieces})
+    return SnapshotLeaf(outer, name, impl, shape, dtype, shape, {array_store.single_chunk_name(shape): pieces})
 
 
-Copy = Literal["device", "host", "none"]
+CopyMode = Literal["device", "host", "none"]
 
 
-def capture(state: Any, *, copy: Copy, shared: bool = False) -> dict[str, Leaf]:
+def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str, SnapshotLeaf]:
     """Every leaf of a state, copied: the caller may donate or overwrite its arrays afterwards.
 
     Args:
@@ -91,7 +91,7 @@ def capture(state: Any, *, copy: Copy, shared: bool = False) -> dict[str, Leaf]:
             raise CheckpointError(
                 f"leaf {path} was donated to a jitted function: save the state that the step returned, not its input."
             )
-        if not leaf.is_fully_addressable and not shared:
+        if not leaf.is_fully_addressable and not multihost:
             raise CheckpointError(
                 f"leaf {path} lives partly on devices of other processes. This Checkpointer saves from one process: "
                 "open a SharedCheckpointer in each of them."
@@ -100,29 +100,31 @@ def capture(state: Any, *, copy: Copy, shared: bool = False) -> dict[str, Leaf]:
             keys[path] = str(leaf.dtype), str(jax.random.key_impl(leaf))
             leaf = jax.random.key_data(leaf)
         arrays[path] = leaf
-    shards = _shards(_copied(arrays) if copy == "device" else arrays)
+    shards = _shards(_copy_on_device(arrays) if copy == "device" else arrays)
     if copy == "host":
-        shards = {path: (chunk, _fetched(parts)) for path, (chunk, parts) in shards.items()}
-    out: dict[str, Leaf] = {}
+        shards = {path: (chunk, _copy_to_host(parts)) for path, (chunk, parts) in shards.items()}
+    out: dict[str, SnapshotLeaf] = {}
     for path, leaf in leaves.items():
         if path in shards:
             shape, dtype = arrays[path].shape, arrays[path].dtype
             chunk, parts = shards[path]
             name, impl = keys.get(path) or (str(dtype), None)
-            out[path] = Leaf(leaf.shape, name, impl, shape, np.dtype(dtype), chunk, _calls(parts, shape, chunk, dtype))
+            out[path] = SnapshotLeaf(
+                leaf.shape, name, impl, shape, np.dtype(dtype), chunk, _chunk_readers(parts, shape, chunk, dtype)
+            )
         else:
             array = np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
-            out[path] = whole(array.shape, array.dtype, lambda array=array: [array])
+            out[path] = single_chunk_leaf(array.shape, array.dtype, lambda array=array: [array])
     return out
 
 
-def nbytes_of(state: Any) -> int:
+def device_bytes(state: Any) -> int:
     """Bytes of a state on this process's devices, each replica once a device."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not _is_key(leaf)]
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
-def has_room(state: Any) -> bool:
+def has_room_for_copy(state: Any) -> bool:
     """Whether the devices have had the memory for one more copy of a state to spare so far.
 
     CPU devices, which do not say, have it: their memory is the host's.
@@ -132,33 +134,33 @@ def has_room(state: Any) -> bool:
     spare = [
         s["bytes_limit"] - s.get("peak_bytes_in_use", s["bytes_in_use"]) for s in stats if s and "bytes_limit" in s
     ]
-    return not spare or min(spare) > 1.05 * nbytes_of(state) / len(devices)
+    return not spare or min(spare) > 1.05 * device_bytes(state) / len(devices)
 
 
-Parts = dict[str, list[tuple[tuple[slice, ...], Any]]]
+ChunkShards = dict[str, list[tuple[tuple[slice, ...], Any]]]
 """Chunk -> (where in it, values), on a device or the host."""
 
 
-def _shards(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[tuple[int, ...], Parts]]:
+def _shards(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[tuple[int, ...], ChunkShards]]:
     """(shape of a chunk, parts) of each array, every value once; without references to the arrays themselves."""
-    out: dict[str, tuple[tuple[int, ...], Parts]] = {}
+    out: dict[str, tuple[tuple[int, ...], ChunkShards]] = {}
     for path, array in arrays.items():
         own = [(s.index, s.data) for s in array.addressable_shards if s.replica_id == 0 and s.data is not None]
         if array.is_fully_addressable:
-            out[path] = array.shape, {array_store.only_chunk(array.shape): own}
+            out[path] = array.shape, {array_store.single_chunk_name(array.shape): own}
         elif array.is_fully_replicated:
             local = array.addressable_data(0)
             everywhere = tuple(slice(None) for _ in array.shape)
             # Which process it is that writes decides the caller: all of them can.
-            out[path] = array.shape, {array_store.only_chunk(array.shape): [(everywhere, local)]}
+            out[path] = array.shape, {array_store.single_chunk_name(array.shape): [(everywhere, local)]}
         else:
             chunk = array.sharding.shard_shape(array.shape)
             everywhere = tuple(slice(None) for _ in chunk)
-            out[path] = chunk, {_name(index, chunk): [(everywhere, data)] for index, data in own}
+            out[path] = chunk, {_chunk_name(index, chunk): [(everywhere, data)] for index, data in own}
     return out
 
 
-def _copied(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _copy_on_device(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays again, on the same devices, by one call for those that share them."""
     groups: dict[Any, list[str]] = {}
     for path, array in arrays.items():
@@ -182,7 +184,7 @@ def _copy(arrays: list[jax.Array], work: Any) -> tuple[list[jax.Array], Any]:
     return [jnp.copy(array) for array in arrays], None if work is None else work @ work
 
 
-def _fetched(parts: Parts) -> Parts:
+def _copy_to_host(parts: ChunkShards) -> ChunkShards:
     """The same in host memory."""
     for pieces in parts.values():
         for _, data in pieces:
@@ -190,8 +192,8 @@ def _fetched(parts: Parts) -> Parts:
     return {name: [(index, np.array(data, order="C")) for index, data in pieces] for name, pieces in parts.items()}
 
 
-def _calls(
-    parts: Parts, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: Any
+def _chunk_readers(
+    parts: ChunkShards, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: Any
 ) -> dict[str, Callable[[], Iterable[np.ndarray]]]:
     """Each part as a call, after which nothing holds its device memory any more."""
 
@@ -208,7 +210,7 @@ def _calls(
     return {name: (lambda pieces=pieces: call(pieces)) for name, pieces in parts.items()}
 
 
-def _name(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
+def _chunk_name(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
     """The zarr chunk that a shard is."""
     return ".".join(str((part.start or 0) // size) for part, size in zip(index, chunk, strict=True))
 

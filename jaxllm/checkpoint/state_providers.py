@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.checkpoint.errors import CheckpointError
 
-KEY = "also"
+PROVIDERS_KEY = "also"
 
 
 @runtime_checkable
@@ -43,15 +43,15 @@ class StateProvider(Protocol):
     def restore(self, arrays: Any, facts: Any) -> None: ...
 
 
-def with_arrays(state: Any, providers: Sequence[StateProvider]) -> Any:
+def with_provider_arrays(state: Any, providers: Sequence[StateProvider]) -> Any:
     """A dataclass's fields, and below ``also`` the providers' arrays; the state itself where there are none."""
     arrays = {one.name: found for one in providers if (found := one.arrays()) is not None}
     if not arrays:
         return state
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)} | {KEY: arrays}
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)} | {PROVIDERS_KEY: arrays}
 
 
-def facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
+def collect_facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
     """The providers' facts by name, for the checkpoint's ``meta``.
 
     Raises:
@@ -60,16 +60,16 @@ def facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
     names = [one.name for one in providers]
     if len(set(names)) < len(names):
         raise CheckpointError(f"two state providers have the same name: {', '.join(sorted(names))}.")
-    return {KEY: {one.name: one.facts() for one in providers}} if providers else {}
+    return {PROVIDERS_KEY: {one.name: one.facts() for one in providers}} if providers else {}
 
 
-def check(meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> None:
+def check_providers(meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> None:
     """Refuses a checkpoint that was saved with other providers.
 
     Raises:
         CheckpointError: names those that one side lacks.
     """
-    saved, here = meta.get(KEY, {}), [one.name for one in providers]
+    saved, here = meta.get(PROVIDERS_KEY, {}), [one.name for one in providers]
     lacking = [name for name in here if name not in saved]
     left = [name for name in saved if name not in here]
     if lacking or left:
@@ -79,10 +79,10 @@ def check(meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> None:
         )
 
 
-def give_back(kind: type, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
+def restore_providers(kind: type, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
     """The state of ``kind`` from what was restored; the providers take theirs."""
-    said = meta.get(KEY, {})
-    arrays = found[KEY] if isinstance(found, Mapping) else {}
+    said = meta.get(PROVIDERS_KEY, {})
+    arrays = found[PROVIDERS_KEY] if isinstance(found, Mapping) else {}
     for one in providers:
         one.restore(arrays.get(one.name), said[one.name])
     if not isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Text to batches: sources, tokenizers, packing, a shuffle without state, prefetch.
+"""Data pipeline: sources, tokenizer cache, sequence packing, stateless shuffle, data mixture, prefetch.
 
     from jaxllm import data
 

@@ -1,4 +1,4 @@
-"""What a training step receives. Legend: B batch, S sequence."""
+"""Batch: the arrays that a training step receives. Legend: B batch, S sequence."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from jaxtyping import Int
 
 
 class Batch(NamedTuple):
-    """A batch of packed rows; a pytree, so `jax.device_put` and `jax.tree.map` take it whole.
+    """Batch of packed rows: a pytree, so `jax.device_put` and `jax.tree.map` accept it as a whole.
 
-    tokens: int32 inputs.
-    targets: int32 token that follows each input in its document; -1 where there is no loss.
-    segment_ids: int32, 0 is padding, 1, 2, ... the documents of a row: attention stays inside a segment.
-    positions: int32, from 0 in each segment.
+    tokens: int32 input tokens.
+    targets: int32 token that follows each input in its document; -1 where the loss mask excludes it.
+    segment_ids: int32; 0 is padding, 1, 2, ... number the documents of a row. Attention stays inside a segment.
+    positions: int32, counted from 0 in each segment.
     """
 
     tokens: Int[np.ndarray, "B S"]

@@ -1,12 +1,11 @@
-"""Conversations to tokens through a chat template, trained on what the assistant says and on nothing else.
+"""Chat encoding: conversations to tokens through a chat template, with a loss mask over the assistant's messages.
 
-What an assistant message adds to the text is found by rendering: the conversation up to it, with the beginning of the
-model's turn, and the conversation with it. That needs no marks in the template, but the text so far must not change as
-messages follow; a template that rewrites earlier turns (some drop thoughts) is refused where it does. The message's end
-of turn is trained, the whitespace after it is not: generation has ended there.
+The text that an assistant message adds is found by rendering twice: the conversation before it, with the generation
+prompt, and the conversation including it. This needs no markers in the template, but earlier text must not change when
+messages follow; a template that rewrites earlier turns (some drop the reasoning) is an error where it does. The
+end-of-turn token of a message is trained; the whitespace after it is not, because generation has ended there.
 
-The whole text is encoded at once, as transformers does, and a token belongs to the message in which its first byte
-lies.
+The whole text is encoded at once, as in transformers, and a token belongs to the message that contains its first byte.
 """
 
 import json
@@ -22,14 +21,14 @@ from jaxllm.text import ChatTemplate, Tokenizer
 
 
 class EncodedDocument(NamedTuple):
-    """A document's tokens, int32. trained: which of them are targets; None is all of them."""
+    """Tokens of a document, int32. loss_mask: True for tokens that are targets; None means all of them."""
 
     ids: Int[np.ndarray, " tokens"]
     loss_mask: Bool[np.ndarray, " tokens"] | None = None
 
 
 class TextEncoder:
-    """Plain text: the tokens of each document between the ids that begin and end one."""
+    """Plain-text encoder: the tokens of each document between the begin-of-text and end-of-text ids."""
 
     has_loss_mask = False
 
@@ -38,15 +37,16 @@ class TextEncoder:
 
     @property
     def fingerprint(self) -> str:
+        """Hash of everything that determines the encoding: here, that of the tokenizer."""
         return self.tokenizer.fingerprint
 
     def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
-        """Raises DataError for a text that cannot be spelled, without saying which."""
+        """Encodes documents. Raises DataError for a text that cannot be encoded, without saying which one."""
         return [EncodedDocument(ids) for ids in self.tokenizer.encode_batch(texts, bos=True, eos=True)]
 
 
 class ChatEncoder:
-    """Conversations, each the JSON of {"messages": [...], "tools": [...]}."""
+    """Chat encoder: conversations, each the JSON of {"messages": [...], "tools": [...]}, through a chat template."""
 
     has_loss_mask = True
 
@@ -55,10 +55,11 @@ class ChatEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash of everything that determines the encoding: the tokenizer and the chat template."""
         return digest(["chat", 1, self.tokenizer.fingerprint, self.template.fingerprint])
 
     def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
-        """Raises DataError for a conversation that cannot be used, without saying which."""
+        """Encodes conversations. Raises DataError for one that cannot be used, without saying which one."""
         chats = [self._render(**json.loads(text)) for text in texts]
         ids = self.tokenizer.encode_batch([text for text, _ in chats], specials=True)
         return [self._with_loss_mask(text, spans, one) for (text, spans), one in zip(chats, ids, strict=True)]
@@ -66,7 +67,10 @@ class ChatEncoder:
     def encode_answer(
         self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None
     ) -> EncodedDocument:
-        """`prompt` and `answer` as one conversation, trained on the assistant's part of the answer alone."""
+        """Encodes `prompt` and `answer` as one conversation; the loss mask has the assistant's part of the answer only.
+
+        Raises DataError for an answer without a message of the assistant.
+        """
         text, spans = self._render([*prompt, *answer], tools)
         said = sum(message["role"] == "assistant" for message in answer)
         if said == 0:
@@ -74,7 +78,7 @@ class ChatEncoder:
         return self._with_loss_mask(text, spans[-said:], self.tokenizer.encode(text, specials=True))
 
     def _render(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the assistant speaks."""
+        """(text of a conversation, character spans of the assistant's messages in it)."""
         whole, spans = self.template.render(messages, tools, add_generation_prompt=False), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -83,8 +87,8 @@ class ChatEncoder:
             after = self.template.render(messages[: number + 1], tools, add_generation_prompt=False)
             if not after.startswith(before) or not whole.startswith(after):
                 raise DataError(
-                    f"the chat template is not prefix-stable: the text before or of message {number + 1} changes as "
-                    "messages follow, so what the assistant says in it cannot be told from the rest. Train on "
+                    f"the chat template is not prefix-stable: the text before or of message {number + 1} changes when "
+                    "messages follow, so the assistant's tokens cannot be located for the loss mask. Train on "
                     "conversations that end with the assistant's only message, or use another template"
                 )
             said = after[len(before) :]
@@ -92,7 +96,7 @@ class ChatEncoder:
                 said = said.rstrip()
             spans.append((len(before), len(before) + len(said)))
         if not spans:
-            raise DataError("no message of the assistant, so there is nothing to learn")
+            raise DataError("the conversation has no message of the assistant, so there is nothing to learn")
         return whole, spans
 
     def _with_loss_mask(
@@ -101,9 +105,11 @@ class ChatEncoder:
         spelled = self.tokenizer.decode_bytes(ids, specials=True)
         lead = len(spelled) - len(text.encode())
         if lead not in (0, self.tokenizer.prefix_space) or spelled[lead:] != text.encode():
-            raise DataError("the tokenizer changes the text (it normalises it), so its parts cannot be found again")
+            raise DataError(
+                "the tokenizer normalises the text, so the assistant's tokens cannot be located for the loss mask"
+            )
         lengths = self._token_bytes[ids]
-        begins = np.cumsum(lengths) - lengths - lead  # first byte of each token
+        begins = np.cumsum(lengths) - lengths - lead  # offset of each token's first byte
         trained = np.zeros(len(ids), bool)
         ascii_only = text.isascii()
         for begin, end in spans:

@@ -1,4 +1,4 @@
-"""What to train on, and how it becomes batches."""
+"""Data settings: sources, data mixture, tokenizer, sequence packing and batch shape."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,28 +18,28 @@ TEXT_FIELD = "text"
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source of a mixture; the fields that `DataConfig` has too mean the same."""
+    """Settings of one source of a data mixture; fields that `DataConfig` also has mean the same."""
 
     name: str
-    """What to call it in messages and in the cursor; no two are alike."""
+    """Unique name of the source in messages and in the data cursor."""
     source: str | tuple[str, ...] = corpus.NAME
-    """As data.source."""
+    """Same as data.source."""
     weight: float = 1.0
-    """Rows of it in proportion to those of the others; exact at every step. A whole number or a short decimal."""
+    """Share of rows relative to the other sources; exact at every step. A whole number or a short decimal."""
     max_epochs: float | None = None
-    """How often it may be read in all; None is without end."""
+    """Epochs after which the source is exhausted; None is no limit."""
     source_format: Format = "auto"
-    """As data.source_format."""
+    """Same as data.source_format."""
     content: Literal["text", "chat"] = "text"
-    """As data.content."""
+    """Same as data.content."""
     separator: str | None = SEPARATOR
-    """As data.separator."""
+    """Same as data.separator."""
     text_field: str = TEXT_FIELD
-    """As data.text_field."""
+    """Same as data.text_field."""
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("a source of data.mixture has no name; give each one of its own")
+            raise ValueError("a source of data.mixture has no name; give each source a unique name")
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"mixture source {self.name!r}: weight is {self.weight}; it must be a positive number")
         if self.max_epochs is not None and not 0 < self.max_epochs < float("inf"):
@@ -51,47 +51,48 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on, and how it becomes batches."""
+    """Data settings of a run: what it trains on, and how that becomes batches."""
 
     source: str | tuple[str, ...] = corpus.NAME
     """"shakespeare" (the bundled corpus), "chitchat" (conversations of the package chitchat-dataset), or files or URLs:
     text (.txt .md), JSONL (.jsonl .ndjson), parquet, Arrow (.arrow, or the folder of a saved Hugging Face data set),
-    webdataset (.tar), one token file (.bin). With .gz or .zst behind, they are decompressed."""
+    webdataset (.tar), one token file (.bin). Names that end in .gz or .zst are decompressed."""
     source_format: Format = "auto"
-    """What kind of file the source is; auto goes by the ending of the name."""
+    """File format of the source; auto takes it from the suffix of the name."""
     content: Literal["text", "chat"] = "text"
-    """text: every token is a target. chat: conversations through the model's chat template, trained on what the
-    assistant says."""
+    """text: every token is a target. chat: conversations through the model's chat template, with a loss mask over the
+    assistant's messages."""
     separator: str | None = SEPARATOR
     """Text files: the line that ends a document; "" is the blank-line rule, None makes each file one document."""
     text_field: str = TEXT_FIELD
-    """Files of records: the field that holds the text; of conversations the messages, "messages" where this is left."""
+    """Record files: the field with the text, or with a conversation's messages (then the default is "messages")."""
     mixture: tuple[SourceConfig, ...] = ()
-    """Several sources by exact shares, in place of `source`."""
+    """Data mixture: several sources in exact proportions, in place of `source`."""
     when_exhausted: Literal["error", "renormalise"] = "error"
-    """A mixture's source that reaches its max_epochs: error refuses the run before it begins; renormalise goes on with
-    the others, their weights in proportion."""
+    """If a source of the mixture would exceed its max_epochs: error stops the run before it begins; renormalise
+    continues with the other sources, their weights in the same proportion."""
     skip_bad_records: bool = False
-    """Records that cannot be used: an error that names file and row, or with True counted, listed and left out."""
+    """Records that cannot be used: False raises an error with file and row; True counts, lists and skips them."""
     heldout: str | tuple[str, ...] = ()
-    """Files of the same kind to evaluate on, never trained on. Empty: a part of the source is held out."""
+    """Held-out files of the same format, for evaluation only. Empty: a part of the source is held out."""
     heldout_fraction: float | None = None
-    """Share of the source to hold out; None is 0.05, or none with `heldout` files. The bundled corpus has its split."""
+    """Share of the source to hold out; None is 0.05, or 0 with `heldout` files. The bundled corpus is split already."""
     tokenizer: str = "bpe:2048"
     """"byte", "bpe:SIZE" (trained on the source, then cached), the path of a saved tokenizer or its file, or "model":
-    that of the model a run begins from."""
+    the tokenizer of the model that the run starts from."""
     seq_len: int = 256
     """Tokens per sequence."""
     batch_size: int = 16
     """Sequences per step, over all devices and processes."""
     packing: Literal["concat", "documents"] = "concat"
-    """concat: documents run on from row to row, no padding. documents: whole documents, best fit, the rest padding."""
+    """Sequence packing. concat: documents continue from row to row, without padding. documents: whole documents by
+    best fit, the rest of a row is padding."""
     seed: int = 0
-    """Seed of the shuffle; each epoch has an order of its own."""
+    """Seed of the shuffle; each epoch has a different order."""
     cache_dir: str = ""
-    """Where tokens and trained tokenizers are kept. Empty: $JAXLLM_CACHE, or ~/.cache/jaxllm."""
+    """Tokenizer cache: folder for tokens and trained tokenizers. Empty: $JAXLLM_CACHE, or ~/.cache/jaxllm."""
     workers: int = runtime_only(0)
-    """Processes that tokenise; 0 is the run's own. The tokens are the same for any number."""
+    """Processes that tokenise; 0 uses the run's own process. The tokens are the same for any number."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size"):
@@ -109,11 +110,11 @@ class DataConfig:
             raise ValueError("data.heldout and data.heldout_fraction are both set; set one of them")
         chats = [one.content == "chat" for one in self.sources]
         if any(chats) and self.packing != "documents":
-            raise ValueError("data.packing is 'concat', which cuts conversations in two; set data.packing='documents'")
+            raise ValueError("data.packing is 'concat', which splits conversations; set data.packing='documents'")
         if self.mixture:
             self._check_mixture()
         elif self.when_exhausted != "error":
-            raise ValueError("data.when_exhausted is set, but has no meaning without data.mixture; leave it out")
+            raise ValueError("data.when_exhausted is set, but has no effect without data.mixture; leave it out")
 
     def _check_mixture(self) -> None:
         own = ("source", "source_format", "content", "separator", "text_field", "heldout")
@@ -123,11 +124,11 @@ class DataConfig:
                 raise ValueError(f"data.{name} and data.mixture are both set{where}")
         names = [one.name for one in self.mixture]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"two sources of data.mixture are called {twice[0]!r}; give each a name of its own")
+            raise ValueError(f"two sources of data.mixture are called {twice[0]!r}; give each a unique name")
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The mixture's, or the single one."""
+        """Sources of the mixture, or the single source as a tuple of one."""
         if self.mixture:
             return self.mixture
         return (
@@ -143,7 +144,7 @@ class DataConfig:
 
 
 def check_names(config: SourceConfig | DataConfig, where: str) -> None:
-    """Raises ValueError for a source without a name, or a kind that is none."""
+    """Checks the source's name, format and content. Raises ValueError for an empty name or an unknown value."""
     if not config.source:
         names = f"{corpus.NAME!r}, {CHITCHAT!r}, or paths of files"
         raise ValueError(f"{where}source is empty; legal: {names}")

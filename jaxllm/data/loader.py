@@ -324,4 +324,4 @@ def _reject_ineffective(source: SourceConfig, config: DataConfig, what: str, *na
         if config.mixture and owner is config and name == "heldout_fraction":
             continue  # it is the other sources'
         if getattr(owner, name) != getattr(default, name):
-            raise ValueError(f"data.{name} is set, but has no meaning for {what}; leave it out")
+            raise ValueError(f"data.{name} is set, but has no effect for {what}; leave it out")

@@ -1,4 +1,4 @@
-"""What data is worth that is read more than once: arXiv:2305.16264, section 3.1."""
+"""Value of repeated data: how many fresh tokens several epochs are worth (arXiv:2305.16264, section 3.1)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from jaxllm.data.dataset import TokenDataset
 from jaxllm.data.mixture import MixtureDataset
 
 REPEAT_DECAY = 15.387756
-"""R*_D, as fitted in their appendix A: after so many repeats more of them are worth little."""
+"""R*_D, as fitted in the paper's appendix A: repetitions beyond this number add little."""
 FREE_EPOCHS = 4.0
-"""Epochs up to which repeated data is about as good as fresh (their section 6)."""
+"""Epochs up to which repeated data is about as good as fresh data (the paper's section 6)."""
 
 
 def effective_data(amount: float, unique: float, decay: float = REPEAT_DECAY) -> float:
-    """What ``amount`` is worth where only ``unique`` of it are different: D' = U + U R* (1 - exp(-R / R*)).
+    """Effective amount of unique data that repeated data is worth: D' = U + U R* (1 - exp(-R / R*)).
 
-    Equation 5, R = amount / unique - 1. With another R* it is equation 6, of parameters.
+    ``amount`` D is read in all, of which ``unique`` U is distinct; R = amount / unique - 1 (equation 5). With another
+    R* the formula is equation 6, for parameters.
 
     >>> round(worth(4.0, 1.0), 2)
     3.73
@@ -27,7 +28,7 @@ def effective_data(amount: float, unique: float, decay: float = REPEAT_DECAY) ->
 
 
 def epochs_per_source(dataset: TokenDataset | MixtureDataset, steps: int) -> dict[str, float]:
-    """How often a run of so many steps reads each source."""
+    """Epochs of each source, by name, that a run of ``steps`` steps reads."""
     if isinstance(dataset, TokenDataset):
         return {dataset.documents.name: steps * dataset.batch_size / dataset.plan.rows}
     given = dataset.rows_consumed(steps)
@@ -35,7 +36,7 @@ def epochs_per_source(dataset: TokenDataset | MixtureDataset, steps: int) -> dic
 
 
 def repetition_warnings(dataset: TokenDataset | MixtureDataset, steps: int) -> list[str]:
-    """A line for each source that is read more often than is free."""
+    """Warnings for a log: one line for each source that is read for more than `FREE_EPOCHS` epochs."""
     return [
         f"{name} is read {often:.1f} times, which is worth {effective_data(often, 1.0):.1f} times as many fresh tokens "
         "(arXiv:2305.16264)"

@@ -1,21 +1,22 @@
-"""A shuffle that can be asked for any place in it: no state, no array of the whole order.
+"""Stateless shuffle: a pseudo-random permutation of an epoch that can be evaluated at any position.
 
-A Feistel network over the smallest power of four that holds the range, walked until it lands inside (Black and Rogaway
-2002, "Ciphers with Arbitrary Finite Domains"). Its arithmetic is its own: unlike numpy's generators, whose permutations
-may change between versions, it gives the same order for ever, which a cursor in an old checkpoint relies on.
+It needs no state and no array of the whole order. It is a Feistel network over the smallest power of four that holds
+the range, with cycle walking until the value is inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite
+Domains"). numpy's permutations may change between versions; this order never changes, and the data cursor of an old
+checkpoint relies on that.
 """
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt64
 
 ROUNDS = 8
-NAME = "feistel-1"  # goes into fingerprints; changes if the order ever does
+NAME = "feistel-1"  # part of fingerprints: it must change if the order ever changes
 
 _MASK64 = (1 << 64) - 1
 
 
 def permute(index: Int[np.ndarray, " n"], size: int, *, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
-    """Where each place of 0 .. size - 1 goes: for fixed (size, seed, epoch) a bijection of that range. int64."""
+    """Shuffled positions, int64: for fixed (size, seed, epoch) a bijection of 0 .. size - 1, at the given indices."""
     if size == 1:
         return np.zeros_like(index, np.int64)
     half = max(2, (size - 1).bit_length() + 1 >> 1)
@@ -34,8 +35,8 @@ def _feistel(value: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
     return (left << shift) | right
 
 
-def splitmix64(value: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014); uint64 arithmetic wraps."""
+def splitmix64(value: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
+    """Finaliser of SplitMix64 (Steele, Lea and Flood 2014): a bijective hash of uint64; its arithmetic wraps."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Batches of a data set in their order, but for some that a run has passed over."""
+"""Data-set view that skips batches, such as those around a loss spike after a rollback."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxllm.data.mixture import MixtureDataset
 
 @dataclass(frozen=True, eq=False)
 class SkippingDataset:
-    """What a run's steps take from a data set: still a function of the step, with no state but what is left out.
+    """Data set without the skipped batches: a batch is still a function of the step and of `skipped` alone.
 
-    passed: [first, end) of numbers of batches, ascending and apart.
+    skipped: half-open ranges [first, end) of batch indices; ascending, neither overlapping nor adjacent.
     """
 
     dataset: TokenDataset | MixtureDataset
     skipped: tuple[tuple[int, int], ...] = ()
 
     def batch_index(self, step: int) -> int:
-        """Of the data set's batch that `step` takes."""
+        """Index, in the underlying data set, of the batch that `step` trains on."""
         for first, end in self.skipped:
             if step < first:
                 break
@@ -28,11 +28,11 @@ class SkippingDataset:
         return step
 
     def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Any:
-        """As the data set's."""
+        """Batch of `step`; arguments as in `TokenDataset.batch_at`."""
         return self.dataset.batch_at(self.batch_index(step), shard=shard, num_shards=num_shards)
 
     def skip(self, step: int, count: int) -> SkippingDataset:
-        """The same up to `step`, and the next `count` batches left out."""
+        """Copy that is the same before `step` and also skips the `count` batches from `step` on."""
         gone = [number for first, end in self.skipped for number in range(first, end)]
         merged: list[tuple[int, int]] = []
         for number in sorted([*gone, *(self.batch_index(step + i) for i in range(count))]):
@@ -43,11 +43,11 @@ class SkippingDataset:
         return replace(self, passed=tuple(merged))
 
     def cursor(self, step: int) -> dict[str, Any]:
-        """The data set's, which says the step, and which batches the steps before and after it leave out."""
+        """Data cursor for a checkpoint: the data set's cursor at `step`, and the skipped batches."""
         own = self.dataset.cursor(step)
         return own | {"passed": [list(pair) for pair in self.skipped]} if self.skipped else own
 
     def at_cursor(self, saved: dict[str, Any]) -> tuple[SkippingDataset, int]:
-        """As a checkpoint says, and its step. Raises CursorMismatch as the data set does."""
+        """(view, step) restored from a checkpoint's cursor. Raises CursorMismatch if the data is different."""
         step = self.dataset.check_cursor(saved)
         return replace(self, passed=tuple((first, end) for first, end in saved.get("passed", []))), step

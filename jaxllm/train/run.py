@@ -109,8 +109,8 @@ class Run:
 
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
-        meta = {**self.meta(step), "metrics": metrics, **state_providers.facts(self.also)}
-        saver.save(place, step, state_providers.with_arrays(state, self.also), meta)
+        meta = {**self.meta(step), "metrics": metrics, **state_providers.collect_facts(self.also)}
+        saver.save(place, step, state_providers.with_provider_arrays(state, self.also), meta)
 
     def meta(self, step: int) -> dict[str, Any]:
         """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions."""

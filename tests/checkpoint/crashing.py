@@ -58,7 +58,7 @@ def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], No
         What to call where there is no trap: it says that this process has come to a point.
     """
     from jaxllm.checkpoint import snapshot
-    from jaxllm.checkpoint.storage.file_systems import Local
+    from jaxllm.checkpoint.storage.file_systems import LocalFiles
 
     count = itertools.count(1)
 
@@ -76,9 +76,9 @@ def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], No
         return error is not None and next(faulty) == number
 
     create, rename, remove, sync, capture = (
-        Local.create,
-        Local.rename,
-        Local.remove,
+        LocalFiles.create,
+        LocalFiles.rename,
+        LocalFiles.remove,
         os.fsync,
         snapshot.capture,
     )
@@ -100,20 +100,20 @@ def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], No
             return self.file.write(data)
 
     @contextlib.contextmanager
-    def creating(self: Local, name: str) -> Iterator[Any]:
+    def creating(self: LocalFiles, name: str) -> Iterator[Any]:
         if fault == "read-only" and refuses():
             raise OSError(error, os.strerror(error or 0))
         with create(self, name) as file:
             yield Disk(file)
 
-    def renaming(self: Local, name: str, to: str) -> None:
+    def renaming(self: LocalFiles, name: str, to: str) -> None:
         if here("rename"):
             if number % 2:
                 rename(self, name, to)
             die()
         rename(self, name, to)
 
-    def removing(self: Local, name: str) -> None:
+    def removing(self: LocalFiles, name: str) -> None:
         if "deleting" in name and here("gc"):
             files = sorted(self.walk(name))
             for file in files[: number % (len(files) + 1)]:
@@ -132,7 +132,7 @@ def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], No
             die()
         return found
 
-    Local.create, Local.rename, Local.remove = creating, renaming, removing  # type: ignore[method-assign]
+    LocalFiles.create, LocalFiles.rename, LocalFiles.remove = creating, renaming, removing  # type: ignore[method-assign]
     os.fsync = syncing
     snapshot.capture = capturing
 
@@ -215,10 +215,13 @@ def snapshot_on(folder: str, told: str, seed: int, first: int) -> None:
     """Snapshots in memory, step after step, until it is killed."""
     import jax.numpy as jnp
 
-    from jaxllm.checkpoint import MemoryConfig, Snapshots
-    from jaxllm.parallel.distributed import Group
+    from jaxllm.checkpoint import MemoryCheckpointer, MemoryConfig
+    from jaxllm.parallel.distributed import ProcessGroup
 
-    with open(told, "a", buffering=1) as tell, Snapshots(Path(folder), MemoryConfig(linger=60), Group()) as snapshots:
+    with (
+        open(told, "a", buffering=1) as tell,
+        MemoryCheckpointer(Path(folder), MemoryConfig(linger=60), ProcessGroup()) as snapshots,
+    ):
         for step in itertools.count(first):
             state = state_at(seed, step) | {"rows": jnp.full((4, 4), step, jnp.float32)}
             snapshots.save(step, state, {"cursor": step * 7})
@@ -228,8 +231,8 @@ def snapshot_on(folder: str, told: str, seed: int, first: int) -> None:
 
 def memory_trial(directory: Path, seed: int, rounds: int = 3) -> None:
     """A trainer that dies while it makes snapshots in memory: the holder has a whole one, no older than promised."""
-    from jaxllm.checkpoint import MemoryConfig, Snapshots
-    from jaxllm.parallel.distributed import Group
+    from jaxllm.checkpoint import MemoryCheckpointer, MemoryConfig
+    from jaxllm.parallel.distributed import ProcessGroup
 
     rng = random.Random(seed)
     told, first = directory / "told", 1
@@ -245,7 +248,7 @@ def memory_trial(directory: Path, seed: int, rounds: int = 3) -> None:
             process.kill()
             process.join(60)
             assert process.exitcode == -signal.SIGKILL
-            with Snapshots(directory / "holders", MemoryConfig(linger=60), Group()) as snapshots:
+            with MemoryCheckpointer(directory / "holders", MemoryConfig(linger=60), ProcessGroup()) as snapshots:
                 snapshots.verify()
                 found = snapshots.resume(None)
             assert found is not None
@@ -256,5 +259,5 @@ def memory_trial(directory: Path, seed: int, rounds: int = 3) -> None:
             assert found.state["mu"]["w"].tobytes() == want["mu"]["w"].tobytes()
             first = found.step + 1
     finally:
-        with Snapshots(directory / "holders", MemoryConfig(linger=60), Group()) as snapshots:
-            snapshots.forget()
+        with MemoryCheckpointer(directory / "holders", MemoryConfig(linger=60), ProcessGroup()) as snapshots:
+            snapshots.stop_server()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
-from jaxllm.parallel.distributed import DistributedError, Group
+from jaxllm.parallel.distributed import DistributedError, ProcessGroup
 from tests.checkpoint.crashing import KEEP, arm, forking, promised
 from tests.checkpoint.together import Made, leaves_of
 
@@ -78,7 +78,7 @@ def save_on(folder: str, seed: int, rank: int, size: int, saving: Any, steps: in
     try:
         with (
             open(life / f"told.{rank}", "a", buffering=1) as tell,
-            Made(life.parent / "checkpoints", config, Group(rank, size, Board(life, come))) as checkpointer,
+            Made(life.parent / "checkpoints", config, ProcessGroup(rank, size, Board(life, come))) as checkpointer,
         ):
             found = checkpointer.resume(None)
             first = 1 if found is None else 1 + found.step

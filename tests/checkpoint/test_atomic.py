@@ -62,14 +62,14 @@ def test_concurrent_readers_see_only_whole_checkpoints(tmp_path):
 
 def test_save_returns_before_the_write_and_the_next_one_waits(tmp_path, monkeypatch):
     entered, leave = threading.Event(), threading.Event()
-    write = checkpoint_writer.write_parts
+    write = checkpoint_writer.write_chunks
 
     def slow(*arguments):
         entered.set()
         assert leave.wait(20)
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "write_parts", slow)
+    monkeypatch.setattr(checkpoint_writer, "write_chunks", slow)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, STATE, {})
         assert entered.wait(20)
@@ -94,7 +94,7 @@ def test_blocking_save(tmp_path):
 
 @pytest.mark.parametrize("saving", ["lazy", "eager", "blocking"])
 def test_a_failing_disk_is_reported_once_and_harms_nothing(tmp_path, monkeypatch, saving):
-    write = checkpoint_writer.write_parts
+    write = checkpoint_writer.write_chunks
 
     def full(*arguments):
         write(*arguments)
@@ -103,7 +103,7 @@ def test_a_failing_disk_is_reported_once_and_harms_nothing(tmp_path, monkeypatch
     with Checkpointer(tmp_path, CheckpointConfig(saving=saving, keep_last=1)) as checkpointer:
         checkpointer.save(1, STATE, {})
         checkpointer.wait()
-        monkeypatch.setattr(checkpoint_writer, "write_parts", full)
+        monkeypatch.setattr(checkpoint_writer, "write_chunks", full)
         with pytest.raises(CheckpointError, match=r"saving step 2 .*No space left.* Step 1 is the newest on disk"):
             checkpointer.save(2, STATE, {}), checkpointer.wait()
         assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "step_00000001"]

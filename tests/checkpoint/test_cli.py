@@ -120,7 +120,7 @@ def test_names_of_the_family_and_back(run: Path, capsys: pytest.CaptureFixture, 
 def test_gc_keeps_the_newest_good_one(run: Path, capsys: pytest.CaptureFixture) -> None:
     flip(run, "checkpoints/step_00000012/state/params.embedding.table/0.0")
     status, text = say(capsys, "gc", run, "--keep-last", 1, "--dry-run")
-    assert (status, text.split(";")[0]) == (0, "would go: step_00000004")
+    assert (status, text.split(";")[0]) == (0, "would remove: step_00000004")
     assert say(capsys, "gc", run, "--keep-last", 1)[0] == 0
     with Checkpointer(run / "checkpoints", read_only=True) as found:
         assert found.steps() == [8, 12]

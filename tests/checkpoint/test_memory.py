@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, MemoryConfig
-from jaxllm.checkpoint.memory.erasure_coding import coefficients, decode, encode
-from jaxllm.checkpoint.memory.memory_snapshots import Snapshots, Stripes
+from jaxllm.checkpoint.memory.erasure_coding import decode, encode, parity_coefficients
+from jaxllm.checkpoint.memory.memory_snapshots import MemoryCheckpointer, StripeLayout
 from jaxllm.checkpoint.memory.peer_server import send
-from jaxllm.checkpoint.memory.peer_storage import Held, Holder, HolderLost
-from jaxllm.checkpoint.save_interval import best_interval, between_failures, steps_between
-from jaxllm.checkpoint.snapshot import Leaf
-from jaxllm.parallel.distributed import Group
+from jaxllm.checkpoint.memory.peer_storage import PeerClient, PeerLost, PeerStorage
+from jaxllm.checkpoint.save_interval import interval_steps, mean_time_between_failures, optimal_interval
+from jaxllm.checkpoint.snapshot import SnapshotLeaf
+from jaxllm.parallel.distributed import ProcessGroup
 from tests.checkpoint.together import leaves_of
 from tests.parallel.test_distributed import Store
 
@@ -42,23 +42,23 @@ class Hosts:
     def __init__(self, folder: Path, size: int, parity: int = 1):
         self.folder, self.size, self.config = folder, size, MemoryConfig(parity=parity, linger=60)
 
-    def train(self, work: Callable[[Snapshots, int], Any]) -> list[Any]:
+    def train(self, work: Callable[[MemoryCheckpointer, int], Any]) -> list[Any]:
         """What `work` gives for each host, all of which open their snapshots and close them."""
         store = Store()
 
-        class Made(Snapshots):
-            def _capture(self, state: Any, copy: Any) -> dict[str, Leaf]:
+        class Made(MemoryCheckpointer):
+            def _capture(self, state: Any, copy: Any) -> dict[str, SnapshotLeaf]:
                 return state
 
         def one(rank: int) -> Any:
-            with Made(self.folder, self.config, Group(rank, self.size, store), saving="eager") as snapshots:
+            with Made(self.folder, self.config, ProcessGroup(rank, self.size, store), saving="eager") as snapshots:
                 return work(snapshots, rank)
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(one, range(self.size)))
 
     def save(self, *steps: int) -> None:
-        def work(snapshots: Snapshots, rank: int) -> None:
+        def work(snapshots: MemoryCheckpointer, rank: int) -> None:
             for step in steps:
                 chunks = CHUNKS if self.size > 1 else {}
                 snapshots.save(step, leaves_of(state_of(step), chunks, rank, self.size), {"cursor": step})
@@ -69,7 +69,7 @@ class Hosts:
     def resumed(self) -> list[int | None]:
         """The step that each host resumes, with every bit of it."""
 
-        def work(snapshots: Snapshots, rank: int) -> int | None:
+        def work(snapshots: MemoryCheckpointer, rank: int) -> int | None:
             found = snapshots.resume(None)
             if found is None:
                 return None
@@ -86,15 +86,15 @@ class Hosts:
         for rank in ranks:
             file = self.folder / f"{rank}.json"
             os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
-            with contextlib.closing(Holder(rank, file)) as holder:
+            with contextlib.closing(PeerClient(rank, file)) as holder:
                 while holder.alive():
                     time.sleep(0.01)
 
     def end(self) -> None:
         for rank in range(self.size):
-            holder = Holder(rank, self.folder / f"{rank}.json")
-            with contextlib.closing(holder), contextlib.suppress(HolderLost):
-                holder.ask("end")
+            holder = PeerClient(rank, self.folder / f"{rank}.json")
+            with contextlib.closing(holder), contextlib.suppress(PeerLost):
+                holder.request("end")
 
 
 @pytest.fixture
@@ -121,12 +121,12 @@ def test_any_pieces_give_all_back(rng: np.random.Generator, data: int, parity: i
         with pytest.raises(ValueError, match="are needed"):
             decode({n: every[n] for n in range(1, data)}, data, parity)
     with pytest.raises(ValueError, match="at most 256"):
-        coefficients(200, 57)
+        parity_coefficients(200, 57)
 
 
 @pytest.mark.parametrize(("size", "parity"), [(1, 1), (2, 1), (4, 1), (5, 2), (3, 7)])
 def test_every_byte_is_in_one_stripe_and_every_host_keeps_as_much(size: int, parity: int) -> None:
-    stripes = Stripes(size, parity)
+    stripes = StripeLayout(size, parity)
     for host in range(size):
         pieces = stripes.pieces(host, 101)
         assert [b for _, b, _ in pieces] == [0, *(e for _, _, e in pieces[:-1])]
@@ -141,7 +141,7 @@ def test_a_crash_of_the_trainer(hosts: Callable[..., Hosts]) -> None:
     one.save(1, 2)
     assert one.resumed() == [2]
     one.save(3)
-    with contextlib.closing(Held(one.folder, 0, 1)) as held:
+    with contextlib.closing(PeerStorage(one.folder, 0, 1)) as held:
         assert held.names() == ["step_00000003"]  # the one before is let go
     one.end()
     assert one.resumed() == [None]
@@ -173,11 +173,11 @@ def test_strangers_are_not_answered(hosts: Callable[..., Hosts]) -> None:
     one.save(1)
     address = json.loads((one.folder / "0.json").read_text())
     assert (one.folder / "0.json").stat().st_mode & 0o077 == 0
-    with Holder(0, one.folder / "0.json")._connect(address) as connection:
+    with PeerClient(0, one.folder / "0.json")._connect(address) as connection:
         send(connection, {"do": "sizes", "name": "", "secret": "guess"})
         assert connection.recv(1) == b""
-    with contextlib.closing(Holder(0, one.folder / "0.json")) as holder:
-        assert holder.ask("sizes", name="")[0]
+    with contextlib.closing(PeerClient(0, one.folder / "0.json")) as holder:
+        assert holder.request("sizes", name="")[0]
 
 
 def test_a_snapshot_is_a_checkpoint(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_snapshot_is_a_checkpoint(hosts: Callable[..., Hosts], tmp_path: Path)
     four = hosts(4)
     four.save(3)
     with (
-        contextlib.closing(Held(four.folder, 0, 4)) as held,
+        contextlib.closing(PeerStorage(four.folder, 0, 4)) as held,
         Checkpointer(held, CheckpointConfig(), read_only=True) as reader,
     ):
         reader.verify()
@@ -199,12 +199,12 @@ def test_the_best_interval() -> None:
         """Share of time that is not work: Daly's full model, failures at random."""
         return apart * math.expm1((interval + stall) / apart) / interval
 
-    best = best_interval(stall, apart)
+    best = optimal_interval(stall, apart)
     near = [lost(best * factor) for factor in (0.8, 0.9, 1.0, 1.1, 1.25)]
     assert min(near) == near[2]
     assert best == pytest.approx(math.sqrt(2 * stall * apart), rel=0.05)
-    assert best_interval(100, 10) == 10
-    assert between_failures(0, 0, 10) == 8640
-    assert between_failures(10 * 3600, 4, 1) == (34 * 3600) / 5
-    assert steps_between(stall, best / 10, apart) == 10
-    assert steps_between(0, 1, apart) == 1
+    assert optimal_interval(100, 10) == 10
+    assert mean_time_between_failures(0, 0, 10) == 8640
+    assert mean_time_between_failures(10 * 3600, 4, 1) == (34 * 3600) / 5
+    assert interval_steps(stall, best / 10, apart) == 10
+    assert interval_steps(0, 1, apart) == 1

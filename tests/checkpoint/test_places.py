@@ -18,12 +18,12 @@ from jaxllm.checkpoint import (
     Checkpointer,
     CheckpointError,
     CheckpointMismatchError,
-    Reading,
-    Source,
+    LeafSource,
+    RestoreOptions,
     checkpoint_writer,
     snapshot,
 )
-from jaxllm.checkpoint.checkpoint_writer import Budget
+from jaxllm.checkpoint.checkpoint_writer import HostMemoryBudget
 from jaxllm.checkpoint.storage import file_systems, leaf_hashing
 from tests import environment
 from tests.checkpoint.states import abstract_on, assert_same, make_state
@@ -79,7 +79,7 @@ def test_a_missing_package_is_named():
 @pytest.mark.parametrize("block", [24, 100, 2**26])
 @pytest.mark.parametrize("size", [1, 3])
 def test_slices_of_any_layout_and_the_hash_of_all(place, monkeypatch, rng, block, size):
-    monkeypatch.setattr(leaf_hashing, "BLOCK", block)
+    monkeypatch.setattr(leaf_hashing, "BLOCK_BYTES", block)
     array = rng.standard_normal((12, 10, 2))
     chunks = {"w": (4, 5, 2)} if size > 1 else {}
     save_together(place, size, 1, {"w": array, "x": array[0]}, chunks, {})
@@ -93,7 +93,7 @@ def test_slices_of_any_layout_and_the_hash_of_all(place, monkeypatch, rng, block
 
 
 def test_no_more_is_read_than_a_slice_lies_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaf_hashing, "BLOCK", 2**12)
+    monkeypatch.setattr(leaf_hashing, "BLOCK_BYTES", 2**12)
     array = np.arange(2**14, dtype=np.float64).reshape(128, 128)
     save_together(str(tmp_path / "one"), 1, 1, {"w": array}, {}, {})
     save_together(str(tmp_path / "two"), 2, 1, {"w": array}, {"w": (64, 64)}, {})
@@ -113,21 +113,21 @@ def test_renamed_partial_and_cast(tmp_path):
         checkpointer.save(1, saved, {})
         checkpointer.wait()
         want = {"w": jax.ShapeDtypeStruct((2, 2, 3), jnp.bfloat16), "new": np.zeros(4, np.float64)}
-        sources = {"w": Source(("layers/0/w", "layers/1/w"), stack=True), "new": Source(("old",))}
-        found, _ = checkpointer.restore(want, reading=Reading(sources, cast=True))
+        sources = {"w": LeafSource(("layers/0/w", "layers/1/w"), stack=True), "new": LeafSource(("old",))}
+        found, _ = checkpointer.restore(want, reading=RestoreOptions(sources, cast=True))
         assert found["w"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(found["w"], np.float32)[:, 0, 0], [1, 0])
         assert found["new"].dtype == np.float64
         with pytest.raises(CheckpointMismatchError, match=r"w: dtype bfloat16 asked for, float32 saved"):
-            checkpointer.restore(want, reading=Reading(sources))
+            checkpointer.restore(want, reading=RestoreOptions(sources))
         mine = {"old": jnp.zeros(4), "extra": jnp.full(2, 7.0)}
         with pytest.raises(CheckpointMismatchError, match="extra: not in the checkpoint"):
             checkpointer.restore(mine)
-        found, _ = checkpointer.restore(mine, reading=Reading(partial=True))
+        found, _ = checkpointer.restore(mine, reading=RestoreOptions(partial=True))
         assert found["old"].tolist() == [0, 1, 2, 3]
         assert found["extra"] is mine["extra"]
         row, _ = checkpointer.restore(
-            {"r": np.zeros(3, np.float32)}, reading=Reading({"r": Source(("layers/0/w",), 1)}, partial=True)
+            {"r": np.zeros(3, np.float32)}, reading=RestoreOptions({"r": LeafSource(("layers/0/w",), 1)}, partial=True)
         )
         assert row["r"].tolist() == [1, 1, 1]
 
@@ -151,7 +151,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, saving):
 
 def test_host_memory_is_bounded(tmp_path, monkeypatch):
     held, most, guard = 0, 0, threading.Lock()
-    budget = Budget.__call__
+    budget = HostMemoryBudget.__call__
 
     class Counting:
         def __init__(self, inner, size):
@@ -170,7 +170,7 @@ def test_host_memory_is_bounded(tmp_path, monkeypatch):
                 held -= self.size
             return self.inner.__exit__(*exception)
 
-    monkeypatch.setattr(Budget, "__call__", lambda self, size: Counting(budget(self, size), size))
+    monkeypatch.setattr(HostMemoryBudget, "__call__", lambda self, size: Counting(budget(self, size), size))
     state = {str(n): jnp.ones((16, 16)) for n in range(12)} | {"large": jnp.ones((64, 64))}
     with Checkpointer(tmp_path, CheckpointConfig(saving="lazy", host_bytes=2500)) as checkpointer:
         checkpointer.save(1, state, {})
@@ -191,13 +191,13 @@ def test_a_copy_needs_room(monkeypatch):
     state = {"w": jnp.zeros(50)}  # 200 bytes
     for peak, room in ((700, True), (900, False)):
         monkeypatch.setattr(jax, "local_devices", lambda peak=peak: [Device(peak)])
-        assert snapshot.has_room(state) == room
+        assert snapshot.has_room_for_copy(state) == room
 
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_large_writes_past_the_page_cache(refuses, tmp_path, monkeypatch):
     """Pieces of any size, in any order of sizes, on a file system that can or cannot: the file has their bytes."""
-    monkeypatch.setattr(file_systems, "DIRECT", 2 * file_systems.ALIGNED)
+    monkeypatch.setattr(file_systems, "DIRECT_IO_BYTES", 2 * file_systems.DIRECT_IO_ALIGNMENT)
     write, direct = os.write, []
 
     def writing(handle: int, data: Any) -> int:
@@ -207,19 +207,19 @@ def test_large_writes_past_the_page_cache(refuses, tmp_path, monkeypatch):
         return write(handle, data)
 
     monkeypatch.setattr(file_systems.os, "write", writing)
-    monkeypatch.setattr(file_systems._Past, "_buffers", threading.local())
+    monkeypatch.setattr(file_systems._DirectIOFile, "_buffers", threading.local())
     rng = np.random.default_rng(environment.seed())
     sizes = [
-        5 * file_systems.ALIGNED + 7,
+        5 * file_systems.DIRECT_IO_ALIGNMENT + 7,
         3,
-        file_systems.ALIGNED - 10,
-        4 * file_systems.ALIGNED,
-        *rng.integers(1, 9 * file_systems.ALIGNED, 6),
+        file_systems.DIRECT_IO_ALIGNMENT - 10,
+        4 * file_systems.DIRECT_IO_ALIGNMENT,
+        *rng.integers(1, 9 * file_systems.DIRECT_IO_ALIGNMENT, 6),
     ]
     pieces = [rng.bytes(size) for size in sizes]
-    with file_systems.Local(tmp_path).create("x") as file:
+    with file_systems.LocalFiles(tmp_path).create("x") as file:
         for piece in pieces:
             assert file.write(memoryview(piece)) == len(piece)
     assert (tmp_path / "x").read_bytes() == b"".join(pieces)
-    assert direct == [2 * file_systems.ALIGNED] * len(direct)
+    assert direct == [2 * file_systems.DIRECT_IO_ALIGNMENT] * len(direct)
     assert len(direct) == 1 if refuses else len(direct) >= 4

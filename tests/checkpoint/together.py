@@ -8,36 +8,36 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint import CheckpointConfig, SharedCheckpointer
-from jaxllm.checkpoint.snapshot import Leaf, whole
-from jaxllm.parallel.distributed import Group
+from jaxllm.checkpoint import CheckpointConfig, MultihostCheckpointer
+from jaxllm.checkpoint.snapshot import SnapshotLeaf, single_chunk_leaf
+from jaxllm.parallel.distributed import ProcessGroup
 
 
-class Made(SharedCheckpointer):
+class Made(MultihostCheckpointer):
     """Saves leaves that are made already."""
 
-    def _capture(self, state: Any, copy: Any) -> dict[str, Leaf]:
+    def _capture(self, state: Any, copy: Any) -> dict[str, SnapshotLeaf]:
         return state
 
 
-def split(array: np.ndarray, chunk: tuple[int, ...], own: Callable[[tuple[int, ...]], bool]) -> Leaf:
+def split(array: np.ndarray, chunk: tuple[int, ...], own: Callable[[tuple[int, ...]], bool]) -> SnapshotLeaf:
     """A leaf in several processes; this one has the chunks that are its own."""
     parts = {}
     for at in np.ndindex(*(n // c for n, c in zip(array.shape, chunk, strict=True))):
         if own(at):
             index = tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunk, strict=True))
             parts[".".join(map(str, at))] = lambda index=index: [array[index]]
-    return Leaf(array.shape, str(array.dtype), None, array.shape, array.dtype, chunk, parts)
+    return SnapshotLeaf(array.shape, str(array.dtype), None, array.shape, array.dtype, chunk, parts)
 
 
 def leaves_of(state: Mapping[str, np.ndarray], chunks: Mapping[str, tuple[int, ...]], rank: int, size: int) -> Any:
     """What process `rank` of `size` has of a state; those without a chunk are whole, in process 0."""
-    out: dict[str, Leaf] = {}
+    out: dict[str, SnapshotLeaf] = {}
     for path, array in state.items():
         if path in chunks:
             out[path] = split(array, chunks[path], lambda at: sum(at) % size == rank)
         elif rank == 0:
-            out[path] = whole(array.shape, array.dtype, lambda array=array: [array])
+            out[path] = single_chunk_leaf(array.shape, array.dtype, lambda array=array: [array])
     return out
 
 
@@ -55,7 +55,7 @@ def save_together(
     store = Store()
 
     def one(rank: int) -> None:
-        with Made(place, CheckpointConfig(saving="blocking"), Group(rank, size, store)) as checkpointer:
+        with Made(place, CheckpointConfig(saving="blocking"), ProcessGroup(rank, size, store)) as checkpointer:
             checkpointer.save(step, leaves_of(state, chunks, rank, size), meta)
 
     with ThreadPoolExecutor(size) as pool:

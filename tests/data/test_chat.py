@@ -147,7 +147,7 @@ def test_rows_of_conversations(chats):
 
 
 def test_settings_for_conversations(chats):
-    with pytest.raises(ValueError, match=r"data.packing is 'concat', which cuts conversations"):
+    with pytest.raises(ValueError, match=r"data.packing is 'concat', which splits conversations"):
         config(chats, packing="concat")
     with pytest.raises(DataError, match=r"there is no chat template"):
         data.load_dataset(config(chats), ByteTokenizer())
@@ -197,7 +197,7 @@ def test_preferences(tmp_path, kind):
         ({"prompt": "x", "chosen": [], "rejected": "z"}, r"a.jsonl:31: 'chosen' is an empty list"),
         (
             {"prompt": "x", "chosen": [{"role": "user", "content": "y"}], "rejected": "z"},
-            r"a.jsonl:31: no message of the assistant",
+            r"a.jsonl:31: the conversation has no message of the assistant",
         ),
         ("{", r"a.jsonl:31: not valid JSON"),
     ],

@@ -171,11 +171,11 @@ def test_names_that_are_not_legal(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heldout_fraction": 0.1}, "data.heldout_fraction is set, but has no meaning for the bundled corpus"),
-        ({"text_field": "x"}, "data.text_field is set, but has no meaning for the bundled corpus"),
-        ({"source": "a.txt", "text_field": "x"}, "data.text_field is set, but has no meaning for text files"),
-        ({"source": "a.jsonl", "separator": ""}, "data.separator is set, but has no meaning for JSONL files"),
-        ({"source": "a.bin", "separator": ""}, "data.separator is set, but has no meaning for a token file"),
+        ({"heldout_fraction": 0.1}, "data.heldout_fraction is set, but has no effect for the bundled corpus"),
+        ({"text_field": "x"}, "data.text_field is set, but has no effect for the bundled corpus"),
+        ({"source": "a.txt", "text_field": "x"}, "data.text_field is set, but has no effect for text files"),
+        ({"source": "a.jsonl", "separator": ""}, "data.separator is set, but has no effect for JSONL files"),
+        ({"source": "a.bin", "separator": ""}, "data.separator is set, but has no effect for a token file"),
         ({"source": "a.bin", "tokenizer": "bpe:300"}, "holds tokens already, so 'bpe:300' cannot be trained on it"),
         ({"source": ("a.bin", "b.bin")}, "b.bin: a second token file"),
         ({"source": "a.txt", "heldout": "a.jsonl"}, "held-out files are jsonl, the source is text"),

@@ -96,7 +96,7 @@ def test_more_settings_that_cannot_be_meant(folder):
         source(folder, "a", max_epochs=-1)
     with pytest.raises(ValueError, match="has no name"):
         data.SourceConfig("")
-    with pytest.raises(ValueError, match=r"data.when_exhausted is set, but has no meaning without data.mixture"):
+    with pytest.raises(ValueError, match=r"data.when_exhausted is set, but has no effect without data.mixture"):
         data.DataConfig(when_exhausted="renormalise")
     with pytest.raises(data.DataError, match="not trained on a mixture"):
         data.load_dataset(config(folder, source(folder, "a"), source(folder, "b"), tokenizer="bpe:300"))

@@ -87,7 +87,7 @@ def test_conversations_that_cannot_be_encoded_are_named_or_counted(tmp_path, wor
     def conversations(skip):
         return RecordFiles((tmp_path / "a.jsonl",), "jsonl", "messages", True, BadRecords(skip))
 
-    with pytest.raises(DataError, match=r"a.jsonl:8: no message of the assistant"):
+    with pytest.raises(DataError, match=r"a.jsonl:8: the conversation has no message of the assistant"):
         tokenise_documents(conversations(False), encoder, tmp_path / "cache", workers=workers)
     found = tokenise_documents(conversations(True), encoder, tmp_path / "cache", workers=workers)
     assert len(found.starts) == 11

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, MemoryConfig
-from jaxllm.checkpoint.memory.peer_storage import Holder
+from jaxllm.checkpoint.memory.peer_storage import PeerClient
 from jaxllm.parallel.distributed import ProcessGroup
 from jaxllm.train import train
 from jaxllm.train.records.live_view import LiveView
@@ -101,7 +101,7 @@ def test_memory_survives_a_crash_and_the_disk_its_loss(tmp_path: Path) -> None:
     assert train(config).complete
     assert losses(run) == want
     assert [("ended" in one) for one in json.loads((run / "starts.json").read_text())] == [False, False, True]
-    assert not Holder(0, address).alive()  # it ended with the run
+    assert not PeerClient(0, address).alive()  # it ended with the run
 
 
 def test_the_interval_is_found_out(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     return products, inverses
 
 
-def times(coefficient: int, data: np.ndarray) -> np.ndarray:
+def gf_multiply(coefficient: int, data: np.ndarray) -> np.ndarray:
     """A piece of data times a number of the field."""
     return data if coefficient == 1 else _tables()[0][coefficient][data]
 
 
 @functools.cache
-def coefficients(data: int, parity: int) -> np.ndarray:
+def parity_coefficients(data: int, parity: int) -> np.ndarray:
     """[parity, data]: parity piece i is the sum over j of coefficient [i, j] times data piece j.
 
     Raises:
@@ -59,8 +59,8 @@ def coefficients(data: int, parity: int) -> np.ndarray:
 
 def encode(pieces: Sequence[np.ndarray], parity: int) -> list[np.ndarray]:
     """The parity pieces of data pieces of one length, all uint8."""
-    table = coefficients(len(pieces), parity)
-    return [_sum(table[i], pieces) for i in range(parity)]
+    table = parity_coefficients(len(pieces), parity)
+    return [_combine(table[i], pieces) for i in range(parity)]
 
 
 def decode(known: Mapping[int, np.ndarray], data: int, parity: int) -> list[np.ndarray]:
@@ -78,25 +78,25 @@ def decode(known: Mapping[int, np.ndarray], data: int, parity: int) -> list[np.n
         raise ValueError(f"{len(known)} pieces of {data} + {parity} are known, and {data} are needed.")
     if not missing:
         return [known[j] for j in range(data)]
-    table = coefficients(data, parity)
+    table = parity_coefficients(data, parity)
     # What parity says of the missing pieces alone: A x = b, with A square and invertible.
     right = []
     for i in rows:
         there = [j for j in range(data) if j in known]
-        right.append(_sum([1, *(int(table[i, j]) for j in there)], [known[data + i], *(known[j] for j in there)]))
-    inverse = _inverted(table[np.ix_(rows, missing)])
-    found = {j: _sum(inverse[n], right) for n, j in enumerate(missing)}
+        right.append(_combine([1, *(int(table[i, j]) for j in there)], [known[data + i], *(known[j] for j in there)]))
+    inverse = _invert(table[np.ix_(rows, missing)])
+    found = {j: _combine(inverse[n], right) for n, j in enumerate(missing)}
     return [known[j] if j in known else found[j] for j in range(data)]
 
 
-def _sum(factors: Sequence[int] | np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
+def _combine(factors: Sequence[int] | np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
     total = np.zeros_like(pieces[0])
     for factor, piece in zip(factors, pieces, strict=True):
-        total ^= times(int(factor), piece)
+        total ^= gf_multiply(int(factor), piece)
     return total
 
 
-def _inverted(matrix: np.ndarray) -> np.ndarray:
+def _invert(matrix: np.ndarray) -> np.ndarray:
     """Inverse of a small square matrix over the field, by Gauss and Jordan."""
     products, inverses = _tables()
     size = len(matrix)

@@ -22,18 +22,18 @@ import numpy as np
 
 from jaxllm.checkpoint.config import CheckpointConfig, MemoryConfig
 from jaxllm.checkpoint.errors import CheckpointError
-from jaxllm.checkpoint.memory.erasure_coding import coefficients, decode
-from jaxllm.checkpoint.memory.peer_storage import EVERYWHERE, Held, Holder, HolderLost
-from jaxllm.checkpoint.multihost_checkpointer import Group, SharedCheckpointer
-from jaxllm.checkpoint.snapshot import Leaf
+from jaxllm.checkpoint.memory.erasure_coding import decode, parity_coefficients
+from jaxllm.checkpoint.memory.peer_storage import REPLICATED_FILES, PeerClient, PeerLost, PeerStorage
+from jaxllm.checkpoint.multihost_checkpointer import CheckpointGroup, MultihostCheckpointer
+from jaxllm.checkpoint.snapshot import SnapshotLeaf
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
 
-Table = list[tuple[str, int]]
+FileTable = list[tuple[str, int]]
 """Names and bytes of a host's files of one snapshot, in order."""
 
 
-class Stripes:
+class StripeLayout:
     """Which host has what of each stripe.
 
     Args:
@@ -57,21 +57,21 @@ class Stripes:
         return [(g, min(n * each, size), min((n + 1) * each, size)) for n, g in enumerate(stripes)]
 
 
-class Named:
+class PrefixedGroup:
     """A group whose topics are a snapshot's own: a checkpoint may be under way at the same time."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: CheckpointGroup):
         self._group = group
         self.rank, self.size = group.rank, group.size
 
     def gather(self, topic: str, text: str) -> list[str]:
         return self._group.gather(f"memory/{topic}", text)
 
-    def tell(self, topic: str, text: str = "") -> str:
-        return self._group.tell(f"memory/{topic}", text)
+    def broadcast(self, topic: str, text: str = "") -> str:
+        return self._group.broadcast(f"memory/{topic}", text)
 
 
-class Snapshots(SharedCheckpointer):
+class MemoryCheckpointer(MultihostCheckpointer):
     """A `SharedCheckpointer` into the holders' memory, of the newest state only.
 
     Opening it starts this host's holder if it does not run, and rebuilds what lost hosts had of the newest snapshot.
@@ -84,65 +84,71 @@ class Snapshots(SharedCheckpointer):
     """
 
     def __init__(
-        self, folder: Path, config: MemoryConfig, group: Group, *, saving: Any = "auto", host_bytes: int = 2**32
+        self,
+        folder: Path,
+        config: MemoryConfig,
+        group: CheckpointGroup,
+        *,
+        saving: Any = "auto",
+        host_bytes: int = 2**32,
     ):
-        group = Named(group)
-        self._held = Held(folder, group.rank, group.size)
-        self._stripes = Stripes(group.size, config.parity)
-        self._held.own.ensure(config.linger)
+        group = PrefixedGroup(group)
+        self._storage = PeerStorage(folder, group.rank, group.size)
+        self._stripes = StripeLayout(group.size, config.parity)
+        self._storage.own.ensure(config.linger)
         group.gather("start", "")
-        group.tell("start")
-        _rebuild(self._held, self._stripes, group)
-        super().__init__(self._held, CheckpointConfig(keep_last=1, saving=saving, host_bytes=host_bytes), group)
+        group.broadcast("start")
+        _rebuild_lost_hosts(self._storage, self._stripes, group)
+        super().__init__(self._storage, CheckpointConfig(keep_last=1, saving=saving, host_bytes=host_bytes), group)
 
     def close(self) -> None:
         """As `Checkpointer.close`; the holders stay."""
         try:
             super().close()
         finally:
-            self._held.close()
+            self._storage.close()
 
-    def forget(self) -> None:
+    def stop_server(self) -> None:
         """Ends this host's holder: the run is complete, or its snapshots count no more."""
         self.wait()
-        with contextlib.suppress(HolderLost):
-            self._held.own.ask("end")
+        with contextlib.suppress(PeerLost):
+            self._storage.own.request("end")
 
     def _records(
-        self, folder: str, leaves: Mapping[str, Leaf], chunks: Mapping[str, FileRecord]
+        self, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
     ) -> dict[str, LeafRecord]:
         """Also sends parity. A leaf in several processes has no hash of its own: its chunks have."""
-        self._together("parity", lambda: _protect(self._held, self._stripes, folder))
+        self._gather_results("parity", lambda: _send_parity(self._storage, self._stripes, folder))
         return {path: LeafRecord(leaf.shape, leaf.dtype, "", leaf.key_impl) for path, leaf in leaves.items()}
 
 
-def _protect(held: Held, stripes: Stripes, folder: str) -> None:
+def _send_parity(held: PeerStorage, stripes: StripeLayout, folder: str) -> None:
     """Sends this host's pieces to where parity of them is kept."""
     if not stripes.parity:
         return
-    table = _table(held.own, folder)
+    table = _file_table(held.own, folder)
     about = {"files": table}
     for stripe, begin, end in stripes.pieces(held.rank, sum(size for _, size in table)):
-        piece = _bytes(held.own, table, begin, end)
+        piece = _read_range(held.own, table, begin, end)
         column = stripes.data_hosts(stripe).index(held.rank)
-        factors = coefficients(stripes.hosts - stripes.parity, stripes.parity)[:, column]
+        factors = parity_coefficients(stripes.hosts - stripes.parity, stripes.parity)[:, column]
         for row, host in enumerate(stripes.parity_hosts(stripe)):
-            name, who = _sum_name(folder, stripe, row), str(held.rank)
-            held.holders[host].ask("add", piece, name=name, who=who, about=about, coefficient=int(factors[row]))
+            name, who = _parity_name(folder, stripe, row), str(held.rank)
+            held.clients[host].request("add", piece, name=name, who=who, about=about, coefficient=int(factors[row]))
 
 
-def _rebuild(held: Held, stripes: Stripes, group: Group) -> None:
+def _rebuild_lost_hosts(held: PeerStorage, stripes: StripeLayout, group: CheckpointGroup) -> None:
     """Gives this host's holder back what it had of the newest snapshot; drops a snapshot that cannot be rebuilt."""
     folder = _newest(held) if group.rank == 0 else None
-    folder = json.loads(group.tell("newest", json.dumps(folder)))
+    folder = json.loads(group.broadcast("newest", json.dumps(folder)))
     if folder is None:
         return
     try:
-        lost = _missing(held, stripes, folder)
+        lost = _missing_files(held, stripes, folder)
     except OSError as error:
         lost = str(error)
     said = [json.loads(one) for one in group.gather("lost", json.dumps(lost))]
-    hosts = json.loads(group.tell("lost", json.dumps([rank for rank, one in enumerate(said) if one])))
+    hosts = json.loads(group.broadcast("lost", json.dumps([rank for rank, one in enumerate(said) if one])))
     problem = ""
     if held.rank in hosts:
         try:
@@ -152,35 +158,35 @@ def _rebuild(held: Held, stripes: Stripes, group: Group) -> None:
         except (OSError, ValueError, CheckpointError) as error:
             problem = str(error)
     problems = [one for one in group.gather("rebuilt", problem) if one]
-    if json.loads(group.tell("rebuilt", json.dumps(bool(problems)))):
-        held.own.ask("drop", name=folder)
+    if json.loads(group.broadcast("rebuilt", json.dumps(bool(problems)))):
+        held.own.request("drop", name=folder)
 
 
-def _newest(held: Held) -> str | None:
+def _newest(held: PeerStorage) -> str | None:
     """The newest snapshot's folder."""
     whole = [name for name in held.names() if held.size(f"{name}/{manifest_lib.NAME}") is not None]
     return max(whole, default=None)
 
 
-def _missing(held: Held, stripes: Stripes, folder: str) -> Table | None:
+def _missing_files(held: PeerStorage, stripes: StripeLayout, folder: str) -> FileTable | None:
     """The files that this host had and its holder lacks; None if it has all.
 
     Raises:
         HolderLost: nobody knows.
     """
-    there = _table(held.own, folder)
-    here = held.own.ask("get", name=f"{folder}/{manifest_lib.NAME}", begin=0, end=1)[0]
+    there = _file_table(held.own, folder)
+    here = held.own.request("get", name=f"{folder}/{manifest_lib.NAME}", begin=0, end=1)[0]
     if here:
         return None
     for stripe in range(stripes.hosts):
         for row, host in enumerate(stripes.parity_hosts(stripe)):
-            about, _ = held.holders[host].ask("sum", name=_sum_name(folder, stripe, row))
+            about, _ = held.clients[host].request("sum", name=_parity_name(folder, stripe, row))
             if about and str(held.rank) in about:
                 return [(name, size) for name, size in about[str(held.rank)]["files"]]
-    raise HolderLost(f"no parity is left; {len(there)} files are here")
+    raise PeerLost(f"no parity is left; {len(there)} files are here")
 
 
-def _rebuild_own(held: Held, stripes: Stripes, folder: str, table: Table, lost: list[int]) -> None:
+def _rebuild_own(held: PeerStorage, stripes: StripeLayout, folder: str, table: FileTable, lost: list[int]) -> None:
     size = sum(count for _, count in table)
     out = np.empty(size, np.uint8)
     count = stripes.hosts - stripes.parity
@@ -190,7 +196,7 @@ def _rebuild_own(held: Held, stripes: Stripes, folder: str, table: Table, lost: 
         for row, host in enumerate(stripes.parity_hosts(stripe)):
             if host in lost:
                 continue
-            about, total = held.holders[host].ask("sum", name=_sum_name(folder, stripe, row))
+            about, total = held.clients[host].request("sum", name=_parity_name(folder, stripe, row))
             if about is not None and len(about) == count:
                 known[count + row], length, tables = total, len(total), about
         for column, host in enumerate(stripes.data_hosts(stripe)):
@@ -199,24 +205,24 @@ def _rebuild_own(held: Held, stripes: Stripes, folder: str, table: Table, lost: 
             theirs = [(name, n) for name, n in tables[str(host)]["files"]]
             first, last = next((b, e) for g, b, e in stripes.pieces(host, sum(n for _, n in theirs)) if g == stripe)
             known[column] = np.zeros(length, np.uint8)
-            known[column][: last - first] = _bytes(held.holders[host], theirs, first, last)
+            known[column][: last - first] = _read_range(held.clients[host], theirs, first, last)
         mine = stripes.data_hosts(stripe).index(held.rank)
         out[begin:end] = decode(known, count, stripes.parity)[mine][: end - begin]
     begin = 0
     for name, count in table:
-        held.own.ask("put", out[begin : begin + count], name=name)
+        held.own.request("put", out[begin : begin + count], name=name)
         begin += count
-    for last in EVERYWHERE:
+    for last in REPLICATED_FILES:
         data = held.read(f"{folder}/{last}")
-        held.own.ask("put", data, name=f"{folder}/{last}")
+        held.own.request("put", data, name=f"{folder}/{last}")
 
 
-def _table(holder: Holder, folder: str) -> Table:
-    sizes, _ = holder.ask("sizes", name=f"{folder}/")
-    return [(name, size) for name, size in sorted(sizes.items()) if name.rsplit("/", 1)[-1] not in EVERYWHERE]
+def _file_table(holder: PeerClient, folder: str) -> FileTable:
+    sizes, _ = holder.request("sizes", name=f"{folder}/")
+    return [(name, size) for name, size in sorted(sizes.items()) if name.rsplit("/", 1)[-1] not in REPLICATED_FILES]
 
 
-def _bytes(holder: Holder, table: Table, begin: int, end: int) -> np.ndarray:
+def _read_range(holder: PeerClient, table: FileTable, begin: int, end: int) -> np.ndarray:
     """A range of a host's files, one after another.
 
     Raises:
@@ -226,13 +232,13 @@ def _bytes(holder: Holder, table: Table, begin: int, end: int) -> np.ndarray:
     for name, size in table:
         low, high = max(begin, at), min(end, at + size)
         if low < high:
-            found, data = holder.ask("get", name=name, begin=low - at, end=high - at)
+            found, data = holder.request("get", name=name, begin=low - at, end=high - at)
             if not found:
-                raise HolderLost(f"{name} is not in the holder of host {holder.rank}")
+                raise PeerLost(f"{name} is not in the holder of host {holder.rank}")
             parts.append(data)
         at += size
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
-def _sum_name(folder: str, stripe: int, row: int) -> str:
+def _parity_name(folder: str, stripe: int, row: int) -> str:
     return f"{folder}/parity/{stripe}.{row}"

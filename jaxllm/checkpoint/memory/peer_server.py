@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.memory.erasure_coding import times
+from jaxllm.checkpoint.memory.erasure_coding import gf_multiply
 from jaxllm.files import atomic
 
-LONGEST_HEAD = 2**26
+MAX_HEADER_BYTES = 2**26
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray]:
@@ -38,7 +38,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray]:
         ConnectionError: the other side has gone.
     """
     (length,) = struct.unpack(">I", _exactly(connection, 4).tobytes())
-    if length > LONGEST_HEAD:
+    if length > MAX_HEADER_BYTES:
         raise ConnectionError(f"a head of {length} bytes: this is no message of a holder")
     head = json.loads(_exactly(connection, length).tobytes())
     return head, _exactly(connection, head.get("bytes", 0))
@@ -63,7 +63,7 @@ def _exactly(connection: socket.socket, count: int) -> np.ndarray:
     return out
 
 
-class Store:
+class SnapshotStore:
     """Files by name, and sums of pieces by name. Every method is one request."""
 
     def __init__(self):
@@ -103,7 +103,7 @@ class Store:
                 return False, None
             if len(data) > len(total):
                 total = np.concatenate([total, np.zeros(len(data) - len(total), np.uint8)])
-            total[: len(data)] ^= times(head["coefficient"], data)
+            total[: len(data)] ^= gf_multiply(head["coefficient"], data)
             self._sums[head["name"]] = total, about | {head["who"]: head["about"]}
         return True, None
 
@@ -116,7 +116,7 @@ class Store:
 
 def serve(address_file: str, linger: float) -> None:
     """Listens until it is told to end, or nobody speaks."""
-    store, secret = Store(), secrets.token_hex(16)
+    store, secret = SnapshotStore(), secrets.token_hex(16)
     heard = [time.monotonic()]
 
     class Handler(socketserver.BaseRequestHandler):

@@ -21,17 +21,17 @@ from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.memory.peer_server import receive, send
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 
-EVERYWHERE = (META, manifest_lib.NAME)
+REPLICATED_FILES = (META, manifest_lib.NAME)
 """Files that every holder has: they say what the others are."""
 START_TIMEOUT = 60.0
 TALK_TIMEOUT = 60.0
 
 
-class HolderLost(OSError):
+class PeerLost(OSError):
     """A holder does not answer any more."""
 
 
-class Holder:
+class PeerClient:
     """The holder of one host, spoken to from any.
 
     Args:
@@ -65,12 +65,12 @@ class Holder:
 
     def alive(self) -> bool:
         try:
-            self.ask("sizes", name="-")
+            self.request("sizes", name="-")
         except OSError:
             return False
         return True
 
-    def ask(self, do: str, data: np.ndarray | None = None, **head: Any) -> tuple[Any, np.ndarray]:
+    def request(self, do: str, data: np.ndarray | None = None, **head: Any) -> tuple[Any, np.ndarray]:
         """A request and its answer.
 
         Raises:
@@ -85,7 +85,7 @@ class Holder:
                 answer, out = receive(self._connection)
             except (OSError, ValueError) as error:
                 self.close()
-                raise HolderLost(f"the holder of snapshots of host {self.rank} does not answer: {error}") from error
+                raise PeerLost(f"the holder of snapshots of host {self.rank} does not answer: {error}") from error
         return answer["result"], out
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Holder:
         return connection
 
 
-class Held:
+class PeerStorage:
     """Files in the holders' memory. What a process creates is in its own host's; reading finds it in any.
 
     Args:
@@ -112,19 +112,19 @@ class Held:
 
     def __init__(self, folder: Path, rank: int, size: int):
         self.folder, self.rank = folder, rank
-        self.holders = [Holder(number, folder / f"{number}.json") for number in range(size)]
+        self.clients = [PeerClient(number, folder / f"{number}.json") for number in range(size)]
 
     def __str__(self) -> str:
-        return f"the memory of {len(self.holders)} hosts ({self.folder})"
+        return f"the memory of {len(self.clients)} hosts ({self.folder})"
 
     def close(self) -> None:
         """Ends the connections; the holders stay."""
-        for holder in self.holders:
+        for holder in self.clients:
             holder.close()
 
     @property
-    def own(self) -> Holder:
-        return self.holders[self.rank]
+    def own(self) -> PeerClient:
+        return self.clients[self.rank]
 
     def make(self, name: str) -> None:
         """Folders are names here."""
@@ -140,10 +140,10 @@ class Held:
         return self._sizes(name).get(name)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        first = [self.own, *(holder for holder in self.holders if holder is not self.own)]
+        first = [self.own, *(holder for holder in self.clients if holder is not self.own)]
         for holder in first:
-            with contextlib.suppress(HolderLost):
-                found, data = holder.ask("get", name=name, begin=begin, end=end)
+            with contextlib.suppress(PeerLost):
+                found, data = holder.request("get", name=name, begin=begin, end=end)
                 if found:
                     return data
         raise FileNotFoundError(f"{name} is in no holder")
@@ -153,30 +153,30 @@ class Held:
         out = io.BytesIO()
         yield out
         data = np.frombuffer(out.getbuffer(), np.uint8)
-        everywhere = name.rsplit("/", 1)[-1] in EVERYWHERE
-        for holder in self.holders if everywhere else [self.own]:
-            holder.ask("put", data, name=name)
+        everywhere = name.rsplit("/", 1)[-1] in REPLICATED_FILES
+        for holder in self.clients if everywhere else [self.own]:
+            holder.request("put", data, name=name)
 
     def rename(self, name: str, to: str) -> None:
         """Moves one file, in every holder that has it."""
-        for holder in self.holders:
-            with contextlib.suppress(HolderLost):
-                found, data = holder.ask("get", name=name, begin=0, end=None)
+        for holder in self.clients:
+            with contextlib.suppress(PeerLost):
+                found, data = holder.request("get", name=name, begin=0, end=None)
                 if found:
-                    holder.ask("put", data, name=to)
-                    holder.ask("drop", name=name)
+                    holder.request("put", data, name=to)
+                    holder.request("drop", name=name)
 
     def remove(self, name: str) -> None:
-        for holder in self.holders:
-            with contextlib.suppress(HolderLost):
-                holder.ask("drop", name=name)
+        for holder in self.clients:
+            with contextlib.suppress(PeerLost):
+                holder.request("drop", name=name)
 
     def sync(self, names: Iterable[str]) -> None:
         """Memory has no disk."""
 
     def _sizes(self, name: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        for holder in self.holders:
-            with contextlib.suppress(HolderLost):
-                found |= holder.ask("sizes", name=name)[0]
+        for holder in self.clients:
+            with contextlib.suppress(PeerLost):
+                found |= holder.request("sizes", name=name)[0]
         return found

@@ -26,13 +26,13 @@ import numpy as np
 
 from jaxllm.checkpoint.storage.leaf_paths import storage_keys
 
-FOLDER = "state"
-HEAD = ".zarray"
+STATE_FOLDER = "state"
+ARRAY_METADATA = ".zarray"
 
 
 def leaf_folder(path: str) -> str:
     """Folder of a leaf inside the checkpoint."""
-    return f"{FOLDER}/{'.'.join(storage_keys(path))}"
+    return f"{STATE_FOLDER}/{'.'.join(storage_keys(path))}"
 
 
 def folder_of(name: str) -> str:
@@ -42,15 +42,15 @@ def folder_of(name: str) -> str:
 
 def is_chunk(name: str) -> bool:
     """Whether a file holds array data."""
-    return name.count("/") == 2 and not name.endswith(f"/{HEAD}")
+    return name.count("/") == 2 and not name.endswith(f"/{ARRAY_METADATA}")
 
 
-def only_chunk(shape: tuple[int, ...]) -> str:
+def single_chunk_name(shape: tuple[int, ...]) -> str:
     """The name of a leaf's one chunk."""
     return ".".join("0" for _ in shape) or "0"
 
 
-def description(
+def metadata_files(
     leaves: Mapping[str, tuple[tuple[int, ...], np.dtype, tuple[int, ...]]],
 ) -> dict[str, bytes]:
     """The files of a state that hold no array data, by name inside the checkpoint.
@@ -58,17 +58,17 @@ def description(
     Args:
         leaves: (shape, dtype, shape of a chunk) of every leaf with elements.
     """
-    frame = _frame(tuple((path, len(shape), str(dtype)) for path, (shape, dtype, _) in leaves.items()))
+    frame = _orbax_metadata(tuple((path, len(shape), str(dtype)) for path, (shape, dtype, _) in leaves.items()))
     files = dict(frame)
     for path, (shape, _, chunk) in leaves.items():
-        name = f"{leaf_folder(path)}/{HEAD}"
+        name = f"{leaf_folder(path)}/{ARRAY_METADATA}"
         about = json.loads(frame[name]) | {"shape": shape, "chunks": chunk}
         files[name] = json.dumps(about, separators=(",", ":")).encode()
     return files
 
 
 @functools.lru_cache(maxsize=4)
-def _frame(leaves: tuple[tuple[str, int, str], ...]) -> dict[str, bytes]:
+def _orbax_metadata(leaves: tuple[tuple[str, int, str], ...]) -> dict[str, bytes]:
     """What Orbax writes of leaves of one element each, but their data."""
     if not leaves:
         return {}
@@ -84,9 +84,9 @@ def _frame(leaves: tuple[tuple[str, int, str], ...]) -> dict[str, bytes]:
         node[name] = np.zeros((1,) * ndim, getattr(ml_dtypes, dtype, dtype))
     with tempfile.TemporaryDirectory() as folder:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-        handler.save(epath.Path(folder) / FOLDER, args=ocp.args.PyTreeSave(small))
+        handler.save(epath.Path(folder) / STATE_FOLDER, args=ocp.args.PyTreeSave(small))
         files = {p.relative_to(folder).as_posix(): p for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-        return {n: p.read_bytes() for n, p in files.items() if n.count("/") == 1 or p.name == HEAD}
+        return {n: p.read_bytes() for n, p in files.items() if n.count("/") == 1 or p.name == ARRAY_METADATA}
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:

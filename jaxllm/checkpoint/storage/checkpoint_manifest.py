@@ -59,7 +59,7 @@ class LeafRecord:
     @property
     def stored_dtype(self) -> np.dtype:
         """dtype of the numbers."""
-        return np.dtype(np.uint32) if self.key_impl is not None else dtype_of(self.dtype)
+        return np.dtype(np.uint32) if self.key_impl is not None else dtype_from_name(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +81,7 @@ class Manifest:
     step: int
     leaves: dict[str, LeafRecord]
     files: dict[str, FileRecord]
-    block: int = leaf_hashing.BLOCK
+    block: int = leaf_hashing.BLOCK_BYTES
     """Bytes of a block of a leaf's hash."""
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Manifest:
         return Manifest(body["step"], leaves, files, body["block"])
 
 
-def dtype_of(name: str) -> np.dtype:
+def dtype_from_name(name: str) -> np.dtype:
     """The dtype of a leaf's record, ml_dtypes' own included."""
     return np.dtype(getattr(ml_dtypes, name, name))
 

@@ -24,15 +24,15 @@ import numpy as np
 
 from jaxllm.checkpoint.errors import CheckpointError
 
-DIRECT = 2**22
+DIRECT_IO_BYTES = 2**22
 """Bytes that are written past the page cache at a time; less than that goes through it."""
-ALIGNED = 2**12
+DIRECT_IO_ALIGNMENT = 2**12
 """Bytes that such writes begin and end at multiples of."""
 
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 
 
-class Local:
+class LocalFiles:
     """A folder of a file system."""
 
     renames = True
@@ -80,7 +80,7 @@ class Local:
     def create(self, name: str) -> Iterator[BinaryIO]:
         """A new file; `sync` waits until it is on the disk."""
         with open(self.path / name, "wb", buffering=0) as file:
-            yield _Past(file)  # type: ignore[misc]
+            yield _DirectIOFile(file)  # type: ignore[misc]
 
     def rename(self, name: str, to: str) -> None:
         os.rename(self.path / name, self.path / to)
@@ -110,7 +110,7 @@ class Local:
             list(pool.map(one, names))
 
 
-class _Past:
+class _DirectIOFile:
     """A new file, written past the page cache where the system can (O_DIRECT) and what is written is large.
 
     A checkpoint is not read soon, and a page for each of its bytes would cost more time of a core than its hash does,
@@ -127,8 +127,8 @@ class _Past:
     def write(self, data: bytes | memoryview) -> int:
         rest = memoryview(data).cast("B")
         while len(rest):
-            large = self._can and self._at % ALIGNED == 0 and len(rest) >= DIRECT
-            count = self._direct(rest[:DIRECT]) if large else self._file.write(rest)
+            large = self._can and self._at % DIRECT_IO_ALIGNMENT == 0 and len(rest) >= DIRECT_IO_BYTES
+            count = self._direct(rest[:DIRECT_IO_BYTES]) if large else self._file.write(rest)
             self._at += count
             rest = rest[count:]
         return len(data)
@@ -136,7 +136,7 @@ class _Past:
     def _direct(self, data: memoryview) -> int:
         """Bytes written; none, and it is not tried again, where the file system refuses."""
         if not hasattr(self._buffers, "one"):
-            self._buffers.one = mmap.mmap(-1, DIRECT)
+            self._buffers.one = mmap.mmap(-1, DIRECT_IO_BYTES)
         self._buffers.one[:] = data
         handle = self._file.fileno()
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)
@@ -152,7 +152,7 @@ class _Past:
             fcntl.fcntl(handle, fcntl.F_SETFL, flags)
 
 
-class Remote:
+class ObjectStore:
     """A folder of an object store, through fsspec.
 
     Raises:
@@ -232,7 +232,7 @@ class Remote:
 
 
 @runtime_checkable
-class Files(Protocol):
+class FileSystem(Protocol):
     """What a place of files can do; `Local` says what each does, `Held` is a third kind, in other processes' memory.
 
     renames: whether a folder gets another name in one step that is never seen half done.
@@ -251,11 +251,11 @@ class Files(Protocol):
     def sync(self, names: Iterable[str]) -> None: ...
 
 
-def open_files(root: str | os.PathLike | Files) -> Files:
+def open_files(root: str | os.PathLike | FileSystem) -> FileSystem:
     """The files below a path or a URL."""
     if not isinstance(root, str | os.PathLike):
         return root
     text = os.fspath(root)
     if "://" not in text:
-        return Local(text)
-    return Local(text.removeprefix("file://")) if text.startswith("file://") else Remote(text)
+        return LocalFiles(text)
+    return LocalFiles(text.removeprefix("file://")) if text.startswith("file://") else ObjectStore(text)

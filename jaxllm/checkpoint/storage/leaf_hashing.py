@@ -18,11 +18,11 @@ import numpy as np
 
 from jaxllm.files import release
 
-BLOCK = 2**26
+BLOCK_BYTES = 2**26
 """Bytes of a block."""
-PIECE = 2**24
+PIECE_BYTES = 2**24
 """Bytes that are written, hashed or read at a time."""
-HASHERS = min(8, os.cpu_count() or 1)
+HASH_THREADS = min(8, os.cpu_count() or 1)
 """Threads that hash; hashlib releases the GIL."""
 
 
@@ -33,7 +33,7 @@ def hash_bytes(data: bytes | memoryview | np.ndarray) -> str:
 def hash_mapped(data: np.ndarray) -> str:
     """Hash of a part of a file; where it is mapped, what was read is let go."""
     digest = hashlib.sha256()
-    for piece in cut(data, PIECE):
+    for piece in split_pieces(data, PIECE_BYTES):
         digest.update(piece.data)
         release([piece])
     return f"sha256:{digest.hexdigest()}"
@@ -48,11 +48,11 @@ class BlockHasher:
 
     def update(self, piece: np.ndarray) -> None:
         while len(piece):
-            part = piece[: BLOCK - self._count]
+            part = piece[: BLOCK_BYTES - self._count]
             self._current.update(part.data)
             self._count += len(part)
             piece = piece[len(part) :]
-            if self._count == BLOCK:
+            if self._count == BLOCK_BYTES:
                 self._next()
 
     def blocks(self) -> list[str]:
@@ -66,7 +66,7 @@ class BlockHasher:
         self._current, self._count = hashlib.sha256(), 0
 
 
-def join(blocks: Iterable[str]) -> str:
+def combine_block_hashes(blocks: Iterable[str]) -> str:
     """The hash of a leaf from those of its blocks."""
     blocks = list(blocks)
     if len(blocks) == 1:
@@ -79,7 +79,7 @@ def join(blocks: Iterable[str]) -> str:
 
 def hash_array(array: np.ndarray) -> str:
     """Hash of an array's values (any dtype)."""
-    return join(hash_bytes(piece) for piece in cut(as_bytes(array), BLOCK))
+    return combine_block_hashes(hash_bytes(piece) for piece in split_pieces(as_bytes(array), BLOCK_BYTES))
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def cut(data: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def split_pieces(data: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """One-dimensional data in pieces of `size`; one piece of nothing if there is none."""
     for begin in range(0, max(1, len(data)), size):
         yield data[begin : begin + size]

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from jaxllm.checkpoint.errors import CheckpointBusyError
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
-from jaxllm.checkpoint.storage.file_systems import Files, Local, open_files
+from jaxllm.checkpoint.storage.file_systems import FileSystem, LocalFiles, open_files
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DEAD = re.compile(r"(saving|deleting)_\d{8,}")
@@ -34,14 +34,14 @@ _open_here: set[str] = set()
 _open_here_guard = threading.Lock()
 
 
-class Directory:
+class StepDirectories:
     """Names and atomic moves below one place. Nothing is created until `acquire`.
 
     Attributes:
         files: what is there.
     """
 
-    def __init__(self, root: str | os.PathLike | Files):
+    def __init__(self, root: str | os.PathLike | FileSystem):
         self.files = open_files(root)
         self._lock: int | None = None
         self._held = False
@@ -54,7 +54,7 @@ class Directory:
         found = []
         for name in self.files.names():
             match = _STEP.fullmatch(name)
-            if match and self._whole(name):
+            if match and self._is_committed(name):
                 found.append(int(match.group(1)))
         return sorted(found)
 
@@ -62,7 +62,7 @@ class Directory:
         """The name of a checkpoint's folder."""
         return f"{state}_{step:08d}"
 
-    def saving(self, step: int) -> str:
+    def saving_folder(self, step: int) -> str:
         """The name of the folder that a checkpoint is written in."""
         return self.folder(step, "saving" if self.files.renames else "step")
 
@@ -81,12 +81,12 @@ class Directory:
                     f"{self} is already open for saving in this process: close that Checkpointer first "
                     "(or open this one with read_only=True)."
                 )
-            if isinstance(self.files, Local):
+            if isinstance(self.files, LocalFiles):
                 self._lock = _lock(self.files)
             _open_here.add(str(self))
             self._held = True
         for name in self.files.names():
-            if _DEAD.fullmatch(name) or (_STEP.fullmatch(name) and not self._whole(name)):
+            if _DEAD.fullmatch(name) or (_STEP.fullmatch(name) and not self._is_committed(name)):
                 self.files.remove(name)
 
     def release(self) -> None:
@@ -99,9 +99,9 @@ class Directory:
             with _open_here_guard:
                 _open_here.discard(str(self))
 
-    def begin(self, step: int) -> str:
+    def begin_save(self, step: int) -> str:
         """The name of a fresh folder to write a checkpoint into."""
-        name = self.saving(step)
+        name = self.saving_folder(step)
         self.files.remove(name)
         self.files.make(name)
         return name
@@ -114,7 +114,7 @@ class Directory:
         """
         if not self.files.renames:
             return  # its manifest, which is there, has made it one
-        saving = self.saving(step)
+        saving = self.saving_folder(step)
         files = {f"{saving}/{name}" for name in names}
         folders = {name.rsplit("/", 1)[0] for name in files}
         self.files.sync(sorted({*files, *folders, saving}))
@@ -124,7 +124,7 @@ class Directory:
     def abandon(self, step: int) -> None:
         """Removes the folder from `begin` as far as possible."""
         with contextlib.suppress(OSError):
-            self.files.remove(self.saving(step))
+            self.files.remove(self.saving_folder(step))
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint; killed half-way it is a leftover, never half a checkpoint."""
@@ -151,15 +151,15 @@ class Directory:
             self.files.rename(source, target)
         return target
 
-    def leftovers(self) -> list[str]:
+    def set_aside_folders(self) -> list[str]:
         """Folders that no command reads: set aside, or found damaged."""
         return [name for name in self.files.names() if re.fullmatch(r"(corrupt|aside)_\d{8,}(_\d+)?", name)]
 
-    def _whole(self, name: str) -> bool:
+    def _is_committed(self, name: str) -> bool:
         return self.files.size(f"{name}/{manifest_lib.NAME}") is not None
 
 
-def _lock(files: Local) -> int:
+def _lock(files: LocalFiles) -> int:
     """A handle that holds the lock, and says in the file who does."""
     handle = os.open(files.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -12,13 +12,13 @@ import numpy as np
 
 from jaxllm.checkpoint.storage import array_store
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
-from jaxllm.checkpoint.storage.file_systems import Files
-from jaxllm.checkpoint.storage.leaf_hashing import hash_array, hash_mapped, join
+from jaxllm.checkpoint.storage.file_systems import FileSystem
+from jaxllm.checkpoint.storage.leaf_hashing import combine_block_hashes, hash_array, hash_mapped
 
 Index = tuple[slice, ...]
 
 
-class Damage(Exception):
+class CorruptDataError(Exception):
     """What is on disk is not what was saved."""
 
     def __init__(self, what: str, file: str | None = None):
@@ -41,7 +41,7 @@ class StoredLeaf:
 
     def __init__(
         self,
-        files: Files,
+        files: FileSystem,
         folder: str,
         path: str,
         record: LeafRecord,
@@ -61,7 +61,7 @@ class StoredLeaf:
             return
         grid = [range(-(-n // c)) for n, c in zip(self.shape, self.chunk, strict=True)]
         if set(parts) != {".".join(map(str, at)) or "0" for at in itertools.product(*grid)}:
-            raise Damage(f"it has the chunks {', '.join(sorted(parts))}, and not those of its shape")
+            raise CorruptDataError(f"it has the chunks {', '.join(sorted(parts))}, and not those of its shape")
 
     @property
     def blocks(self) -> int:
@@ -104,8 +104,8 @@ class StoredLeaf:
         """Reads everything and compares it with the leaf's hash."""
         if not self.record.hash:  # a snapshot's, in several chunks that have their own
             self.read()
-        elif join(self.block_hashes(range(self.blocks))) != self.record.hash:
-            raise Damage("its values do not match the hash in the manifest")
+        elif combine_block_hashes(self.block_hashes(range(self.blocks))) != self.record.hash:
+            raise CorruptDataError("its values do not match the hash in the manifest")
 
     def block_hashes(self, numbers: range) -> list[str]:
         """Hashes of some blocks of the values in C order, from what is on disk."""
@@ -116,7 +116,7 @@ class StoredLeaf:
             elif self.chunk == self.shape:
                 data = self._verified_block(number)
             else:
-                data = self._gathered(number)
+                data = self._read_block(number)
             out.append(hash_mapped(data))
         return out
 
@@ -145,7 +145,7 @@ class StoredLeaf:
         if number not in self._checked:
             wanted = self.record.blocks[number] if self.record.blocks else self.record.hash
             if hash_mapped(data) != wanted:
-                raise Damage("its values do not match the hash in the manifest", self._only())
+                raise CorruptDataError("its values do not match the hash in the manifest", self._single_chunk())
             with self._lock:
                 self._checked.add(number)
                 self.bytes_read += len(data)
@@ -155,20 +155,20 @@ class StoredLeaf:
         return self._data(number * self._block, min((number + 1) * self._block, self.record.nbytes))
 
     def _data(self, begin: int, end: int | None) -> np.ndarray:
-        return self._files.read(f"{self._folder}/{self._only()}", begin, end)
+        return self._files.read(f"{self._folder}/{self._single_chunk()}", begin, end)
 
     def _whole_chunk(self, name: str) -> np.ndarray:
         """One chunk of several, verified by its own hash."""
         data = self._files.read(f"{self._folder}/{name}")
         if name not in self._checked:
             if hash_array(data) != self._parts[name].hash:
-                raise Damage("its bytes do not match the manifest", name)
+                raise CorruptDataError("its bytes do not match the manifest", name)
             with self._lock:
                 self._checked.add(name)
                 self.bytes_read += len(data)
         return data.view(self.dtype).reshape(self.chunk)
 
-    def _gathered(self, number: int) -> np.ndarray:
+    def _read_block(self, number: int) -> np.ndarray:
         """The bytes of one block of a leaf in several chunks, by the rows that it lies in."""
         begin, end = number * self._block, min((number + 1) * self._block, self.record.nbytes)
         out = np.empty(end - begin, np.uint8)
@@ -188,5 +188,5 @@ class StoredLeaf:
             stop = min(first + several, -(-end // row))
             yield [slice(first, stop), *(slice(None) for _ in self.shape[1:])], first * row
 
-    def _only(self) -> str:
+    def _single_chunk(self) -> str:
         return next(iter(self._parts))

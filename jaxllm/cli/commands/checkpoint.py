@@ -1,4 +1,4 @@
-"""``jaxllm checkpoint``: looking at checkpoints, checking, comparing, changing and removing them."""
+"""``jaxllm checkpoint``: lists, verifies, compares, reshards and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxllm.config import closest
 
 if TYPE_CHECKING:
     from jaxllm.checkpoint import Checkpointer
-    from jaxllm.checkpoint.checkpoint_reader import Leaf
+    from jaxllm.checkpoint.checkpoint_reader import CheckpointLeaf
     from jaxllm.checkpoint.checkpoint_writer import StreamedLeaf
     from jaxllm.checkpoint.storage.checkpoint_manifest import Manifest
 
 Where = Annotated[str, tyro.conf.Positional]
-"""A run's directory, one of checkpoints, or its URL."""
+"""Location of checkpoints: a run's directory, a directory of checkpoints, or its URL."""
 
 
 def checkpoint(argv: list[str]) -> int:
-    """List, check, compare, convert, remove checkpoints: `jaxllm checkpoint COMMAND WHERE`."""
+    """List, verify, compare, reshard, remove checkpoints: `jaxllm checkpoint COMMAND WHERE`."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm checkpoint COMMAND WHERE ... [--setting value ...]\n\ncommands:")
         for name, function in COMMANDS.items():
             print(f"  {name:8} {(function.__doc__ or '').splitlines()[0]}")
-        print("\nWHERE is a run's directory, one that holds checkpoints, or its URL (gs://, s3://, ...).")
+        print("\nWHERE is a run's directory, a directory of checkpoints, or its URL (gs://, s3://, ...).")
         print("`jaxllm checkpoint COMMAND --help` explains a command.")
         return 0
     if argv[0] not in COMMANDS:
@@ -39,12 +39,12 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def ls(where: Where, /, leaves: bool = False, step: int | None = None) -> int:
-    """Lists the checkpoints of a place, or the leaves of one.
+    """List checkpoints, or with --leaves the leaves of one.
 
     Args:
-        where: a run's directory, one of checkpoints, or its URL.
-        leaves: every leaf's path, shape, dtype and hash.
-        step: the checkpoint whose leaves are listed; the newest by default.
+        where: a run's directory, a directory of checkpoints, or its URL.
+        leaves: list path, shape, dtype and hash of every leaf.
+        step: step of the checkpoint whose leaves are listed; the newest by default.
     """
     from jaxllm.checkpoint import CheckpointCorruptError
 
@@ -72,11 +72,11 @@ def ls(where: Where, /, leaves: bool = False, step: int | None = None) -> int:
 
 
 def verify(where: Where, /, step: int | None = None) -> int:
-    """Reads checkpoints and compares every byte with their hashes; the exit status is 1 where one is damaged.
+    """Verify the hashes of all bytes of checkpoints; the exit status is 1 if one is damaged.
 
     Args:
-        where: a run's directory, one of checkpoints, or its URL.
-        step: one checkpoint; all by default.
+        where: a run's directory, a directory of checkpoints, or its URL.
+        step: step of the checkpoint to verify; all by default.
     """
     from jaxllm.checkpoint import CheckpointCorruptError
 
@@ -99,18 +99,18 @@ def verify(where: Where, /, step: int | None = None) -> int:
 def diff(
     first: Where, second: Where, /, first_step: int | None = None, second_step: int | None = None, only: str = ""
 ) -> int:
-    """Compares two checkpoints leaf by leaf, by their hashes; the exit status is 1 where they differ.
+    """Compare two checkpoints leaf by leaf; the exit status is 1 if they differ.
 
     Args:
-        first: a run's directory, one of checkpoints, or its URL.
-        second: the other one; may be the same place.
-        first_step: the newest by default.
-        second_step: the newest by default.
-        only: the path of a subtree, such as params.
+        first: a run's directory, a directory of checkpoints, or its URL.
+        second: location of the second checkpoint; may be the same as the first.
+        first_step: step of the first checkpoint; the newest by default.
+        second_step: step of the second checkpoint; the newest by default.
+        only: path of the subtree to compare, such as params; everything by default.
     """
     with opened(first) as one, opened(second) as two:
         a, b = one.manifest(first_step), two.manifest(second_step)
-        left, right = of_subtree(a, only), of_subtree(b, only)
+        left, right = subtree_leaves(a, only), subtree_leaves(b, only)
         lines = [f"{path}: only in the first" for path in left if path not in right]
         lines += [f"{path}: only in the second" for path in right if path not in left]
         both = [path for path in left if path in right]
@@ -141,22 +141,22 @@ def reshard(
     layers: Literal["stacked", "single"] | None = None,
     names: Literal["hf", "jaxllm"] | None = None,
 ) -> int:
-    """Writes a checkpoint anew: a part, another dtype, single or stacked layers, other names; a piece at a time.
+    """Rewrite a checkpoint: a subtree, another dtype, stacked or single layers, Hugging Face's names; streamed.
 
-    For another mesh nothing has to be converted: every command reads the slices that it needs. With --only params, OUT
-    is a model that generate, chat and eval open.
+    Another mesh needs no conversion: every command reads the slices that it needs. With --only params, OUT is a model
+    that generate, chat and eval open.
 
     Args:
-        where: a run's directory, one of checkpoints, or its URL.
-        out: the directory to make, or a URL.
-        step: the newest by default.
-        only: paths of subtrees to keep, such as params; everything by default.
-        dtype: what floating-point leaves become.
-        layers: single: a leaf for each layer; stacked: one for all layers of a group, as models here have them.
-        names: hf: parameters by the names and in the shapes of the model's family elsewhere; jaxllm: back.
+        where: a run's directory, a directory of checkpoints, or its URL.
+        out: directory to create, or a URL.
+        step: step of the checkpoint; the newest by default.
+        only: paths of the subtrees to keep, such as params; everything by default.
+        dtype: dtype to convert floating-point leaves to.
+        layers: single: one leaf per layer; stacked: one leaf for all layers of a group, the layout of models here.
+        names: hf: parameter names and shapes of the model's family in transformers; jaxllm: the names used here.
     """
     from jaxllm.checkpoint import Checkpointer, CheckpointError
-    from jaxllm.checkpoint.relayout import Layout, relaid, sources_of
+    from jaxllm.checkpoint.relayout import RelayoutOptions, leaf_sources, relayout_leaves
 
     place, words = (f"{out}/checkpoints", Path(where) / "tokenizer") if "://" not in out else (out, None)
     if "://" not in out and Path(out).exists():
@@ -168,8 +168,10 @@ def reshard(
         meta = found.read_meta(manifest.step)
         if dtype is not None and "config" in meta:
             meta["config"]["model"] |= {"param_dtype": dtype, "dtype": dtype}
-        layout = Layout(only, dtype, layers)
-        leaves = relaid(found.open_leaves(manifest.step), sources_of(manifest.leaves, layout), dtype, progress)
+        layout = RelayoutOptions(only, dtype, layers)
+        leaves = relayout_leaves(
+            found.open_leaves(manifest.step), leaf_sources(manifest.leaves, layout), dtype, progress
+        )
         if names is not None:
             leaves = renamed(leaves, found, manifest.step, meta, names)
             meta["names"] = names
@@ -191,21 +193,23 @@ def gc(
     set_aside: bool = False,
     dry_run: bool = False,
 ) -> int:
-    """Removes old checkpoints; never the newest one whose contents are good.
+    """Remove old checkpoints, but never the newest intact one.
 
     Args:
-        where: a run's directory, one of checkpoints, or its URL; no run may be saving there.
-        keep_last: the newest ones that stay.
-        keep_every: those whose step is a multiple stay too.
-        set_aside: also remove what was set aside: damaged checkpoints, and those that a run went back from.
-        dry_run: only say what would go.
+        where: a run's directory, a directory of checkpoints, or its URL; no run may be saving there.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: keep checkpoints whose step is a multiple of this too.
+        set_aside: also remove checkpoints that were set aside: damaged ones, and those after a rollback.
+        dry_run: only print what would be removed.
     """
     from jaxllm.checkpoint import CheckpointConfig, Checkpointer
 
-    with Checkpointer(place_of(where), CheckpointConfig(keep_last=keep_last, keep_every=keep_every)) as found:
+    with Checkpointer(
+        checkpoint_directory(where), CheckpointConfig(keep_last=keep_last, keep_every=keep_every)
+    ) as found:
         before = found.steps()
         gone = found.collect(set_aside=set_aside, dry=dry_run)
-    verb = "would go" if dry_run else "removed"
+    verb = "would remove" if dry_run else "removed"
     print(f"{verb}: {', '.join(gone) if gone else 'nothing'}; {len(before)} checkpoints before")
     return 0
 
@@ -213,7 +217,7 @@ def gc(
 def renamed(
     leaves: Mapping[str, StreamedLeaf], found: Checkpointer, step: int, meta: dict[str, Any], names: str
 ) -> dict[str, StreamedLeaf]:
-    """Parameters by the names of the model's family elsewhere, or back from them, by the hub's tables."""
+    """Leaves renamed from this package's parameter names to transformers' (``names`` "hf"), or back ("jaxllm")."""
     import numpy as np
 
     from jaxllm.checkpoint.checkpoint_writer import StreamedLeaf
@@ -225,7 +229,7 @@ def renamed(
     from jaxllm.models import DecoderConfig, functional
 
     if (meta.get("names") or "jaxllm") == names:
-        raise CheckpointError(f"{found.directory} has these names already: {names}.")
+        raise CheckpointError(f"{found.directory} has the names of --names {names} already.")
     config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
     source = meta.get("source") or config_json(config, meta["config"].get("data", {}).get("seq_len"), {})
     saved = found.map_leaves(step)
@@ -233,7 +237,7 @@ def renamed(
     out: dict[str, StreamedLeaf] = {}
     if names == "hf":
         for name, tensor in their_tensors(source, config, saved, Carried()).items():
-            out[f"params/{name}"] = StreamedLeaf(tuple(tensor.shape), some, made_when_asked(tensor, some))
+            out[f"params/{name}"] = StreamedLeaf(tuple(tensor.shape), some, read_lazily(tensor, some))
         return out
     ours = paths(functional(config).abstract())
     wanted, _ = match(family(source).table, config, ours, saved)
@@ -243,19 +247,20 @@ def renamed(
     return out
 
 
-def made_when_asked(tensor: Any, dtype: Any) -> Iterator[Any]:
-    """A tensor's values, when they are asked for."""
+def read_lazily(tensor: Any, dtype: Any) -> Iterator[Any]:
+    """Yields a tensor's values; it is read only when the generator runs."""
     import numpy as np
 
     yield np.asarray(tensor).astype(dtype, copy=False)
 
 
-def of_subtree(manifest: Manifest, only: str) -> dict[str, Any]:
+def subtree_leaves(manifest: Manifest, only: str) -> dict[str, Any]:
+    """Leaves of a manifest under the path ``only``, or all leaves."""
     return {p: leaf for p, leaf in manifest.leaves.items() if not only or p == only or p.startswith(f"{only}/")}
 
 
-def distance(a: Leaf, b: Leaf) -> str:
-    """How far two leaves of one shape are apart, some rows at a time."""
+def distance(a: CheckpointLeaf, b: CheckpointLeaf) -> str:
+    """Description of the difference of two leaves of one shape, computed some rows at a time."""
     import numpy as np
 
     if not a.shape:
@@ -275,36 +280,38 @@ def distance(a: Leaf, b: Leaf) -> str:
     return f"{different:,} of {int(np.prod(a.shape)):,} values, by {most:.3g} at most; |a-b|/|a| = {share:.3g}"
 
 
-def place_of(where: str) -> str:
-    """The place of checkpoints that a run's directory, or a place itself, means."""
+def checkpoint_directory(where: str) -> str:
+    """Directory of checkpoints: ``where`` itself, or ``checkpoints`` in a run's directory."""
     inside = Path(where) / "checkpoints"
     return str(inside) if "://" not in where and inside.is_dir() else where
 
 
 @contextmanager
 def opened(where: str) -> Iterator[Checkpointer]:
-    """A place's checkpoints, to be read.
+    """Opens checkpoints read-only.
 
     Raises:
-        CheckpointError: there is no such directory.
+        CheckpointNotFoundError: there is no such directory.
     """
     from jaxllm.checkpoint import Checkpointer, CheckpointNotFoundError
 
-    place = place_of(where)
+    place = checkpoint_directory(where)
     if "://" not in place and not Path(place).is_dir():
-        raise CheckpointNotFoundError(f"there is no directory {place}. Give a run's, one of checkpoints, or a URL.")
+        raise CheckpointNotFoundError(
+            f"there is no directory {place}. Give a run's directory, a directory of checkpoints, or a URL."
+        )
     with Checkpointer(place, read_only=True) as found:
         yield found
 
 
 def size(count: int) -> str:
-    """Bytes, for people."""
+    """Number of bytes in MiB, for display."""
     return f"{count / 2**20:,.1f} MiB"
 
 
 @contextmanager
 def bar(verb: str) -> Iterator[Callable[[str, int, int], None]]:
-    """``progress(item, done, total)`` moves a bar on the terminal, which is gone in the end."""
+    """Progress bar on the terminal, removed at the end; call the yielded ``progress(item, done, total)``."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,14 +1,14 @@
-"""The bundled corpus: 23 plays of Shakespeare, a few MB of real text, so that a first run needs no download.
+"""Bundled corpus: 23 plays of Shakespeare, a few MB of real text, so that a first run needs no download.
 
-Origin, licence and how it was made: README.md and LICENSE in this folder. A document is a scene. Two whole plays are
-held out for ever: *Twelfth Night* and *Macbeth*, one comedy and one tragedy.
+README.md and LICENSE in this folder state its origin, its licence and how it was built. A document is a scene. Two
+whole plays are always held out: *Twelfth Night* and *Macbeth*, one comedy and one tragedy.
 """
 
 from pathlib import Path
 
-NAME = "shakespeare"  # what `DataConfig.source` calls it
+NAME = "shakespeare"  # the value of `DataConfig.source` that selects this corpus
 
-SEPARATOR = "<|endoftext|>"  # a line of its own between two documents
+SEPARATOR = "<|endoftext|>"  # stands on a line of its own between two documents
 
 SHA256 = {
     "train": "2c1ca9c7ea40d4600da416f43fb1f9ead9f2c74af68924041464023161cbd24a",
@@ -43,5 +43,5 @@ TRAIN_PLAYS = (
 
 
 def path(split: str) -> Path:
-    """The file of one split, `train` or `heldout`."""
+    """Path of the file of one split, `train` or `heldout`."""
     return Path(__file__).with_name(f"{split}.txt")

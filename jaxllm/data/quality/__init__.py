@@ -1,1 +1,1 @@
-"""What is in the data: duplicates, lengths and languages, text of evaluations that must not be trained on."""
+"""Data quality: deduplication, decontamination, corpus statistics, rephrasing, and a bigram baseline."""

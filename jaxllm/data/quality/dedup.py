@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
-from jaxllm.data.quality.word_shingles import ngram_hashes, splitmix64, words
+from jaxllm.data.quality.word_shingles import ngram_hashes, words
+from jaxllm.data.shuffle import splitmix64
 
 NUM_HASHES = 128
 SHINGLE_WORDS = 5

@@ -1,4 +1,4 @@
-"""Text as words, and runs of words as 64-bit hashes: what duplicates and contamination are found by."""
+"""Word n-grams (shingles) as 64-bit hashes, used by deduplication and decontamination."""
 
 import hashlib
 import re
@@ -7,12 +7,14 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import UInt64
 
+from jaxllm.data.shuffle import splitmix64
+
 _WORD = re.compile(r"\w+")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words(text: str) -> list[str]:
-    """Lower-case runs of letters, digits and underscores."""
+    """Words of a text: lower-case runs of letters, digits and underscores."""
     return _WORD.findall(text.lower())
 
 
@@ -22,7 +24,7 @@ def _hashed(word: str) -> int:
 
 
 def ngram_hashes(text: str, n: int) -> UInt64[np.ndarray, " grams"]:
-    """A hash of every run of `n` words, in order; of a shorter text one hash of all its words."""
+    """Hashes of all word n-grams of a text, in order; a text with fewer than `n` words has one hash of all of them."""
     listed = words(text)
     if not listed:
         return np.empty(0, np.uint64)
@@ -33,10 +35,3 @@ def ngram_hashes(text: str, n: int) -> UInt64[np.ndarray, " grams"]:
     for place in range(n):
         out = splitmix64(out * _MULTIPLIER + each[place : place + count])
     return out
-
-
-def splitmix64(value: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
-    """The finaliser of SplitMix64; uint64 arithmetic wraps."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))

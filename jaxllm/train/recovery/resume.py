@@ -35,19 +35,19 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
-        state_providers.check(meta, run.also)
-    found = saver.resume(state_providers.with_arrays(run.abstract, run.also))
+        state_providers.check_providers(meta, run.also)
+    found = saver.resume(state_providers.with_provider_arrays(run.abstract, run.also))
     if found is None:  # another process emptied the directory meanwhile
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} have been deleted; start again.")
     check_resumable(found.meta, run.config, run.directory.path)
-    state_providers.check(found.meta, run.also)
+    state_providers.check_providers(found.meta, run.also)
     if found.meta["tokenizer"] != run.data.tokenizer.fingerprint:
         raise ResumeError(
             f"{run.directory.path} was trained with another tokenizer (fingerprint {found.meta['tokenizer'][:12]}; "
             f"data.tokenizer = {run.config.data.tokenizer!r} now gives {run.data.tokenizer.fingerprint[:12]}). "
             f"Use {run.directory.tokenizer}, or start a new run under another name."
         )
-    state = state_providers.give_back(TrainState, found.state, found.meta, run.also)
+    state = state_providers.restore_providers(TrainState, found.state, found.meta, run.also)
     run.batches, step = run.batches.at_cursor(found.meta["cursor"])
     run.spikes = list(found.meta.get("spikes", []))
     return state, step

@@ -9,8 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Resumed, SharedCheckpointer, Snapshots
-from jaxllm.checkpoint.save_interval import between_failures, steps_between
+from jaxllm.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    MemoryCheckpointer,
+    MultihostCheckpointer,
+    RestoredCheckpoint,
+)
+from jaxllm.checkpoint.save_interval import interval_steps, mean_time_between_failures
 from jaxllm.parallel.distributed import ProcessGroup
 
 Place = Literal["disk", "memory"]
@@ -32,13 +39,13 @@ class Saver:
         self._config, self._group = config, group
         self._history = directory / "starts.json"
         where = config.directory or directory / "checkpoints"
-        self.disk = Checkpointer(where, config) if group.size == 1 else SharedCheckpointer(where, config, group)
-        self.memory: Snapshots | None = None
+        self.disk = Checkpointer(where, config) if group.size == 1 else MultihostCheckpointer(where, config, group)
+        self.memory: MemoryCheckpointer | None = None
         self._next: int | None = None
         self._clock: tuple[int, float] | None = None
         if config.memory is not None:
             try:
-                self.memory = Snapshots(
+                self.memory = MemoryCheckpointer(
                     directory / "holders", config.memory, group, saving=config.saving, host_bytes=config.host_bytes
                 )
             except BaseException:
@@ -66,7 +73,7 @@ class Saver:
         """Metadata of the newest saved step."""
         return self._source().read_meta()
 
-    def resume(self, abstract_state: Any) -> Resumed | None:
+    def resume(self, abstract_state: Any) -> RestoredCheckpoint | None:
         """Newest intact state: from the memory of this host or its peers if newer than the disk's, else from disk.
 
         Args:
@@ -127,7 +134,7 @@ class Saver:
         self.wait()
         if self.memory is not None:
             try:
-                self.memory.forget()
+                self.memory.stop_server()
             except CheckpointError as error:
                 _log.error("the last snapshot in memory failed: %s", error)
         self._record_end()
@@ -145,7 +152,7 @@ class Saver:
     def set_aside_after(self, step: int) -> list[Any]:
         """Sets aside the checkpoints after ``step`` (see ``Checkpointer``), and releases snapshots in memory."""
         if self.memory is not None:
-            self.memory.forget()
+            self.memory.stop_server()
             self.memory.close()
             self.memory = None
         return self.disk.set_aside_after(step)
@@ -167,14 +174,14 @@ class Saver:
         first, began = self._clock
         stalls = list(self.memory.stalls.values()) or [0.0]
         each = (time.monotonic() - began - sum(stalls)) / max(1, step - first)
-        return steps_between(sum(stalls) / len(stalls), each, self._mean_time_between_failures())
+        return interval_steps(sum(stalls) / len(stalls), each, self._mean_time_between_failures())
 
     def _mean_time_between_failures(self) -> float:
         """Mean seconds between failures, from the run's history: starts without a recorded end."""
         starts = self._starts()
         failures = sum(1 for one in starts[:-1] if "ended" not in one)
         lived = time.time() - starts[0]["began"] if starts else 0.0
-        return between_failures(lived, failures, self._group.size)
+        return mean_time_between_failures(lived, failures, self._group.size)
 
     def _starts(self) -> list[dict[str, float]]:
         try:

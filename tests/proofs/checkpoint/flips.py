@@ -57,7 +57,7 @@ def bit_flips(seed: int) -> None:
     """Of one process, of three with leaves in chunks, in an object store; restored whole, by leaf, or by slice."""
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
-    block, leaf_hashing.BLOCK = leaf_hashing.BLOCK, BLOCK
+    block, leaf_hashing.BLOCK_BYTES = leaf_hashing.BLOCK_BYTES, BLOCK
     logger = logging.getLogger("jaxllm.checkpoint")
     logger.disabled = True
     try:
@@ -76,7 +76,7 @@ def bit_flips(seed: int) -> None:
                 fsspec.filesystem("memory").put(str(copy), place, recursive=True)
             check(place, name)
     finally:
-        leaf_hashing.BLOCK = block
+        leaf_hashing.BLOCK_BYTES = block
         logger.disabled = False
 
 

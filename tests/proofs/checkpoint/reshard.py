@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer
-from jaxllm.checkpoint.relayout import Layout, relaid, sources_of
+from jaxllm.checkpoint.relayout import RelayoutOptions, leaf_sources, relayout_leaves
 from jaxllm.checkpoint.storage import leaf_hashing
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
@@ -118,8 +118,8 @@ def through_single_layers(source: Checkpointer, folder: Path) -> Checkpointer:
     """The same with a leaf for each layer, and stacked again."""
     for number, layers in enumerate(("single", "stacked")):
         with Checkpointer(folder / str(number)) as out:
-            sources = sources_of(source.manifest().leaves, Layout(layers=layers))  # type: ignore[arg-type]
-            out.save_streamed(BEFORE, relaid(source.open_leaves(), sources, None), {})
+            sources = leaf_sources(source.manifest().leaves, RelayoutOptions(layers=layers))  # type: ignore[arg-type]
+            out.save_streamed(BEFORE, relayout_leaves(source.open_leaves(), sources, None), {})
         source = Checkpointer(folder / str(number), read_only=True)
     return source
 
@@ -131,7 +131,7 @@ def reshard_matrix(seed: int) -> dict[str, float]:
     kind = rng.choice(sorted(MODELS))
     one, other = rng.sample(pool(kind), 2)
     first, second = run_of(one, kind), run_of(other, kind)
-    block, leaf_hashing.BLOCK = leaf_hashing.BLOCK, rng.choice([96, 1000, 2**26])
+    block, leaf_hashing.BLOCK_BYTES = leaf_hashing.BLOCK_BYTES, rng.choice([96, 1000, 2**26])
     try:
         with tempfile.TemporaryDirectory() as folder:
             state, _ = first.steps(first.begin(), 0, BEFORE)
@@ -144,7 +144,7 @@ def reshard_matrix(seed: int) -> dict[str, float]:
             again = saved(Path(folder) / "second", found).manifest()
             assert {path: leaf.hash for path, leaf in again.leaves.items()} == hashes, (one, other)
     finally:
-        leaf_hashing.BLOCK = block
+        leaf_hashing.BLOCK_BYTES = block
     _, want = first.steps(state, BEFORE, AFTER)
     _, got = second.steps(found, BEFORE, AFTER)
     return {"ten losses": max(abs(a / b - 1) for a, b in zip(got, want, strict=True))}

@@ -149,8 +149,8 @@ def damaged_files(seed: int) -> None:
 
 @proof("data", count=60, sample=2)
 def changed_between_resumes(seed: int) -> None:
-    """A source that has shrunk, grown or changed since the checkpoint is refused, by file, with what it gave and gives;
-    moved or repacked it goes on."""
+    """A source that has shrunk, grown or changed since the checkpoint is refused; the message names the file and the
+    documents it had and has. A moved or repacked source resumes."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -184,7 +184,7 @@ def changed_between_resumes(seed: int) -> None:
         said = str(error.value)
         assert "content was " in said
         if how == "gone":
-            assert f"shard{bad}.jsonl:{count}: it gave {count} documents up to this row, and is not read now" in said
+            assert f"shard{bad}.jsonl:{count}: it had {count} documents up to this row, and is not read now" in said
         elif how != "changed":
             now = len(shards[bad])
-            assert f"shard{bad}.jsonl:{count}: it gave {count} documents up to this row, now {now} up to" in said
+            assert f"shard{bad}.jsonl:{count}: it had {count} documents up to this row, now {now} up to" in said

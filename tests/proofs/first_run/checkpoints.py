@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.checkpoint import CheckpointConfig, CheckpointCorruptError, Checkpointer, Resumed
+from jaxllm.checkpoint import CheckpointConfig, CheckpointCorruptError, Checkpointer, RestoredCheckpoint
 from tests.checkpoint.killing import kill_while_saving
 from tests.checkpoint.states import assert_same, make_state
 from tests.proofs.harness import proof
@@ -65,7 +65,7 @@ def kill9(seed: int) -> None:
         kill_while_saving(Path(folder), seed)
 
 
-def _quietly(resume: Callable[[], Resumed | None]) -> Resumed | None:
+def _quietly(resume: Callable[[], RestoredCheckpoint | None]) -> RestoredCheckpoint | None:
     """Without the loud message: the damage is deliberate."""
     logger = logging.getLogger("jaxllm.checkpoint")
     logger.disabled = True
