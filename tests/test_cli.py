@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -67,6 +68,27 @@ def test_every_command_explains_itself(capsys):
         said = capsys.readouterr().out
         for word in words:
             assert word.lower() in said.lower(), (name, word)
+
+
+def test_the_summary_of_a_command_is_the_first_line_of_its_docstring():
+    for name, command in cli.COMMANDS.items():
+        function = getattr(importlib.import_module(f"jaxllm.cli.commands.{command.module}"), command.function)
+        assert (function.__doc__ or "").splitlines()[0] == command.summary, name
+
+
+def test_serve_accepts_deprecated_options(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("jaxllm.serve.serve", lambda config, factory: None)
+    monkeypatch.setattr("jaxllm.infer.EngineConfig", lambda **fields: seen.append(fields))
+    assert run("serve", "x", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
+    assert capsys.readouterr().err == ""
+    assert run("serve", "x", "--sequences", "4", "--budget=64") == 0
+    assert capsys.readouterr().err == (
+        "--sequences is now --max-sequences; the old name goes away in the next release.\n"
+        "--budget is now --max-batched-tokens; the old name goes away in the next release.\n"
+    )
+    assert seen[0] == seen[1]
+    assert {4, 64} <= set(seen[0].values())
 
 
 def test_a_recipes_help_lists_every_setting_with_its_value(capsys):
@@ -277,7 +299,7 @@ def test_a_run_has_its_own_dtype(finished, capsys):
 
 
 def test_eval_measures_bits_per_byte_beside_a_bigram(finished, capsys):
-    # Twelve steps do not beat counting pairs: the exit status says so.
+    # Twelve steps do not beat the bigram: the exit status says so.
     assert run("eval", finished / "runs" / "tiny") == 1
     said = capsys.readouterr().out
     model, bigram = (float(found) for found in re.findall(r"([\d.]+) bits per byte", said))
@@ -296,7 +318,7 @@ def test_eval_measures_bits_per_byte_beside_a_bigram(finished, capsys):
 def test_eval_without_anything_held_out_says_so(finished, tmp_path, capsys):
     directory = stopped_at(finished, 2, heldout_fraction=0.0, out=tmp_path)
     assert run("eval", directory) == 2
-    assert "nothing held out" in capsys.readouterr().err
+    assert "without held-out text" in capsys.readouterr().err
 
 
 # In a process of its own
@@ -404,7 +426,7 @@ def test_convert_says_what_it_wrote(finished, tmp_path, capsys):
     assert run("generate", tmp_path / "ours", "--prompt", "the cat", "--max-tokens", "4") == 0
     assert capsys.readouterr().out.startswith("the cat")
     assert run("eval", tmp_path / "ours") == 2
-    assert "was not trained here" in capsys.readouterr().err
+    assert "was not trained with jaxllm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def test_help_and_mistakes(capsys):
         assert run("data", name, "--help") == 0
     capsys.readouterr()
     for words, message in (
-        (["stats"], "which files?"),
+        (["stats"], "no input"),
         (["stats", "b.jsonl"], "b.jsonl: no such file"),
         (["pack", "a.jsonl"], "give one of --tokenizer and --model"),
-        (["tokenize", "a.jsonl", "--tokenizer", "byte", "--out", "x"], "a token file's name ends in .bin"),
+        (["tokenize", "a.jsonl", "--tokenizer", "byte", "--out", "x"], "the name of a token file must end in .bin"),
         (["pack", "a.jsonl", "--tokenizer", "byte", "--content", "chat"], "no chat template"),
         (
             ["rephrase", "a.jsonl", "--out", "o", "--url", "http://x/v1", "--model", "m", "--styles", "qq"],
@@ -53,7 +53,7 @@ def test_inspect_and_stats(capsys):
     assert "a.jsonl: 30 documents\nb.jsonl: 1 documents" in out
     assert TEXTS[0] in out
     assert TEXTS[1] not in out
-    assert "1 bad records left out:\n  b.jsonl:2: not valid JSON" in err
+    assert "1 bad records skipped:\n  b.jsonl:2: not valid JSON" in err
     assert run("data", "stats", "a.jsonl", "--tokenizer", "byte") == 0
     out = capsys.readouterr().out
     assert "languages  en 100.0%" in out
@@ -82,7 +82,7 @@ def test_pack_draws_a_picture(capsys):
 def test_dedup_and_contamination(capsys):
     Path("b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS[:3], TEXTS[0].upper()]))
     assert run("data", "dedup", "b.jsonl", "--out", "c.jsonl", "--exact") == 0
-    assert "4 documents: 1 repeat another's words, 0 nearly do; c.jsonl: 3 documents" in capsys.readouterr().out
+    assert "4 documents: 1 exact duplicates, 0 near-duplicates; c.jsonl: 3 documents" in capsys.readouterr().out
     assert [json.loads(line)["text"] for line in Path("c.jsonl").read_text().splitlines()] == TEXTS[:3]
     Path("e.jsonl").write_text(json.dumps({"question": "cat number 7 is on the mat and it is not in the house"}) + "\n")
     command = ["contamination", "a.jsonl", "--evals", "e.jsonl", "--evals-field", "question", "--out", "d.jsonl"]

@@ -1,4 +1,4 @@
-"""The ``jaxllm`` command line."""
+"""Command line: the ``jaxllm`` command and its subcommands."""
 
 from jaxllm.cli.command_table import COMMANDS as COMMANDS
 from jaxllm.cli.errors import UsageError as UsageError

@@ -1,4 +1,4 @@
-"""``python -m jaxllm.cli``: the ``jaxllm`` command."""
+"""Entry point of ``python -m jaxllm.cli``, which is the ``jaxllm`` command."""
 
 from jaxllm.cli.main import main
 

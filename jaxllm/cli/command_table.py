@@ -1,4 +1,4 @@
-"""Table of the commands of ``jaxllm``: a row for each, whose module is imported when the command is run."""
+"""Command table of ``jaxllm``: one row per command. A command's module is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """One command of ``jaxllm``.
+    """Command of ``jaxllm``.
 
     Attributes:
-        module: its module in ``jaxllm.cli.commands``.
-        function: the function there that takes the arguments and returns the exit status.
-        summary: its line in ``jaxllm --help``.
+        module: name of its module in ``jaxllm.cli.commands``.
+        function: name of the function there that takes the arguments and returns the exit status.
+        summary: line in ``jaxllm --help``; the first line of the function's docstring.
     """
 
     module: str
@@ -21,7 +21,7 @@ class Command:
     summary: str
 
     def __call__(self, argv: list[str]) -> int:
-        """Runs the command."""
+        """Runs the command and returns its exit status."""
         return getattr(importlib.import_module(f"jaxllm.cli.commands.{self.module}"), self.function)(argv)
 
 
@@ -29,12 +29,12 @@ COMMANDS = {
     "train": Command(
         "train",
         "train",
-        "Train a model: `jaxllm train RECIPE [--setting value ...]`; resumes where it stopped.",
+        "Train a model: `jaxllm train RECIPE [--setting value ...]`; resumes a stopped run.",
     ),
     "launch": Command(
         "launch",
         "launch",
-        "Start processes and restart them: `jaxllm launch local -n 4 -- train RECIPE`.",
+        "Launch processes and restart them: `jaxllm launch local -n 4 -- train RECIPE`.",
     ),
     "shard": Command(
         "shard",
@@ -49,12 +49,12 @@ COMMANDS = {
     "plan": Command(
         "plan",
         "plan",
-        "Rank layouts of a run by predicted step time: `jaxllm plan RECIPE --on v6e:8x8`.",
+        "Rank parallel layouts by predicted step time: `jaxllm plan RECIPE --on v6e:8x8`.",
     ),
     "compile": Command(
         "compile",
         "compile",
-        "Compile a step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`.",
+        "Compile the train step ahead of time: `jaxllm compile RECIPE --on v6e:8x8`.",
     ),
     "roofline": Command(
         "roofline",
@@ -89,12 +89,12 @@ COMMANDS = {
     "inspect": Command(
         "inspect",
         "inspect",
-        "Inspect the files of a model: architecture, tensors, tokenizer, how they load.",
+        "Inspect a model's files: architecture, tensors, tokenizer: `jaxllm inspect MODEL`.",
     ),
     "eval": Command(
         "eval",
         "evaluate",
-        "Evaluate a model: bits per byte on its held-out text, or tasks.",
+        "Evaluate a model: bits per byte on its held-out text, or tasks: `jaxllm eval MODEL`.",
     ),
     "bench": Command(
         "bench",
@@ -104,27 +104,27 @@ COMMANDS = {
     "reproduce": Command(
         "reproduce",
         "reproduce",
-        "Run a receipt again and compare the losses: `jaxllm reproduce RECEIPT`.",
+        "Rerun the configuration of a receipt and compare losses: `jaxllm reproduce RECEIPT`.",
     ),
     "report": Command(
         "report",
         "report",
-        "Show a run as one HTML page, or as text: `jaxllm report RUN [--text]`.",
+        "Report on a run as one HTML page, or as text: `jaxllm report RUN [--text]`.",
     ),
     "compare": Command(
         "report",
         "compare",
-        "Overlay several runs on one HTML page: `jaxllm compare RUN RUN ...`.",
+        "Compare runs on one HTML page: `jaxllm compare RUN RUN ...`.",
     ),
     "data": Command(
         "data",
         "data",
-        "Look into data, tokenize, pack and clean it: `jaxllm data COMMAND FILES`.",
+        "Inspect, tokenize, pack and clean data: `jaxllm data COMMAND FILES`.",
     ),
     "checkpoint": Command(
         "checkpoint",
         "checkpoint",
-        "List, verify, compare, convert, remove checkpoints: `jaxllm checkpoint COMMAND WHERE`.",
+        "List, verify, compare, reshard, remove checkpoints: `jaxllm checkpoint COMMAND WHERE`.",
     ),
 }
 """The commands in the order of ``jaxllm --help``."""

@@ -1,4 +1,4 @@
-"""Errors of commands: a mistake of the user becomes one message instead of a traceback."""
+"""Error handling of commands: user errors are printed as one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from collections.abc import Callable
 
 
 class UsageError(Exception):
-    """The command line asks for something that is not there; the message says what is."""
+    """The command line is invalid; the message names what is legal."""
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Runs ``run``; a mistake of the user's becomes one message, not a stack trace."""
+    """Runs ``run`` and returns its exit status; a user error is printed as one message, with status 2.
+
+    With ``$JAXLLM_TRACEBACK`` set, user errors are raised too.
+    """
     try:
         return run()
-    except BrokenPipeError:  # the reader of a stream has gone: `jaxllm generate ... | head`
+    except BrokenPipeError:  # the reader of the pipe has exited: `jaxllm generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -30,7 +33,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def is_user_error(error: Exception) -> bool:
-    """Errors whose message is meant for the user: those this project raises on purpose."""
+    """Whether an error's message is meant for the user: the errors that this project raises on purpose."""
     from jaxllm.checkpoint import CheckpointError
     from jaxllm.config import ConfigError
     from jaxllm.data import CursorMismatch, DataError
@@ -65,7 +68,7 @@ def is_user_error(error: Exception) -> bool:
         SinkError,
         UsageError,
     )
-    # Configurations check themselves with plain ValueErrors; those come from our packages' own __post_init__.
+    # Configurations raise plain ValueErrors in their __post_init__; a ValueError of another library is a bug.
     return isinstance(error, kinds) or (type(error) is ValueError and _raised_by_us(error))
 
 

@@ -1,4 +1,4 @@
-"""Entry point of the ``jaxllm`` command: finds the command in the table and runs it."""
+"""Entry point of the ``jaxllm`` command: looks up the subcommand in the table and runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.config import closest
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the process's exit status."""
+    """Runs a command and returns the exit status; ``argv`` defaults to the process's arguments."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """The text that ``jaxllm --help`` prints."""
+    """Text of ``jaxllm --help``."""
     lines = [
         "usage: jaxllm COMMAND ...",
         "",

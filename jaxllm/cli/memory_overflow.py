@@ -1,4 +1,4 @@
-"""The report on a step that does not fit into device memory."""
+"""Memory-overflow report: memory of a train step that does not fit into device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def memory_overflow(config: RunConfig, topology: Topology, error: OutOfDeviceMemory) -> str:
-    """What a step takes that the compiler refused for its size, as far as that is known without it."""
+    """Table of a step's memory by part, for a step that the compiler refused because of its size."""
     from jaxllm.parallel.sharding_table import device_bytes
     from jaxllm.train.run_sharding import sharding_table
 

@@ -1,4 +1,4 @@
-"""Loading a model for a command, with a progress bar on the terminal."""
+"""Model loading for commands, with a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def load_with_progress(
     layers: Literal["stacked", "apart"] = "stacked",
     mesh: str | None = None,
 ) -> LoadedModel:
-    """``load_model``, showing on the terminal how far it is; onto a mesh to be served on."""
+    """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default."""
     from jaxllm.infer import load_model
     from jaxllm.infer.runner.serving_mesh import mesh_of
 
@@ -27,7 +27,7 @@ def load_with_progress(
 
 @contextlib.contextmanager
 def progress_bar(verb: str, what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """``progress(item, done, total)`` moves a bar on the terminal, which is gone in the end."""
+    """Progress bar on the terminal, removed at the end; call the yielded ``progress(item, done, total)``."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""A progress line on the terminal, for commands that wait for a compiler."""
+"""Progress line on the terminal, for commands that wait for a compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def progress_line(before: str = "") -> Progress | None:
-    """A line that says how far it is, for people who watch."""
+    """Callback that shows stage and elapsed seconds on the terminal; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         return None
 

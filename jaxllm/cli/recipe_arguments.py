@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from jaxllm.cli.deprecated_options import print_rename
 from jaxllm.cli.errors import UsageError, guarded
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.config import closest, new_field_names
@@ -25,10 +26,10 @@ RECIPES = "jaxllm.recipes"
 
 
 def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunConfig:
-    """What ``recipe`` returns, with the overrides of ``argv``.
+    """Configuration that ``recipe`` returns, with the settings of ``argv`` applied.
 
     Raises:
-        UsageError: it returns something else, or has no such setting.
+        UsageError: the recipe does not return a RunConfig, or a setting is unknown.
     """
     from jaxllm.train import RunConfig
 
@@ -56,18 +57,18 @@ def with_current_names(argv: list[str], default: RunConfig) -> list[str]:
                 parts.append(new)
             current = "--" + ".".join(parts).replace("_", "-")
             if current != name.replace("_", "-"):
-                print(f"{name} is now {current}; the old name goes away in the next release.", file=sys.stderr)
+                print_rename(name, current)
                 word = current + equals + value
         out.append(word)
     return out
 
 
 def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:
-    """``--precision NAME`` taken out of ``argv``, and the run in it: the settings that follow are on top of it.
+    """Applies ``--precision NAME``; returns the other arguments and the run. Other settings override the preset.
 
     Raises:
-        UsageError: it has no name.
-        ConfigError: there is none of that name.
+        UsageError: the name is missing.
+        ConfigError: there is no precision of that name.
     """
     from jaxllm.train.precision import with_precision
 
@@ -84,10 +85,10 @@ def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunC
 
 
 def check_settings(argv: list[str], default: RunConfig) -> None:
-    """Refuses a setting that the configuration does not have.
+    """Checks that the configuration has all settings of ``argv``.
 
     Raises:
-        UsageError: names the closest settings.
+        UsageError: a setting is unknown; names the closest ones.
     """
     from jaxllm.config import leaf_paths
 
@@ -104,7 +105,7 @@ def check_settings(argv: list[str], default: RunConfig) -> None:
 
 
 def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Trains what ``recipe`` returns, with the overrides of ``argv``; what a recipe file's ``__main__`` calls."""
+    """Trains a recipe with the settings of ``argv`` and returns the exit status; called by recipe files too."""
 
     def run() -> int:
         from jaxllm.train import train as run_training
@@ -119,22 +120,22 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
 
 def recipes() -> dict[str, importlib.metadata.EntryPoint]:
-    """Installed recipes, by entry point: a directory named ``recipes`` where the command is run plays no part."""
+    """Installed recipes by name, from entry points; a local directory named ``recipes`` is ignored."""
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=RECIPES)}
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``, or FUNCTION of FILE for ``FILE.py:FUNCTION``.
+    """Finds an installed recipe by name, or loads FUNCTION of FILE for ``FILE.py:FUNCTION``.
 
     Raises:
-        UsageError: there is none; names the closest.
+        UsageError: there is no such recipe; names the closest.
     """
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py"):
         path = Path(file)
         if not path.is_file():
             raise UsageError(f"there is no file {path}; a recipe of your own is FILE.py:FUNCTION.")
-        # A name of its own: a file called sharding.py or jax.py must not take the place of that module.
+        # A distinct module name, so that a file named sharding.py or jax.py does not replace that module.
         module_name = f"jaxllm_recipe_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
@@ -156,7 +157,13 @@ def find_recipe(name: str) -> Recipe:
 
 
 def split_settings(argv: list[str], valued: tuple[str, ...], bare: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """(the first word and the named options with their values, all others)."""
+    """Splits arguments into those of the command (first word, named options) and the run's settings.
+
+    Args:
+        argv: arguments of the command.
+        valued: the command's options that take a value.
+        bare: the command's options without a value.
+    """
     known, others = [], []
     words = iter(argv)
     for number, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""Runtime of a command: the process group of a distributed run, and the compilation cache."""
+"""Runtime setup of commands: the process group of a distributed run, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from jaxllm.cli.errors import is_user_error
 
 if TYPE_CHECKING:
-    from jaxllm.parallel.distributed import DistributedConfig, Group
+    from jaxllm.parallel.distributed import DistributedConfig, ProcessGroup
 
 
 @contextlib.contextmanager
-def processes(config: DistributedConfig | None = None) -> Iterator[Group]:
-    """Joins the processes that the scheduler has started with this one, for the time of the block."""
+def processes(config: DistributedConfig | None = None) -> Iterator[ProcessGroup]:
+    """Joins the process group of a distributed job while the context is open; detects the cluster by environment."""
     from jaxllm.parallel.cluster_environment import detect, tpu_metadata
     from jaxllm.parallel.distributed import running
 
@@ -28,7 +28,7 @@ def processes(config: DistributedConfig | None = None) -> Iterator[Group]:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, where the user has not chosen a place for them."""
+    """Enables JAX's persistent compilation cache, unless the user has configured its directory."""
     import jax
 
     from jaxllm.files import cache_root

@@ -1,1 +1,1 @@
-"""Commands of ``jaxllm``: one module each."""
+"""Commands of ``jaxllm``, one module each."""

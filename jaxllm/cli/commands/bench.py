@@ -1,4 +1,4 @@
-"""``jaxllm bench``: decode throughput of a model and its share of the roofline; ``jaxllm bench serve``: a load test."""
+"""``jaxllm bench``: decode throughput of a model and its share of the roofline; or a load test of a server."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxllm.cli.runtime import use_compilation_cache
 
 
 def bench(argv: list[str]) -> int:
-    """Measure decode speed: `jaxllm bench MODEL`; or load-test a server: `jaxllm bench serve`."""
+    """Measure decode throughput: `jaxllm bench MODEL`; or load-test a server: `bench serve`."""
     return bench_serve(argv[1:]) if argv[:1] == ["serve"] else bench_model(argv)
 
 
 def bench_model(argv: list[str]) -> int:
-    """Measure how fast a model writes, and its share of the roofline: `jaxllm bench MODEL`."""
+    """Measure decode throughput and its share of the roofline: `jaxllm bench MODEL`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
@@ -31,29 +31,30 @@ def bench_model(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         layers: Literal["stacked", "apart"] = "stacked",
     ) -> int:
-        """Greedy continuations of random prompts, the fastest of some rounds.
+        """Measures greedy decoding of random prompts; prints the fastest of several rounds per batch size.
 
-        The roofline is the time to read the weights and what is cached once a step, by the data sheet's bandwidth of
-        the memory, or on a CPU by a measured one.
+        The roofline is the time to read weights and KV cache once per step, at the memory bandwidth of the data sheet,
+        or on a CPU at a measured bandwidth.
 
         Args:
-            model: whatever `jaxllm generate` takes.
-            batches: how many sequences at a time.
-            prompt: tokens of each prompt.
-            tokens: tokens made after each.
-            rounds: how often each is measured.
-            dtype: what another library's model is computed in, float32 by default.
-            layers: apart: each in arrays of its own, which is faster after compiling for longer.
+            model: model, as for `jaxllm generate`.
+            batches: batch sizes to measure.
+            prompt: prompt length in tokens.
+            tokens: number of tokens to generate.
+            rounds: number of rounds per batch size.
+            dtype: compute dtype of a model from another library, float32 by default.
+            layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
+                on some devices and compiles longer.
         """
         use_compilation_cache()
-        from jaxllm.infer.decode_benchmark import Bench, memory_bandwidth
+        from jaxllm.infer.decode_benchmark import DecodeBenchmark, memory_bandwidth
 
         if min((*batches, prompt, rounds)) < 1 or tokens < 2:
-            raise UsageError("give batches, prompts and rounds of 1 or more, and 2 tokens or more to make.")
+            raise UsageError("give --batches, --prompt and --rounds of 1 or more, and --tokens of 2 or more.")
         loaded, bandwidth = load_with_progress(model, dtype, layers), memory_bandwidth()
-        print(f"{model}, prompts of {prompt} tokens, {tokens} made; memory {bandwidth / 1e9:,.0f} GB/s")
+        print(f"{model}, prompts of {prompt} tokens, {tokens} generated; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:
-            measured = Bench(loaded, batch, prompt, tokens, bandwidth)
+            measured = DecodeBenchmark(loaded, batch, prompt, tokens, bandwidth)
             measured.run()
             print(min((measured.run() for _ in range(rounds)), key=lambda figures: figures.seconds), flush=True)
         return 0
@@ -62,7 +63,7 @@ def bench_model(argv: list[str]) -> int:
 
 
 def bench_serve(argv: list[str]) -> int:
-    """Load a server that speaks OpenAI's API, and measure it: `jaxllm bench serve --url http://127.0.0.1:8000`."""
+    """Load-test a server with OpenAI's API: `jaxllm bench serve --url http://127.0.0.1:8000`."""
 
     def run(
         url: str = "http://127.0.0.1:8000",
@@ -79,22 +80,22 @@ def bench_serve(argv: list[str]) -> int:
         json: Path | None = None,
         plot: Path | None = None,
     ) -> int:
-        """Streams completions and prints throughput, times to the first token and between tokens, and goodput.
+        """Streams completions from a server; prints throughput, latencies (TTFT, TPOT) and goodput.
 
         Args:
-            url: of the server. $JAXLLM_API_KEY is sent as its key.
-            model: to ask for; the server's first by default.
-            clients: so many ask, each again when it is answered; 8 by default.
-            rate: instead, requests a second that come at random, however slow the server is; inf for all at once.
-            trace: instead, a file with a line {"at": seconds, "prompt": text, "max_tokens": n} a request.
-            requests: how many.
-            prompt: about how many tokens each begins with.
-            tokens: made for each at most.
-            ttft: seconds to the first token that a good answer keeps.
-            tpot: seconds a token after it that a good answer keeps.
-            seed: of prompts and arrivals.
-            json: a file for the figures.
-            plot: an image of their distributions.
+            url: URL of the server. $JAXLLM_API_KEY is sent as its key.
+            model: model to request; the server's first by default.
+            clients: closed loop: number of concurrent clients, 8 by default.
+            rate: open loop instead: requests per second at random (Poisson) times; inf for all at once.
+            trace: open loop from a file instead, one line {"at": seconds, "prompt": text, "max_tokens": n} per request.
+            requests: number of requests.
+            prompt: approximate prompt length in tokens.
+            tokens: maximum number of generated tokens per request.
+            ttft: service-level objective for goodput: seconds to the first token.
+            tpot: service-level objective for goodput: seconds per output token after the first.
+            seed: seed of prompts and arrival times.
+            json: file to write the results to.
+            plot: image file to draw the distributions to.
         """
         import asyncio
         import json as as_json
@@ -104,8 +105,8 @@ def bench_serve(argv: list[str]) -> int:
         if sum(way is not None for way in (clients, rate, trace)) > 1:
             raise UsageError("give one of --clients, --rate and --trace.")
         if min(requests, prompt, tokens, clients or 1) < 1 or (rate is not None and not rate > 0):
-            raise UsageError("give 1 or more requests, clients and tokens, and a rate above 0.")
-        asks = (
+            raise UsageError("give --requests, --prompt, --tokens and --clients of 1 or more, and --rate above 0.")
+        load_requests = (
             load_benchmark.read_trace(trace)
             if trace
             else load_benchmark.random_requests(requests, rate or float("inf"), prompt, tokens, seed)
@@ -118,16 +119,16 @@ def bench_serve(argv: list[str]) -> int:
             except OSError as error:
                 raise UsageError(f"{url} does not answer: {error}") from None
             if trace is None and rate is None:
-                return await load_benchmark.run_closed_loop(client, asks, clients or 8)
-            return await load_benchmark.run_open_loop(client, asks)
+                return await load_benchmark.run_closed_loop(client, load_requests, clients or 8)
+            return await load_benchmark.run_open_loop(client, load_requests)
 
-        seen = asyncio.run(load())
-        figures = load_benchmark.summary(seen, ttft, tpot)
+        results = asyncio.run(load())
+        figures = load_benchmark.summary(results, ttft, tpot)
         print(load_benchmark.show(figures))
         if json is not None:
             json.write_text(as_json.dumps(figures, indent=1) + "\n")
         if plot is not None:
-            load_benchmark.plot(seen, plot)
+            load_benchmark.plot(results, plot)
         return 1 if figures["failed"] else 0
 
     return tyro.cli(run, args=argv, prog="jaxllm bench serve")

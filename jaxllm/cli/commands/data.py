@@ -1,4 +1,4 @@
-"""``jaxllm data``: looking at data, tokenising and packing it, cleaning it."""
+"""``jaxllm data``: inspects, tokenizes, packs and cleans data."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Input:
-    """What to read."""
+class DataInput:
+    """DataInput files of a data command."""
 
     source: tyro.conf.Positional[tuple[str, ...]]
     """Files or URLs, the folder of a saved Hugging Face data set, shakespeare, or chitchat."""
     source_format: Format = "auto"
-    """What kind of file; auto goes by the ending of the name."""
+    """File format; auto detects it from the file name."""
     content: Literal["text", "chat"] = "text"
-    """chat: conversations, through the chat template of --model."""
+    """chat: conversations, rendered with the chat template of --model."""
     text_field: str = "text"
-    """Files of records: the field that holds the text; of conversations the messages."""
+    """Field of a record that holds the text, or a conversation's messages."""
     skip_bad_records: bool = False
-    """Count records that cannot be used, and leave them out, instead of stopping at the first."""
+    """Skip and count invalid records instead of stopping at the first."""
 
     def config(self) -> SourceConfig:
+        """Configuration of the data source.
+
+        Raises:
+            DataError: no files are given.
+        """
         from jaxllm.data import SourceConfig
         from jaxllm.files import DataError
 
         if not self.source:
-            raise DataError("which files? Name them after the command, or shakespeare, or chitchat")
+            raise DataError("no input: name files after the command, or shakespeare, or chitchat")
         return SourceConfig(
             "source",
             self.source,
@@ -53,21 +58,27 @@ class Input:
         )
 
     def documents(self) -> Documents:
+        """Opens the documents of the source."""
         from jaxllm.data.loader import open_documents
 
         return open_documents(self.config(), skip_bad_records=self.skip_bad_records)
 
 
 @dataclass(frozen=True)
-class Words:
-    """Which tokenizer."""
+class TokenizerOptions:
+    """Tokenizer of a data command, and its chat template."""
 
     tokenizer: str = ""
     """byte, or the path of a tokenizer; bpe:SIZE trains one on the source."""
     model: str = ""
-    """Instead: a model whose tokenizer and chat template to take, for example smollm2."""
+    """Alternatively, a model whose tokenizer and chat template to use, for example smollm2."""
 
-    def open(self, source: Input) -> tuple[Tokenizer, ChatTemplate | None]:
+    def open(self, source: DataInput) -> tuple[Tokenizer, ChatTemplate | None]:
+        """Opens the tokenizer, and the chat template if there is one; ``source`` is for training a BPE.
+
+        Raises:
+            DataError: not exactly one of --tokenizer and --model is given.
+        """
         from jaxllm.data.loader import resolve_tokenizer
         from jaxllm.files import DataError
         from jaxllm.text import load_template, load_tokenizer
@@ -86,12 +97,12 @@ class Words:
         return resolve_tokenizer(self.tokenizer, source.documents), template
 
 
-Reads = Annotated[Input, tyro.conf.arg(name="")]
-Tokenizes = Annotated[Words, tyro.conf.arg(name="")]
+DataInputArgs = Annotated[DataInput, tyro.conf.arg(name="")]
+TokenizerArgs = Annotated[TokenizerOptions, tyro.conf.arg(name="")]
 
 
 def data(argv: list[str]) -> int:
-    """Look into data, tokenize, pack and clean it: `jaxllm data COMMAND FILES`."""
+    """Inspect, tokenize, pack and clean data: `jaxllm data COMMAND FILES`."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm data COMMAND FILES ... [--setting value ...]\n\ncommands:")
         for name, function in COMMANDS.items():
@@ -105,11 +116,11 @@ def data(argv: list[str]) -> int:
     return tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"jaxllm data {argv[0]}")
 
 
-def inspect(read: Reads, show: int = 2) -> int:
-    """Counts documents and bad records, and shows the first documents.
+def inspect(read: DataInputArgs, show: int = 2) -> int:
+    """Count documents and bad records, and show the first documents.
 
     Args:
-        show: how many documents to show.
+        show: number of documents to show.
     """
     from jaxllm.data.quality.corpus_stats import length_stats
 
@@ -135,44 +146,46 @@ def inspect(read: Reads, show: int = 2) -> int:
     return 0
 
 
-def tokenize(read: Reads, words: Tokenizes, out: Path, workers: int = 0) -> int:
-    """Writes a token file, which data.source takes: OUT.bin and OUT.bin.json.
+def tokenize(read: DataInputArgs, words: TokenizerArgs, out: Path, workers: int = 0) -> int:
+    """Write a token file for data.source: OUT.bin and OUT.bin.json, and its tokenizer.
 
-    Goes on where it was stopped, in the same cache.
+    A stopped run resumes from the cache.
 
     Args:
-        out: the file to write; ends in .bin.
-        workers: processes that tokenise; 0 is this one.
+        out: file to write; ends in .bin.
+        workers: number of tokenizing processes; 0: tokenize in this process.
     """
     from jaxllm.data import write_tokens
     from jaxllm.files import DataError
 
     if out.suffix != ".bin":
-        raise DataError(f"{out}: a token file's name ends in .bin")
-    tokens, tokenizer = tokenised_with_bar(read, words, workers)
+        raise DataError(f"{out}: the name of a token file must end in .bin")
+    tokens, tokenizer = tokenized_with_bar(read, words, workers)
     write_tokens(out, tokens.encoded(), tokenizer, about=tokens.about)
     print(f"{out}: {len(tokens.starts):,} documents, {tokens.total:,} tokens")
     tokenizer.save(out.with_suffix(""))
-    print(f"{out.with_suffix('')}: its tokenizer, for data.tokenizer")
+    print(f"{out.with_suffix('')}: the tokenizer, for data.tokenizer")
     return 0
 
 
-def pack(read: Reads, words: Tokenizes, seq_len: int = 4096, picture: Path | None = None, workers: int = 0) -> int:
-    """Shows how full rows become, by each packing.
+def pack(
+    read: DataInputArgs, words: TokenizerArgs, seq_len: int = 4096, picture: Path | None = None, workers: int = 0
+) -> int:
+    """Show how full the rows are with each kind of sequence packing.
 
     Args:
-        seq_len: tokens in a row.
-        picture: a PNG to draw: lengths and how full the rows are.
-        workers: processes that tokenise; 0 is this one.
+        seq_len: sequence length of a row in tokens.
+        picture: PNG file to draw: document lengths and fill of the rows.
+        workers: number of tokenizing processes; 0: tokenize in this process.
     """
     from jaxllm.data.loader import PACKINGS
 
-    tokens, _ = tokenised_with_bar(read, words, workers)
+    tokens, _ = tokenized_with_bar(read, words, workers)
     lengths = tokens.lengths
     if read.content == "chat":
         cut = int((lengths > seq_len + 1).sum())
         tokens = tokens.truncate(seq_len + 1)
-        print(f"{cut:,} of {len(lengths):,} conversations are longer than a row and are cut to it")
+        print(f"{cut:,} of {len(lengths):,} conversations are longer than a row and are truncated")
     names = [name for name in PACKINGS if name == "documents" or read.content == "text"]
     plans = {name: PACKINGS[name](tokens.starts, tokens.lengths, seq_len) for name in names}
     for name, plan in plans.items():
@@ -186,8 +199,8 @@ def pack(read: Reads, words: Tokenizes, seq_len: int = 4096, picture: Path | Non
     return 0
 
 
-def stats(read: Reads, words: Tokenizes) -> int:
-    """Lengths, languages, characters and tokens of documents."""
+def stats(read: DataInputArgs, words: TokenizerArgs) -> int:
+    """Show lengths, languages, characters and tokens of documents."""
     from jaxllm.data.quality.corpus_stats import detect_language, length_stats
 
     characters, spoken = [], Counter()
@@ -197,7 +210,7 @@ def stats(read: Reads, words: Tokenizes) -> int:
         spoken[detect_language(document.text)] += 1
     rows = {"characters": length_stats(characters)}
     if words.tokenizer or words.model:
-        tokens, _ = tokenised_with_bar(read, words, 0)
+        tokens, _ = tokenized_with_bar(read, words, 0)
         rows["tokens"] = length_stats(tokens.lengths)
     print(f"{documents.name}: {len(characters):,} documents")
     for name, known in rows.items():
@@ -208,38 +221,38 @@ def stats(read: Reads, words: Tokenizes) -> int:
     return 0
 
 
-def dedup(read: Reads, out: Path, threshold: float = 0.8, exact: bool = False) -> int:
-    """Writes the documents without repetitions, as JSON lines.
+def dedup(read: DataInputArgs, out: Path, threshold: float = 0.8, exact: bool = False) -> int:
+    """Remove duplicate documents and write the rest as JSON lines.
 
     Args:
-        out: the JSONL file to write.
-        threshold: estimated Jaccard similarity of runs of five words from which on two documents are one.
-        exact: only equal texts.
+        out: JSONL file to write.
+        threshold: estimated Jaccard similarity of 5-grams of words from which on documents are near-duplicates.
+        exact: remove exact duplicates only.
     """
     from jaxllm.data.quality.dedup import find_duplicates
 
     documents = read.documents()
     found = find_duplicates((one.text for one in documents), threshold=None if exact else threshold)
-    kept = write_chosen(documents, found.keep, out, read)
-    print(f"{len(found.keep):,} documents: {found.exact:,} repeat another's words, {found.near:,} nearly do; "
+    kept = write_selected(documents, found.keep, out, read)
+    print(f"{len(found.keep):,} documents: {found.exact:,} exact duplicates, {found.near:,} near-duplicates; "
           f"{out}: {kept:,} documents")  # fmt: skip
     return 0
 
 
 def contamination(
-    read: Reads,
+    read: DataInputArgs,
     evals: tuple[str, ...],
     evals_field: str = "text",
     run: int = 13,
     out: Path | None = None,
 ) -> int:
-    """Looks for the items of evaluations in the documents; the exit status is 1 where any is found.
+    """Search documents for items of evaluation sets; the exit status is 1 if any is found.
 
     Args:
-        evals: files of the evaluation, an item a record.
-        evals_field: the field that holds an item's text.
-        run: words in a row that must be alike.
-        out: a JSONL file to write, of the documents without any of it.
+        evals: files of the evaluation set, one item per record.
+        evals_field: field of a record that holds an item's text.
+        run: number of consecutive words that an item and a document must share (n-gram size).
+        out: JSONL file to write the uncontaminated documents to.
     """
     import numpy as np
 
@@ -251,17 +264,17 @@ def contamination(
     items = [one.text for one in open_documents(SourceConfig("evaluation", evals, text_field=evals_field))]
     found = find_contamination((one.text for one in documents), items, ngram_words=run)
     print(f"{len(found.found):,} of {found.items - found.short:,} items ({found.share:.1%}) share {run} words in a row "
-          f"with {len(found.documents):,} documents; {found.short:,} items are too short to look for")  # fmt: skip
+          f"with {len(found.documents):,} documents; {found.short:,} items are too short to search for")  # fmt: skip
     for number, share in sorted(found.found.items(), key=lambda one: -one[1])[:5]:
         print(f"  item {number + 1}, {share:.0%} of it: {items[number][:90]!r}")
     if out is not None:
         keep = ~np.isin(np.arange(sum(1 for _ in documents)), found.documents)
-        print(f"{out}: {write_chosen(documents, keep, out, read):,} documents")
+        print(f"{out}: {write_selected(documents, keep, out, read):,} documents")
     return 1 if found.found else 0
 
 
 def rephrase(
-    read: Reads,
+    read: DataInputArgs,
     out: Path,
     url: str,
     model: str,
@@ -270,16 +283,16 @@ def rephrase(
     max_tokens: int = 1024,
     temperature: float = 0.7,
 ) -> int:
-    """Rewrites documents through an OpenAI-compatible endpoint (WRAP, arXiv:2401.16380); goes on where it stopped.
+    """Rephrase documents through an OpenAI-compatible endpoint (WRAP, arXiv:2401.16380); resumes a stopped run.
 
     Args:
-        out: the JSONL file to write; blend it with the original by data.mixture.
-        url: the endpoint, ending in /v1. The environment's OPENAI_API_KEY is its key.
-        model: the model's name there.
-        styles: easy, medium, hard, qa, or "NAME=INSTRUCTION" for one of your own.
-        concurrency: requests at a time.
-        max_tokens: of an answer; longer ones are left out.
-        temperature: of the sampling there.
+        out: JSONL file to write; mix it with the original by data.mixture.
+        url: URL of the endpoint, ending in /v1. $OPENAI_API_KEY is sent as its key.
+        model: name of the model at the endpoint.
+        styles: easy, medium, hard, qa, or "NAME=INSTRUCTION" for a custom style.
+        concurrency: number of concurrent requests.
+        max_tokens: maximum length of an answer; longer answers are dropped.
+        temperature: sampling temperature.
     """
     from jaxllm.data.quality.rephrase import STYLES, Endpoint
     from jaxllm.data.quality.rephrase import rephrase as run
@@ -290,7 +303,7 @@ def rephrase(
         name, equals, instruction = style.partition("=")
         if not equals and name not in STYLES:
             raise DataError(
-                f"no style {name!r}.{closest(name, STYLES)} Known: {', '.join(STYLES)}; or NAME=INSTRUCTION"
+                f"no style {name!r}.{closest(name, STYLES)} Legal: {', '.join(STYLES)}; or NAME=INSTRUCTION"
             )
         chosen[name] = instruction if equals else STYLES[name]
     endpoint = Endpoint(url, model, max_tokens=max_tokens, temperature=temperature)
@@ -304,8 +317,8 @@ def rephrase(
     return 1 if made.failed else 0
 
 
-def tokenised_with_bar(read: Input, words: Words, workers: int) -> tuple[TokenDocuments, Tokenizer]:
-    """The source as tokens, from the cache or made now."""
+def tokenized_with_bar(read: DataInput, words: TokenizerOptions, workers: int) -> tuple[TokenDocuments, Tokenizer]:
+    """Tokenized documents of the source, from the cache or tokenized now with a progress bar."""
     from jaxllm.data.loader import make_encoder
     from jaxllm.data.tokenise import tokenise_documents
     from jaxllm.files import cache_root
@@ -319,8 +332,8 @@ def tokenised_with_bar(read: Input, words: Words, workers: int) -> tuple[TokenDo
     return tokens, tokenizer
 
 
-def write_chosen(documents: Documents, keep: Any, out: Path, read: Input) -> int:
-    """The documents at which ``keep`` is true, as JSON lines that ``read``'s settings read again."""
+def write_selected(documents: Documents, keep: Any, out: Path, read: DataInput) -> int:
+    """Writes the documents where ``keep`` is true as JSON lines, in the format of the input; returns their number."""
     from jaxllm.files import atomic
 
     with atomic(out) as file:
@@ -332,16 +345,16 @@ def write_chosen(documents: Documents, keep: Any, out: Path, read: Input) -> int
 
 
 def report_bad(count: int, listed: list[str]) -> None:
-    """Says what was left out."""
+    """Prints the number of skipped records, and the first of them, on stderr."""
     if count:
-        print(f"{count:,} bad records left out:", file=sys.stderr)
+        print(f"{count:,} bad records skipped:", file=sys.stderr)
         for one in listed[:5]:
             print(f"  {one}", file=sys.stderr)
 
 
 @contextmanager
 def bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """``progress(documents, more)`` moves a line on the terminal, which is gone in the end."""
+    """Progress line on the terminal, removed at the end; call the yielded ``progress(documents, tokens)``."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

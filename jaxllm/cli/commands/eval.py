@@ -1,4 +1,4 @@
-"""``jaxllm eval``: bits per byte on held-out text, or task scores."""
+"""``jaxllm eval``: bits per byte on held-out text, or scores on tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Measure a model: bits per byte on its held-out text beside a bigram's, or tasks."""
+    """Evaluate a model: bits per byte on its held-out text, or tasks: `jaxllm eval MODEL`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
@@ -27,21 +27,23 @@ def evaluate(argv: list[str]) -> int:
         max_len: int = 2048,
         dtype: Literal["float32", "bfloat16"] | None = None,
     ) -> int:
-        """Bits per byte on the held-out text of the run's own data; lower is better. Or, with --tasks, those.
+        """Measures bits per byte on the held-out split of the run's data (lower is better), or scores on --tasks.
+
+        Bits per byte are compared with those of a byte bigram model; the exit status is 1 if the model is not better.
 
         Args:
-            model: a run's directory; for tasks, whatever `jaxllm generate` takes.
-            step: which checkpoint; the newest by default.
-            tasks: separated by commas: .jsonl files of your own (docs/serve/serving.md), names of lm-eval's tasks, or YAML
-                files of such.
-            limit: rows of each task, from its beginning; all by default.
-            max_len: tokens of a row of a task at most; longer ones lose their beginning.
-            dtype: for tasks, what another library's model is computed in, float32 by default.
+            model: a run's directory; with --tasks, any model as for `jaxllm generate`.
+            step: step of the checkpoint; the newest by default.
+            tasks: comma-separated: .jsonl files (docs/serve/serving.md), names of lm-eval tasks, or YAML files of
+                lm-eval tasks.
+            limit: number of first rows of each task to use; all by default.
+            max_len: maximum length of a row in tokens; longer rows are truncated from the left.
+            dtype: with --tasks, compute dtype of a model from another library, float32 by default.
         """
         use_compilation_cache()
         if tasks:
             if step is not None:
-                raise UsageError("--step is for a run's own held-out text; tasks are run on the newest checkpoint.")
+                raise UsageError("--step is for a run's held-out text; --tasks use the newest checkpoint.")
             return run_tasks(model, [name for name in tasks.split(",") if name], limit, max_len, dtype)
         if limit is not None or dtype is not None:
             raise UsageError("--limit and --dtype are for --tasks.")
@@ -58,29 +60,29 @@ def evaluate(argv: list[str]) -> int:
         from jaxllm.train import Evaluator, RunConfig
         from sharding import MeshSpec
 
-        # Several processes share the work; one takes its first device.
+        # Several processes share the data; a single process uses its first device.
         loaded = load_model(model, step=step, mesh=MeshSpec.parse("dp").build() if group.size > 1 else None)
         if "data" not in loaded.meta.get("config", {}):
-            raise UsageError(f"{model} was not trained here, so there is no held-out text of its own to measure it on.")
+            raise UsageError(f"{model} was not trained with jaxllm, so it has no held-out text; give --tasks.")
         config = from_dict(RunConfig, loaded.meta["config"], "the checkpoint's config")
         dataset = load_dataset(config.data, loaded.tokenizer, loaded.template)
         if dataset.heldout is None:
-            raise UsageError(f"{model} was trained with nothing held out, so there is nothing to measure it on.")
+            raise UsageError(f"{model} was trained without held-out text; train with --data.heldout-fraction above 0.")
         result = Evaluator(loaded.model, loaded.mesh, dataset.heldout)(
             loaded.params,
             lambda batches: track(
-                batches, "evaluating", transient=True, console=None if group.leads else Console(quiet=True)
+                batches, "evaluating", transient=True, console=None if group.is_leader else Console(quiet=True)
             ),
         )
         baseline = bigram_baseline_of(dataset)
         better = result.bits_per_byte < baseline.bits_per_byte
-        if not group.leads:
+        if not group.is_leader:
             return 0 if better else 1
         print(f"{model}, step {loaded.step}: {result.tokens:,} held-out tokens, {dataset.heldout.target_bytes:,} bytes")
         print(f"  model        {result.bits_per_byte:.4f} bits per byte ({result.nll:.4f} nats per token)")
         print(f"  byte bigram  {baseline.bits_per_byte:.4f} bits per byte")
         if not better:
-            print("The model does not beat counting pairs of bytes: train it for longer.")
+            print("The model does not beat the byte bigram: train it for longer.")
             return 1
         return 0
 
@@ -90,7 +92,7 @@ def evaluate(argv: list[str]) -> int:
 def run_tasks(
     model: str, tasks: list[str], limit: int | None, max_len: int, dtype: Literal["float32", "bfloat16"] | None
 ) -> int:
-    """Files first, each in turn; then all of lm-eval's at once."""
+    """Runs tasks and prints their scores: .jsonl files one after the other, then all lm-eval tasks together."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task
     from jaxllm.infer import LLM, EngineConfig
     from jaxllm.infer.length_limits import hard_limit

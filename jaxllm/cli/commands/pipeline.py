@@ -1,4 +1,4 @@
-"""The command ``pipeline``: what a schedule does, when, and what it holds."""
+"""``jaxllm pipeline``: timeline, bubble and activation memory of pipeline schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxllm.parallel.pipeline.schedule import Costs, ScheduleError
+from jaxllm.parallel.pipeline.schedule import OpCosts, ScheduleError
 from jaxllm.parallel.pipeline.schedule_generators import NAMES, make
 from jaxllm.parallel.pipeline.schedule_view import draw, facts, text
 
@@ -25,20 +25,20 @@ def pipeline(argv: list[str]) -> int:
         png: Path | None = None,
         width: int = 160,
     ) -> int:
-        """A schedule as a picture, its bubble and the activations that it holds.
+        """Draws a pipeline schedule as text, with its bubble and the activations held per stage.
 
         Args:
             name: gpipe, 1f1b, interleaved, zb_h1, zb_h2, v_min, v_half or v_zb; "all" compares them.
-            stages: devices along the pipeline.
-            micro_batches: of a step.
-            chunks: virtual stages of a stage, for "interleaved"; 0 for the schedule's own number.
+            stages: number of pipeline stages (devices).
+            micro_batches: number of micro-batches per step.
+            chunks: virtual stages per stage, for "interleaved"; 0 for the schedule's own number.
             costs: time of a stage's forward pass, of its backward pass for the input, and for the weights.
-            png: also draw it here.
-            width: characters of a line at most.
+            png: image file to draw the schedule to.
+            width: maximum line width in characters.
         """
         if min(costs) <= 0:
             raise ScheduleError(f"costs = {costs}; give three positive times.")
-        times = Costs(*costs)
+        times = OpCosts(*costs)
         if name != "all":
             schedule = make(name, stages, micro_batches, chunks)
             print(text(schedule, times, width=width))

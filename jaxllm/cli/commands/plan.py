@@ -1,4 +1,4 @@
-"""``jaxllm plan``: ranks layouts of a recipe by predicted step time and compiles the best."""
+"""``jaxllm plan``: ranks parallel layouts of a recipe by predicted step time and compiles the best ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxllm.plan.compiled_layout import Compiled
     from jaxllm.plan.formulas.calibration import Calibration
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.layout_search import Layout
+    from jaxllm.plan.layout_search import ParallelLayout
     from jaxllm.train import RunConfig
 
 
@@ -26,7 +26,7 @@ PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h
 
 
 def plan(argv: list[str]) -> int:
-    """Rank layouts of a run by predicted time: `jaxllm plan RECIPE --on v6e:8x8`."""
+    """Rank parallel layouts by predicted step time: `jaxllm plan RECIPE --on v6e:8x8`."""
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -42,23 +42,23 @@ def plan(argv: list[str]) -> int:
         calibrate: Path | None = None,
         as_is: bool = False,
     ) -> int:
-        """Meshes, recomputation, micro-batches and schedules by predicted step time; then the first few, compiled.
+        """Searches meshes, remat, micro-batches and pipeline schedules; compiles the layouts predicted to be fastest.
 
         Any setting of the run can follow, as for `jaxllm train`: --model.layers, --data.seq-len, --data.batch-size,
-        ... The exit status is 1 where nothing fits.
+        ... The exit status is 1 if no layout fits into device memory.
 
         Args:
-            recipe: its name, or FILE.py:FUNCTION.
-            on: a topology, such as v6e:8x8 or h100:8x8, or several with commas between.
-            top: layouts shown, and compiled.
-            compile: let the compiler say what the first ones take.
+            recipe: name of the recipe, or FILE.py:FUNCTION.
+            on: topology, such as v6e:8x8 or h100:8x8, or several separated by commas.
+            top: number of layouts to show and compile.
+            compile: compile the shown layouts and report the compiler's memory and cost estimates.
             explain: number of a layout to show in full.
-            save: write the first layout (or the one to explain) there, as FILE.py.
-            json: write all that is shown there.
-            tokens: say what training on so many costs, such as 15e12.
-            hardware: a TOML or JSON file that changes or adds kinds of hardware.
-            calibrate: a run on such devices whose profile says what they reach of their data sheets.
-            as_is: predict the run's own mesh and plan instead of looking for others.
+            save: recipe file (FILE.py) to write for the first layout, or for the explained one.
+            json: JSON file to write the results to.
+            tokens: number of training tokens, such as 15e12, to estimate time and cost for.
+            hardware: TOML or JSON file that changes or adds kinds of hardware.
+            calibrate: directory of a run on such devices, whose profile gives the achieved shares of the data sheet.
+            as_is: predict the run's own mesh and settings instead of searching.
         """
         from jaxllm.files import write_json
         from jaxllm.plan import hardware as table
@@ -67,11 +67,11 @@ def plan(argv: list[str]) -> int:
 
         config = configure(find_recipe(recipe), settings, prog=f"jaxllm plan {recipe}")
         if top < 1 or (explain is not None and not 1 <= explain <= top):
-            raise UsageError(f"--top {top} --explain {explain}: show 1 layout or more, and explain one of them.")
+            raise UsageError(f"--top {top} --explain {explain}: give --top of 1 or more, and --explain within it.")
         known = table.TABLE if hardware is None else table.read(hardware)
         clusters = [Cluster.parse(name, known) for name in on.split(",")]
         if save is not None and len(clusters) > 1:
-            raise UsageError(f"--save {save}: name one topology, and not {on}.")
+            raise UsageError(f"--save {save} needs a single topology, not --on {on}.")
         found, status = [], 0
         for number, cluster in enumerate(clusters):
             if number:
@@ -96,7 +96,7 @@ def plan(argv: list[str]) -> int:
 
 
 def _calibration(run: Path | None, cluster: Cluster) -> Calibration:
-    """What a run's profile says, printed; the shipped one without a run."""
+    """Calibration from a run's profile, printed; the default one without a run."""
     from jaxllm.plan.formulas.calibration import DEFAULT
     from jaxllm.plan.measured_calibration import calibration_of
 
@@ -104,12 +104,14 @@ def _calibration(run: Path | None, cluster: Cluster) -> Calibration:
         return DEFAULT
     found = calibration_of(run, cluster.hardware)
     said = ", ".join(f"{name} {100 * share:.0f}%" for name, share in dataclasses.asdict(found).items())
-    print(f"of data sheets, by {run}: {said}")
+    print(f"shares of the data sheet's rates, measured by {run}: {said}")
     return found
 
 
-def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibration: Calibration) -> list[Layout]:
-    """The first layouts, printed; none, and why, where none fits."""
+def _layouts(
+    config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibration: Calibration
+) -> list[ParallelLayout]:
+    """Searches and prints the best layouts; prints why and returns none where none fits."""
     from jaxllm.models import functional
     from jaxllm.plan import layout_search, plan_view
     from jaxllm.train.run import fitting_mesh
@@ -121,13 +123,13 @@ def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibra
     )
     if as_is:
         mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), cluster.devices)
-        layouts = [layout_search.predicted(config, mesh, cluster, calibration)]
+        layouts = [layout_search.predict_layout(config, mesh, cluster, calibration)]
         tried = 1
     else:
         found = layout_search.search(config, cluster, calibration=calibration)
         layouts, tried = list(found.layouts), found.tried
         if not layouts:
-            print(plan_view.nothing_fits(found, cluster, layout_search.larger(config, cluster)))
+            print(plan_view.nothing_fits(found, cluster, layout_search.suggest_fitting(config, cluster)))
             return []
     shown = layouts[:top]
     print(f"predicted, the first {len(shown)} of {len(layouts)} meshes that fit ({tried} layouts tried)\n")
@@ -135,13 +137,13 @@ def _layouts(config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibra
     return shown
 
 
-def _compiled(layouts: list[Layout], cluster: Cluster) -> list[Compiled | str]:
-    """What the compiler says of layouts, printed: reports, or what it refused."""
+def _compiled(layouts: list[ParallelLayout], cluster: Cluster) -> list[Compiled | str]:
+    """Compiles layouts and prints the results: a report for each, or the reason why it does not fit."""
     from jaxllm.plan import compiled_layout, plan_view
     from sharding.isolate import OutOfDeviceMemory
 
     if cluster.hardware.like != cluster.hardware.name:
-        print(f"\nnot compiled: there is no compiler for {cluster.hardware.name} here")
+        print(f"\nnot compiled: no compiler for {cluster.hardware.name} is available")
         return []
     out: list[Compiled | str] = []
     for number, layout in enumerate(layouts, 1):
@@ -157,9 +159,9 @@ def _compiled(layouts: list[Layout], cluster: Cluster) -> list[Compiled | str]:
 
 
 def _shown(
-    layouts: list[Layout], cluster: Cluster, explain: int | None, tokens: float | None, save: Path | None
+    layouts: list[ParallelLayout], cluster: Cluster, explain: int | None, tokens: float | None, save: Path | None
 ) -> None:
-    """A layout in full, its cost, its recipe."""
+    """Prints the explanation and cost of a layout, and saves its recipe, as requested."""
     from jaxllm.plan import plan_view
     from jaxllm.plan.plan_export import write_recipe
     from jaxllm.plan.training_cost import cost

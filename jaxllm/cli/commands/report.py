@@ -1,4 +1,4 @@
-"""The commands ``report`` and ``compare``: what runs have written, as pages."""
+"""``jaxllm report`` and ``jaxllm compare``: HTML pages about runs, from their logs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import tyro
 
 
 def report(argv: list[str]) -> int:
-    """Show a run as one HTML page, or as text: `jaxllm report RUN [--text]`."""
+    """Report on a run as one HTML page, or as text: `jaxllm report RUN [--text]`."""
 
     def run(directory: Annotated[Path, tyro.conf.Positional], /, out: Path | None = None, text: bool = False) -> int:
-        """Curves, speed, memory, where the time went, configuration and receipt, of a run that is over or not.
+        """Writes a page with curves, throughput, memory, time breakdown, configuration and receipt of a run.
 
-        The page needs no network and no script. Of several processes, it shows what process 0 has logged.
+        The run may be finished or not. The page needs no network and no script. It shows the log of process 0.
 
         Args:
-            directory: the run's, such as runs/quickstart.
-            out: the page; by default report.html in the run's directory.
-            text: print the figures and where the time went instead.
+            directory: the run's directory, such as runs/quickstart.
+            out: file to write; by default report.html in the run's directory.
+            text: print the results and the time breakdown instead.
         """
         from jaxllm.observe import html_report as pages
         from jaxllm.observe.run_record import read_record
@@ -37,14 +37,14 @@ def report(argv: list[str]) -> int:
 
 
 def compare(argv: list[str]) -> int:
-    """Overlay runs on one HTML page: `jaxllm compare RUN RUN ...`."""
+    """Compare runs on one HTML page: `jaxllm compare RUN RUN ...`."""
 
     def run(directories: Annotated[tuple[Path, ...], tyro.conf.Positional], /, out: Path = Path("compare.html")) -> int:
-        """Their curves over one another, their figures and the settings in which they differ.
+        """Writes a page with overlaid curves, results, and the settings in which the runs differ.
 
         Args:
-            directories: of two runs or more.
-            out: the page.
+            directories: directories of two or more runs.
+            out: file to write.
         """
         from jaxllm.observe import html_report as pages
         from jaxllm.observe.run_record import read_record

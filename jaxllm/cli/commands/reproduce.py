@@ -1,4 +1,4 @@
-"""``jaxllm reproduce``: runs a receipt again and compares the losses."""
+"""``jaxllm reproduce``: reruns the configuration of a receipt and compares the losses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxllm.cli.runtime import use_compilation_cache
 
 
 def reproduce(argv: list[str]) -> int:
-    """Run again what a receipt describes and compare: `jaxllm reproduce RECEIPT`."""
+    """Rerun the configuration of a receipt and compare losses: `jaxllm reproduce RECEIPT`."""
 
     def run(receipt: Annotated[Path, tyro.conf.Positional], /, out: Path = Path("runs/reproduced")) -> int:
         """Trains the receipt's configuration from scratch and compares the final losses.
 
-        Equal surroundings (commit, versions, devices, mesh) must give equal bits; others may differ by 1%.
+        An equal environment (commit, versions, devices, mesh) must give equal bits; otherwise losses may differ by 1%.
 
         Args:
             receipt: receipt.json of a finished run.
-            out: where the new run goes; must not hold it already.
+            out: directory for the new run, which must not exist there.
         """
         use_compilation_cache()
         from jaxllm.train import train as run_training

@@ -1,4 +1,4 @@
-"""The command ``roofline``: what each operation of a model takes on a device, and what bounds it."""
+"""``jaxllm roofline``: FLOPs, bytes and bound (compute or memory) of each operation of a model."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def roofline(argv: list[str]) -> int:
         hardware: Path | None = None,
         save: Path | None = None,
     ) -> int:
-        """FLOPs, bytes, their ratio, time and bound of each kind of operation, for training, prefill and decode.
+        """Prints FLOPs, bytes, arithmetic intensity, time and bound per operation, for training, prefill and decode.
 
-        By formula, for work that is divided evenly over the devices; what they send each other is not counted. Any
-        setting of the run can follow, as for `jaxllm train`: --model.layers, --model.dtype, ...
+        Computed by formula for work divided evenly over the devices, without communication. Any setting of the run can
+        follow, as for `jaxllm train`: --model.layers, --model.dtype, ...
 
         Args:
-            recipe: its name, or FILE.py:FUNCTION.
-            on: a topology, such as v6e:2x4 or h100:1x8.
-            phase: one of the three; all of them by default.
-            batch: rows in all; of training the recipe's, else 64.
-            seq: tokens of a row, of decoding those before the one that is made; the recipe's by default.
-            hardware: a TOML or JSON file that changes or adds kinds of hardware.
-            save: also write the figures there, as JSON.
+            recipe: name of the recipe, or FILE.py:FUNCTION.
+            on: topology, such as v6e:2x4 or h100:1x8.
+            phase: training, prefill or decode; all three by default.
+            batch: global batch size; by default the recipe's for training, else 64.
+            seq: sequence length in tokens, for decode the context length; the recipe's by default.
+            hardware: TOML or JSON file that changes or adds kinds of hardware.
+            save: JSON file to write the results to.
         """
         from dataclasses import asdict
 

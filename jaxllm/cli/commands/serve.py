@@ -1,4 +1,4 @@
-"""``jaxllm serve``: an OpenAI-compatible HTTP server."""
+"""``jaxllm serve``: serves a model over HTTP with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 
+DEPRECATED_OPTIONS = {"--sequences": "--max-sequences", "--budget": "--max-batched-tokens"}
+"""Deprecated options of ``jaxllm serve`` and the options that replace them."""
+
 
 def serve(argv: list[str]) -> int:
-    """Serve a model: `jaxllm serve MODEL --port 8000`; OpenAI's clients can talk to it."""
+    """Serve a model to OpenAI clients: `jaxllm serve MODEL --port 8000`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
@@ -26,9 +30,9 @@ def serve(argv: list[str]) -> int:
         name: str | None = None,
         api_key_file: Path | None = None,
         origins: tuple[str, ...] = (),
-        sequences: int = 16,
+        max_sequences: int = 16,
         max_len: int | None = None,
-        budget: int = 256,
+        max_batched_tokens: int = 256,
         policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
         tool_parser: str | None = None,
         queue: int = 256,
@@ -41,33 +45,34 @@ def serve(argv: list[str]) -> int:
         layers: Literal["stacked", "apart"] = "stacked",
         mesh: str | None = None,
     ) -> int:
-        """Serves until SIGTERM or Ctrl-C; what is under way then may end.
+        """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
         Args:
-            model: whatever `jaxllm generate` takes.
-            host: address to listen on; by default this computer alone can reach it.
-            port: 0 for any free one.
-            name: of the model, as clients ask for it; the last part of MODEL by default.
-            api_key_file: a file with a key a line; requests must carry one. $JAXLLM_API_KEY is one too.
-            origins: web pages of these origins may call the server (CORS); none by default.
-            sequences: that are worked on at a time.
-            max_len: tokens of a sequence, prompt included; by default what the model was trained to read.
-            budget: tokens of a step.
-            policy: whose turn it is: who came first, who has the highest `priority`, the key that has had least, who is
-                likely to end first.
-            tool_parser: how the model writes calls: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or
-                deepseek_v31; by default as its chat template says.
-            queue: continuations that may wait; more are refused with 429.
-            max_body: bytes of a request at most.
-            request_seconds: that a request may take.
-            grace_seconds: that requests have to end in after SIGTERM.
-            log_prompts: what is said is logged too.
-            dtype: what another library's model is computed in, float32 by default.
-            kv_dtype: of cached keys and values: what the model computes in, bfloat16, or eight bits with scales
-                (docs/serve/serving.md has what that costs).
-            layers: apart: each in arrays of its own, which is faster after compiling for longer.
-            mesh: to serve on all devices, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Then
-                sequences and budget are those of each replica.
+            model: model, as for `jaxllm generate`.
+            host: address to listen on; by default reachable from this computer only.
+            port: port to listen on; 0 for any free one.
+            name: model name in requests; the last part of MODEL by default.
+            api_key_file: file of API keys, one per line; requests must carry one. $JAXLLM_API_KEY is a key too.
+            origins: origins whose web pages may call the server (CORS); none by default.
+            max_sequences: maximum number of sequences that run at the same time; more are queued.
+            max_len: maximum sequence length in tokens, prompt included; by default the model's context length.
+            max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
+            policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, or
+                the shortest expected remaining work.
+            tool_parser: tool-call format: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or deepseek_v31; by
+                default detected from the chat template.
+            queue: maximum number of queued sequences; further requests are refused with status 429.
+            max_body: maximum size of a request body in bytes.
+            request_seconds: maximum duration of a request; unlimited by default.
+            grace_seconds: time that running requests have to end after SIGTERM.
+            log_prompts: write prompts to the log too.
+            dtype: compute dtype of a model from another library, float32 by default.
+            kv_dtype: dtype of the KV cache: auto (the compute dtype), bfloat16, or 8 bits with scales (accuracy and
+                memory: docs/serve/serving.md).
+            layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
+                on some devices and compiles longer.
+            mesh: device mesh, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Each replica has
+                --max-sequences and --max-batched-tokens of its own.
         """
         try:
             from jaxllm.serve import ServeConfig, backend_factory
@@ -83,22 +88,28 @@ def serve(argv: list[str]) -> int:
             queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
             log_prompts=log_prompts, tool_parser=tool_parser,
         )  # fmt: skip
-        sizes = EngineConfig(sequences=sequences, budget=budget, max_len=max_len, top_logprobs=20, kv_dtype=kv_dtype)
+        sizes = EngineConfig(
+            max_sequences=max_sequences,
+            max_batched_tokens=max_batched_tokens,
+            max_len=max_len,
+            top_logprobs=20,
+            kv_dtype=kv_dtype,
+        )
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-        turn = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
+        order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
         run_server(
-            config, backend_factory(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=turn))
+            config, backend_factory(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=order))
         )
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm serve")
+    return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """Keys of a file and of the environment.
+    """API keys of a file and of ``$JAXLLM_API_KEY``.
 
     Raises:
-        UsageError: there is no such file, or it has no key.
+        UsageError: the file cannot be read, or has no key.
     """
     keys = [os.environ["JAXLLM_API_KEY"]] if os.environ.get("JAXLLM_API_KEY") else []
     if file is not None:
@@ -108,6 +119,6 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
             raise UsageError(f"{file} cannot be read: {error}") from None
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
-            raise UsageError(f"{file} has no key; write one a line.")
+            raise UsageError(f"{file} has no API key; write one per line.")
         keys += found
     return tuple(keys)

@@ -1,4 +1,4 @@
-"""``jaxllm shard``: the sharding of each parameter of a recipe, without devices."""
+"""``jaxllm shard``: sharding of each parameter of a recipe, computed without devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 
 def shard(argv: list[str]) -> int:
-    """Show how a run lies on its devices: `jaxllm shard RECIPE --mesh fsdp=4,tensor=2`."""
+    """Show how a run is sharded: `jaxllm shard RECIPE --mesh fsdp=4,tensor=2`."""
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -21,15 +21,15 @@ def shard(argv: list[str]) -> int:
         devices: int | None = None,
         json: bool = False,
     ) -> int:
-        """Each parameter's place and its bytes on a device, and totals; nothing is allocated, no device is needed.
+        """Prints each parameter's sharding and bytes per device, and totals. No device is needed, nothing is allocated.
 
         Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ...
 
         Args:
-            recipe: its name, or FILE.py:FUNCTION.
-            on: a topology, such as v6e:8x8 or h100:4x8, for the number of its devices.
-            devices: that number itself. By default it is the product of the mesh's sizes, or what this machine has.
-            json: as JSON, for machines.
+            recipe: name of the recipe, or FILE.py:FUNCTION.
+            on: topology, such as v6e:8x8 or h100:4x8; only its number of devices matters.
+            devices: number of devices; by default the product of the mesh's sizes, or the devices of this machine.
+            json: print JSON.
         """
         from jaxllm.parallel.sharding_table_view import text
         from jaxllm.train.run_sharding import sharding_table
@@ -39,7 +39,7 @@ def shard(argv: list[str]) -> int:
         config = configure(find_recipe(recipe), settings, prog=f"jaxllm shard {recipe}")
         sizes = [size for _, size in MeshSpec.parse(config.mesh).axes]
         if on is not None and devices is not None:
-            raise UsageError(f"--on {on} has a number of devices; leave out --devices.")
+            raise UsageError(f"--on {on} sets the number of devices; leave out --devices.")
         if on is not None:
             devices = Topology.parse(on).num_devices
         elif devices is None and -1 not in sizes:
@@ -57,6 +57,6 @@ def shard(argv: list[str]) -> int:
             print(text(table))
         return 0
 
-    # What is not this command's is the run's.
+    # All other options are settings of the run.
     known, settings = split_settings(argv, ("--on", "--devices"), ("--json", "--no-json", "--help", "-h"))
     return tyro.cli(run, args=known, prog="jaxllm shard")

@@ -6,13 +6,13 @@ from jaxllm.cli.recipe_arguments import find_recipe, recipes, run_recipe
 
 
 def train(argv: list[str]) -> int:
-    """Train a model: `jaxllm train RECIPE [--setting value ...]`; goes on where it stopped."""
+    """Train a model: `jaxllm train RECIPE [--setting value ...]`; resumes a stopped run."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm train RECIPE [--setting value ...]\n")
-        print("RECIPE is one of these, or FILE.py:FUNCTION returning a RunConfig:\n")
+        print("RECIPE is one of these, or FILE.py:FUNCTION, a function that returns a RunConfig:\n")
         for name, entry in sorted(recipes().items()):
             print(f"  {name:14} {entry.value}")
         print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
-        print("`--precision NAME` sets those of a precision together: docs/train/precision.md.")
+        print("`--precision NAME` sets all settings of a precision preset: docs/train/precision.md.")
         return 0
     return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")
