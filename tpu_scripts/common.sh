@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it: VERB [--dry-run] [-- COMMAND ...], settings from the environment.
+# Shared functions, sourced by the other scripts: VERB [--dry-run] [-- COMMAND ...], settings from the environment.
 set -euo pipefail
 
-# Words as one line that a shell reads as the same words.
+# Quotes arguments as one line that a shell parses back into the same arguments.
 quoted() {
   local word line=""
   for word in "$@"; do
@@ -12,13 +12,13 @@ quoted() {
   printf '%s' "${line# }"
 }
 
-# Prints a command, and runs it unless --dry-run was given.
+# Prints a command, and runs it unless --dry-run is given.
 run() {
   printf '%s\n' "$(quoted "$@")"
   if [[ "$dry_run" == no ]]; then "$@"; fi
 }
 
-# The same for a command that reads its standard input from a text.
+# Like run, for a command whose standard input is the given text.
 run_with() {
   local text="$1"
   shift
@@ -36,15 +36,15 @@ fi
 if [[ "${1:-}" == -- ]]; then
   shift
 elif [[ $# -gt 0 ]]; then
-  echo "error: $(quoted "$1") is not --dry-run; what is to be run comes after --" >&2
+  echo "error: unexpected argument $(quoted "$1"); legal: --dry-run, or -- and the command to run" >&2
   exit 2
 fi
-# What jaxllm is to do: train RECIPE --setting value ...
+# Command of jaxllm to run: train RECIPE --setting value ...
 command=("$@")
 
 need_command() {
   if [[ ${#command[@]} -eq 0 ]]; then
-    echo "error: nothing to run: $verb [--dry-run] -- train RECIPE ..." >&2
+    echo "error: no command to run: $verb [--dry-run] -- train RECIPE ..." >&2
     exit 2
   fi
 }

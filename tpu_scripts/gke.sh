@@ -3,17 +3,17 @@
 #
 #   NAME=mine CLUSTER=my-cluster PROJECT=my-project ZONE=us-east5-b TYPE=v6e-16 tpu_scripts/gke.sh VERB [--dry-run] [-- COMMAND]
 #
-#   create     the cluster, with its slices
-#   setup      kubectl learns about it
-#   run        `-- train RECIPE ...` on every host; the files of this directory are laid over IMAGE and sent along
-#   status     of the workloads
-#   logs       of the first host, as it is written
-#   profile    of the next three steps, on every host (SIGUSR2)
-#   stop       deletes the workload: its hosts get SIGTERM, save and end
+#   create     creates the cluster and its slices
+#   setup      configures kubectl for the cluster
+#   run        runs `-- train RECIPE ...` on every host; the files of this directory are added to IMAGE
+#   status     lists the workloads
+#   logs       follows the log of the first host
+#   profile    profiles the next three steps on every host (SIGUSR2)
+#   stop       deletes the workload: its hosts get SIGTERM, save a checkpoint and exit
 #   teardown   deletes the cluster
 #
-# SLICES (1): how many.  SPOT=yes: may be taken away.  IMAGE: what has Python 3.11, jax[tpu] and jaxllm's dependencies.
-# RESTARTS (50): how often Kubernetes starts all hosts again.
+# SLICES (1): number of slices.  SPOT=yes: preemptible capacity.  IMAGE: image with Python 3.11, jax[tpu] and jaxllm's
+# dependencies.  RESTARTS (50): how often Kubernetes restarts all hosts.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -41,7 +41,7 @@ case "$verb" in
     need_command
     run xpk workload create "${where[@]}" --workload "$NAME" --tpu-type "${TYPE:?the kind of slice, such as v6e-16}" \
       --num-slices "${SLICES:-1}" --max-restarts "${RESTARTS:-50}" \
-      --base-docker-image "${IMAGE:?what has jax[tpu] and the dependencies of jaxllm}" --script-dir . \
+      --base-docker-image "${IMAGE:?the image with jax[tpu] and the dependencies of jaxllm}" --script-dir . \
       --command "$(quoted python -m jaxllm.cli "${command[@]}")"
     ;;
   status)

@@ -3,15 +3,15 @@
 #
 #   NAME=mine IMAGE=registry/jaxllm:1 HOSTS=4 VOLUME=shared tpu_scripts/jobset.sh VERB [--dry-run] [-- COMMAND]
 #
-#   setup      the controller of JobSets, VERSION of it
-#   run        `-- train RECIPE ...`, a process a host
-#   status     of the pods
-#   logs       of the first host, as it is written
-#   profile    of the next three steps, on every host (SIGUSR2)
-#   stop       deletes the JobSet: its hosts get SIGTERM, save and end
+#   setup      installs the JobSet controller of version VERSION
+#   run        runs `-- train RECIPE ...`, one process per host
+#   status     lists the pods
+#   logs       follows the log of the first host
+#   profile    profiles the next three steps on every host (SIGUSR2)
+#   stop       deletes the JobSet: its hosts get SIGTERM, save a checkpoint and exit
 #
-# GPUS (8): of a host.  VOLUME: a persistent volume claim that all hosts can write; it is /runs there, so say --out /runs.
-# RESTARTS (50): how often all hosts are started again.  GRACE (120): seconds that they get to save.
+# GPUS (8): GPUs per host.  VOLUME: persistent volume claim that all hosts can write, mounted at /runs (use --out /runs).
+# RESTARTS (50): how often all hosts are restarted.  GRACE (120): seconds that they have to save.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -21,7 +21,7 @@ need_name() {
   : "${NAME:?the name of the JobSet}"
 }
 
-# A JSON string is one of YAML as well.
+# Arguments as a JSON list, which is valid YAML too.
 listed() {
   python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"
 }
@@ -71,13 +71,13 @@ END
 
 case "$verb" in
   setup)
-    : "${VERSION:?of JobSet, such as v0.8.0}"
+    : "${VERSION:?the version of JobSet, such as v0.8.0}"
     run kubectl apply --server-side -f "https://github.com/kubernetes-sigs/jobset/releases/download/$VERSION/manifests.yaml"
     ;;
   run)
     need_name
     need_command
-    : "${IMAGE:?what has jax[cuda13] and jaxllm}" "${HOSTS:?how many hosts}" "${VOLUME:?a claim that all hosts can write}"
+    : "${IMAGE:?the image with jax[cuda13] and jaxllm}" "${HOSTS:?the number of hosts}" "${VOLUME:?the volume claim}"
     run_with "$(jobset)" kubectl apply -f -
     ;;
   status)

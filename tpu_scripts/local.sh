@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Processes on this machine.
+# Several processes on this machine.
 #
 #   PROCESSES=4 tpu_scripts/local.sh VERB [--dry-run] [-- COMMAND]
 #
-#   run   `-- train RECIPE ...` in so many processes, started again together when one is lost
+#   run   runs `-- train RECIPE ...` in PROCESSES processes; all are restarted when one dies
 #
-# DEVICES (0): of each process: CPU devices with JAX_PLATFORMS=cpu, else its share of the accelerators; 0: as jax finds.
-# PYTHON (python3): of the environment that has jaxllm.
+# DEVICES (0): devices per process: CPU devices with JAX_PLATFORMS=cpu, else accelerators; 0: jax decides.
+# PYTHON (python3): Python of the environment that has jaxllm.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -15,7 +15,7 @@ if [[ "$verb" == help ]]; then help && exit; fi
 case "$verb" in
   run)
     need_command
-    run "${PYTHON:-python3}" -m jaxllm.cli launch local -n "${PROCESSES:?how many processes}" \
+    run "${PYTHON:-python3}" -m jaxllm.cli launch local -n "${PROCESSES:?the number of processes}" \
       --devices "${DEVICES:-0}" -- "${command[@]}"
     ;;
   *)

@@ -3,14 +3,15 @@
 #
 #   NAME=mine NODES=4 tpu_scripts/slurm.sh VERB [--dry-run] [-- COMMAND]
 #
-#   setup      Python's packages into .venv of this directory, which all nodes share
-#   run        `-- train RECIPE ...`, a process a node, each under a supervisor
-#   status     of the job
-#   logs       as it is written
-#   profile    of the next three steps (SIGUSR2)
-#   stop       saves and ends (SIGTERM)
+#   setup      installs jaxllm into .venv of this directory, which all nodes share
+#   run        runs `-- train RECIPE ...`, one process per node, each under a supervisor
+#   status     shows the job
+#   logs       follows the log
+#   profile    profiles the next three steps (SIGUSR2)
+#   stop       saves a checkpoint and ends the job (SIGTERM)
 #
-# GPUS (8): of a node.  TIME (24:00:00): then the job saves, ends and is queued again.  PARTITION, ACCOUNT: where given.
+# GPUS (8): GPUs per node.  TIME (24:00:00): time limit, after which the job saves, ends and is requeued.
+# PARTITION, ACCOUNT: passed to Slurm if set.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -37,7 +38,7 @@ ${PARTITION:+#SBATCH --partition=$PARTITION}
 ${ACCOUNT:+#SBATCH --account=$ACCOUNT}
 srun --kill-on-bad-exit=0 $(quoted .venv/bin/jaxllm launch supervise -- "${command[@]}")
 status=\$?
-# 143: stopped by a signal, saved. Before the end of its time the job is queued again; scancel takes it out of the queue.
+# 143: stopped by a signal after saving. The job is requeued when its time ends; scancel removes it from the queue.
 if [[ \$status -eq 143 ]]; then scontrol requeue "\$SLURM_JOB_ID"; fi
 exit "\$status"
 END
@@ -51,7 +52,7 @@ case "$verb" in
   run)
     need_name
     need_command
-    : "${NODES:?how many nodes}"
+    : "${NODES:?the number of nodes}"
     run_with "$(job)" sbatch
     ;;
   status)

@@ -3,18 +3,18 @@
 #
 #   NAME=mine PROJECT=my-project ZONE=us-east5-b TYPE=v6e-16 tpu_scripts/tpu_vm.sh VERB [--dry-run] [-- COMMAND]
 #
-#   create     asks for the slices: a queued resource, which waits until they are there
-#   status     of that request
-#   sync       the committed files of this repository to every host
-#   setup      Python and jaxllm on every host, from those files
-#   run        `-- train RECIPE ...` on every host, in the background, under a supervisor
-#   logs       of the first host, as it is written
-#   profile    of the next three steps (SIGUSR2)
-#   fetch      RUN_DIR of the first host to here
-#   stop       saves and ends (SIGTERM)
+#   create     requests the slices as a queued resource, which waits until they are available
+#   status     shows the request
+#   sync       copies the committed files of this repository to every host
+#   setup      installs Python and jaxllm on every host, from those files
+#   run        runs `-- train RECIPE ...` on every host, in the background, under a supervisor
+#   logs       follows the log of the first host
+#   profile    profiles the next three steps (SIGUSR2)
+#   fetch      copies RUN_DIR of the first host to runs/
+#   stop       saves a checkpoint and ends the run (SIGTERM)
 #   teardown   deletes the slices
 #
-# SLICES (1): how many.  SPOT=yes: may be taken away.  RUNTIME: the image, by default that of TYPE.
+# SLICES (1): number of slices.  SPOT=yes: preemptible capacity.  RUNTIME: VM image, by default that of TYPE.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -62,7 +62,7 @@ case "$verb" in
     on_all 'mkdir -p jaxllm && tar -xzf jaxllm.tar.gz -C jaxllm'
     ;;
   setup)
-    # The images have an older Python; uv brings one of its own.
+    # The images have an older Python; uv installs a newer one.
     on_all 'python3 -m pip install --user uv && .local/bin/uv venv --python 3.12 .venv'
     on_all '.local/bin/uv pip install --python .venv/bin/python -e jaxllm[tpu]'
     ;;

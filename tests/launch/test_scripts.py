@@ -174,7 +174,7 @@ REQUIRED = ("NAME", "CLUSTER", "NODES", "HOSTS", "IMAGE", "PROCESSES")
 def test_a_missing_setting_is_named(name, setting):
     done = script(name, "run", "--dry-run", "--", *WORDS, more={setting: ""})
     assert done.returncode != 0
-    assert re.search(rf"{setting}: (the|how many|what has)", done.stderr), done.stderr
+    assert re.search(rf"{setting}: the ", done.stderr), done.stderr
     assert done.stdout == ""
 
 
@@ -188,10 +188,10 @@ def test_help_and_mistakes(name):
     assert script(name, "fly", "--dry-run").returncode == 2
     empty = script(name, "run", "--dry-run")
     assert (empty.returncode, empty.stdout) == (2, "")
-    assert "nothing to run" in empty.stderr
+    assert "no command to run" in empty.stderr
     wrong = script(name, "run", "--dryrun")
     assert wrong.returncode == 2
-    assert "--dryrun is not --dry-run" in wrong.stderr
+    assert "unexpected argument --dryrun" in wrong.stderr
 
 
 def test_the_local_one_runs(tmp_path):
@@ -205,7 +205,9 @@ def test_the_local_one_runs(tmp_path):
 def test_the_page_shows_what_the_scripts_print():
     """Every command of docs/train/launch.md that ends dry, beside its output there."""
     compared = 0
-    for block in re.findall(r"```console\n(.*?)```", (FOLDER.parent / "docs" / "launch.md").read_text(), re.S):
+    for block in re.findall(
+        r"```console\n(.*?)```", (FOLDER.parent / "docs" / "train" / "launch.md").read_text(), re.S
+    ):
         exports, *shown = re.split(r"^\$ ", block, flags=re.M)[1:]
         if not exports.startswith("export "):
             continue
