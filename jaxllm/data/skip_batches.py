@@ -40,7 +40,7 @@ class SkippingDataset:
                 merged[-1] = merged[-1][0], number + 1
             else:
                 merged.append((number, number + 1))
-        return replace(self, passed=tuple(merged))
+        return replace(self, skipped=tuple(merged))
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Data cursor for a checkpoint: the data set's cursor at `step`, and the skipped batches."""
@@ -50,4 +50,4 @@ class SkippingDataset:
     def at_cursor(self, saved: dict[str, Any]) -> tuple[SkippingDataset, int]:
         """(view, step) restored from a checkpoint's cursor. Raises CursorMismatch if the data is different."""
         step = self.dataset.check_cursor(saved)
-        return replace(self, passed=tuple((first, end) for first, end in saved.get("passed", []))), step
+        return replace(self, skipped=tuple((first, end) for first, end in saved.get("passed", []))), step
