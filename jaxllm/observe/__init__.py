@@ -1,4 +1,4 @@
-"""What a run shows: its events and goodput, where its metrics go, profiles of its steps, and a page of all of it.
+"""Observability of runs: event log and goodput, metric sinks, profiles, and an HTML report of all of them.
 
-Files only: nothing here starts jax to read a run.
+Reads and writes files only: reading a run never initialises jax.
 """

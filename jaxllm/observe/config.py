@@ -1,4 +1,4 @@
-"""What of a run is looked at, beyond its log of metrics."""
+"""ObserveConfig: trackers, norms by layer and profiles, in addition to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ SINKS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """Looking at a run.
+    """Observability settings of a run.
 
     Attributes:
-        sinks: where metrics go beside metrics.jsonl: tensorboard, wandb, trackio.
-        layers_every: steps between two rows of norms by layer (gradient, parameters, update) in layers.jsonl; 0 for
-            none. They are sums that the step makes anyway, kept apart.
-        profile: steps whose profile is taken, "10:13" for 10, 11 and 12; empty for none. SIGUSR2 takes one of the next
-            three at any time.
+        sinks: trackers that metrics go to in addition to metrics.jsonl: tensorboard, wandb, trackio.
+        layers_every: steps between two rows of norms by layer (gradient, parameters, update) in layers.jsonl; 0: none.
+            They are partial results of norms that the step computes anyway.
+        profile: steps to profile, "10:13" for steps 10, 11 and 12; empty: none. The signal SIGUSR2 profiles the next
+            three steps at any time.
     """
 
     sinks: tuple[str, ...] = ()
@@ -35,10 +35,10 @@ class ObserveConfig:
         self.profiled_steps()
 
     def profiled_steps(self) -> range:
-        """The steps whose profile is taken.
+        """Steps to profile.
 
         Raises:
-            ValueError: ``profile`` is no range of steps.
+            ValueError: ``profile`` is not a range of steps.
         """
         if not self.profile:
             return range(0)

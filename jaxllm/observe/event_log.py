@@ -1,17 +1,17 @@
-"""When a run did what: ``events.jsonl``, a line at the end of every stretch of time.
+"""Event log of a run, ``events.jsonl``, and the goodput that is computed from it.
 
-An event closes the stretch since the event before it, so the stretches of a start lie end to end and nothing is counted
-twice or left out. The kinds, in the order of a start:
+Each event ends an interval of time that began at the event before it, so the intervals of a start are contiguous and
+no time is counted twice or left out. The events, in the order of a start:
 
-    started      everything is made ready; ``began`` is when the call of ``train`` was, and facts of the run follow
-    initialised  fresh parameters are there          restored   those of a checkpoint are, after ``step`` steps
-    compiled     the step is
-    steps        steps ``first`` to ``last``; ``waited`` seconds of it for data, which no work of the device hid
-    spike        of step ``step`` was seen, and what was done: ``action``; of a rollback ``from`` which step it went on,
-                 from step ``to`` without ``batches``
-    saved        a checkpoint of ``step``, or what of it the steps have to wait for
+    started      the run is prepared; ``began`` is the time of the call of ``train``, and facts of the run follow
+    initialised  fresh parameters are ready         restored   a checkpoint of step ``step`` is restored
+    compiled     the step is compiled
+    steps        steps ``first`` to ``last``; ``waited`` seconds of it for data, not hidden by work of the devices
+    spike        a loss spike at step ``step``, and the ``action`` taken; after a rollback, ``from`` which step the run
+                 continued, from step ``to`` without ``batches``
+    saved        a checkpoint of ``step``, or the part of saving that blocks the steps
     evaluated    on held-out text
-    finished, stopped, failed   the last of a start; a killed one has none
+    finished, stopped, failed   the last event of a start; a killed start has none
 
 Only process 0 writes. Times are seconds since 1970 by its clock.
 """
@@ -40,18 +40,18 @@ CATEGORY_OF_EVENT = {
     "stopped": "ending",
     "failed": "ending",
 }
-"""What the stretch before an event was spent on."""
+"""Event -> category of the time before it."""
 
 FLUSH_SECONDS = 5.0
-"""Seconds of steps that one event holds; a killed run loses the account of as many."""
+"""Longest interval of one "steps" event; a killed run loses at most this much of its account."""
 
 
 class EventLog:
-    """Appends events; a line is written at once.
+    """Appends events to a file; each line is written at once.
 
     Args:
         file: events.jsonl; None writes nothing.
-        began: when the start began.
+        began: time of the start's beginning.
     """
 
     def __init__(self, file: Path | None, began: float):
@@ -62,24 +62,28 @@ class EventLog:
         self._held: list[dict[str, Any]] = []
 
     def started(self, **facts: Any) -> None:
-        """The first event of a start; written with the second, so that a start that is refused leaves no trace."""
+        """Holds back the first event of a start until the second, so that a refused start leaves no trace."""
         self._last = time.time()
         self._held = [{"time": round(self._last, 4), "event": "started", "began": round(self._began, 4), **facts}]
 
     def write(self, event: str, **facts: Any) -> None:
-        """An event; steps that are not written yet come first."""
+        """Writes an event, after pending steps."""
         self.flush()
         self._write(event, facts)
 
     def step(self, number: int, waited: float) -> None:
-        """Step ``number`` is done; several of them make one event."""
+        """Records that step ``number`` is done; several steps form one event.
+
+        Args:
+            waited: seconds that the loop waited for the step's data.
+        """
         first, _, before = self._steps or (number, number, 0.0)
         self._steps = first, number, before + waited
         if time.time() - self._last >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the event of steps that are done."""
+        """Writes the event of pending steps."""
         if self._steps is not None:
             first, last, waited = self._steps
             self._steps = None
@@ -97,18 +101,19 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went, from its first start to its last event.
+    """Wall time of a run by category, from its first start to its last event.
+
+    Goodput is ``fraction``: the share of time spent on steps that count.
 
     Attributes:
         total: seconds.
-        steps: seconds of steps that count: each step once, at the last start that did it, without waiting for data.
-        lost: seconds of steps that were done again after a restart, or given up at a spike.
+        steps: seconds of steps that count: each step once, in the last start that ran it, without waiting for data.
+        lost: seconds of steps that were repeated after a restart or undone by a rollback.
         waiting: seconds of counted steps that waited for data.
         down: seconds between the last event of a start and the beginning of the next.
-        other: seconds by what they were spent on: starting, initialising, restoring, compiling, saving, evaluating,
-            ending.
-        starts: how often the run was started.
-        restarts: (last step seen before, step it went on after) of every start but the first.
+        other: seconds by category: starting, initialising, restoring, compiling, saving, evaluating, ending.
+        starts: number of starts.
+        restarts: (last step logged before, step resumed from) of every start but the first.
     """
 
     total: float
@@ -122,22 +127,22 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """``steps / total``: the share of time that brought the run forward."""
+        """Goodput: ``steps / total``."""
         return self.steps / self.total if self.total else 0.0
 
     def parts(self) -> list[tuple[str, float]]:
-        """What ``total`` is the sum of."""
-        named = [("steps", self.steps), ("waiting for data", self.waiting), ("steps done again", self.lost)]
+        """(category, seconds) whose sum is ``total``."""
+        named = [("steps", self.steps), ("waiting for data", self.waiting), ("repeated steps", self.lost)]
         return [*named, *self.other.items(), ("down", self.down)]
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """Of a run's directory; none where it has no log of them."""
+    """Events of a run directory; empty if it has no event log."""
     return read_rows(directory / "events.jsonl")
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
-    """The account of a log; None of an empty one."""
+    """Goodput of an event log; None of an empty one."""
     events = list(events)
     if not events or events[0]["event"] != "started":
         return None
@@ -152,7 +157,7 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
         kind, now = event["event"], event["time"]
         if kind == "started":
             starts += 1
-            # Clocks of two machines, or one set back: no stretch is shorter than nothing.
+            # Clocks of machines differ, or may be set back: intervals are never negative.
             down += max(0.0, event["began"] - before)
             before = event["began"]
         if kind in ("initialised", "restored") and starts > 1:
@@ -166,13 +171,13 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
             counted.append((event["first"], event["last"], spent, min(spent, event["waited"])))
             last_step = event["last"]
         elif kind in CATEGORY_OF_EVENT:
-            if "from" in event:  # a spike that the run has gone back from
+            if "from" in event:  # a rollback
                 counted, again = _split(counted, event["from"])
                 lost, last_step = lost + again, event["from"]
             other[CATEGORY_OF_EVENT[kind]] += spent
         before = now
         if kind == "finished":
-            break  # what is looked at or evaluated later is no part of the run
+            break  # later events, such as another evaluation, are not part of the run
     waiting = sum(waited for *_, waited in counted)
     steps = sum(spent for _, _, spent, _ in counted) - waiting
     total = steps + waiting + lost + down + sum(other.values())
@@ -180,7 +185,7 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
 
 
 def _split(counted: list[tuple[int, int, float, float]], at: int) -> tuple[list[tuple[int, int, float, float]], float]:
-    """The stretches up to step ``at``, and the seconds of those after it; one that spans it is shared by its steps."""
+    """Intervals up to step ``at``, and the seconds of those after it; one that spans ``at`` is split by its steps."""
     kept, lost = [], 0.0
     for first, last, spent, waited in counted:
         share = min(1.0, max(0.0, (at - first + 1) / (last - first + 1)))

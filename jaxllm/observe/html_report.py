@@ -1,4 +1,4 @@
-"""A run, or several over one another, as one HTML page that needs nothing else."""
+"""HTML report of a run, or comparison of several: one self-contained page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Series = Callable[[RunRecord], tuple[list[float], list[float | None]]]
 
 
 def metric_series(key: str, factor: float = 1.0) -> Series:
-    """The values of ``key``, times ``factor``."""
+    """Series of the metric ``key``, multiplied by ``factor``."""
 
     def read(run: RunRecord) -> tuple[list[float], list[float | None]]:
         steps, values = run.series(key)
@@ -26,7 +26,7 @@ def metric_series(key: str, factor: float = 1.0) -> Series:
 
 
 def model_flops(run: RunRecord) -> tuple[list[float], list[float | None]]:
-    """Model FLOP/s, of a device whose peak is unknown."""
+    """Series of model FLOP/s, for devices whose peak is unknown (otherwise MFU is shown)."""
     steps, rates = run.series("tokens_per_second")
     each = run.facts.get("flops_per_token")
     if each is None or run.facts.get("peak_flops"):
@@ -50,7 +50,7 @@ CHARTS: tuple[tuple[str, str, Series, dict[str, Any]], ...] = (
 
 
 def html_report(run: RunRecord) -> str:
-    """The page of one run."""
+    """Report of one run, as HTML."""
     body = [f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}</p>", tiles(run)]
     body.append(f'<div class="grid-of">{loss_chart([run])}{"".join(charts([run]))}</div>')
     body.append(goodput_section(run))
@@ -66,10 +66,10 @@ def html_report(run: RunRecord) -> str:
 
 
 def html_comparison(runs: Sequence[RunRecord]) -> str:
-    """The page of several runs, overlaid.
+    """Comparison of several runs, with overlaid curves, as HTML.
 
     Raises:
-        ValueError: fewer than two.
+        ValueError: fewer than two runs.
     """
     if len(runs) < 2:
         raise ValueError("compare takes two runs or more; `jaxllm report RUN` shows one.")
@@ -97,19 +97,19 @@ def html_comparison(runs: Sequence[RunRecord]) -> str:
 
 
 def write(html: str, file: Path) -> None:
-    """In one rename."""
+    """Writes a page to a file, atomically."""
     with atomic(file) as out:
         out.write(html.encode())
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Names of the runs; with their directories where two are the same."""
+    """Names of the runs, or their directories where two have the same name."""
     names = [run.name for run in runs]
     return [run.name if names.count(run.name) == 1 else str(run.path) for run in runs]
 
 
 def headline(run: RunRecord) -> str:
-    """Where and by what it was run."""
+    """One line about a run: state, size, devices, versions, commit."""
     facts, receipt = run.facts, run.receipt or {}
     device = receipt.get("device", {})
     parts = [run.state]
@@ -128,7 +128,7 @@ def headline(run: RunRecord) -> str:
 
 
 def figures(run: RunRecord) -> dict[str, str]:
-    """A run in a few numbers."""
+    """Key figures of a run, formatted."""
     out = {"state": run.state}
     if run.steps:
         out["steps"] = f"{run.steps[-1]['step']:,} of {run.config.get('steps', 0):,}"
@@ -154,6 +154,7 @@ def figures(run: RunRecord) -> dict[str, str]:
 
 
 def tiles(run: RunRecord) -> str:
+    """Key figures as HTML tiles."""
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
         for name, value in figures(run).items()
@@ -163,7 +164,7 @@ def tiles(run: RunRecord) -> str:
 
 
 def loss_chart(runs: Sequence[RunRecord]) -> str:
-    """Training loss, each batch's and smoothed, and held-out loss."""
+    """Chart of the training loss, per batch and smoothed, and of the held-out loss."""
     lines, alone = [], len(runs) == 1
     for n, (name, run) in enumerate(zip(labels(runs), runs, strict=True)):
         steps, nll = run.series("nll")
@@ -180,7 +181,7 @@ def loss_chart(runs: Sequence[RunRecord]) -> str:
 
 
 def charts(runs: Sequence[RunRecord]) -> list[str]:
-    """One for each quantity that some run has."""
+    """Charts of ``CHARTS``, for those metrics that some run has."""
     out = []
     for title, unit, read, options in CHARTS:
         found = [(n, name, *read(run)) for n, (name, run) in enumerate(zip(labels(runs), runs, strict=True))]
@@ -191,7 +192,7 @@ def charts(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def layer_charts(run: RunRecord) -> str:
-    """Norms by layer, of the newest row: a line for each kind of parameter, and a table of those without layers."""
+    """Norms by layer in the newest row: a line per kind of parameter, and a table of parameters outside the layers."""
     out, row = [], run.layers[-1]
     names = {"grad": "gradient", "param": "parameters", "update": "update"}
     for what, name in names.items():
@@ -209,15 +210,15 @@ def layer_charts(run: RunRecord) -> str:
 
 
 def restart_marks(run: RunRecord) -> list[tuple[float, str]]:
-    """Where a start went on."""
+    """Chart marks at the steps that a start resumed from."""
     account = run.goodput
     if account is None:
         return []
-    return [(at, f"started again after step {at}, {before - at} done again") for before, at in account.restarts]
+    return [(at, f"resumed after step {at}, {before - at} steps repeated") for before, at in account.restarts]
 
 
 def spike_line(event: dict[str, Any]) -> str:
-    """A spike of the loss, and what was done."""
+    """One line about a loss spike and the action taken."""
     done = {"skip": "skipped", "lower_rate": "learning rate lowered"}.get(event["action"])
     if done is None:
         first, last = event["batches"]
@@ -226,14 +227,14 @@ def spike_line(event: dict[str, Any]) -> str:
 
 
 TIME_COLORS = (
-    "compiling", "steps done again", "steps", "down", "waiting for data", "evaluating",
+    "compiling", "repeated steps", "steps", "down", "waiting for data", "evaluating",
     "initialising", "starting", "ending", "restoring", "saving",
 )  # fmt: skip
-"""What time is spent on, in the order of colours; those of the second row are pale."""
+"""Categories of time in the order of colours; those of the second row are pale."""
 
 
 def time_bar(run: RunRecord) -> str:
-    """What the time was spent on."""
+    """Bar of the run's time by category."""
     account = run.goodput
     if account is None:
         return '<p class="soft">This run has no log of events.</p>'
@@ -242,7 +243,7 @@ def time_bar(run: RunRecord) -> str:
 
 
 def goodput_section(run: RunRecord) -> str:
-    """Goodput, restarts and checkpoints."""
+    """Section about goodput, restarts, checkpoints and loss spikes."""
     found = run.goodput
     if found is None:
         return ""
@@ -250,13 +251,13 @@ def goodput_section(run: RunRecord) -> str:
     saved = [event for event in run.events if event["event"] == "saved" and "place" in event]
     listed = [(f"step {event['step']}", event["place"], clock(event["time"])) for event in saved]
     again = [
-        (f"start {n + 2}", f"after step {at}", f"{before - at} steps done again")
+        (f"start {n + 2}", f"after step {at}", f"{before - at} steps repeated")
         for n, (before, at) in enumerate(found.restarts)
     ]
     text = f"Goodput {100 * found.fraction:.1f}%: the share of {duration(found.total)} that went into steps that count."
     lists = [
         ("Time", table(rows)),
-        ("Starts", table(again) if again else '<p class="soft">Never started again.</p>'),
+        ("Starts", table(again) if again else '<p class="soft">Never restarted.</p>'),
         ("Checkpoints", table(listed[-12:]) if listed else '<p class="soft">None.</p>'),
     ]
     if run.spikes:
@@ -267,11 +268,12 @@ def goodput_section(run: RunRecord) -> str:
 
 
 def details(title: str, inside: str) -> str:
+    """Collapsible HTML section."""
     return f'<details class="panel"><summary>{escape(title)}</summary><div class="wide">{inside}</div></details>'
 
 
 def text_report(run: RunRecord) -> str:
-    """The same for a terminal, without the curves."""
+    """Report of one run for a terminal, without curves."""
     lines = [f"{run.name}: {headline(run)}"]
     lines += [f"  {name:18} {value}" for name, value in figures(run).items() if name != "state"]
     found = run.goodput
@@ -282,7 +284,7 @@ def text_report(run: RunRecord) -> str:
             for name, size in found.parts()
             if size > 0
         ]
-        lines += [f"  started again after step {at}, {before - at} done again" for before, at in found.restarts]
+        lines += [f"  resumed after step {at}, {before - at} steps repeated" for before, at in found.restarts]
     lines += [f"  {spike_line(one)}" for one in run.spikes]
     for name, summary in run.profiles.items():
         lines += [f"  profile {name}", *(f"    {line}" for line in summary.splitlines())]
@@ -290,7 +292,7 @@ def text_report(run: RunRecord) -> str:
 
 
 def smoothed(values: Sequence[float | None], weight: float = 0.9) -> list[float | None]:
-    """Exponential moving average, corrected for its start at zero; a missing value counts for nothing."""
+    """Exponential moving average with bias correction; missing values have no weight."""
     out: list[float | None] = []
     mean = seen = 0.0
     for value in values:
@@ -301,14 +303,14 @@ def smoothed(values: Sequence[float | None], weight: float = 0.9) -> list[float 
 
 
 def duration(seconds: float) -> str:
-    """``1h02m``, ``3m07s`` or ``4.2 s``."""
+    """Duration as ``1h02m``, ``3m07s`` or ``4.2 s``."""
     if seconds >= 3600:
         return f"{int(seconds) // 3600}h{int(seconds) % 3600 // 60:02d}m"
     return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s" if seconds >= 60 else f"{seconds:.1f} s"
 
 
 def clock(when: float) -> str:
-    """In UTC."""
+    """Time of a timestamp, in UTC."""
     import datetime
 
     return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

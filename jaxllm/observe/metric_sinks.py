@@ -1,7 +1,7 @@
-"""Where metrics go: lines of JSON always, and trackers that are asked for.
+"""Metric sinks: metrics.jsonl always, and the trackers (TensorBoard, Weights & Biases, trackio) that are configured.
 
-A tracker is imported only where it is named, and refused with the command that installs it where it is missing. One
-that fails while a run goes on is reported once and left out: training does not stop for a tracker.
+A tracker's package is imported only if the tracker is configured; if it is missing, the error names the command that
+installs it. A tracker that fails during training is reported once and dropped: training does not stop for it.
 """
 
 from __future__ import annotations
@@ -21,52 +21,57 @@ _log = logging.getLogger("jaxllm.observe")
 
 
 class SinkError(ValueError):
-    """A tracker cannot be had; the message has the command that installs it."""
+    """A tracker's package is not installed; the message has the command that installs it."""
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes the metrics of a step."""
+    """Receiver of the metrics of steps."""
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Receives the metrics of one step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flushes and closes."""
 
 
 class JsonLines:
-    """A line of JSON for each call, written at once, with the seconds since the log was opened."""
+    """JSON lines file: one line per call, written at once, with the seconds since it was opened."""
 
     def __init__(self, file: Path):
         file.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._start = file, time.monotonic()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends a line."""
         seconds = round(time.monotonic() - self._start, 3)
-        # Opened anew for each line: rows of a step that is done again are dropped by putting another file in its place.
+        # Opened for each line: to drop the rows of repeated steps, the file is replaced by another.
         with self._file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"step": step, **values, "seconds": seconds}) + "\n")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing; no file is held open."""
 
 
 class TensorBoard:
-    """Scalars in event files under ``tensorboard/`` of the run's directory: `tensorboard --logdir runs`."""
+    """TensorBoard event files under ``tensorboard/`` of the run directory: `tensorboard --logdir runs`."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]):
         self._writer = import_tracker("tensorboard").SummaryWriter(logdir=str(directory / "tensorboard"))
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=1)}\n```")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the scalars of a step."""
         for key, value in scalars(values).items():
             self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
+        """Closes the event file."""
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases, the same one at every start; WANDB_MODE=offline keeps it on this machine."""
+    """Weights & Biases run, resumed at each start; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]):
         self._run = import_tracker("wandb").init(
@@ -74,22 +79,26 @@ class Wandb:
         )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Logs the scalars of a step."""
         self._run.log(scalars(values), step=step)
 
     def close(self) -> None:
+        """Finishes the run."""
         self._run.finish()
 
 
 class Trackio:
-    """A run of trackio, on this machine unless it is told otherwise, the same one at every start."""
+    """trackio run, resumed at each start; on this machine unless trackio is configured otherwise."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]):
         self._run = import_tracker("trackio").init(project="jaxllm", name=name, resume="allow", config=dict(config))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Logs the scalars of a step."""
         self._run.log(scalars(values), step=step)
 
     def close(self) -> None:
+        """Finishes the run."""
         self._run.finish()
 
 
@@ -97,11 +106,13 @@ KINDS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
 class MetricSinks:
-    """All of a run's. Closed by its ``with`` block.
+    """All metric sinks of a run; a context manager that closes them.
 
     Args:
         file: metrics.jsonl; None in processes that log nothing.
-        names: of trackers.
+        names: trackers.
+        name: of the run.
+        config: of the run, as JSON.
 
     Raises:
         SinkError: a tracker is not installed.
@@ -119,24 +130,25 @@ class MetricSinks:
             raise
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Metrics of a step; what is no number goes to the lines of JSON only."""
+        """Logs the metrics of a step; trackers receive scalars only."""
         if self._lines is not None:
             self._lines.log(step, values)
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(step, values)
             except Exception as error:  # whatever a foreign package may raise
-                _log.error("%s gets no more metrics: %s", name, error)
+                _log.error("tracker %s failed and gets no more metrics: %s", name, error)
                 del self._trackers[name]
 
     def close(self) -> None:
+        """Closes all sinks; a tracker's failure is logged."""
         if self._lines is not None:
             self._lines.close()
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()
             except Exception as error:
-                _log.error("%s did not end well: %s", name, error)
+                _log.error("tracker %s failed to close: %s", name, error)
 
     def __enter__(self) -> MetricSinks:
         return self
@@ -148,17 +160,17 @@ class MetricSinks:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuses trackers that are not installed, before anything is computed.
+    """Checks that trackers are installed, before anything is computed.
 
     Raises:
-        SinkError: names the command.
+        SinkError: names the command that installs it.
     """
     for name in names:
         import_tracker(name)
 
 
 def import_tracker(name: str) -> Any:
-    """The module of a tracker."""
+    """Module of a tracker; raises SinkError if it is not installed."""
     module = PACKAGES[name]
     try:
         return importlib.import_module(module)
@@ -167,10 +179,10 @@ def import_tracker(name: str) -> Any:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are single numbers."""
+    """The values that are single numbers."""
     return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
 
 def run_id(directory: Path) -> str:
-    """Of a run, the same at every start of it."""
+    """Identifier of a run directory, the same at every start: 16 hex digits."""
     return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]

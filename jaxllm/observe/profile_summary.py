@@ -1,15 +1,15 @@
-"""What a profile says in words: which operations took the time, and what communication nothing hid.
+"""Profile summary: which operations took the time, and how much communication is exposed.
 
-Reads the ``*.trace.json.gz`` that ``jax.profiler`` writes, which has the million longest events at most; jax's reader
-of the other file, ``*.xplane.pb``, can end the process (jax 0.12). An operation is an event that has the name of an HLO
+Reads the ``*.trace.json.gz`` that ``jax.profiler`` writes, with at most the million longest events; jax's reader of
+the other file, ``*.xplane.pb``, can crash the process (jax 0.12). An operation is an event with the name of an HLO
 operation: on TPUs those of the lines "XLA Ops" and "Async XLA Ops", on GPUs the kernels of the streams, on CPUs the
 thunks.
 
-    communication   time in which some collective runs on a device
-    exposed         that part of it in which nothing else does: what hiding all of it would save
-    idle            time between the first operation and the last in which none runs
+    communication   time in which a collective runs on a device
+    exposed         the part of it in which nothing else runs: what overlapping all of it would save
+    idle            time between the first and the last operation in which none runs
 
-A loop is not an operation; what runs in it is.
+Loops are not counted as operations; the operations in them are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TPU_LINES = ("XLA Ops", "Async XLA Ops")
 
 @dataclass(frozen=True)
 class ProfiledOp:
-    """One execution of an operation on a device."""
+    """One execution of an operation on a device; ``begin`` and ``end`` in microseconds."""
 
     device: str
     name: str
@@ -48,16 +48,16 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """Of a profile; times in seconds, means over the devices in it.
+    """Summary of a profile; times in seconds, means over the devices in it.
 
     Attributes:
-        devices: that have run operations.
+        devices: that ran operations.
         span: from the first operation to the last.
-        computing: with an operation that is no collective.
+        computing: with an operation that is not a collective.
         communicating: with a collective.
         exposed: with a collective and nothing else.
-        top: (operation, seconds, how often) over all devices, the longest first.
-        steps: of training that were marked in it (``jax.profiler.StepTraceAnnotation``); 0 where none was.
+        top: (operation, seconds, count) over all devices, the longest first.
+        steps: number of training steps marked in the profile (``jax.profiler.StepTraceAnnotation``); 0: none.
     """
 
     devices: tuple[str, ...]
@@ -70,11 +70,15 @@ class ProfileSummary:
 
     @property
     def idle(self) -> float:
-        """With no operation at all."""
+        """Seconds without any operation."""
         return max(0.0, self.span - self.computing - self.exposed)
 
     def text(self, most: int = 12) -> str:
-        """In lines."""
+        """Summary as lines of text.
+
+        Args:
+            most: number of operations to list.
+        """
 
         def line(name: str, seconds: float) -> str:
             return f"{name:22} {1e3 * seconds:10.3f} ms {100 * seconds / self.span if self.span else 0:6.1f}%"
@@ -100,10 +104,10 @@ class ProfileSummary:
 
 
 def read_trace(path: Path) -> ProfileSummary:
-    """The profile in a file, or the newest under a directory.
+    """Summary of the profile in a file, or of the newest one under a directory.
 
     Raises:
-        DataError: there is none, or no operation is in it.
+        DataError: there is no profile, or it has no operations.
     """
     files = [path] if path.is_file() else list(path.rglob("*.trace.json.gz"))
     if not files:
@@ -117,7 +121,7 @@ def read_trace(path: Path) -> ProfileSummary:
 
 
 def steps_in(file: Path) -> set[str]:
-    """Numbers of the steps that one host's file marks."""
+    """Numbers of the training steps marked in one host's file."""
     marked = (event.get("args", {}) for event in _events(file) if event.get("ph") == "X")
     return {str(facts["step_num"]) for facts in marked if "step_num" in facts}
 
@@ -128,7 +132,7 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 
 def operations_in(file: Path) -> Iterable[ProfiledOp]:
-    """Of one host's file."""
+    """Operations in one host's file."""
     events = _events(file)
     named = [event for event in events if event.get("ph") == "M"]
     planes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
@@ -154,7 +158,7 @@ def operations_in(file: Path) -> Iterable[ProfiledOp]:
 
 
 def summarise(operations: Iterable[ProfiledOp]) -> ProfileSummary:
-    """Times of a profile's operations."""
+    """Summary of operations."""
     spans: dict[str, tuple[list[Span], list[Span]]] = defaultdict(lambda: ([], []))
     seconds: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
@@ -187,7 +191,7 @@ def summarise(operations: Iterable[ProfiledOp]) -> ProfileSummary:
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
-    """The same times without overlaps."""
+    """Union of spans: the same times without overlaps, ascending."""
     out: list[Span] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:
@@ -198,5 +202,5 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def total_length(spans: Iterable[Span]) -> float:
-    """Of spans that do not overlap."""
+    """Total length of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)

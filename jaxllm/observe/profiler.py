@@ -1,7 +1,7 @@
-"""Taking a profile of some steps of a run: of those asked for, or of the next ones at a signal.
+"""Profiler: takes profiles of training steps, those configured or the next ones after a signal.
 
-Every process takes its own; process 0 writes what it says in words beside it. A profile is opened by TensorBoard's
-profile plugin, by xprof, or as ``*.trace.json.gz`` in Perfetto.
+Each process writes its own; process 0 adds a text summary. A profile can be opened with TensorBoard's profile plugin,
+with xprof, or, as ``*.trace.json.gz``, in Perfetto.
 """
 
 from __future__ import annotations
@@ -16,49 +16,54 @@ from jaxllm.files import DataError
 from jaxllm.observe.profile_summary import read_trace
 
 STEPS_AT_SIGNAL = 3
-"""Steps that a signal asks for."""
+"""Steps that a signal profiles."""
 
 
 class Profiler:
-    """Begins and ends profiles around steps.
+    """Starts and stops profiles around steps.
 
     Args:
         folder: each profile goes to a directory ``step_N`` in it.
-        steps: whose profile is taken.
+        steps: steps to profile.
         leads: whether this process writes the summary.
     """
 
     def __init__(self, folder: Path, steps: range, *, leads: bool = True):
         self._folder, self._steps, self._leads = folder, steps, leads
-        self._asked = False
+        self._requested = False
         self._end: int | None = None
         self._where = folder
 
     def before_step(self, step: int, wait: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
-        """To be called before ``step`` is dispatched; what it returns is entered for the dispatch.
+        """Starts a profile if ``step`` is to be profiled; call before dispatching it.
 
         Args:
-            wait: returns when the step before has been computed on all devices: nothing of it is to be in the profile.
+            step: number of the step, from 1.
+            wait: blocks until the previous step has run on all devices, so that none of it is in the profile.
+
+        Returns:
+            context manager to dispatch the step in, which marks the step in the profile.
         """
-        if self._end is None and not (step in self._steps or self._asked):
+        if self._end is None and not (step in self._steps or self._requested):
             return contextlib.nullcontext()
         import jax
 
         if self._end is None:
             self._end = self._steps.stop if step in self._steps else step + STEPS_AT_SIGNAL
-            self._asked = False
+            self._requested = False
             wait()
             self._where = self._folder / f"step_{step}"
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every call of Python would drown the rest
+            options.python_tracer_level = 0  # Python calls would drown out the rest
             jax.profiler.start_trace(str(self._where), profiler_options=options)
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def after_step(self, step: int, wait: Callable[[], Any]) -> str | None:
-        """To be called when ``step`` is dispatched: ends a profile that is complete, and returns what it says.
+        """Stops a profile that is complete and returns its summary, else None; call after dispatching ``step``.
 
         Args:
-            wait: returns when the step has been computed on all devices.
+            step: number of the step.
+            wait: blocks until the step has run on all devices.
         """
         if self._end is None or step + 1 < self._end:
             return None
@@ -66,7 +71,7 @@ class Profiler:
         return self.stop()
 
     def stop(self) -> str | None:
-        """Ends a profile that is being taken; the steps after its last did not come."""
+        """Stops a profile in progress, complete or not, and returns its summary in the leading process, else None."""
         if self._end is None:
             return None
         import jax
@@ -84,13 +89,13 @@ class Profiler:
 
     @contextlib.contextmanager
     def listen_for_signal(self) -> Iterator[None]:
-        """SIGUSR2 asks for a profile; and one that is being taken is ended, whatever happens."""
+        """Context manager in which SIGUSR2 requests a profile; on exit a profile in progress is stopped."""
 
         def ask(number: int, frame: Any) -> None:
-            self._asked = True
+            self._requested = True
 
         old: Any = None
-        with contextlib.suppress(ValueError):  # not the main thread: signals are not ours to take
+        with contextlib.suppress(ValueError):  # only the main thread can handle signals
             old = signal.signal(signal.SIGUSR2, ask)
         try:
             yield

@@ -1,4 +1,4 @@
-"""A run as it is on disk: what its directory says, without jax and whether the run is over or not."""
+"""Run record: what a run directory contains, read without jax, of finished and unfinished runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class RunRecord:
     Attributes:
         path: its directory.
         name: its name.
-        config: as JSON.
-        steps: a row for each training step.
+        config: its configuration, as JSON.
+        steps: a row of metrics for each training step.
         heldout: a row for each evaluation.
-        layers: a row for each step whose statistics of single layers were asked for.
-        events: see ``jaxllm.observe.event_log``; none of a run of a version without them.
+        layers: a row for each step whose norms by layer were logged.
+        events: see ``jaxllm.observe.event_log``; empty for runs of versions without an event log.
         receipt: of a finished run.
-        profiles: text summaries of profiles that were taken, by the file's name.
+        profiles: text summaries of profiles, by the profile's name.
     """
 
     path: Path
@@ -39,18 +39,18 @@ class RunRecord:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the newest start: devices, versions, commit, FLOPs of a token."""
+        """Facts of the newest start: devices, versions, commit, FLOPs per token."""
         starts = [event for event in self.events if event["event"] == "started"]
         return starts[-1] if starts else {}
 
     @property
     def goodput(self) -> Goodput | None:
-        """Where the time went."""
+        """Goodput of the run; None without an event log."""
         return goodput(self.events)
 
     @property
     def state(self) -> str:
-        """``finished``, ``stopped after step 7``, ``failed``, or that it runs or was killed."""
+        """State of the run: ``finished``, ``stopped after step 7``, ``failed: ...``, or running or killed."""
         if not self.events:
             return "finished" if self.receipt else "not finished"
         last = self.events[-1]
@@ -58,29 +58,29 @@ class RunRecord:
             return last["event"] if last["event"] == "finished" else f"stopped after step {last['step']}"
         if last["event"] == "failed":
             return f"failed: {last['why']}"
-        return f"running, or killed: the last sign of it is {time.time() - last['time']:,.0f} s old"
+        return f"running, or killed: its last event is {time.time() - last['time']:,.0f} s old"
 
     @property
     def spikes(self) -> list[dict[str, Any]]:
-        """Events of spikes of the loss, those that the run has gone back from among them."""
+        """Events of loss spikes, those that were rolled back included."""
         return [event for event in self.events if event["event"] == "spike"]
 
     def series(self, key: str) -> tuple[list[float], list[float | None]]:
-        """Steps and the values of ``key``, of rows that have it."""
+        """Steps and values of the metric ``key``, from the rows that have it."""
         rows = [row for row in self.steps if key in row]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
     def typical(self, key: str) -> float | None:
-        """The median of ``key`` over the later half of its steps."""
+        """Median of the metric ``key`` over the later half of the run."""
         values = sorted(v for v in self.series(key)[1][len(self.series(key)[1]) // 2 :] if v is not None)
         return values[len(values) // 2] if values else None
 
 
 def read_record(path: Path) -> RunRecord:
-    """The run in directory ``path``.
+    """Record of the run in directory ``path``.
 
     Raises:
-        DataError: there is no run; says what is there.
+        DataError: it is not a run directory; lists the run directories in it.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
@@ -104,7 +104,7 @@ def read_record(path: Path) -> RunRecord:
 
 
 def flat(config: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Every value of a configuration by its dotted name."""
+    """Values of a JSON configuration by dotted name."""
     out: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{path}.{key}".lstrip(".")

@@ -31,7 +31,7 @@ class QuantisedMoments(NamedTuple):
 
 @functools.cache
 def codebook(signed: bool) -> np.ndarray:
-    """Values of the codes, ascending: Float64[256] with 0, 1, and midpoints of equal parts of [0.1, 1] in each decade."""
+    """Values of the codes, ascending: Float64[256] with 0, 1, midpoints of equal parts of [0.1, 1] in each decade."""
     values = [0.0, 1.0]
     for decade in range(DECADES):
         edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)

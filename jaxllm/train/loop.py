@@ -300,7 +300,7 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             old[number] = signal.signal(number, remember)
-    except ValueError:  # not the main thread: signals are not ours to take
+    except ValueError:  # only the main thread can handle signals
         old.clear()
     try:
         yield seen

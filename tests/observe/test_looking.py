@@ -152,7 +152,7 @@ def test_a_tracker_that_breaks_does_not_end_the_run(tmp_path, trackers, caplog):
     assert [step for step, _ in trackers["trackio"].rows] == [1, 2, 3]
     assert [row["expert_load"] for row in read_rows(tmp_path / "metrics.jsonl")] == [[1.0, 2.0]] * 3
     (said,) = caplog.messages
-    assert said == "wandb gets no more metrics: no network"
+    assert said == "tracker wandb failed and gets no more metrics: no network"
 
 
 def test_a_tracker_knows_the_run_again(tmp_path, trackers):

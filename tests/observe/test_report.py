@@ -69,7 +69,7 @@ def test_a_page_has_the_figures_and_needs_nothing_else(tmp_path):
         "40.0%",
         "4 x TPU v6 lite",
         "0123456789ab",
-        "10 steps done again",
+        "10 steps repeated",
     ):
         assert what in page, what
     titles = re.findall(r'class="title"[^>]*>([^<]+)<', page)
@@ -106,7 +106,7 @@ def test_the_text_has_the_same_account(tmp_path, capsys):
         "goodput            58.7% of 5m00s",
         "steps                  2m56s   58.7%",
         "down                  24.0 s    8.0%",
-        "started again after step 30, 10 done again",
+        "resumed after step 30, 10 steps repeated",
     ):
         assert line in said, said
 

@@ -16,7 +16,7 @@ from jaxllm.optim.config import FIELDS_OF_KIND, LAYERWISE, OptimizerKind
 from jaxllm.optim.matrix_params import matrix_dims
 from tests import environment
 
-DOCS = environment.ROOT / "docs" / "optimizers.md"
+DOCS = environment.ROOT / "docs" / "train" / "optimizers.md"
 
 KINDS = (
     *get_args(OptimizerKind),

@@ -111,7 +111,7 @@ class PipelineRouting:
             None if routing is None or RoutingAccumulator.of(config, Segments(None)) is None else cls(config, routing)
         )
 
-    def nothing(self) -> RoutingSums:
+    def zeros(self) -> RoutingSums:
         """Empty sums, before any layer."""
         return self._tally(Segments(None)).sums(self.config, jnp.zeros(()))
 
@@ -126,7 +126,7 @@ class PipelineRouting:
         tally = self._tally(segments)
         return replace(tally, counts=tally.counts[: len(self.config.segments[g][0])], over=over)
 
-    def heard(self, context: RoutingAccumulator, weight: Array) -> tuple[Array, RoutingSums]:
+    def collect(self, context: RoutingAccumulator, weight: Array) -> tuple[Array, RoutingSums]:
         """Routing loss of a unit, to be added to the step's loss, and its statistics.
 
         Args:
