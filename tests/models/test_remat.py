@@ -129,7 +129,7 @@ def test_layers_can_have_policies_of_their_own():
         ("full=9", "covers 9 layers, but the model has 8"),
         ("full=8,none", "covers 8 layers, but the model has 8"),
         ("none=3,full", "splits a group of 2 layers"),
-        ("sqrt", "divides layers into runs of several"),
+        ("sqrt", "divides layers into equal runs of several"),
     ],
 )
 def test_what_does_not_fit_is_refused(text, said):

@@ -1,4 +1,4 @@
-"""The table of docs/train/parallelism.md, made of the record of `make proof parallelism`; the text around it is written.
+"""Generated table of docs/train/parallelism.md, from the record of `make proof parallelism`.
 
 python -m tests.parallel.page        writes it
 """
@@ -16,7 +16,7 @@ from tests.proofs import stored
 from tests.proofs.parallelism import pods
 from tests.proofs.parallelism.traffic import wanted
 
-PAGE = environment.ROOT / "docs" / "parallelism.md"
+PAGE = environment.ROOT / "docs" / "train" / "parallelism.md"
 BEGIN, END = "<!-- pods: generated -->\n", "<!-- end -->"
 
 

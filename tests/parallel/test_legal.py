@@ -98,7 +98,7 @@ def test_the_message(mesh, heads, why):
         resolve(MeshSpec.parse(mesh), 8, fits_of(small(heads), 4))
     message = str(caught.value)
     assert why in message
-    first = message.split('on 8 devices: "')[1].split('"')[0]
+    first = message.split('that this model and batch fit: "')[1].split('"')[0]
     assert resolve(MeshSpec.parse(first), 8, fits_of(small(heads), 4))
     assert "\n" not in message
 

@@ -176,8 +176,8 @@ def run_of(**fields: Any) -> RunConfig:
         ({}, 4, "6 layers do not divide over stage=4: say how many each stage gets, such as --parallel.depths 1 2 2 1"),
         ({}, 8, "6 layers (or groups of them) for 8 virtual stages"),
         ({"schedule": "interleaved", "accumulate": 2}, 4, "a multiple of the 4 stages: 4"),
-        ({"depths": (1, 2)}, 2, "give 2 positive numbers, one for each virtual stage in the model's order, of sum 6"),
-        ({"chunks": 2}, 2, 'only "interleaved" has any number'),
+        ({"depths": (1, 2)}, 2, "give 2 positive numbers, one for each virtual stage in model order, with sum 6"),
+        ({"chunks": 2}, 2, 'only "interleaved" takes other numbers'),
     ],
 )
 def test_illegal_pipelines_say_what_is_legal(fields, stages, says):
@@ -212,7 +212,9 @@ def test_the_sharding_table_says_what_a_pipeline_takes():
     assert "host" not in found.remark
     some = replace(config, parallel=replace(config.parallel, offload=1 / 3))  # one layer of three
     remark = sharding_table(some, 4).remark
-    assert f"saved layer inputs on a device: 6 x {size(message)}" in remark, "two slots of two layers, and the third going and coming"
+    assert f"saved layer inputs on a device: 6 x {size(message)}" in remark, (
+        "two slots of two layers, and the third going and coming"
+    )
     assert f"offloaded to its host: 3 x {size(message)}" in remark, "two slots, and one for what nobody needs"
     assert f"copied to and from the host by every operation: 1 x {size(message)}" in remark
 

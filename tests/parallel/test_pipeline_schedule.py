@@ -123,7 +123,7 @@ def test_the_checker_refuses_what_is_wrong(sizes, number):
         (("v_half", 4, 8, 3), '"v_half" has 2'),
         (("interleaved", 4, 6), "a multiple of the 4 stages: 4 or 8"),
         (("interleaved", 4, 3), "a multiple of the 4 stages: 4"),
-        (("interleaved", 4, 8, 1), '"1f1b" is the one with 1'),
+        (("interleaved", 4, 8, 1), 'with 1 it is the schedule "1f1b"'),
     ],
 )
 def test_illegal_sizes_say_what_is_legal(arguments, says):

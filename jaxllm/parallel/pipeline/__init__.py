@@ -1,1 +1,4 @@
-"""Pipeline parallelism: schedules as data, their picture, and one executor for all of them (docs/train/pipeline.md)."""
+"""Pipeline parallelism: schedules as data (1F1B, interleaved, zero bubble), and one executor for all of them.
+
+See docs/train/pipeline.md.
+"""

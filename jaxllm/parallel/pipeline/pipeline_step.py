@@ -1,6 +1,8 @@
-"""A step on one device: a loop over ticks, in each of which it does what the table says; see ``executor``.
+"""Pipeline step on one device: a loop over ticks that runs the operations of the schedule table.
 
-Legend: B batch, S sequence, D embed, U units of a segment, R places of a stage for them.
+See ``schedule_executor``.
+
+Legend: B batch, S sequence, D embed, U units of a segment, R places for units on a stage.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jaxllm.models.remat import MATMUL_RESULTS
 from jaxllm.parallel.pipeline.saved_activations import ActivationSlot, ActivationStore
 from jaxllm.parallel.pipeline.schedule import Schedule
 from jaxllm.parallel.pipeline.schedule_table import ScheduleTable, tabulate
-from jaxllm.parallel.pipeline.slot_arrays import added, at, put, zeros
+from jaxllm.parallel.pipeline.slot_arrays import add_trees, read_slot, write_slot, zeros
 from jaxllm.parallel.pipeline.stage_collectives import (
     all_gather_over,
     dimension_over,
@@ -41,45 +43,49 @@ from jaxllm.parallel.pipeline.stage_split import SplitLayer, split_layer
 
 MANUAL = (STAGE, "data", "fsdp")
 TREE = ("embedding", "segments", "head")
+OPERATIONS = ("idle", "forward", "backward", "weight_grads")
+"""Named scopes of the operations, by their index in ``schedule_table.KINDS``."""
 
 Head = Callable[[Any, Array, Any], Any]
-"""``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
-
+"""Head and loss: ``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
 
 Branch = Callable[[Any, Any, list[ActivationSlot], Array], tuple[Any, list[ActivationSlot], Array]]
-"""An operation: ``(cell of the table, state, its slots by segment, message) -> (state, slots, what it sends)``."""
+"""Operation: ``(cell of the table, state, its slots by segment, message) -> (state, slots, message to send)``."""
 
 
 @runtime_checkable
 class AuxLossCollector(Protocol):
-    """Hears what layers say besides their output: a loss of their own, and sums for the log."""
+    """Collects auxiliary losses of layers (such as the load-balancing loss of routers) and sums for metrics."""
 
-    def nothing(self) -> Any:
-        """Sums of no layer."""
+    def zeros(self) -> Any:
+        """Initial sums."""
         ...
 
     def context(self, g: int, segments: Segments, over: tuple[str, ...]) -> Any:
-        """What a unit of segment g runs in; a micro-batch is split over the manual axes ``over``."""
+        """Attention context of a unit of segment g; a micro-batch is split over the manual axes ``over``."""
         ...
 
-    def heard(self, context: Any, weight: Array) -> tuple[Array, Any]:
-        """A unit's loss, to be added to the step's, and its sums; ``weight`` is the micro-batch's share of targets."""
+    def collect(self, context: Any, weight: Array) -> tuple[Array, Any]:
+        """Auxiliary loss and sums of a unit from its context; ``weight`` is the micro-batch's share of targets."""
         ...
 
     def add(self, sums: Any, found: Any, g: int, unit: Array) -> Any:
-        """``sums`` with those of a unit of segment g."""
+        """``sums`` plus those of a unit of segment g."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A model, and how its step is pipelined.
+    """Pipelined model: a model with its schedule and options.
 
     Attributes:
-        zero: stage of ZeRO over ``fsdp``, see ``ParallelConfig``.
-        layout: which tokens of a row a device gets where the mesh splits the sequence.
-        listener: hears the layers, in a step with gradients.
-        offload: share of a stage's layers whose saved activations wait on the host, see ``saved``.
+        model: functional decoder.
+        schedule: pipeline schedule.
+        depths: assignment of layers to virtual stages.
+        zero: ZeRO stage over ``fsdp``, see ``ParallelConfig``.
+        layout: assignment of a row's tokens to devices where the mesh splits the sequence.
+        aux_losses: collects auxiliary losses of the layers, in a step with gradients.
+        offload: share of a stage's layers whose activations are offloaded to the host, see ``saved_activations``.
     """
 
     model: Functional
@@ -87,12 +93,12 @@ class Pipeline:
     depths: StageDepths
     zero: Literal[1, 2, 3] = 3
     layout: Any = "contiguous"
-    listener: AuxLossCollector | None = None
+    aux_losses: AuxLossCollector | None = None
     offload: float = 0.0
 
 
 class PipelineStep:
-    """One step on one device."""
+    """Step of a pipeline on one device, traced inside ``jax.shard_map``."""
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class PipelineStep:
         ]
         used = jax.tree.map(replicate_shared_dims, jax.tree.map(self._cast, params, self.model.matrices()), stored)
         self.ends = jax.tree.map(self._whole_end, _ends(used), _ends(stored))
-        # Whole for the step, or as stored over fsdp and gathered by each use of a layer.
+        # ZeRO-1 and 2: all-gathered for the whole step. ZeRO-3 (FSDP): split over fsdp, all-gathered at each use.
         self.parts_of = [
             jax.tree.map(
                 lambda w, spec, where=where: gather_units(w, where, dimension_over(spec, STAGE)),
@@ -135,8 +141,8 @@ class PipelineStep:
         self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
 
     def run(self) -> tuple[Any, Any, Any]:
-        """Sums, the listener's, and gradients where the parameters are stored."""
-        listener = self.pipeline.listener
+        """Sums of the head, sums of the aux-loss collector, and gradients sharded as the parameters."""
+        aux_losses = self.pipeline.aux_losses
         self.cuts = [self._cut(g) for g in range(len(self.where))]
         table = self.table
         stores = [
@@ -150,18 +156,18 @@ class PipelineStep:
             ],
             "ends": jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), self.ends, _ends(self.params)),
             "sums": self._no_sums(),
-            "heard": None if listener is None else listener.nothing(),
+            "heard": None if aux_losses is None else aux_losses.zeros(),
         }
         branches = [self._idle, self._forward, self._backward, self._weights]
         state = self._ticks(state, branches if self.pipeline.schedule.split else branches[:3], stores)
         return self._total(state["sums"]), self._total(state["heard"]), self._collect(state)
 
     def run_forward(self) -> Any:
-        """Sums."""
+        """Sums of the head (evaluation)."""
         return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate], [])["sums"])
 
     def _ticks(self, state: Any, branches: list[Branch], stores: list[ActivationStore]) -> Any:
-        """The state after all ticks; a branch for each kind of operation."""
+        """State after all ticks; ``branches`` has one for each kind of operation."""
         table, stage = self.table, jax.lax.axis_index(STAGE)
         names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending", "out", "back", "stays")
         arrivals = ("from_left", "from_right", "from_self")
@@ -170,15 +176,18 @@ class PipelineStep:
         def tick(carry: tuple[Array, Any, list[ActivationStore]], row: Mapping[str, Array]) -> tuple[Any, None]:
             pool, state, stores = carry
             cell = {name: row[name][stage] for name in (*names, *arrivals)}
-            message = at(pool, cell["message"])
+            message = read_slot(pool, cell["message"])
             opened = [store.open(cell) for store in stores]
-            does = [functools.partial(branch, cell) for branch in branches]
+            does = [
+                _scoped(f"pipeline_{name}", branch, cell) for name, branch in zip(OPERATIONS, branches, strict=False)
+            ]
             slots = [slot for slot, _, _ in opened]
             state, slots, out = jax.lax.switch(cell["kind"], does, state, slots, message)
             stores = [store.close(slot, brought, cell) for slot, (_, store, brought) in zip(slots, opened, strict=True)]
-            pool = put(pool, out, cell["from_self"])
-            pool = self._send(pool, out, row["right"], cell["from_left"], table.pairs_right)
-            pool = self._send(pool, out, row["left"], cell["from_right"], table.pairs_left)
+            with jax.named_scope("pipeline_send"):
+                pool = write_slot(pool, out, cell["from_self"])
+                pool = self._send(pool, out, row["right"], cell["from_left"], table.pairs_right)
+                pool = self._send(pool, out, row["left"], cell["from_right"], table.pairs_left)
             return (pool, state, stores), None
 
         return jax.lax.scan(tick, (zeros(self.blank, table.messages + 1), state, stores), rows)[0][1]
@@ -190,10 +199,10 @@ class PipelineStep:
         return jax.tree.map(lambda x: jax.lax.psum(x, self.manual), sums)
 
     def _send(self, pool: Array, out: Array, does: Array, slot: Array, pairs: tuple[tuple[int, int], ...]) -> Array:
-        """``out`` of the neighbours in the pool, in ticks in which any of them has something to send."""
+        """Pool with the neighbour's message ``out``; the collective-permute runs in ticks in which any stage sends."""
         if not pairs:
             return pool
-        send = lambda pool, out: put(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
+        send = lambda pool, out: write_slot(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
         return jax.lax.cond(does, send, lambda pool, out: pool, pool, out)
 
     # Operations
@@ -204,7 +213,7 @@ class PipelineStep:
         return state, slots, message
 
     def _input(self, cell: Any, batch: Any, message: Array) -> Array:
-        """What a forward operation begins with."""
+        """Input of a forward operation: the embedding on the first virtual stage, otherwise the received message."""
         first = cell["virtual"] == 0
         return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
 
@@ -225,7 +234,7 @@ class PipelineStep:
     ) -> tuple[Any, list[ActivationSlot], Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
-        consts, listener = self._consts(cell["micro"]), self.pipeline.listener
+        consts, aux_losses = self._consts(cell["micro"]), self.pipeline.aux_losses
         slots, heard = list(slots), state["heard"]
         for g, c in enumerate(self.cuts):
             first = jnp.asarray(self.pipeline.depths.firsts[:, g])[cell["virtual"]]
@@ -235,8 +244,8 @@ class PipelineStep:
             ) -> Any:
                 x, slot, heard = carry
                 y, more, values = c.forward(w, x, consts)
-                if listener is not None:
-                    heard = listener.add(heard, more, g, first + i)
+                if aux_losses is not None:
+                    heard = aux_losses.add(heard, more, g, first + i)
                 return y, slot.save(values, i, self.offloaded[g], away), heard
 
             x, slots[g], heard = self._units(g, unit, (x, slots[g], heard), cell)
@@ -244,7 +253,7 @@ class PipelineStep:
         def end(x: Array, ends: Any, sums: Any) -> tuple[Array, Any, Any]:
             _, pull, more = jax.vjp(lambda w, x: self._loss(w, x, batch), self.ends, x, has_aux=True)
             d_ends, dx = pull(jnp.ones((), more.loss.dtype))
-            return dx, added(ends, d_ends), jax.tree.map(jnp.add, sums, more)
+            return dx, add_trees(ends, d_ends), jax.tree.map(jnp.add, sums, more)
 
         out, ends, sums = jax.lax.cond(
             cell["virtual"] == self.last, end, lambda x, *rest: (x, *rest), x, state["ends"], state["sums"]
@@ -263,14 +272,14 @@ class PipelineStep:
                 saved = slot.saved(i, self.offloaded[g], away)
                 dx, early, left = c.backward(w, saved, consts, dy)
                 grads = self._add(g, grads, early, cell, i)
-                pending = [put(p, v, i) for p, v in zip(slot.pending, left, strict=True)]
+                pending = [write_slot(p, v, i) for p, v in zip(slot.pending, left, strict=True)]
                 return dx, grads, slot._replace(pending=pending)
 
             dy, grads[g], slots[g] = self._units(g, unit, (dy, grads[g], slots[g]), cell, reverse=True)
 
         def begin(dx: Array, ends: Any) -> Any:
             (d_ends,) = jax.vjp(lambda w: self._embed(w, batch), self.ends)[1](dx)
-            return added(ends, d_ends)
+            return add_trees(ends, d_ends)
 
         ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
         return {**state, "grads": grads, "ends": ends}, slots, dy
@@ -284,7 +293,7 @@ class PipelineStep:
 
             def unit(grads: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = c) -> Any:
                 saved = slots[g].saved(i, self.offloaded[g], away)
-                left = [at(p, i) for p in slots[g].pending]
+                left = [read_slot(p, i) for p in slots[g].pending]
                 return self._add(g, grads, c.weights(w, saved, consts, left), cell, i)
 
             grads[g] = self._units(g, unit, grads[g], cell)
@@ -297,7 +306,7 @@ class PipelineStep:
         number = jnp.asarray(counts)[cell["virtual"]]
 
         def step(carry: Any, i: Array, *, away: bool) -> tuple[Any, None]:
-            w = jax.tree.map(lambda w: at(w, cell["chunk"] * room + i), self.weights[g])
+            w = jax.tree.map(lambda w: read_slot(w, cell["chunk"] * room + i), self.weights[g])
             if (counts == room).all():
                 return unit(carry, i, w, away), None
             return jax.lax.cond(i < number, lambda carry: unit(carry, i, w, away), lambda carry: carry, carry), None
@@ -310,15 +319,15 @@ class PipelineStep:
         return carry
 
     def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
-        """Adds gradients of one unit, by number of the leaf, to those of segment g."""
+        """Gradients of segment g plus those of one unit; ``found`` has them by index of the leaf."""
         leaves, tree = jax.tree.flatten(grads)
         specs = jax.tree.leaves(self.stored["segments"][str(g)], is_leaf=is_spec)
         place = cell["chunk"] * self.pipeline.depths.rooms[g] + i
         for number, value in found.items():
             if self.pipeline.zero == 2:
                 value = reduce_scatter_over(value, specs[number], stacked=True)
-            sum_ = at(leaves[number], place) + value.astype(leaves[number].dtype)
-            leaves[number] = put(leaves[number], sum_, place)
+            sum_ = read_slot(leaves[number], place) + value.astype(leaves[number].dtype)
+            leaves[number] = write_slot(leaves[number], sum_, place)
         return jax.tree.unflatten(tree, leaves)
 
     # Weights
@@ -327,11 +336,11 @@ class PipelineStep:
         return w.astype(self.model.config.dtype) if matrix else w
 
     def _whole_end(self, w: Array, spec: Any) -> Array:
-        """A weight of the embedding or the head, whole over the manual axes."""
+        """Weight of the embedding or the head, all-gathered over the manual axes."""
         return all_gather_over(w, spec, (STAGE, "fsdp"))
 
     def _collect(self, state: Any) -> Any:
-        """Gradients summed over devices, where the parameters are stored and in their types."""
+        """Gradients summed over devices, with the shardings and dtypes of the parameters."""
         segments = {}
         for g, grads in enumerate(state["grads"]):
             specs = self.stored["segments"][str(g)]
@@ -360,11 +369,11 @@ class PipelineStep:
     # The model
 
     def _micro(self, number: Any) -> Any:
-        return jax.tree.map(lambda x: at(x, number), self.parts)
+        return jax.tree.map(lambda x: read_slot(x, number), self.parts)
 
     def _consts(self, number: Any) -> Any:
         batch = self._micro(number)
-        return batch.positions, batch.segment_ids, at(self.shares, number)
+        return batch.positions, batch.segment_ids, read_slot(self.shares, number)
 
     def _embed(self, ends: Any, batch: Any) -> Array:
         return self.model.embed(ends, batch.tokens, batch.positions)
@@ -376,25 +385,25 @@ class PipelineStep:
     def _layer(
         self, g: int, w: Any, x: Array, consts: tuple[Int[Array, "B S"], Int[Array, "B S"], Array]
     ) -> tuple[tuple[Array, Any], Any]:
-        """One unit of segment g: ``((y, loss), more)``, see ``cut``."""
+        """Output of one unit of segment g: ``((y, loss), more)``, see ``split_layer``."""
         if self.pipeline.zero == 3:
             w = jax.tree.map(gather_layer_weight, w, self.stored["segments"][str(g)])
         positions, segment_ids, share = consts
         context: Any = Segments(segment_ids, self.pipeline.layout)
-        listener = self.pipeline.listener
-        if listener is not None:
-            context = listener.context(g, context, self.batch_axes)
-        # Layers are counted from this unit's first: it makes no difference to ``Segments``.
+        aux_losses = self.pipeline.aux_losses
+        if aux_losses is not None:
+            context = aux_losses.context(g, context, self.batch_axes)
+        # Layer indices start at this unit's first layer; ``Segments`` does not use them.
         y, context = self.model.group(g, w, x, positions, jnp.int32(0), context)
-        if listener is None:
+        if aux_losses is None:
             return (y, None), None
-        loss, sums = listener.heard(context, share)
+        loss, sums = aux_losses.collect(context, share)
         return (y, loss), sums
 
     def _cut(self, g: int) -> SplitLayer:
         return split_layer(
             functools.partial(self._layer, g),
-            jax.tree.map(lambda w: at(w, 0), self.weights[g]),
+            jax.tree.map(lambda w: read_slot(w, 0), self.weights[g]),
             zeros(self.blank),
             self._consts(0),
             remat=self.model.config.remat,  # type: ignore[arg-type]  # of those of a pipeline: ``train.run.gradients``
@@ -403,5 +412,16 @@ class PipelineStep:
         )
 
 
+def _scoped(name: str, branch: Branch, cell: Any) -> Callable[..., Any]:
+    """Operation of a cell under a named scope."""
+
+    def run(state: Any, slots: list[ActivationSlot], message: Array) -> Any:
+        with jax.named_scope(name):
+            return branch(cell, state, slots, message)
+
+    return run
+
+
 def _ends(tree: Any) -> Any:
+    """Embedding and head of a parameter tree."""
     return {name: tree[name] for name in TREE if name != "segments"}

@@ -1,8 +1,8 @@
-"""A pipeline schedule as data: what each stage does, in which order; when that is, and what it holds meanwhile.
+"""Pipeline schedule as data: the order of operations on each stage, their timeline, the bubble, and activation memory.
 
-The layers are cut into ``stages * chunks`` virtual stages, of which each stage holds ``chunks``. A micro-batch goes
-forward through all of them (F), then backward (B), and the gradients of the weights are made with B or, where a
-schedule splits the backward pass, in an operation of their own (W, arXiv:2401.10241).
+The layers are split into ``stages * chunks`` virtual stages, ``chunks`` per stage. A micro-batch goes forward through
+all of them (F), then backward (B). Weight gradients are computed in B or, in zero-bubble schedules, which split the
+backward pass, in an operation of their own (W, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class PipelineOp(NamedTuple):
-    """One operation of a stage: ``kind`` of micro-batch ``micro`` in its chunk ``chunk``."""
+    """Operation of a stage: pass ``kind`` of micro-batch ``micro`` through its chunk ``chunk``."""
 
     kind: Kind
     micro: int
@@ -25,7 +25,7 @@ class PipelineOp(NamedTuple):
 
 
 class OpCosts(NamedTuple):
-    """Time of each operation, any unit; a backward pass that is not split takes ``B + W``."""
+    """Durations of the operations of a stage, in any unit; a backward pass that is not split takes ``B + W``."""
 
     F: float = 1.0
     B: float = 1.0
@@ -33,11 +33,11 @@ class OpCosts(NamedTuple):
 
 
 UNIT = OpCosts()
-"""As the papers compare schedules: all operations take as long."""
+"""Equal durations, with which the papers compare schedules."""
 
 
 class TimedOp(NamedTuple):
-    """An operation, when it begins and ends."""
+    """Operation with its start and end time."""
 
     op: PipelineOp
     start: float
@@ -45,21 +45,21 @@ class TimedOp(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be made or run; the message says what would be legal."""
+    """Pipeline schedule that cannot be built or run; the message says what would be legal."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule.
+    """Pipeline schedule.
 
     Attributes:
-        name: of its kind.
-        stages: devices along the pipeline.
-        micro_batches: of one step.
-        chunks: virtual stages of a stage.
-        split: the gradients of weights are operations of their own.
-        vee: chunks go down the stages and up again, so that the first and the last lie together; else each begins at
-            stage 0.
+        name: name of the schedule, such as "1f1b".
+        stages: number of pipeline stages.
+        micro_batches: micro-batches per step.
+        chunks: virtual stages per stage.
+        split: whether the backward pass is split: weight gradients are operations of their own (W).
+        vee: V-shaped placement: chunks go down the stages and up again, so that the first and the last virtual stage
+            are on one stage; otherwise every chunk begins at stage 0.
         orders: operations of each stage, in order.
     """
 
@@ -72,16 +72,16 @@ class Schedule:
     orders: tuple[tuple[PipelineOp, ...], ...]
 
     def virtual(self, stage: int, chunk: int) -> int:
-        """The place of a chunk in the model, 0 for its first layers."""
+        """Index of the virtual stage of a chunk; 0 has the first layers of the model."""
         return virtual_stage(self.stages, stage, chunk, self.vee)
 
     def holder(self, virtual: int) -> tuple[int, int]:
-        """Stage and chunk of a virtual stage."""
+        """Stage and chunk that have a virtual stage."""
         chunk, rest = divmod(virtual, self.stages)
         return (self.stages - 1 - rest if self.vee and chunk % 2 else rest), chunk
 
     def needs(self, stage: int, op: PipelineOp) -> Iterator[tuple[int, PipelineOp]]:
-        """Operations, with their stages, whose results ``op`` takes."""
+        """Operations, with their stages, that ``op`` depends on."""
         here = self.virtual(stage, op.chunk)
         if op.kind == "W":
             yield stage, PipelineOp("B", op.micro, op.chunk)
@@ -94,21 +94,21 @@ class Schedule:
             yield there, PipelineOp(op.kind, op.micro, chunk)
 
     def duration(self, op: PipelineOp, costs: OpCosts) -> float:
-        """Time that ``op`` takes; a chunk is a part of a stage's layers."""
+        """Duration of ``op``: that of a whole stage divided by the number of chunks."""
         whole = costs.B + costs.W if op.kind == "B" and not self.split else getattr(costs, op.kind)
         return whole / self.chunks
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of operations there are, in the order in which a micro-batch has them."""
+        """Kinds of operations of the schedule, in the order in which a micro-batch goes through them."""
         found = {op.kind for op in self.orders[0]}
         return tuple(kind for kind in ("F", "B", "W") if kind in found)
 
     def timeline(self, costs: OpCosts = UNIT) -> tuple[tuple[TimedOp, ...], ...]:
-        """Every stage's operations, each begun as soon as the one before and those it needs are done.
+        """Timed operations of every stage; each starts as soon as the one before it and its dependencies are done.
 
         Raises:
-            ScheduleError: operations wait for each other.
+            ScheduleError: operations wait for each other (deadlock).
         """
         done: dict[tuple[int, PipelineOp], float] = {}
         out: list[list[TimedOp]] = [[] for _ in self.orders]
@@ -130,26 +130,26 @@ class Schedule:
         for stage, order in enumerate(self.orders):
             if len(out[stage]) < len(order):
                 op = order[len(out[stage])]
-                raise ScheduleError(f"{self.name}: stage {stage} waits for ever at {describe(op)}.")
+                raise ScheduleError(f"{self.name}: deadlock, stage {stage} waits forever at {describe(op)}.")
         return tuple(tuple(row) for row in out)
 
     def bubble(self, costs: OpCosts = UNIT) -> float:
-        """Share of time that the busiest stage idles, from its own first operation to its last (arXiv:2405.15362)."""
+        """Pipeline bubble: idle share of the slowest stage, from its first operation to its last (arXiv:2405.15362)."""
         rows = self.timeline(costs)
         return 1 - self.work(costs) / max(row[-1].end - row[0].start for row in rows)
 
     def idle(self, costs: OpCosts = UNIT) -> float:
-        """Share of all stages' time, from the first operation of any to the last, in which they idle."""
+        """Idle share of all stages, from the first operation of any stage to the last of any."""
         return 1 - self.work(costs) / max(row[-1].end for row in self.timeline(costs))
 
     def work(self, costs: OpCosts = UNIT) -> float:
-        """Time that a stage works."""
+        """Busy time of a stage."""
         return self.micro_batches * (costs.F + costs.B + costs.W)
 
     def live(self, stage: int) -> list[int]:
-        """Activations that a stage holds after each of its operations, counted in chunks of a micro-batch.
+        """Saved activations of a stage after each of its operations, in chunks of a micro-batch.
 
-        They are held from F until the gradients of the weights are made.
+        Activations are held from F until the weight gradients are computed.
         """
         last = "W" if self.split else "B"
         out, held = [], 0
@@ -160,41 +160,41 @@ class Schedule:
 
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
-        """The most activations that each stage holds, in micro-batches of all its layers."""
+        """Peak of saved activations of each stage, in micro-batches of all its layers."""
         return tuple(max(self.live(stage)) / self.chunks for stage in range(self.stages))
 
     @property
     def peak(self) -> float:
-        """The largest of ``peaks``."""
+        """Largest of ``peaks``."""
         return max(self.peaks)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forward operations alone, in the same order."""
+    """Forward-only schedule (evaluation): the forward operations of a schedule, in the same order."""
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
     return dataclasses.replace(schedule, name=f"{schedule.name}, forward", split=False, orders=orders)
 
 
 def virtual_stage(stages: int, stage: int, chunk: int, vee: bool) -> int:
-    """The place in the model of a chunk of a stage."""
+    """Index of the virtual stage of a stage's chunk; ``vee`` is the V-shaped placement."""
     return chunk * stages + (stages - 1 - stage if vee and chunk % 2 else stage)
 
 
 def describe(op: PipelineOp) -> str:
-    """In words, for messages."""
-    what = {"F": "forward", "B": "backward", "W": "weights' gradients"}[op.kind]
+    """Operation in words, for messages."""
+    what = {"F": "forward", "B": "backward", "W": "weight gradients"}[op.kind]
     return f"{what} of micro-batch {op.micro}, chunk {op.chunk}"
 
 
 def check(schedule: Schedule) -> None:
-    """Proves that a schedule computes what it should: every operation once, none before what it needs.
+    """Checks that a schedule is correct: every operation exactly once, and none before its dependencies.
 
     Raises:
-        ScheduleError: says which operation is missing, double or too early.
+        ScheduleError: says which operation is missing, duplicate or too early.
     """
     s = schedule
     if len(s.orders) != s.stages:
-        raise ScheduleError(f"{s.name}: {len(s.orders)} rows for {s.stages} stages.")
+        raise ScheduleError(f"{s.name}: {len(s.orders)} orders for {s.stages} stages; give one per stage.")
     wanted = {
         PipelineOp(kind, micro, chunk)
         for kind in s.kinds
@@ -210,7 +210,7 @@ def check(schedule: Schedule) -> None:
             wrong = sorted(found ^ wanted)[0]
             how = "does not do" if wrong in wanted else "should not do"
             raise ScheduleError(f"{s.name}: stage {stage} {how} {describe(wrong)}.")
-    for stage, row in enumerate(s.timeline()):  # refuses orders that wait for each other
+    for stage, row in enumerate(s.timeline()):  # raises on deadlock
         ends = {timed.op: timed.end for timed in row}
         for timed in row:
             for there, need in s.needs(stage, timed.op):

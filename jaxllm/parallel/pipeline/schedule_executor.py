@@ -1,13 +1,13 @@
-"""One program for every schedule: a loop over ticks in which each stage does what the table says.
+"""Pipeline executor: one program for every schedule, a loop over ticks in which each stage runs its operation.
 
-The program is manual over ``stage``, ``data`` and ``fsdp`` (``jax.shard_map``): which operation a stage does is a
-branch of ``jax.lax.switch``, messages are ``ppermute``d, weights are gathered and gradients summed over ``data`` and
-``fsdp`` by hand. All other axes stay explicit, so that a layer is split over them as it is without a pipeline; devices
-along them are in the same stage, and take the same branch.
+The program is manual over ``stage``, ``data`` and ``fsdp`` (``jax.shard_map``): the operation of a stage is a branch of
+``jax.lax.switch``, activations and their gradients are sent by ``ppermute``, and weights are all-gathered and gradients
+summed over ``data`` and ``fsdp`` by explicit collectives. All other axes stay explicit, so that a layer is split over
+them as without a pipeline; devices along them are in the same stage and take the same branch.
 
-The embedding belongs to the first virtual stage's operations and the head with the loss to the last one's F, which
-hands the gradient of its own output to its B. Their weights are stored split over ``stage`` and whole on every stage
-during a step.
+The embedding is part of the first virtual stage's operations. The head and the loss are part of the last one's F, which
+passes the gradient of its output to its B. Their weights are stored split over ``stage`` and all-gathered on every
+stage for the time of a step.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from pallas_kernels._compat import target_device
 
 
 def sums_and_grads(pipeline: Pipeline, params: Any, parts: Any, total: Array, head: Head) -> tuple[Any, Any, Any]:
-    """The head's and the listener's sums over all micro-batches, and gradients, as and where the parameters are.
+    """Sums of the head and of the aux-loss collector over all micro-batches, and gradients sharded as the parameters.
 
-    The gradients are those of ``sums.loss / total`` and of the listener's losses.
+    The gradients are those of ``sums.loss / total`` plus the auxiliary losses.
 
     Args:
-        params: of the model, stored by its rules.
-        parts: a batch, cut: Int[M B S] each.
+        params: parameters of the model, sharded by its rules.
+        parts: batch split into micro-batches: Int[M B S] each.
+        total: number of targets of the batch.
+        head: output head and loss.
     """
     step = _mapped(pipeline, lambda step: step.run(), head, (params, parts, total), gradients=True)
     return step(params, parts, total)
 
 
 def sums(pipeline: Pipeline, params: Any, parts: Any, head: Head) -> Any:
-    """Sums over all micro-batches; of a schedule with forward operations alone."""
+    """Sums of the head over all micro-batches (evaluation), for a schedule with forward operations alone."""
     total = jnp.ones((), pipeline.model.config.dtype)
     return _mapped(pipeline, lambda step: step.run_forward(), head, (params, parts, total), gradients=False)(
         params, parts, total
@@ -56,16 +58,16 @@ def sums(pipeline: Pipeline, params: Any, parts: Any, head: Head) -> Any:
 
 
 def _check(pipeline: Pipeline, mesh: AbstractMesh) -> None:
-    """XLA:CPU lets a permutation wait for all devices of the program, also those in another branch.
+    """Checks that no layer has a collective-permute on CPU, where it would wait for devices in other branches.
 
     Raises:
-        ScheduleError: a layer would permute, on CPU.
+        ScheduleError: a layer would.
     """
     rings = {*pipeline.model.rules.mesh_axes("attn_kv_seq"), *pipeline.model.rules.rings}
     if target_device().platform == "cpu" and any(mesh.shape.get(axis, 1) > 1 for axis in rings):
         raise ScheduleError(
-            "pipeline: on CPU, stages cannot send keys or products around a ring of their own (XLA:CPU would mix "
-            "up what they send): choose --parallel.context all_gather and --parallel.overlap compiler."
+            "pipeline: on CPU, layers cannot use ring attention or collective matmuls (XLA:CPU would mix up the "
+            "transfers of different stages): choose --parallel.context all_gather and --parallel.overlap compiler."
         )
 
 

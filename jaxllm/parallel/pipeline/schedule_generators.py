@@ -1,7 +1,7 @@
-"""The schedules, each from its sizes alone; ``make`` gives one by name.
+"""Generators of pipeline schedules: GPipe, 1F1B, interleaved 1F1B, zero bubble and V-shaped; see ``make``.
 
-A schedule is first an order of forward and backward operations on each stage; where the backward pass is split, the
-gradients of weights then fill what would be idle time, or make room for the next forward operation.
+A generator first orders the forward and backward operations of each stage. In zero-bubble schedules, which split the
+backward pass, the weight gradients (W) then fill idle time, or free activations for the next forward operation.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ VEES = ("v_min", "v_half", "v_zb")
 
 @functools.lru_cache(maxsize=256)
 def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedule:
-    """A schedule, checked.
+    """Pipeline schedule by name, checked for correctness.
 
     Args:
-        chunks: virtual stages of a stage; 0 for what the schedule needs (two for "interleaved" and those in V).
+        chunks: virtual stages per stage; 0 for the default of the schedule (two for "interleaved" and V-shaped ones).
 
     Raises:
         ScheduleError: there is no such schedule of these sizes; says which there are.
@@ -47,24 +47,24 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedul
 
 
 def default_chunks(name: str) -> int:
-    """Virtual stages of a stage, unless said otherwise."""
+    """Default number of virtual stages per stage."""
     return 2 if name in (*VEES, "interleaved") else 1
 
 
 def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    """Refuses sizes that a schedule does not have.
+    """Checks the sizes of a schedule.
 
     Raises:
-        ScheduleError: says which are legal.
+        ScheduleError: a size is illegal; says which are legal.
     """
     if stages < 2:
-        raise ScheduleError(f"pipeline: {stages} stage: a pipeline needs 2 or more (the mesh's axis stage).")
+        raise ScheduleError(f"pipeline: {stages} stage: a pipeline needs 2 or more (the mesh axis stage).")
     if micro_batches < 1:
         raise ScheduleError(f"pipeline: micro_batches = {micro_batches}; give 1 or more.")
     if name == "interleaved":
         if chunks == 1 or chunks < 0:
             raise ScheduleError(
-                f'pipeline: chunks = {chunks}: "interleaved" needs 2 or more; "1f1b" is the one with 1.'
+                f'pipeline: chunks = {chunks}: "interleaved" needs 2 or more; with 1 it is the schedule "1f1b".'
             )
         if micro_batches % stages:
             near = [n for n in (micro_batches // stages * stages, -(-micro_batches // stages) * stages) if n]
@@ -74,23 +74,23 @@ def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None
             )
     elif chunks not in (0, default_chunks(name)):
         raise ScheduleError(
-            f'pipeline: chunks = {chunks}: "{name}" has {default_chunks(name)}; only "interleaved" has any number.'
+            f'pipeline: chunks = {chunks}: "{name}" has {default_chunks(name)}; only "interleaved" takes other numbers.'
         )
 
 
 def _gpipe(p: int, m: int, v: int) -> Schedule:
-    """All forward, then all backward (arXiv:1811.06965)."""
+    """GPipe: all forward, then all backward (arXiv:1811.06965)."""
     order = (*(PipelineOp("F", i, 0) for i in range(m)), *(PipelineOp("B", i, 0) for i in range(m)))
     return Schedule("gpipe", p, m, v, split=False, vee=False, orders=(order,) * p)
 
 
 def _one_f_one_b(p: int, m: int, v: int) -> Schedule:
-    """One forward, one backward, after as many forward as there are stages behind (arXiv:1806.03377, 2006.09503)."""
+    """1F1B: one forward, one backward, after a forward for each later stage (arXiv:1806.03377, 2006.09503)."""
     return Schedule("1f1b", p, m, v, split=False, vee=False, orders=_alternating(p, m, [p - 1 - s for s in range(p)]))
 
 
 def _alternating(p: int, m: int, warm: Sequence[int]) -> tuple[tuple[PipelineOp, ...], ...]:
-    """``warm[s]`` forward operations, then forward and backward in turn, then what is left."""
+    """Warm-up of ``warm[s]`` forward operations, then forward and backward in turn, then the remaining backwards."""
     orders = []
     for s in range(p):
         ahead = min(m, warm[s])
@@ -103,7 +103,7 @@ def _alternating(p: int, m: int, warm: Sequence[int]) -> tuple[tuple[PipelineOp,
 
 
 def _interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B over several chunks a stage, micro-batches in groups of the stages' number (arXiv:2104.04473, 2.2)."""
+    """Interleaved 1F1B: several chunks per stage, micro-batches in groups of ``p`` (arXiv:2104.04473, section 2.2)."""
 
     def sequence(kind: Kind) -> list[PipelineOp]:
         chunks = range(v) if kind == "F" else range(v - 1, -1, -1)
@@ -119,11 +119,11 @@ def _interleaved(p: int, m: int, v: int) -> Schedule:
 
 
 def _zero_bubble(name: str, p: int, m: int, *, warm: int, room: int) -> Schedule:
-    """Forward early, backward first, weights where nothing else can be done (arXiv:2401.10241, section 3).
+    """Zero bubble: early forwards, backwards first, weight gradients in idle time (arXiv:2401.10241, section 3).
 
     Args:
         warm: forward operations of the first stage before its first backward one.
-        room: activations that a stage may hold.
+        room: micro-batches of activations that a stage may hold.
     """
     fewer = 1 if name == "zb_h1" else 2
     orders = _alternating(p, m, [max(0, warm - 1 - fewer * s) for s in range(p)])
@@ -131,10 +131,10 @@ def _zero_bubble(name: str, p: int, m: int, *, warm: int, room: int) -> Schedule
 
 
 def _zero_bubble_vee(p: int, m: int, v: int) -> Schedule:
-    """Zero bubble with 1F1B's memory, from 2p-1 micro-batches on (arXiv:2401.10241, section 6; 2405.15362).
+    """ZB-V: zero bubble with the memory of 1F1B, from 2p-1 micro-batches on (arXiv:2401.10241, section 6; 2405.15362).
 
-    A stage begins with as many first chunks as the first micro-batch takes to go down and up again, less those it has
-    time for meanwhile; then both chunks take turns, forward and backward.
+    A stage begins with as many first chunks as the first micro-batch takes to go down and up again, less those that it
+    computes meanwhile; then both chunks alternate, forward and backward.
     """
     down, up, up_back, down_back = _HOPS
     orders = []
@@ -147,22 +147,22 @@ def _zero_bubble_vee(p: int, m: int, v: int) -> Schedule:
     return Schedule("v_zb", p, m, v, split=True, vee=True, orders=fill(p, m, v, True, tuple(orders), [2 * p] * p))
 
 
-# Stages of delay of a hop, in time units of one operation: forward down, forward up, backward down, backward up.
+# Delay from stage to stage, in durations of one operation: forward down, forward up, backward down, backward up.
 DELAYS = {"v_min": (1, 1, 1, 1), "v_half": (2, 1, 2, 1)}
 PERIOD = 6
 """Operations of a micro-batch on a stage: three for each of two chunks."""
 
 
 def peak_of_vee(name: str, stages: int) -> int:
-    """Micro-batches of activations that a stage holds at most (arXiv:2405.15362)."""
+    """Peak of a stage's saved activations in V-shaped schedules, in micro-batches (arXiv:2405.15362)."""
     return {"v_min": (stages + 4) // 3, "v_half": (stages + 2) // 2, "v_zb": stages}[name]
 
 
 def _vee(name: str, p: int, m: int, v: int) -> Schedule:
-    """A building block, repeated for each micro-batch, then moved together (arXiv:2405.15362).
+    """V-shaped schedule: a building block that is repeated for each micro-batch, then compacted (arXiv:2405.15362).
 
-    The first chunks go down the stages and the second ones up, so that a stage holds a chunk for long and another one
-    for a short time, and all stages hold as much.
+    The first chunks go down the stages and the second ones up, so that each stage holds the activations of one chunk
+    for long and of the other for a short time, and all stages have the same peak.
     """
     times = _block(name, p)
     orders = []
@@ -180,7 +180,7 @@ _HOPS: tuple[tuple[Kind, int], ...] = (("F", 0), ("F", 1), ("B", 1), ("B", 0))
 
 @functools.lru_cache
 def _block(name: str, p: int) -> tuple[tuple[int, ...], ...]:
-    """When each stage does F0, F1, B1, B0 of the first micro-batch: as tight as no two meet, a period apart."""
+    """Start times of F0, F1, B1, B0 of the first micro-batch on each stage: the tightest without collisions."""
     down, up, back_down, back_up = DELAYS[name]
     best: tuple[tuple[int, ...], ...] | None = None
     for turns in sorted(itertools.product(range(1, PERIOD + 1), repeat=3), key=lambda t: (sum(t), t)):
@@ -199,7 +199,7 @@ def _block(name: str, p: int) -> tuple[tuple[int, ...], ...]:
 def fill(
     p: int, m: int, v: int, vee: bool, orders: tuple[tuple[PipelineOp, ...], ...], room: Sequence[int]
 ) -> tuple[tuple[PipelineOp, ...], ...]:
-    """Orders of F and B with every W put where the next of them cannot be done yet, or has no room.
+    """Orders of F and B with every W inserted where the next F or B is not ready, or has no memory.
 
     Args:
         room: chunks of activations that each stage may hold.
@@ -230,5 +230,5 @@ def fill(
             done[s, op] = time + 1
         time += 1
         if not busy and time > max(done.values(), default=0):
-            raise ScheduleError(f"{room[0]} activations are too few for these orders.")
+            raise ScheduleError(f"a stage needs memory for more than {room[0]} chunks of activations in these orders.")
     return tuple(tuple(row) for row in out)

@@ -1,9 +1,9 @@
-"""A schedule as the executor runs it: for every tick and stage an operation and the buffers that it uses.
+"""Schedule table: a pipeline schedule as the executor runs it, an operation and its buffer slots per tick and stage.
 
-In a tick each stage does one operation, then all send: what an operation makes is at the next stage a tick later. Each
-stage has three pools of buffers: messages that wait (an activation that goes forward, or its gradient that comes back),
-what F saves for B and W, and what B leaves for W. Slots are given out by the times between which they are needed, so a
-pool is as large as the schedule's own peak.
+In a tick each stage runs one operation, then all stages send: a result is at the next stage one tick later. Each stage
+has three pools of buffer slots: received messages (activations going forward, gradients going backward), activations
+that F saves for B and W, and values that B leaves for W. Slots are allocated by live range, so the size of a pool is
+the peak of the schedule.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ Cells = Int[np.ndarray, "T P"]
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """What every stage does in every tick. T ticks, P stages.
+    """Table of a pipeline schedule: the operation of every stage in every tick. T ticks, P stages.
 
     Attributes:
-        kind: index in ``KINDS``.
-        micro, chunk: of the operation; 0 in idle cells.
-        virtual: the chunk's place in the model; -1 in idle cells.
-        message: slot that the operation takes its input from; those that need none have the last.
-        saved: slot that F fills, B and W read.
-        pending: slot that B fills and W reads.
-        out: slot on the host that takes, beside the operation, what the F of the tick before left; the last where it
-            was none. Of layers that are offloaded, see ``saved``.
-        back: slot on the host that comes to the device beside the operation, for the next one.
-        stays: what this tick's F leaves is for the next operation.
-        from_left, from_right, from_self: slot that what arrives after the tick is written to; the last where
-            nothing does.
-        right, left: whether any stage sends there after the tick.
-        pairs_right, pairs_left: who ever sends to whom.
-        messages, saves, pendings, hosted: sizes of the pools; the messages' and the host's have a slot more, for what
-            nobody needs.
+        kind: kind of the operation, an index in ``KINDS``.
+        micro, chunk: micro-batch and chunk of the operation; 0 in idle cells.
+        virtual: virtual stage of the chunk; -1 in idle cells.
+        message: message slot of the operation's input; the last slot if it needs none.
+        saved: slot that F writes, B and W read.
+        pending: slot that B writes and W reads.
+        out: host slot to which the activations of the previous tick's F are copied, during the operation; the last slot
+            if there are none. For offloaded layers, see ``saved_activations``.
+        back: host slot that is copied to the device during the operation, for the next one.
+        stays: whether the activations of this tick's F are for the next operation, and stay on the device.
+        from_left, from_right, from_self: message slot for what arrives after the tick; the last slot if nothing does.
+        right, left: whether any stage sends in this direction after the tick.
+        pairs_right, pairs_left: (source, destination) stages of each direction.
+        messages, saves, pendings, hosted: sizes of the pools; message and host pools have one more slot, for values
+            that are not needed.
     """
 
     kind: Cells
@@ -74,12 +73,12 @@ class ScheduleTable:
 
     @property
     def sends(self) -> int:
-        """Messages that a device sends in a step, those that nobody needs included."""
+        """Messages that a device sends per step, including those that are not needed."""
         return int(self.right.sum() + self.left.sum())
 
 
 def tabulate(schedule: Schedule) -> ScheduleTable:
-    """The table of a schedule: every operation as early as those it needs allow, a tick each."""
+    """Table of a schedule: every operation takes one tick, as early as its dependencies allow."""
     s, p = schedule, schedule.stages
     whole = float(s.chunks)
     rows = s.timeline(OpCosts(whole, whole, whole) if s.split else OpCosts(whole, whole / 2, whole / 2))
@@ -108,7 +107,9 @@ def tabulate(schedule: Schedule) -> ScheduleTable:
                         cells[pool][tick[stage, same], stage] = slot
 
     cells["back"], cells["stays"] = np.zeros((ticks, p), np.int32), np.zeros((ticks, p), bool)
-    away: dict[tuple[int, PipelineOp], tuple[int, list[int]]] = {}  # when F's values go out, and when others take them
+    away: dict[
+        tuple[int, PipelineOp], tuple[int, list[int]]
+    ] = {}  # tick of the copy to the host; ticks of the copies back
     for (stage, op), t in tick.items():
         if op.kind == "F" and "B" in s.kinds:
             takes = [tick[stage, op._replace(kind=kind)] for kind in s.kinds[1:]]
@@ -166,9 +167,9 @@ def _of(tick: dict[tuple[int, PipelineOp], int], stage: int) -> list[tuple[Pipel
 
 
 def _route(s: Schedule, stage: int, op: PipelineOp) -> tuple[int, PipelineOp, int, PipelineOp | None]:
-    """Who takes what an operation makes: (stage, op, the taker's stage, its operation or None).
+    """Consumer of an operation's result: (stage, op, stage of the consumer, its operation or None).
 
-    The last chunk's forward pass ends in the loss, whose gradient is its own backward pass's.
+    The forward pass of the last virtual stage ends in the loss, whose gradient goes to its own backward pass.
     """
     here = s.virtual(stage, op.chunk)
     if op.kind == "F" and here == s.stages * s.chunks - 1:
@@ -181,7 +182,7 @@ def _route(s: Schedule, stage: int, op: PipelineOp) -> tuple[int, PipelineOp, in
 
 
 def _way(p: int, a: int, b: int) -> int:
-    """Index in ``ARRIVALS`` of how b gets what a sends."""
+    """Direction in which stage b receives from stage a, an index in ``ARRIVALS``."""
     ways = {(a + 1) % p: 0, (a - 1) % p: 1} if p > 2 else {(a + 1) % p: 0}
     return 2 if a == b else ways[b]
 
@@ -190,16 +191,16 @@ Thing = TypeVar("Thing", bound=Hashable)
 
 
 def allocate_slots(lives: Iterable[tuple[Thing, tuple[int, int]]]) -> dict[Thing, int]:
-    """A slot for each thing, such that two with a common tick have different ones: as few as can be.
+    """Slots by live range: values that are live in a common tick get different slots, as few as possible.
 
     Args:
-        lives: things with their first and last tick.
+        lives: values with their first and last tick.
     """
     ends: list[int] = []
     out: dict[Thing, int] = {}
     for thing, (first, last) in sorted(lives, key=lambda item: item[1]):
         if last < first:
-            raise ScheduleError(f"{thing} is needed before it is there.")
+            raise ScheduleError(f"{thing} is needed before it is computed.")
         slot = next((i for i, end in enumerate(ends) if end < first), len(ends))
         ends[slot:] = [last, *ends[slot + 1 :]] if slot < len(ends) else [last]
         out[thing] = slot

@@ -1,4 +1,4 @@
-"""A schedule as text and as a picture: stages down, time to the right."""
+"""Pipeline schedule as text and as a PNG: one row per stage, time to the right."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from jaxllm.parallel.pipeline.schedule import UNIT, OpCosts, PipelineOp, Schedule
 
 COLORS = {"F": ("#9db4d0", "#d3deec"), "B": ("#c4501b", "#e9a37f"), "W": ("#5f8a3c", "#b4d196")}
-WORDS = {"F": "forward", "B": "backward", "W": "weights' gradients"}
+KIND_LABELS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def text(schedule: Schedule, costs: OpCosts = UNIT, *, width: int = 160) -> str:
-    """The facts and, where it fits ``width`` characters, a row for each stage.
+    """Schedule as text: summary and, where it fits ``width`` characters, a row for each stage.
 
-    A cell is an operation: F, B or W and the number of its micro-batch, in small letters for a second chunk (then with
-    the number of the chunk for a third and so on); it is as wide as it takes time.
+    A cell is an operation: F, B or W and the index of its micro-batch, in lower case for later chunks (with more than
+    two chunks, followed by the index of the chunk). Its width is its duration.
     """
     rows = schedule.timeline(costs)
     unit = min(schedule.duration(op, costs) for op in schedule.orders[0])
@@ -25,10 +25,10 @@ def text(schedule: Schedule, costs: OpCosts = UNIT, *, width: int = 160) -> str:
     end = max(stop for row in cells for _, _, stop in row)
     lines = [facts(schedule, costs)]
     if not whole:
-        lines.append("No picture in letters: the operations' times have no common unit. --png draws them.")
+        lines.append("Not drawn as text: the durations of the operations have no common unit. --png draws them.")
     elif 10 + end * size > width:
         lines.append(
-            f"No picture in letters: it is {10 + end * size} characters wide. --width {10 + end * size}, or --png."
+            f"Not drawn as text: it is {10 + end * size} characters wide. --width {10 + end * size}, or --png."
         )
     else:
         for stage, row in enumerate(cells):
@@ -40,23 +40,23 @@ def text(schedule: Schedule, costs: OpCosts = UNIT, *, width: int = 160) -> str:
 
 
 def facts(schedule: Schedule, costs: OpCosts = UNIT) -> str:
-    """Sizes, bubble and memory."""
+    """Summary of a schedule: sizes, pipeline bubble and activation memory."""
     s = schedule
     peaks = ", ".join(f"{peak:g}" for peak in s.peaks)
     return "\n".join(
         [
             f"{s.name}: {s.stages} stages, {s.micro_batches} micro-batches"
-            + (f", {s.chunks} chunks a stage{' in V' if s.vee else ''}" if s.chunks > 1 else ""),
+            + (f", {s.chunks} chunks per stage{' in V' if s.vee else ''}" if s.chunks > 1 else ""),
             f"bubble {s.bubble(costs):.1%} of the busiest stage, {s.idle(costs):.1%} of all stages from first to last"
             f" (F {costs.F:g}, B {costs.B:g}, W {costs.W:g})",
-            f"activations held at most: {s.peak:g} micro-batches of a stage's layers ({peaks} by stage); "
+            f"peak of saved activations: {s.peak:g} micro-batches of a stage's layers ({peaks} by stage); "
             f"gpipe would hold {s.micro_batches}, 1f1b {min(s.stages, s.micro_batches)}",
         ]
     )
 
 
 def draw(schedule: Schedule, file: Path, costs: OpCosts = UNIT) -> None:
-    """Draws the schedule, and below it what each stage holds over time, as PNG."""
+    """Draws the schedule, and below it the saved activations of each stage over time, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -77,7 +77,7 @@ def draw(schedule: Schedule, file: Path, costs: OpCosts = UNIT) -> None:
                 top.text((start + stop) / 2, stage, str(op.micro), ha="center", va="center", fontsize=7,
                          color="white" if dark else "black")  # fmt: skip
         held = [count / schedule.chunks for count in schedule.live(stage)]
-        # An activation is there from the beginning of F to the end of what uses it last.
+        # An activation is live from the start of F to the end of its last use.
         times = [t.start if t.op.kind == "F" else t.end for t in row]
         shade = 0.15 + 0.75 * stage / max(1, schedule.stages - 1)
         color = (0.1, 0.7 * shade, 0.6 - 0.4 * shade)
@@ -92,10 +92,10 @@ def draw(schedule: Schedule, file: Path, costs: OpCosts = UNIT) -> None:
     top.set_title(f"{title}\n{bubble}\n{memory}", fontsize=9, loc="left")
     legend = []
     for kind in schedule.kinds:
-        what = WORDS[kind] if schedule.split or kind == "F" else "backward, with weights' gradients"
+        what = KIND_LABELS[kind] if schedule.split or kind == "F" else "backward, with weight gradients"
         legend.append(Patch(color=COLORS[kind][0], label=what))
         if schedule.chunks > 1:
-            legend.append(Patch(color=COLORS[kind][1], label=f"{WORDS[kind]}, later chunk"))
+            legend.append(Patch(color=COLORS[kind][1], label=f"{KIND_LABELS[kind]}, later chunk"))
     figure.legend(handles=legend, frameon=False, fontsize=7, ncols=len(legend), loc="outside lower center")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Arrays by place. Explicit axes stay where they are; the leading dimensions are never split over them."""
+"""Slot arrays: pools of buffers whose leading dimensions are slots, which are never split over a mesh axis."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def at(pool: Array, *places: Any) -> Array:
-    """``pool[places]``; places may be traced."""
-    for place in places:
-        pool = jax.lax.dynamic_index_in_dim(pool, place, 0, keepdims=False)
+def read_slot(pool: Array, *slots: Any) -> Array:
+    """Value of a slot, ``pool[slots]``; slot indices may be traced."""
+    for slot in slots:
+        pool = jax.lax.dynamic_index_in_dim(pool, slot, 0, keepdims=False)
     return pool
 
 
-def put(pool: Array, value: Array, *places: Any) -> Array:
-    """``pool`` with ``value`` at ``places``."""
-    value = value[(None,) * len(places)]
-    starts = [jnp.asarray(p, jnp.int32) for p in (*places, *(0,) * (pool.ndim - len(places)))]
+def write_slot(pool: Array, value: Array, *slots: Any) -> Array:
+    """Pool with ``value`` in a slot; slot indices may be traced."""
+    value = value[(None,) * len(slots)]
+    starts = [jnp.asarray(p, jnp.int32) for p in (*slots, *(0,) * (pool.ndim - len(slots)))]
     return jax.lax.dynamic_update_slice(pool, value, starts)
 
 
 def zeros(like: Any, *leading: int) -> Array:
-    """Zeros of the type of ``like``, and split as it is, with dimensions before its own."""
+    """Zeros with the dtype and sharding of ``like``, with ``leading`` dimensions before its own."""
     spec = like.sharding.spec if like.sharding is not None else ()
     there = jax.P(*(None,) * len(leading), *spec)
     shape = (*leading, *like.shape)
@@ -34,7 +34,7 @@ def zeros(like: Any, *leading: int) -> Array:
 
 
 def zeros_on_host(like: Any, *leading: int) -> Array:
-    """``zeros`` in the host's memory. A scalar is sent there, for the device has no room for the whole."""
+    """``zeros`` in host memory, broadcast there from a scalar, because the device has no room for the whole."""
     zero = jax.device_put(jnp.zeros((), like.dtype), jax.memory.Space.Host)
     spec = like.sharding.spec if like.sharding is not None else ()
     there = jax.P(*(None,) * len(leading), *spec)
@@ -44,6 +44,6 @@ def zeros_on_host(like: Any, *leading: int) -> Array:
     return jnp.broadcast_to(zero, shape, out_sharding=there)
 
 
-def added(sums: Any, more: Any) -> Any:
-    """Sum of two trees, in the types of the first."""
+def add_trees(sums: Any, more: Any) -> Any:
+    """Sum of two trees, in the dtypes of the first."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)

@@ -1,10 +1,10 @@
-"""Collectives by hand, in a program that is manual over some mesh axes and explicit over the others.
+"""Collectives of weights and gradients in a pipeline: a program that is manual over some mesh axes only.
 
-XLA makes an array whole over explicit axes before it gathers it over manual ones, and jax 0.10 wherever one goes into
-such a program or comes out of it. So what moves weights goes through ``run_fully_manual``, a nested ``shard_map`` over all
-axes, and weights and gradients cross the border as the parts that devices have.
+XLA replicates an array over explicit axes before it all-gathers it over manual ones, and jax 0.10 does so for every
+array that enters or leaves such a program. To avoid that, collectives of weights run in ``run_fully_manual``, a nested
+``shard_map`` over all axes, and weights and gradients enter and leave the program as the shards that devices have.
 
-Specs are those of whole arrays, less all but the manual axes (``only``).
+Specs are those of global arrays, reduced to the manual axes (``only``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from sharding.rules import split_sizes
 
 
 def only(spec: Any, axes: tuple[str, ...]) -> Any:
-    """The spec less all other mesh axes."""
+    """Partition spec reduced to some mesh axes."""
     parts = [(part,) if isinstance(part, str) else part or () for part in spec]
     return jax.P(*(tuple(a for a in part if a in axes) or None for part in parts))
 
 
 def is_spec(x: Any) -> bool:
+    """Whether ``x`` is a partition spec; for use as ``is_leaf``."""
     return isinstance(x, jax.P)
 
 
 def dimension_over(spec: Any, axis: str) -> int | None:
-    """The dimension that is split over ``axis``."""
+    """Dimension that is split over ``axis``; None if none is."""
     for dim, part in enumerate(spec):
         if part is not None and axis in ((part,) if isinstance(part, str) else part):
             return dim
@@ -38,10 +39,10 @@ def dimension_over(spec: Any, axis: str) -> int | None:
 
 
 def all_gather_over(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
-    """Whole over ``axes``; the innermost first, so that parts come in order.
+    """All-gather over ``axes``; the innermost axis first, so that shards come in order.
 
     Args:
-        stacked: the spec is that of a stack, of which w is one.
+        stacked: the spec is that of a stack of layers, and ``w`` is one of them.
     """
     for axis in reversed(_nested(spec, axes)):
         dim = dimension_over(spec, axis)
@@ -51,7 +52,7 @@ def all_gather_over(w: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, s
 
 
 def reduce_scatter_over(g: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), *, stacked: bool = False) -> Array:
-    """The transpose of ``gathered``: sums over ``axes``, and each device its part."""
+    """Reduce-scatter over ``axes``, the transpose of ``all_gather_over``."""
     for axis in _nested(spec, axes):
         dim = dimension_over(spec, axis)
         assert dim is not None
@@ -61,27 +62,30 @@ def reduce_scatter_over(g: Array, spec: Any, axes: tuple[str, ...] = ("fsdp",), 
 
 
 def before_entry(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """Before the border: an array stored by ``spec`` as it goes in, explicit axes not in its type any more."""
+    """Array as it enters the program, called outside it: stored by ``spec``, its type without the explicit axes."""
     return x if _mixed(spec, manual) else _called(x, spec, only(spec, manual))
 
 
 def after_entry(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """Behind the border: the array that ``before_entry`` was given, split over explicit axes as it is stored."""
+    """Array given to ``before_entry``, called inside the program: split over explicit axes as it is stored."""
     return x if _mixed(spec, manual) else _called(x, jax.P(), _others(spec, manual))
 
 
 def before_exit(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """``after_entry`` the other way."""
+    """Array as it leaves the program, called inside it: the inverse of ``after_entry``."""
     return x if _mixed(spec, manual) else _called(x, _others(spec, manual), jax.P())
 
 
 def after_exit(x: Array, spec: Any, manual: tuple[str, ...]) -> Array:
-    """``before_entry`` the other way."""
+    """Array after it left the program, called outside it: the inverse of ``before_entry``."""
     return x if _mixed(spec, manual) else _called(x, only(spec, manual), spec)
 
 
 def _mixed(spec: Any, manual: tuple[str, ...]) -> bool:
-    """Whether a dimension is split over axes of both kinds, whose order may differ; or none over explicit ones."""
+    """Whether a dimension is split over both manual and explicit axes, or none is split over explicit ones.
+
+    Such an array crosses as it is: the order of axes within a dimension could differ, or there is nothing to change.
+    """
     pairs = list(zip(only(spec, manual), _others(spec, manual), strict=True))
     return any(a is not None and b is not None for a, b in pairs) or all(b is None for _, b in pairs)
 
@@ -93,17 +97,17 @@ def _others(spec: Any, manual: tuple[str, ...]) -> Any:
 
 
 def _called(x: Array, before: Any, after: Any) -> Array:
-    """The same parts on the same devices, by another spec; nothing moves."""
+    """Same shards on the same devices, under another spec; no communication."""
     mesh = jax.sharding.get_abstract_mesh()
     names = set(split_sizes(mesh))
     return jax.shard_map(lambda x: x, mesh=mesh, in_specs=before, out_specs=after, axis_names=names, check_vma=False)(x)
 
 
 def run_fully_manual(fn: Callable[[Array], Array], x: Array) -> Array:
-    """``fn`` of the part of ``x`` that a device has, over explicit axes too.
+    """``fn`` applied to each device's shard of ``x``, manual over the explicit axes too.
 
-    jax 0.10 cannot lower ``psum_scatter`` of an array that explicit axes split, and XLA makes one whole over them
-    before an ``all_gather`` over manual ones.
+    jax 0.10 cannot lower ``psum_scatter`` of an array that is split over explicit axes, and XLA replicates an array
+    over them before an ``all_gather`` over manual ones.
     """
     there = jax.typeof(x).sharding.spec
     mesh = jax.sharding.get_abstract_mesh()
@@ -114,9 +118,9 @@ def run_fully_manual(fn: Callable[[Array], Array], x: Array) -> Array:
 
 
 def replicate_shared_dims(w: Array, spec: Any) -> Array:
-    """``w``, whole over explicit axes that split a dimension which manual ones split too.
+    """``w`` replicated over those explicit axes that split a dimension which manual axes split too.
 
-    Parts of such a dimension would change places when it is gathered over the manual, outer axes.
+    Shards of such a dimension would be permuted when it is all-gathered over the manual, outer axes.
     """
     there = jax.typeof(w).sharding.spec
     parts = [None if manual is not None else part for part, manual in zip(there, spec, strict=True)]
@@ -125,7 +129,7 @@ def replicate_shared_dims(w: Array, spec: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_layer_weight(w: Array, spec: Any) -> Array:
-    """One layer's weight, gathered for its use; its gradient is scattered. The spec is that of the stack."""
+    """One layer's weight, all-gathered for use; its gradient is reduce-scattered. The spec is that of the stack."""
     return all_gather_over(w, spec, stacked=True)
 
 
@@ -141,6 +145,6 @@ gather_layer_weight.defvjp(_layer_forward, _layer_backward)
 
 
 def _nested(spec: Any, axes: tuple[str, ...]) -> list[str]:
-    """Those of ``axes`` that the spec has, outermost first."""
+    """Members of ``axes`` that the spec has, outermost first."""
     found = [a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part)]
     return [a for a in found if a in axes]

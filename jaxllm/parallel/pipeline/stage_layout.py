@@ -1,9 +1,9 @@
-"""Which layers a stage has, and how they get from where they are stored to where they are used.
+"""Stage layout: assignment of layers to pipeline stages, and the all-to-all between stored and used parameters.
 
-A unit is one repeat of a segment's group of blocks, what the model scans over. Virtual stages have consecutive units.
-Where each stage has one chunk and all have equally many units of the only segment, the stacked units are stored split
-over ``stage`` and lie where they are used. Else they are stored split by width over ``stage`` (as over ``fsdp``), and
-once a step an all-to-all brings each stage its units whole, and the gradients back.
+A unit is one repeat of a segment's group of blocks, the element that the model scans over. Virtual stages have
+consecutive units. Where each stage has one chunk and all have equal numbers of units of the only segment, the stacked
+units are stored split over ``stage`` and are used where they are stored. Otherwise they are stored split by width over
+``stage`` (as over ``fsdp``), and once per step an all-to-all brings whole units to their stages, and gradients back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STAGE = "stage"
 
 @dataclass(frozen=True)
 class StageDepths:
-    """Units of the virtual stages.
+    """Units of the virtual stages. K virtual stages, G segments.
 
     Attributes:
-        counts: of each segment on each virtual stage. [K G]
-        firsts: number of the first of them within its segment. [K G]
+        counts: number of units of each segment on each virtual stage. [K G]
+        firsts: index of the first of them within its segment. [K G]
     """
 
     counts: Int[np.ndarray, "K G"]
@@ -37,38 +37,39 @@ class StageDepths:
 
     @property
     def rooms(self) -> tuple[int, ...]:
-        """The most units of each segment that a virtual stage has."""
+        """Largest number of units of each segment on a virtual stage."""
         return tuple(int(n) for n in self.counts.max(0))
 
     def offloaded(self, share: float) -> tuple[int, ...]:
-        """Of each segment, how many of ``rooms`` leave their activations to the host: ``share`` of them, rounded up.
+        """Units of each segment whose activations are offloaded to the host: ``share`` of ``rooms``, rounded up.
 
-        So a share above 0 is never none.
+        A share above 0 offloads at least one.
         """
         return tuple(math.ceil(share * room) for room in self.rooms)
 
     @property
     def even(self) -> bool:
-        """Whether all virtual stages have as many units, of one segment."""
+        """Whether there is one segment and all virtual stages have equal numbers of its units."""
         return self.counts.shape[1] == 1 and bool((self.counts == self.counts[0]).all())
 
 
 def assign_units(repeats: Sequence[int], virtual_stages: int, depths: Sequence[int] = ()) -> StageDepths:
-    """Shares the units of a model out to virtual stages.
+    """Assignment of the units of a model to virtual stages.
 
     Args:
-        repeats: units of each segment.
-        depths: units of each virtual stage, in the model's order; as even as can be if empty, the first and the last
-            having fewer, for the embedding and the head are there.
+        repeats: number of units of each segment.
+        virtual_stages: number of virtual stages.
+        depths: number of units of each virtual stage, in model order. Empty for an even split, in which the first and
+            the last virtual stage have fewer, because they also have the embedding and the head.
 
     Raises:
-        ScheduleError: they are not so many; says how many there are.
+        ScheduleError: there are too few units, or ``depths`` does not add up to them; says how many there are.
     """
     units = sum(repeats)
     if units < virtual_stages:
         raise ScheduleError(
             f"pipeline: the model has {units} layers (or groups of them) for {virtual_stages} virtual stages, and each "
-            f"needs one: take {units} or fewer stages times chunks."
+            f"needs one: choose stages and chunks whose product is {units} or less."
         )
     if not depths:
         least, more = divmod(units, virtual_stages)
@@ -79,7 +80,7 @@ def assign_units(repeats: Sequence[int], virtual_stages: int, depths: Sequence[i
     if len(depths) != virtual_stages or sum(depths) != units or min(depths) < 1:
         raise ScheduleError(
             f"parallel.depths = {tuple(depths)}: give {virtual_stages} positive numbers, one for each virtual stage in "
-            f"the model's order, of sum {units} (layers, or groups of them where a pattern repeats)."
+            f"model order, with sum {units} (layers, or groups of them where a pattern repeats)."
         )
     ends = np.cumsum(depths)
     starts = ends - np.asarray(depths)
@@ -91,11 +92,11 @@ def assign_units(repeats: Sequence[int], virtual_stages: int, depths: Sequence[i
 
 @dataclass(frozen=True)
 class UnitPlacement:
-    """Where the units of one segment lie, stored and used.
+    """Placement of the units of one segment on the stages. P stages, R places per stage, U units.
 
     Attributes:
-        taken: unit of each place of each stage, chunks one after the other; 0 where there is none. [P R]
-        place: of each unit, among all stages' places. [U]
+        taken: unit at each place of each stage, chunk after chunk; 0 at places without one. [P R]
+        place: place of each unit, counted over all stages. [U]
     """
 
     taken: Int[np.ndarray, "P R"]
@@ -103,7 +104,7 @@ class UnitPlacement:
 
 
 def place_units(depths: StageDepths, schedule: Schedule, segment: int, repeats: int) -> UnitPlacement:
-    """Of a segment of ``repeats`` units."""
+    """Placement of a segment of ``repeats`` units on the stages."""
     room = depths.rooms[segment]
     taken = np.zeros((schedule.stages, schedule.chunks * room), np.int32)
     place = np.zeros(repeats, np.int32)
@@ -118,12 +119,12 @@ def place_units(depths: StageDepths, schedule: Schedule, segment: int, repeats: 
 
 
 def gather_units(w: Array, where: UnitPlacement, split: int | None) -> Array:
-    """A segment's stacked weight [U ...], its part here, to this stage's units [R ...].
+    """Weights of this stage's units [R ...], from this device's shard of a segment's stacked weight [U ...].
 
-    Inside ``jax.shard_map`` over ``stage``.
+    For use inside ``jax.shard_map`` over ``stage``.
 
     Args:
-        split: dimension that is split over ``stage``: 0 for units that already lie right; None for none.
+        split: dimension that is split over ``stage``: 0 if units are stored where they are used; None if none is.
     """
     if split == 0:
         return w
@@ -135,7 +136,7 @@ def gather_units(w: Array, where: UnitPlacement, split: int | None) -> Array:
 
 
 def return_gradients(g: Array, where: UnitPlacement, split: int | None) -> Array:
-    """Gradients of this stage's units [R ...] to the part of the segment's [U ...] that is stored here."""
+    """Gradients in the layout of the stored weights [U ...], from the gradients of this stage's units [R ...]."""
     if split == 0:
         return g
     place = jnp.asarray(where.place)

@@ -1,14 +1,15 @@
-"""A layer's forward and backward pass, cut into F, B and W at the values between them.
+"""Layer split for pipelining: forward and backward pass become F (forward), B (input grads) and W (weight grads).
 
-The whole of it, ``(w, x, consts, dy) -> (y, dx, dw)``, is traced once. F is what y needs; B what dx needs of the rest;
-W what is left for dw. What F saves for B follows from the model's ``remat``, as where ``jax.checkpoint`` is used: of
-all values between the two only x ("full"), x and named matrix products ("elementwise"), or those that B needs
-("none"); B computes again what it lacks. What follows from weights and constants alone is never saved. W takes from B
-what both need.
+The whole pass ``(w, x, consts, dy) -> (y, dx, dw)`` is traced once. F has the equations that y needs; B the others that
+dx needs; W those that are left for dw. The values that F saves for B follow from the model's ``remat``, as with
+``jax.checkpoint``: x alone ("full"), x and the named matmul results ("elementwise"), or all that B needs ("none"); B
+recomputes the rest. Values that follow from weights and constants alone are never saved. W takes from B the values that
+both need.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,12 +23,13 @@ Remat = Literal["none", "elementwise", "full"]
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """The three parts. Values are flat lists.
+    """Layer split into F, B and W, each a function of flat lists of values.
 
     Attributes:
-        tree, more: of w, and of what the layer says besides.
-        saved: shapes and types of what F leaves.
-        pending: of what B leaves for W; empty where B makes the gradients of weights itself.
+        tree: tree structure of the weights.
+        more: tree structure of the layer's auxiliary output.
+        saved: shapes and dtypes of the values that F saves.
+        pending: shapes and dtypes of the values that B leaves for W; empty where B computes the weight gradients.
     """
 
     tree: Any
@@ -41,18 +43,18 @@ class SplitLayer:
     _late: tuple[int, ...]
 
     def forward(self, w: Any, x: Any, consts: Any) -> tuple[Any, Any, list[Any]]:
-        """F: y, what the layer says besides, and what is saved."""
+        """Runs F; returns y, the auxiliary output, and the saved values."""
         y, *rest = self._forward(*jax.tree.leaves((w, x, consts)))
         return y, self.more.unflatten(rest[: self.more.num_leaves]), rest[self.more.num_leaves :]
 
     def backward(self, w: Any, saved: Sequence[Any], consts: Any, dy: Any) -> tuple[Any, dict[int, Any], list[Any]]:
-        """B: dx, gradients of those leaves of w that have them now, by number, and what is left for W."""
+        """Runs B; returns dx, the weight gradients computed so far by index of the leaf, and the values for W."""
         dx, *rest = self._backward(*jax.tree.leaves((w, consts, dy)), *saved)
         early = dict(zip(self._early, rest, strict=False))
         return dx, early, rest[len(self._early) :]
 
     def weights(self, w: Any, saved: Sequence[Any], consts: Any, pending: Sequence[Any]) -> dict[int, Any]:
-        """W: gradients of the other leaves of w, by number."""
+        """Runs W; returns the remaining weight gradients by index of the leaf."""
         return dict(zip(self._late, self._weights(*jax.tree.leaves((w, consts)), *saved, *pending), strict=True))
 
 
@@ -66,15 +68,17 @@ def split_layer(
     names: Iterable[str],
     split: bool,
 ) -> SplitLayer:
-    """Cuts ``layer(w, x, consts) -> ((y, loss), more)``, where y is as x.
+    """Splits ``layer(w, x, consts) -> ((y, loss), more)``, where y has the shape and dtype of x.
 
-    ``loss``, a scalar or None, is added to the step's own, so its gradient is one; ``more`` is any tree and has none.
+    ``loss``, a scalar or None, is an auxiliary loss that is added to the loss of the step, so its gradient is one;
+    ``more`` is any tree, without gradients.
 
     Args:
         w: tree of weights; all get gradients.
         consts: tree of arrays without gradients.
+        remat: gradient checkpointing policy.
         names: ``checkpoint_name``s of the values that remat = "elementwise" saves.
-        split: gradients of weights are left to W, as far as they are not made on the way to dx.
+        split: whether weight gradients are left to W, except those that are computed on the way to dx.
     """
 
     def whole(w: Any, x: Any, consts: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
@@ -93,7 +97,7 @@ def split_layer(
     more_out, (dx_out, *dw_out) = rest[: said.num_leaves], rest[said.num_leaves :]
     fixed = [*w_in, *c_in]
 
-    free = graph.reached(fixed)  # follows from weights and constants alone
+    free = graph.reached(fixed)  # values that follow from weights and constants alone
     forward = graph.reached([*fixed, *x_in])
     if remat == "full":
         saved = list(x_in)
@@ -124,7 +128,7 @@ def split_layer(
 
 
 def _inlined(closed: Any) -> Callable[..., list[Any]]:
-    """The function of a jaxpr, with calls of jitted functions opened."""
+    """Function of a jaxpr with inner jitted functions inlined; named scopes are kept."""
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -134,13 +138,15 @@ def _inlined(closed: Any) -> Callable[..., list[Any]]:
 
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in ("jit", "pjit"):
-                inner = eqn.params["jaxpr"]
-                outs = run(inner.jaxpr, inner.consts, inputs)
-            else:
-                with eqn.ctx.manager:
-                    outs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-                outs = outs if eqn.primitive.multiple_results else [outs]
+            scope = str(eqn.source_info.name_stack)
+            with jax.named_scope(scope) if scope else contextlib.nullcontext():
+                if eqn.primitive.name in ("jit", "pjit"):
+                    inner = eqn.params["jaxpr"]
+                    outs = run(inner.jaxpr, inner.consts, inputs)
+                else:
+                    with eqn.ctx.manager:
+                        outs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+                    outs = outs if eqn.primitive.multiple_results else [outs]
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -148,7 +154,7 @@ def _inlined(closed: Any) -> Callable[..., list[Any]]:
 
 
 class _Graph:
-    """Equations of a jaxpr, to be cut in parts."""
+    """Dependency graph of a jaxpr's equations, from which functions of a part of them are built."""
 
     def __init__(self, closed: Any):
         self.closed = closed
@@ -156,7 +162,7 @@ class _Graph:
         self.of = {v: e for e in self.eqns for v in e.outvars}
 
     def reached(self, given: Iterable[Any]) -> set[Any]:
-        """Values that follow from ``given`` and constants alone."""
+        """Values that depend on ``given`` and constants alone."""
         known = {*given, *self.closed.jaxpr.constvars}
         for e in self.eqns:
             if all(isinstance(v, core.Literal) or v in known for v in e.invars):
@@ -164,7 +170,7 @@ class _Graph:
         return known
 
     def slice(self, goals: Iterable[Any], given: Iterable[Any]) -> list[Any]:
-        """Equations that make ``goals`` of ``given``, in order."""
+        """Equations that compute ``goals`` from ``given``, in order."""
         known, wanted, out = set(given), set(), []
         wanted.update(v for v in goals if not isinstance(v, core.Literal) and v not in known)
         for e in reversed(self.eqns):
@@ -174,17 +180,17 @@ class _Graph:
         return out[::-1]
 
     def made(self, goals: Iterable[Any], given: Iterable[Any]) -> set[Any]:
-        """All that is made on the way to ``goals``."""
+        """Values that are computed on the way from ``given`` to ``goals``."""
         return {v for e in self.slice(goals, given) for v in e.outvars}
 
     def inputs(self, goals: Iterable[Any], given: set[Any]) -> list[Any]:
-        """Those of ``given`` that making ``goals`` takes, in order."""
+        """Members of ``given`` that computing ``goals`` takes, in order."""
         goals = [v for v in goals if not isinstance(v, core.Literal)]
         read = [v for e in self.slice(goals, given) for v in e.invars if not isinstance(v, core.Literal)]
         return list(dict.fromkeys(v for v in [*read, *goals] if v in given))
 
     def function(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """A function of values ``inputs`` that gives ``outputs``."""
+        """Function from values ``inputs`` to ``outputs``."""
         jaxpr = self.closed.jaxpr
         part = jaxpr.replace(invars=list(inputs), outvars=list(outputs), eqns=self.slice(outputs, inputs))
         return core.jaxpr_as_fun(core.ClosedJaxpr(part, self.closed.consts))
