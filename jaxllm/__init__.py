@@ -6,7 +6,7 @@
     jaxllm.train.train(config)
     model = jaxllm.infer.load_model("runs/quickstart")
 
-Rooms are imported when they are first used: ``import jaxllm`` itself costs next to nothing.
+Sub-packages are imported on first use, so that ``import jaxllm`` itself is fast.
 """
 
 import importlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_SUBPACKAGES = {
     **{
         name: f"jaxllm.{name}"
         for name in (
@@ -64,9 +64,9 @@ _renamed.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}; its rooms are {', '.join(__all__)}")
-    return importlib.import_module(_ROOMS[name])
+    if name not in _SUBPACKAGES:
+        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}; its sub-packages are {', '.join(__all__)}")
+    return importlib.import_module(_SUBPACKAGES[name])
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""Typed configurations: frozen dataclasses, read from and written to plain JSON, compared field by field.
+"""Typed configurations: frozen dataclasses, read from and written to plain JSON, and compared field by field.
 
-A module owns its configuration; this file only knows how to carry one.
+Each module defines its own configuration; this file serialises, hashes and compares them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class ConfigError(ValueError):
 
 
 def runtime_only(default: Any) -> Any:
-    """A field that does not change the mathematics of a run (how often to log, where to write)."""
+    """Dataclass field that does not affect the results of a run (how often to log, where to write)."""
     return dataclasses.field(default=default, metadata={"runtime_only": True})
 
 
 def renamed_fields(**new_names: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a configuration also takes fields by deprecated names, ``renamed_fields(old="new")``.
+    """Class decorator that keeps deprecated field names working: ``renamed_fields(old="new")``.
 
     The constructor, ``dataclasses.replace`` and attribute access accept an old name with a ``FutureWarning``; JSON
-    that was written under old names is read without one. Old names go away in the next release.
+    written under old names is read without one. Old names go away in the next release.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -64,7 +64,7 @@ def renamed_fields(**new_names: str) -> Callable[[type[T]], type[T]]:
 
 
 def new_field_names(config: Any) -> dict[str, str]:
-    """Deprecated field name -> current name, for a configuration or its class."""
+    """Deprecated field name -> current name, of a configuration or its class."""
     return getattr(config, "__renamed_fields__", {})
 
 
@@ -74,12 +74,15 @@ def _warn_of_rename(cls: type, old: str, new: str) -> None:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The configuration as plain JSON values."""
+    """Configuration as plain JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def from_dict(cls: type[T], data: Any, where: str = "config") -> T:
-    """A configuration of type ``cls`` from plain JSON values.
+    """Configuration of type ``cls`` from plain JSON values.
+
+    Args:
+        where: what is read, for error messages.
 
     Raises:
         ConfigError: an unknown key (the closest known one is named), or a value of the wrong type.
@@ -88,19 +91,19 @@ def from_dict(cls: type[T], data: Any, where: str = "config") -> T:
 
 
 def digest(config: Any) -> str:
-    """Hash of everything in the configuration that changes the mathematics of a run."""
+    """Hash of everything in the configuration that affects the results of a run: 16 hex digits."""
     kept = {path: value for path, value, runtime in _leaves(config) if not runtime}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Every value by its dotted name."""
+    """All values by dotted name."""
     return {path: value for path, value, _ in _leaves(config)}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which two configurations differ."""
+    """One field in which two configurations differ; ``runtime_only`` says that it does not affect results."""
 
     path: str
     old: Any
@@ -125,12 +128,12 @@ def differences(old: Any, new: Any) -> list[Difference]:
 
 
 def leaf_paths(config: Any) -> list[str]:
-    """Dotted names of all fields that hold a value; members of a tuple by number."""
+    """Dotted names of all fields that hold a value; members of a tuple by index."""
     return [path for path, _, _ in _leaves(config)]
 
 
 def closest(name: str, known: typing.Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for the known name closest to ``name``, or nothing."""
+    """``" Did you mean 'x'?"`` with the known name closest to ``name``, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {match[0]!r}?" if match else ""
 
@@ -196,11 +199,11 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _member(kinds: list[Any], value: dict[str, Any], where: str) -> Any:
-    """Which of several configurations has just these fields: all are written, so all must be there."""
+    """The class of a union whose fields are those of ``value``: JSON has all fields, so they must match exactly."""
     fields = {kind: {field.name for field in dataclasses.fields(kind)} for kind in kinds}
     for kind in kinds:
         renamed = new_field_names(kind)
         if fields[kind] == {renamed.get(key, key) for key in value}:
             return kind
     legal = "; ".join(f"{kind.__name__}: {', '.join(sorted(names))}" for kind, names in fields.items())
-    raise ConfigError(f"{where}: the fields {', '.join(sorted(value))} are those of none of these: {legal}.")
+    raise ConfigError(f"{where}: the fields {', '.join(sorted(value))} match none of these classes: {legal}.")

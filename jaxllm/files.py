@@ -1,4 +1,4 @@
-"""Files on disk: errors that name file and row, content hashes, atomic writes, and where the cache lives."""
+"""File helpers: errors that name file and row, content hashes, atomic writes, and the cache folder."""
 
 import hashlib
 import json
@@ -13,35 +13,36 @@ from typing import Any, BinaryIO
 
 
 class DataError(ValueError):
-    """Data that cannot be used. The message names the file, and the row where there is one."""
+    """Data that cannot be used; the message names the file, and the row where there is one."""
 
 
 def at(file: object, row: int | None = None) -> str:
-    """`file` or `file:row`, as every data error begins. Rows count from 1."""
+    """`file` or `file:row`, the beginning of every data error. Rows count from 1."""
     return f"{file}" if row is None else f"{file}:{row}"
 
 
 def cache_root(cache_dir: str) -> Path:
-    """The cache folder: `cache_dir`, else `$JAXLLM_CACHE`, else `~/.cache/jaxllm`. Everything in it can be rebuilt."""
+    """Cache folder: `cache_dir`, else `$JAXLLM_CACHE`, else `~/.cache/jaxllm`. All its contents can be rebuilt."""
     chosen = cache_dir or os.environ.get("JAXLLM_CACHE") or "~/.cache/jaxllm"
     return Path(chosen).expanduser()
 
 
 def digest(value: Any) -> str:
-    """sha256 of a JSON value in its canonical form."""
+    """SHA-256 of a JSON value in canonical form, as hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's contents, as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary neighbour of `path` for writing, and puts it in place only if the block succeeds.
+    """Atomic write: context manager with a temporary file that replaces `path` only if the block succeeds.
 
-    Readers see the old file or the whole new one, never a part, and processes may race to write the same path.
+    Readers see the old file or the whole new one, never a part; processes may race to write the same path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -57,9 +58,10 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary neighbour to fill, which takes the name `path` only if the block succeeds; else nothing is left.
+    """Atomic creation of a directory: a temporary one, renamed to `path` only if the block succeeds, else deleted.
 
-    Raises FileExistsError where there is something of that name.
+    Raises:
+        FileExistsError: `path` exists.
     """
     if path.exists():
         raise FileExistsError(f"{path} exists; choose another name, or move it away")
@@ -73,9 +75,9 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def release(arrays: Iterable[Any]) -> None:
-    """Lets the system take back the pages of mapped files that were read; they are read again when they are needed.
+    """Releases the resident pages of memory-mapped files; they are read from disk again when needed.
 
-    Otherwise every byte of a file that was ever looked at counts as memory of this process.
+    Otherwise every byte of a mapped file that was ever read counts as memory of this process.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -90,12 +92,17 @@ def _map_under(array: Any) -> mmap.mmap | None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON value to a file, atomically."""
     with atomic(path) as file:
         file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
-    """Raises DataError when the file is missing or is not JSON."""
+    """JSON value in a file.
+
+    Raises:
+        DataError: the file is missing or is not JSON.
+    """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -105,7 +112,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines, none where there is no file; a last line cut short by a kill is left out."""
+    """Rows of a JSON lines file; empty if there is no file; a last line that a kill cut short is left out."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

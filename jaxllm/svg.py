@@ -1,8 +1,8 @@
-"""Charts as SVG and the page around them: text that needs no network, no script and no library to be seen.
+"""SVG charts and the HTML page around them: self-contained text, without network, scripts or libraries.
 
     page("a run", chart([Line("loss", steps, values)], title="loss"))
 
-Colours are classes that the page's style sets, light or dark as the reader's system is.
+Colours are CSS classes that the page's style defines, light or dark as the reader's system is.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 24
 COLORS = 6
 MOST_POINTS = 400
-"""Of a line: more than a screen tells apart."""
+"""Points drawn per line at most: more than a screen can show."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values over x.
+    """Line of a chart.
 
     Attributes:
-        name: for the legend; empty for none.
-        x: ascending.
-        y: one for each x; None and values that are not finite leave a gap.
-        color: number of a colour; those after the sixth come again, dashed.
+        name: for the legend; empty: not in the legend.
+        x: ascending values.
+        y: one value for each x; None and non-finite values leave a gap.
+        color: index of the colour; after the sixth they repeat, dashed.
         style: "line", "faint" for a line behind others, or "points" for few values, joined.
     """
 
@@ -52,13 +52,13 @@ def chart(
     zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Lines over a common x, as an SVG element of its own.
+    """Line chart over a common x axis, as an SVG element with a legend.
 
     Args:
-        unit: behind the title.
-        log: y is logarithmic; values of zero and less leave a gap.
-        zero: y begins at zero.
-        marks: (x, what) of vertical lines; what is shown where the pointer rests.
+        unit: shown after the title.
+        log: logarithmic y axis; values of zero and less leave a gap.
+        zero: the y axis begins at zero.
+        marks: (x, text) of vertical lines; the text is shown on hover.
     """
     lines = [replace(one, y=[_legal(y, log) for y in one.y]) for one in lines]
     seen = [y for one in lines for y in one.y if y is not None]
@@ -86,7 +86,7 @@ def chart(
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(value):.1f}" y2="{py(value):.1f}"/>')
         label = number(10**value if log else value)
         parts.append(f'<text x="{LEFT - 5}" y="{py(value) + 4:.1f}" text-anchor="end">{label}</text>')
-    whole = all(float(x).is_integer() for x in across)  # steps and layers: nothing is between two
+    whole = all(float(x).is_integer() for x in across)  # steps and layers: no ticks between integers
     for value in ticks(low_x, high_x, 5):
         if whole and not math.isclose(value, round(value), abs_tol=1e-9):
             continue
@@ -101,8 +101,8 @@ def chart(
     return _svg(title, "".join(parts)) + _legend(lines)
 
 
-def shares(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
-    """One bar split into (name, size, colour), with the sizes' shares below; colours after the sixth are pale."""
+def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
+    """Bar divided in proportion to (name, size, colour), with percentages below; colours after the sixth are pale."""
     total = sum(size for _, size, _ in parts) or 1.0
     x, pieces, words = 0.0, [], []
     for name, size, color in parts:
@@ -121,7 +121,7 @@ def shares(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
-    """Rows of text; numbers stand to the right."""
+    """HTML table; numbers are right-aligned."""
 
     def cell(value: object, tag: str = "td") -> str:
         right = ' class="n"' if isinstance(value, (int, float)) else ""
@@ -134,7 +134,7 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document, complete in itself."""
+    """Complete, self-contained HTML document."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
@@ -143,7 +143,7 @@ def page(title: str, body: str) -> str:
 
 
 def number(value: float) -> str:
-    """Short: ``1.2M``, ``0.035``, ``3e-04``."""
+    """Number in short form: ``1.2M``, ``0.035``, ``3e-04``."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -154,7 +154,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from ``low`` to ``high``, some ``about`` of them."""
+    """Axis ticks: about ``about`` round numbers from ``low`` to ``high``."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
@@ -163,7 +163,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Logarithms of round numbers between two logarithms: powers of ten, 1, 2 and 5 times them, or others."""
+    """Ticks of a logarithmic axis, as logarithms: powers of ten, or 1, 2 and 5 times them, or other round numbers."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     some = [p for p in powers if low <= p <= high]
     if len(some) > 2:
@@ -173,8 +173,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     return fine if len(fine) > 2 else [math.log10(value) for value in ticks(10**low, 10**high, 4)]
 
 
-def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> list[tuple[float, float | None]]:
-    """At most ``MOST_POINTS`` of the points: of each stretch its lowest and highest, so that no spike is lost."""
+def downsample(xs: Sequence[float], ys: Sequence[float | None]) -> list[tuple[float, float | None]]:
+    """At most ``MOST_POINTS`` of the points; each interval keeps its lowest and highest, so that no spike is lost."""
     points = list(zip(xs, ys, strict=True))
     if len(points) <= MOST_POINTS:
         return points
@@ -197,7 +197,7 @@ def _legal(y: float | None, log: bool) -> float | None:
 
 
 def _range(values: list[float], log: bool, always: list[float | None]) -> tuple[float, float]:
-    """Of what is drawn: the first steps of a run, far above the rest, would flatten it."""
+    """Range of the y axis; cuts off the first steps of a run, which lie far above the rest."""
     low, high = min(values), max(values)
     if not log and len(values) >= 20:
         usual = sorted(values)[int(0.98 * (len(values) - 1))]
@@ -207,7 +207,7 @@ def _range(values: list[float], log: bool, always: list[float | None]) -> tuple[
 
 
 def _room(low: float, high: float) -> tuple[float, float]:
-    """A range of some width around a single value."""
+    """Range with a positive width, also around a single value."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     half = 0.5 * abs(low) or 0.5
@@ -215,7 +215,7 @@ def _room(low: float, high: float) -> tuple[float, float]:
 
 
 def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float]) -> list[str]:
-    points = thinned(line.x, line.y)
+    points = downsample(line.x, line.y)
     path, pen = [], "M"
     for x, y in points:
         if y is None:

@@ -1,1 +1,1 @@
-"""Recipes."""
+"""Recipes: functions that return the RunConfig of a training run."""

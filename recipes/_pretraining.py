@@ -1,4 +1,4 @@
-"""Settings that pretraining recipes share: cosine schedule, checkpoints, evaluations."""
+"""Shared parts of pretraining recipes: cosine schedule, checkpoints, evaluations."""
 
 from typing import Any
 
@@ -10,7 +10,15 @@ from jaxllm.train import RunConfig
 
 
 def decoder(vocab: int, width: int, layers: int, block: BlockConfig, **rest: Any) -> DecoderConfig:
-    """Products in bfloat16 over float32 parameters, blocks recomputed in full, a head of its own."""
+    """Decoder with bfloat16 compute over float32 parameters (mixed precision), full remat, and an untied output head.
+
+    Args:
+        vocab: vocabulary size.
+        width: size of the residual stream.
+        layers: number of blocks.
+        block: every block.
+        rest: further fields of ``DecoderConfig``, or other values for the above.
+    """
     settings = {"tied": False, "dtype": "bfloat16", "remat": "full", **rest}
     return DecoderConfig(vocab_size=vocab, embed_dim=width, layers=layers, pattern=(block,), **settings)
 
@@ -26,7 +34,14 @@ def pretraining(
     steps: int = 100_000,
     **rest: Any,
 ) -> RunConfig:
-    """``rows`` of ``seq_len`` tokens a step, from files that --data.source and --data.tokenizer name; AdamW."""
+    """Pretraining run with AdamW, on token files named by --data.source and --data.tokenizer.
+
+    Args:
+        seq_len: tokens per row.
+        rows: rows per step, the global batch size.
+        peak: peak learning rate.
+        rest: further fields of ``RunConfig``.
+    """
     return RunConfig(
         name=name,
         model=model,

@@ -2,18 +2,18 @@
 
     jaxllm train deepseek_v3 --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Experts are kept in use as in the paper's section 4.2: biases moved by 0.001, a balance loss of 0.0001. The layers that
-predict further tokens (multi-token prediction) are left out. Tables as in recipes/llama3.py. What was run: nothing at
-this size; its step was compiled.
+Load balancing as in the paper's section 4.2: balance biases with step size 0.001 and a load-balancing loss of weight
+0.0001. Multi-token prediction layers are left out. Tables as in recipes/llama3.py. Not run at this size; the training
+step was compiled.
 """
 
-from jaxllm.models import BlockConfig, LatentConfig, MlpConfig, MoeConfig, RopeConfig, RouterConfig
+from jaxllm.models import BlockConfig, MLAConfig, MlpConfig, MoeConfig, RopeConfig, RouterConfig
 from jaxllm.train import RoutingConfig, RunConfig
 from recipes._pretraining import decoder, pretraining
 
 
 def deepseek_v3() -> RunConfig:
-    """671B parameters, 37B of them for each token; 32 experts on each of eight parts of the devices.
+    """671B parameters, 37B active per token; 8-way expert parallelism with 32 experts per device group.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -22,7 +22,7 @@ def deepseek_v3() -> RunConfig:
     | h100:64x8   | 15.011 |   6.9 | 75.4 |        - |  79.1 |
     | h200:64x8   | 14.887 |   7.0 | 75.4 |        - | 141.0 |
     """
-    latent = LatentConfig(
+    latent = MLAConfig(
         heads=128,
         latent=512,
         q_latent=1536,

@@ -1,8 +1,8 @@
-"""GPT-2's smallest model from random weights, as it is trained since GPT-3 (arXiv:2005.14165, table 2.1).
+"""GPT-2 124M pretraining from random weights, with GPT-3's batch and learning rate (arXiv:2005.14165, table 2.1).
 
     jaxllm train gpt2_124m --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Tables as in recipes/llama3.py. What was run: the first steps of the architecture, with a small batch of short rows, on
+Tables as in recipes/llama3.py. Run so far: the first steps of the architecture, with a small batch of short rows, on
 two CPU cores (docs/curves.md).
 """
 
@@ -12,7 +12,7 @@ from recipes._pretraining import decoder, pretraining
 
 
 def gpt2_124m() -> RunConfig:
-    """124M parameters, half a million tokens a step, ten billion in all.
+    """124M parameters, half a million tokens per step, ten billion in all.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|

@@ -2,9 +2,9 @@
 
     jaxllm train llama3_8b --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-bf16 over float32 parameters, full recomputation. Tables: predicted seconds of a step, share of the peak FLOP/s and
-memory of a device (GiB) by `jaxllm plan RECIPE --on SLICE --as-is --no-compile`, what a compiled step takes, and what
-there is. What was run: nothing at these sizes; steps were compiled, which is the column "compiled".
+Mixed precision (bf16 compute, float32 parameters), full remat (gradient checkpointing), FSDP. Tables: step time (s),
+MFU and memory per device (GiB) predicted by `jaxllm plan RECIPE --on SLICE --as-is --no-compile`; memory of the
+compiled step ("compiled"); and the device's memory ("of"). Not run at these sizes; the training steps were compiled.
 """
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, Llama3Scaling, MlpConfig, RopeConfig
@@ -14,7 +14,7 @@ from recipes._pretraining import decoder, pretraining
 
 
 def llama3_1b() -> RunConfig:
-    """1.2B parameters (Llama 3.2's 1B), half a million tokens a step.
+    """1.2B parameters (Llama 3.2's 1B), half a million tokens per step.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -28,7 +28,7 @@ def llama3_1b() -> RunConfig:
 
 
 def llama3_8b() -> RunConfig:
-    """8B parameters, one row of 8,192 tokens a device.
+    """8B parameters, one row of 8,192 tokens per device.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -43,7 +43,7 @@ def llama3_8b() -> RunConfig:
 
 
 def llama3_8b_128k() -> RunConfig:
-    """8B parameters, four rows of 131,072 tokens; keys and values go around rings of sixteen devices.
+    """8B parameters, four rows of 131,072 tokens; context parallelism: ring attention over 16 devices.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -58,7 +58,7 @@ def llama3_8b_128k() -> RunConfig:
 
 
 def llama3_8b_1m() -> RunConfig:
-    """8B parameters, one row of 1,048,576 tokens; keys and values go around a ring of all devices.
+    """8B parameters, one row of 1,048,576 tokens; context parallelism: ring attention over all devices.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -71,7 +71,7 @@ def llama3_8b_1m() -> RunConfig:
 
 
 def llama3_70b() -> RunConfig:
-    """70B parameters; four devices share heads and feed-forward width.
+    """70B parameters; 4-way tensor parallelism.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -88,7 +88,7 @@ def llama3_70b() -> RunConfig:
 
 
 def llama3_405b() -> RunConfig:
-    """405B parameters; eight devices share heads and feed-forward width.
+    """405B parameters; 8-way tensor parallelism.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|

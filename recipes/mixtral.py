@@ -2,7 +2,7 @@
 
     jaxllm train mixtral_8x22b --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Tables as in recipes/llama3.py. What was run: nothing at this size; its step was compiled.
+Tables as in recipes/llama3.py. Not run at this size; the training step was compiled.
 """
 
 from jaxllm.models import AttentionConfig, BlockConfig, MoeConfig, RopeConfig
@@ -11,7 +11,7 @@ from recipes._pretraining import decoder, pretraining
 
 
 def mixtral_8x22b() -> RunConfig:
-    """141B parameters, 39B of them for each token; each of eight experts on its own part of the devices.
+    """141B parameters, 39B active per token; 8-way expert parallelism, one expert per device group.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|

@@ -1,8 +1,8 @@
-"""Qwen3's mixtures, pretraining (arXiv:2505.09388): the architectures as released, from random weights.
+"""Qwen3 mixture-of-experts pretraining (arXiv:2505.09388): the architectures as released, from random weights.
 
     jaxllm train qwen3_30b_a3b --data.source tokens.bin --data.tokenizer path/to/tokenizer.json
 
-Tables as in recipes/llama3.py. What was run: nothing at these sizes; their steps were compiled.
+Tables as in recipes/llama3.py. Not run at these sizes; the training steps were compiled.
 """
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, RopeConfig
@@ -11,7 +11,7 @@ from recipes._pretraining import decoder, pretraining
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """30.5B parameters, 3.3B of them for each token; experts are gathered: predicted faster than sending tokens.
+    """30.5B parameters, 3.3B active per token; FSDP, predicted faster than expert parallelism.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
@@ -25,7 +25,7 @@ def qwen3_30b_a3b() -> RunConfig:
 
 
 def qwen3_235b_a22b() -> RunConfig:
-    """235B parameters, 22B of them for each token; 16 experts on each of eight parts of the devices.
+    """235B parameters, 22B active per token; 8-way expert parallelism with 16 experts per device group.
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|

