@@ -1,4 +1,4 @@
-"""Beginning a run from a model that exists instead of from random parameters."""
+"""Initialisation from an existing model (``init_from``) instead of from random parameters."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
-OURS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
-"""Fields of the architecture that a run chooses; the others are the model's."""
+RUN_FIELDS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
+"""Fields of the architecture that the run chooses; all others must be the model's."""
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """A model to begin from.
+class InitialModel:
+    """A model to initialise a run from.
 
     Attributes:
         config: its architecture.
         tokenizer: its tokenizer.
-        template: its chat template, if it has one.
-        source: the ``config.json`` it came with, if it is another library's.
-        load: its parameters on a mesh, in a dtype.
+        template: its chat template, or None.
+        source: the ``config.json`` of a model of another library, or None.
+        load: ``(mesh, dtype) -> params``: its parameters, sharded over a mesh.
     """
 
     config: DecoderConfig
@@ -41,28 +41,33 @@ class Beginning:
     load: Callable[[Mesh, str], Any]
 
 
-def beginning(init_from: str, model: DecoderConfig) -> Beginning:
-    """The model that ``init_from`` names: a run's directory, a converted checkpoint, or another library's model.
+def open_initial_model(init_from: str, model: DecoderConfig) -> InitialModel:
+    """Opens the model that ``init_from`` names: a run directory, a converted checkpoint, or another library's model.
+
+    Args:
+        init_from: see ``RunConfig.init_from``.
+        model: architecture of the run.
 
     Raises:
-        HubError, CheckpointError: there is no such model, it is damaged, or it is not understood.
-        ConfigError: ``model`` is another architecture; lists the differences.
+        HubError, CheckpointError: there is no such model, it is damaged, or its format is not supported.
+        ConfigError: ``model`` is a different architecture; lists the differences.
     """
     path = find_model(init_from)
-    found = _of_run(path) if (path / "checkpoints").is_dir() else _of_files(path)
-    theirs = replace(found.config, **{name: getattr(model, name) for name in OURS})
+    found = _of_run(path) if (path / "checkpoints").is_dir() else _from_files(path)
+    theirs = replace(found.config, **{name: getattr(model, name) for name in RUN_FIELDS})
     if changed := differences(theirs, model):
         listed = "\n  ".join(f"model.{d}" for d in changed)
         raise ConfigError(
-            f"init_from = {init_from!r} has another architecture than the run's model:\n  {listed}\n"
-            "(the model's own -> the run's). Take it as it is: model=open_source(find_model(init_from)).config."
+            f"init_from = {init_from!r} has a different architecture from the run's model:\n  {listed}\n"
+            "(init_from's -> the run's). To use it as it is: model=open_source(find_model(init_from)).config."
         )
     return found
 
 
-def _of_files(path: Path) -> Beginning:
+def _from_files(path: Path) -> InitialModel:
+    """Model in this project's converted format or another library's."""
     source = open_source(path)
-    return Beginning(
+    return InitialModel(
         source.config,
         source.tokenizer,
         source.template,
@@ -71,7 +76,8 @@ def _of_files(path: Path) -> Beginning:
     )
 
 
-def _of_run(path: Path) -> Beginning:
+def _of_run(path: Path) -> InitialModel:
+    """Newest checkpoint of a run."""
     with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
         meta = checkpointer.read_meta()
     config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
@@ -88,4 +94,4 @@ def _of_run(path: Path) -> Beginning:
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{folder} is not the tokenizer that the checkpoint in {path} was trained with.")
-    return Beginning(config, tokenizer, load_template(folder), meta.get("source"), load)
+    return InitialModel(config, tokenizer, load_template(folder), meta.get("source"), load)

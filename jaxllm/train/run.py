@@ -24,7 +24,7 @@ from jaxllm.parallel.distributed import group
 from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
-from jaxllm.train.init_from import beginning
+from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.recovery.saving import Place, Saver
@@ -71,7 +71,7 @@ class Run:
         self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
         self.optimizer = build_optimizer(config, self.model)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, config.host, config.spikes)
-        self.init_model = beginning(config.init_from, config.model) if config.init_from else None
+        self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
         init = self.init_model
         self.data: Dataset = load_dataset(config.data, init and init.tokenizer, init and init.template)
         self.data.train.check_steps(config.steps)

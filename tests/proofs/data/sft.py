@@ -19,7 +19,7 @@ from jaxllm.data import load_dataset
 from jaxllm.infer import load_model
 from jaxllm.models import Segments, functional
 from jaxllm.train import Evaluator, RunConfig
-from jaxllm.train.init_from import beginning
+from jaxllm.train.init_from import open_initial_model
 from sharding import MeshSpec
 from tests import environment
 from tests.proofs.harness import proof
@@ -63,7 +63,7 @@ def sft_smollm2_on_chats(seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         finished = run_recipe(Path(name), steps)
         config = from_dict(RunConfig, json.loads((finished / "config.json").read_text()))
-        begin = beginning(config.init_from, config.model)
+        begin = open_initial_model(config.init_from, config.model)
         mesh = MeshSpec.parse("dp").build(jax.devices()[:1])
         run = load_dataset(config.data, begin.tokenizer, begin.template)
         assert run.heldout is not None
