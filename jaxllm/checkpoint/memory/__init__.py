@@ -1,1 +1,1 @@
-"""Snapshots in the memory of other processes and hosts: what survives a trainer's crash, and the loss of a host."""
+"""In-memory checkpoints: snapshots on peer servers, which survive a trainer's crash and the loss of a host."""

@@ -1,4 +1,4 @@
-"""Reed-Solomon code over GF(256): k pieces of data, m of parity, any k of which give all back.
+"""Erasure coding: Reed-Solomon over GF(256), with k data pieces and m parity pieces, any k of which restore the data.
 
 The generator is systematic and made of a Cauchy matrix, each of whose square submatrices is invertible; its columns are
 scaled so that the first row is ones, and one parity piece is the XOR of the data. One byte of each piece is one symbol;
@@ -37,16 +37,16 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 
 
 def gf_multiply(coefficient: int, data: np.ndarray) -> np.ndarray:
-    """A piece of data times a number of the field."""
+    """Product of a piece of data and an element of the field."""
     return data if coefficient == 1 else _tables()[0][coefficient][data]
 
 
 @functools.cache
 def parity_coefficients(data: int, parity: int) -> np.ndarray:
-    """[parity, data]: parity piece i is the sum over j of coefficient [i, j] times data piece j.
+    """Coefficients [parity, data]: parity piece i is the sum over j of coefficient [i, j] times data piece j.
 
     Raises:
-        ValueError: more than 256 pieces in all, or none of data.
+        ValueError: more than 256 pieces in all, or no data pieces.
     """
     if data < 1 or parity < 0 or data + parity > 256:
         raise ValueError(f"{data} pieces of data and {parity} of parity: a code over GF(256) has at most 256 in all.")
@@ -58,19 +58,19 @@ def parity_coefficients(data: int, parity: int) -> np.ndarray:
 
 
 def encode(pieces: Sequence[np.ndarray], parity: int) -> list[np.ndarray]:
-    """The parity pieces of data pieces of one length, all uint8."""
+    """Parity pieces of data pieces of one length, all uint8."""
     table = parity_coefficients(len(pieces), parity)
     return [_combine(table[i], pieces) for i in range(parity)]
 
 
 def decode(known: Mapping[int, np.ndarray], data: int, parity: int) -> list[np.ndarray]:
-    """All data pieces, from any `data` of the pieces.
+    """Restores all data pieces from any `data` of the pieces.
 
     Args:
         known: piece by number: 0 to data - 1 are data, then parity.
 
     Raises:
-        ValueError: too few are known.
+        ValueError: too few pieces are known.
     """
     missing = [j for j in range(data) if j not in known]
     rows = [i for i in range(parity) if data + i in known][: len(missing)]
@@ -97,7 +97,7 @@ def _combine(factors: Sequence[int] | np.ndarray, pieces: Sequence[np.ndarray]) 
 
 
 def _invert(matrix: np.ndarray) -> np.ndarray:
-    """Inverse of a small square matrix over the field, by Gauss and Jordan."""
+    """Inverse of a small square matrix over the field, by Gauss-Jordan elimination."""
     products, inverses = _tables()
     size = len(matrix)
     work = np.concatenate([matrix, np.eye(size, dtype=np.uint8)], axis=1)

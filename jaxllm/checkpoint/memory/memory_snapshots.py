@@ -1,10 +1,10 @@
-"""Snapshots in memory: checkpoints whose files are in holders, and what erasure coding keeps of them on other hosts.
+"""In-memory checkpointer: snapshots in the memory of peer servers, with erasure-coded parity on other hosts.
 
-Every process writes its part of a snapshot into the holder of its own host. Then it cuts these files, one after
-another, into pieces, and sends each piece to the holders that keep parity of that piece's stripe. With N hosts and
+Every process writes its part of a snapshot into the peer server of its own host. Then it cuts these files, one after
+another, into pieces, and sends each piece to the servers that keep parity of that piece's stripe. With N hosts and
 parity m there are N stripes; stripe g has its parity on the hosts g, g+1, .. g+m-1 (mod N) and its data on the others,
 so that all hold as much, and any m hosts may be lost with all that they hold. The manifest, which makes a snapshot of
-the files, is in every holder and is written last.
+the files, is on every server and is written last.
 
     Reliable and Efficient In-Memory Fault Tolerance of Large Language Model Pretraining (separate processes, erasure
     coding); GEMINI (SOSP 2023: peers' memory before disk).
@@ -34,53 +34,57 @@ FileTable = list[tuple[str, int]]
 
 
 class StripeLayout:
-    """Which host has what of each stripe.
+    """Layout of stripes: the hosts that hold data and parity of each.
 
     Args:
-        hosts: how many.
-        parity: hosts that may be lost.
+        hosts: number of hosts.
+        parity: number of hosts that may be lost.
     """
 
     def __init__(self, hosts: int, parity: int):
         self.hosts, self.parity = hosts, min(parity, hosts - 1)
 
     def parity_hosts(self, stripe: int) -> list[int]:
+        """Hosts that hold the parity of a stripe."""
         return [(stripe + i) % self.hosts for i in range(self.parity)]
 
     def data_hosts(self, stripe: int) -> list[int]:
+        """Hosts that hold the data of a stripe."""
         return [host for host in range(self.hosts) if host not in self.parity_hosts(stripe)]
 
     def pieces(self, host: int, size: int) -> list[tuple[int, int, int]]:
-        """(stripe, begin, end) of a host's bytes."""
+        """(stripe, begin, end) of each piece of a host's bytes."""
         stripes = [g for g in range(self.hosts) if host in self.data_hosts(g)]
         each = -(-size // len(stripes))
         return [(g, min(n * each, size), min((n + 1) * each, size)) for n, g in enumerate(stripes)]
 
 
 class PrefixedGroup:
-    """A group whose topics are a snapshot's own: a checkpoint may be under way at the same time."""
+    """Process group whose topics are a snapshot's own, because a checkpoint may be under way at the same time."""
 
     def __init__(self, group: CheckpointGroup):
         self._group = group
         self.rank, self.size = group.rank, group.size
 
     def gather(self, topic: str, text: str) -> list[str]:
+        """Gathers a value of every process."""
         return self._group.gather(f"memory/{topic}", text)
 
     def broadcast(self, topic: str, text: str = "") -> str:
+        """Sends a value of process 0 to all."""
         return self._group.broadcast(f"memory/{topic}", text)
 
 
 class MemoryCheckpointer(MultihostCheckpointer):
-    """A `SharedCheckpointer` into the holders' memory, of the newest state only.
+    """In-memory checkpointer: a `MultihostCheckpointer` that saves the newest state into the memory of peer servers.
 
-    Opening it starts this host's holder if it does not run, and rebuilds what lost hosts had of the newest snapshot.
+    Opening it starts this host's server if it does not run, and rebuilds what lost hosts had of the newest snapshot.
 
     Args:
-        folder: for the holders' addresses; all hosts see it.
-        config: parity, and how long holders wait.
-        group: the processes, one a host.
-        saving, host_bytes: as of a `CheckpointConfig`.
+        folder: folder for the servers' addresses, visible to all hosts.
+        config: parity, and how long servers wait.
+        group: the processes, one per host.
+        saving, host_bytes: as in `CheckpointConfig`.
     """
 
     def __init__(
@@ -102,14 +106,14 @@ class MemoryCheckpointer(MultihostCheckpointer):
         super().__init__(self._storage, CheckpointConfig(keep_last=1, saving=saving, host_bytes=host_bytes), group)
 
     def close(self) -> None:
-        """As `Checkpointer.close`; the holders stay."""
+        """Same as `Checkpointer.close`; the servers keep running."""
         try:
             super().close()
         finally:
             self._storage.close()
 
     def stop_server(self) -> None:
-        """Ends this host's holder: the run is complete, or its snapshots count no more."""
+        """Ends this host's server: the run is complete, or its snapshots are obsolete."""
         self.wait()
         with contextlib.suppress(PeerLost):
             self._storage.own.request("end")
@@ -123,7 +127,7 @@ class MemoryCheckpointer(MultihostCheckpointer):
 
 
 def _send_parity(held: PeerStorage, stripes: StripeLayout, folder: str) -> None:
-    """Sends this host's pieces to where parity of them is kept."""
+    """Sends this host's pieces to the hosts that keep their parity."""
     if not stripes.parity:
         return
     table = _file_table(held.own, folder)
@@ -138,7 +142,7 @@ def _send_parity(held: PeerStorage, stripes: StripeLayout, folder: str) -> None:
 
 
 def _rebuild_lost_hosts(held: PeerStorage, stripes: StripeLayout, group: CheckpointGroup) -> None:
-    """Gives this host's holder back what it had of the newest snapshot; drops a snapshot that cannot be rebuilt."""
+    """Restores this host's files of the newest snapshot from its peers; drops a snapshot that cannot be rebuilt."""
     folder = _newest(held) if group.rank == 0 else None
     folder = json.loads(group.broadcast("newest", json.dumps(folder)))
     if folder is None:
@@ -163,16 +167,16 @@ def _rebuild_lost_hosts(held: PeerStorage, stripes: StripeLayout, group: Checkpo
 
 
 def _newest(held: PeerStorage) -> str | None:
-    """The newest snapshot's folder."""
+    """Folder of the newest snapshot."""
     whole = [name for name in held.names() if held.size(f"{name}/{manifest_lib.NAME}") is not None]
     return max(whole, default=None)
 
 
 def _missing_files(held: PeerStorage, stripes: StripeLayout, folder: str) -> FileTable | None:
-    """The files that this host had and its holder lacks; None if it has all.
+    """Files that this host had and its server lacks; None if it has all.
 
     Raises:
-        HolderLost: nobody knows.
+        PeerLost: no server knows.
     """
     there = _file_table(held.own, folder)
     here = held.own.request("get", name=f"{folder}/{manifest_lib.NAME}", begin=0, end=1)[0]
@@ -223,10 +227,10 @@ def _file_table(holder: PeerClient, folder: str) -> FileTable:
 
 
 def _read_range(holder: PeerClient, table: FileTable, begin: int, end: int) -> np.ndarray:
-    """A range of a host's files, one after another.
+    """A range of bytes of a host's files, one after another.
 
     Raises:
-        HolderLost: one of them is not there.
+        PeerLost: one of the files is missing.
     """
     parts, at = [], 0
     for name, size in table:

@@ -1,12 +1,13 @@
-"""The process that holds snapshots in its memory: a few commands over TCP, no jax, no file.
+"""Peer server: a process that holds snapshots in its memory and serves them over TCP; it uses no jax and no files.
 
     python -m jaxllm.checkpoint.memory.peer_server ADDRESS_FILE LINGER
 
-It outlives the trainer that started it: it is a child of nobody, in a session of its own, and ends when it is told, or
-when nobody has spoken to it for LINGER seconds. Where it listens is written to ADDRESS_FILE, which its user alone can
-read, with a secret that every request must bring.
+It outlives the trainer that started it: it is detached, in a session of its own, and ends when it is told to, or when
+nobody has contacted it for LINGER seconds. Its address is written to ADDRESS_FILE, which only its user can read, with a
+secret that every request must carry.
 
-A message is the length of its head (4 bytes, big-endian), the head as JSON, and as many raw bytes as the head says.
+A message is the length of its header (4 bytes, big-endian), the header as JSON, and as many raw bytes as the header
+says.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MAX_HEADER_BYTES = 2**26
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray]:
-    """A message's head and bytes.
+    """Receives the header and bytes of a message.
 
     Raises:
-        ConnectionError: the other side has gone.
+        ConnectionError: the other side has closed the connection.
     """
     (length,) = struct.unpack(">I", _exactly(connection, 4).tobytes())
     if length > MAX_HEADER_BYTES:
@@ -64,7 +65,7 @@ def _exactly(connection: socket.socket, count: int) -> np.ndarray:
 
 
 class SnapshotStore:
-    """Files by name, and sums of pieces by name. Every method is one request."""
+    """Files by name, and parity sums by name. Every method is one request."""
 
     def __init__(self):
         self._files: dict[str, np.ndarray] = {}
@@ -72,6 +73,7 @@ class SnapshotStore:
         self._lock = threading.Lock()
 
     def put(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """Stores a file."""
         with self._lock:
             self._files[head["name"]] = data
         return True, None
@@ -82,12 +84,12 @@ class SnapshotStore:
         return found is not None, None if found is None else found[head["begin"] : head["end"]]
 
     def sizes(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
-        """Names of files, with their bytes."""
+        """Names of files with their bytes."""
         with self._lock:
             return {n: f.nbytes for n, f in self._files.items() if n.startswith(head["name"])}, None
 
     def drop(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
-        """Removes the file of a name, and all below it."""
+        """Removes the file of a name and all files below it."""
         name = head["name"]
         with self._lock:
             for held in (self._files, self._sums):
@@ -96,7 +98,7 @@ class SnapshotStore:
         return True, None
 
     def add(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
-        """Adds a piece, times its coefficient, to a sum; again by the same contributor is an error."""
+        """Adds a piece, times its coefficient, to a parity sum; a second piece of one contributor is an error."""
         with self._lock:
             total, about = self._sums.get(head["name"], (np.empty(0, np.uint8), {}))
             if head["who"] in about:
@@ -108,14 +110,14 @@ class SnapshotStore:
         return True, None
 
     def sum(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
-        """A sum, and what its contributors said of their pieces; None if there is none."""
+        """A parity sum, with what its contributors said of their pieces; None if there is none."""
         with self._lock:
             total, about = self._sums.get(head["name"], (None, None))
         return about, total
 
 
 def serve(address_file: str, linger: float) -> None:
-    """Listens until it is told to end, or nobody speaks."""
+    """Serves requests until it is told to end, or nobody contacts it."""
     store, secret = SnapshotStore(), secrets.token_hex(16)
     heard = [time.monotonic()]
 

@@ -1,4 +1,4 @@
-"""The memory of all holders as one place for files: each file lies in one host's holder, and some in every one's."""
+"""Peer storage: the memory of all peer servers as one file system; a file lies on one host's server, some on every one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from jaxllm.checkpoint.memory.peer_server import receive, send
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 
 REPLICATED_FILES = (META, manifest_lib.NAME)
-"""Files that every holder has: they say what the others are."""
+"""Files that every server has: they describe the others."""
 START_TIMEOUT = 60.0
 TALK_TIMEOUT = 60.0
 
 
 class PeerLost(OSError):
-    """A holder does not answer any more."""
+    """A peer server does not answer any more."""
 
 
 class PeerClient:
-    """The holder of one host, spoken to from any.
+    """Client of one host's peer server.
 
     Args:
-        address_file: where it says how it is reached.
+        address_file: file in which the server says how it is reached.
     """
 
     def __init__(self, rank: int, address_file: Path):
@@ -44,7 +44,7 @@ class PeerClient:
         self._lock = threading.Lock()
 
     def ensure(self, linger: float) -> bool:
-        """Starts it if it does not run; whether it was running."""
+        """Starts the server if it does not run; returns whether it was running."""
         if self.alive():
             return True
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,7 @@ class PeerClient:
         return False
 
     def alive(self) -> bool:
+        """Whether the server answers."""
         try:
             self.request("sizes", name="-")
         except OSError:
@@ -71,10 +72,10 @@ class PeerClient:
         return True
 
     def request(self, do: str, data: np.ndarray | None = None, **head: Any) -> tuple[Any, np.ndarray]:
-        """A request and its answer.
+        """Sends a request and returns the answer.
 
         Raises:
-            HolderLost: it does not answer.
+            PeerLost: the server does not answer.
         """
         with self._lock:
             try:
@@ -89,6 +90,7 @@ class PeerClient:
         return answer["result"], out
 
     def close(self) -> None:
+        """Closes the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -101,11 +103,11 @@ class PeerClient:
 
 
 class PeerStorage:
-    """Files in the holders' memory. What a process creates is in its own host's; reading finds it in any.
+    """File system in the memory of peer servers: a process writes to its own host's server and reads from any.
 
     Args:
-        folder: of the holders' address files, which all hosts see.
-        rank, size: this host, and how many there are.
+        folder: folder of the servers' address files, visible to all hosts.
+        rank, size: number of this host, and of all hosts.
     """
 
     renames = False
@@ -118,28 +120,33 @@ class PeerStorage:
         return f"the memory of {len(self.clients)} hosts ({self.folder})"
 
     def close(self) -> None:
-        """Ends the connections; the holders stay."""
+        """Closes the connections; the servers keep running."""
         for holder in self.clients:
             holder.close()
 
     @property
     def own(self) -> PeerClient:
+        """Client of this host's server."""
         return self.clients[self.rank]
 
     def make(self, name: str) -> None:
-        """Folders are names here."""
+        """Does nothing: folders are only prefixes of names."""
 
     def names(self, folder: str = "") -> list[str]:
+        """Names below a prefix, on any server."""
         below = f"{folder}/" if folder else ""
         return sorted({name[len(below) :].split("/")[0] for name in self._sizes(below)})
 
     def walk(self, folder: str) -> dict[str, int]:
+        """Bytes of every file below a prefix, on any server."""
         return {name[len(folder) + 1 :]: size for name, size in sorted(self._sizes(f"{folder}/").items())}
 
     def size(self, name: str) -> int | None:
+        """Bytes of a file; None if no server has it."""
         return self._sizes(name).get(name)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Contents of a file, from the first server that has it."""
         first = [self.own, *(holder for holder in self.clients if holder is not self.own)]
         for holder in first:
             with contextlib.suppress(PeerLost):
@@ -150,6 +157,7 @@ class PeerStorage:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
+        """Opens a new file on this host's server for writing."""
         out = io.BytesIO()
         yield out
         data = np.frombuffer(out.getbuffer(), np.uint8)
@@ -158,7 +166,7 @@ class PeerStorage:
             holder.request("put", data, name=name)
 
     def rename(self, name: str, to: str) -> None:
-        """Moves one file, in every holder that has it."""
+        """Renames one file, on every server that has it."""
         for holder in self.clients:
             with contextlib.suppress(PeerLost):
                 found, data = holder.request("get", name=name, begin=0, end=None)
@@ -167,12 +175,13 @@ class PeerStorage:
                     holder.request("drop", name=name)
 
     def remove(self, name: str) -> None:
+        """Removes a file, or all files below a prefix, on every server."""
         for holder in self.clients:
             with contextlib.suppress(PeerLost):
                 holder.request("drop", name=name)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Memory has no disk."""
+        """Does nothing: memory needs no flush."""
 
     def _sizes(self, name: str) -> dict[str, int]:
         found: dict[str, int] = {}

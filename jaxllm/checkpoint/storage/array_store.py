@@ -1,15 +1,15 @@
-"""Arrays on disk in Orbax's format: one zarr array per leaf, uncompressed, in `state/<leaf>/`.
+"""Array store: arrays on disk in Orbax's format, one uncompressed zarr array per leaf in `state/<leaf>/`.
 
 One folder per leaf (rather than Orbax's default OCDBT database) keeps a damaged file the damage of one named leaf,
 and an uncompressed chunk is the array's bytes. Compression would cost up to five times the write (0.2 s against
 0.4-1.1 s for 360 MB) for weights that hardly shrink. `orbax.checkpoint.PyTreeCheckpointer().restore(".../state")`
 reads the same folder without this package.
 
-Orbax makes the description of the tree, with one element a leaf, once for each kind of state; the bytes of the arrays
-are written and read as files, so that they can be hashed on the way, in pieces, to any file system.
+Orbax writes the description of the tree, with one element per leaf, once for each kind of state; the bytes of the
+arrays are written and read as files, so that they can be hashed on the way, in pieces, on any file system.
 
-Only numpy's own dtypes and bfloat16 are stored as such. The narrower ones (float8, int4, ...) are not all known to
-zarr, so they go to disk as their bytes (uint8, one an element); the manifest says what they are.
+Only numpy's own dtypes and bfloat16 are stored as such. Narrower ones (float8, int4, ...) are not all known to zarr, so
+they are stored as bytes (uint8, one per element); the manifest has their dtype.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def leaf_folder(path: str) -> str:
 
 
 def folder_of(name: str) -> str:
-    """The leaf's folder that a file is in, as `leaf_folder` names it."""
+    """Folder of the leaf that a file belongs to, as `leaf_folder` names it."""
     return "/".join(name.split("/")[:2])
 
 
@@ -46,14 +46,14 @@ def is_chunk(name: str) -> bool:
 
 
 def single_chunk_name(shape: tuple[int, ...]) -> str:
-    """The name of a leaf's one chunk."""
+    """Name of the chunk of a leaf that has one."""
     return ".".join("0" for _ in shape) or "0"
 
 
 def metadata_files(
     leaves: Mapping[str, tuple[tuple[int, ...], np.dtype, tuple[int, ...]]],
 ) -> dict[str, bytes]:
-    """The files of a state that hold no array data, by name inside the checkpoint.
+    """Files of a state that hold no array data, by name inside the checkpoint.
 
     Args:
         leaves: (shape, dtype, shape of a chunk) of every leaf with elements.
@@ -69,7 +69,7 @@ def metadata_files(
 
 @functools.lru_cache(maxsize=4)
 def _orbax_metadata(leaves: tuple[tuple[str, int, str], ...]) -> dict[str, bytes]:
-    """What Orbax writes of leaves of one element each, but their data."""
+    """Metadata files that Orbax writes for leaves of one element each."""
     if not leaves:
         return {}
     import orbax.checkpoint as ocp
@@ -90,6 +90,6 @@ def _orbax_metadata(leaves: tuple[tuple[str, int, str], ...]) -> dict[str, bytes
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype that zarr sees."""
+    """Dtype in which zarr stores the values."""
     native = dtype.type.__module__ == "numpy" or dtype == ml_dtypes.bfloat16
     return dtype if native else np.dtype(np.uint8)

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds, and the hashes that prove it still does.
+"""Checkpoint manifest (manifest.json): the contents of a checkpoint and the hashes that verify them.
 
     {"format": 2, "step": 300, "block": 67108864,
      "leaves": {"params/blocks/wq": {"shape": [8, 512, 512], "dtype": "float32", "hash": "sha256:..."}},
@@ -6,10 +6,10 @@
                 "state/params.blocks.wq/0.0.0": {"bytes": 8388608}},
      "digest": "sha256:..."}
 
-A leaf's hash (`hashing`) does not depend on the layout it was saved from. It is taken from the host copy, not from what
-was written: a write that went wrong shows too. Files that hold no array data carry a hash of their own, so no
+A leaf's hash (`leaf_hashing`) does not depend on the layout it was saved from. It is computed from the host copy, not
+from the written bytes, so a failed write shows too. Files that hold no array data carry a hash of their own, so no
 unverified byte is ever parsed; so do the files of a leaf that several processes wrote, so that each is verified alone.
-`digest` covers the manifest itself. The manifest is written last: a folder without one is no checkpoint.
+`digest` covers the manifest itself. The manifest is written last: a folder without one is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class LeafRecord:
     key_impl: str | None = None
     """Name of the PRNG for typed keys, whose stored bytes are the key data; None for plain arrays."""
     blocks: tuple[str, ...] = ()
-    """Hashes of its blocks, where it has several."""
+    """Hashes of its blocks, if it has several."""
 
     @property
     def empty(self) -> bool:
-        """A leaf without elements has no file."""
+        """Whether the leaf has no elements, and so no file."""
         return 0 in self.shape
 
     @functools.cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the numbers on disk: that of the key data for typed keys."""
+        """Shape of the values on disk; for typed keys, of the key data."""
         if self.key_impl is None:
             return self.shape
         import jax
@@ -58,11 +58,12 @@ class LeafRecord:
 
     @property
     def stored_dtype(self) -> np.dtype:
-        """dtype of the numbers."""
+        """Dtype of the values on disk."""
         return np.dtype(np.uint32) if self.key_impl is not None else dtype_from_name(self.dtype)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the values on disk."""
         return math.prod(self.stored_shape) * self.stored_dtype.itemsize
 
 
@@ -86,17 +87,18 @@ class Manifest:
 
     @functools.cached_property
     def owners(self) -> dict[str, str]:
-        """Leaf by its folder."""
+        """Leaves by their folder."""
         from jaxllm.checkpoint.storage.array_store import leaf_folder
 
         return {leaf_folder(path): path for path in self.leaves}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but this one."""
+        """Bytes of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
     def to_json(self) -> str:
+        """The manifest as JSON text, with its digest."""
         body: dict[str, Any] = {"format": FORMAT, "step": self.step, "block": self.block}
         body["leaves"] = {path: _without_none(leaf) for path, leaf in self.leaves.items()}
         body["files"] = {name: _without_none(file) for name, file in self.files.items()}
@@ -127,7 +129,7 @@ class Manifest:
 
 
 def dtype_from_name(name: str) -> np.dtype:
-    """The dtype of a leaf's record, ml_dtypes' own included."""
+    """Dtype of a leaf's record, including those of ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a folder of this machine or an object store, behind the same few operations.
+"""File systems of checkpoints: a local folder or an object store behind the same few operations.
 
-Names are relative to the root, with slashes. A local folder commits by renaming; an object store has no rename, but
-writes an object in one piece, so there the manifest, which is written last, is what makes a folder a checkpoint.
+Names are relative to the root, with slashes. A local folder commits by renaming. An object store cannot rename but
+writes an object atomically, so there the manifest, which is written last, makes a folder a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import numpy as np
 from jaxllm.checkpoint.errors import CheckpointError
 
 DIRECT_IO_BYTES = 2**22
-"""Bytes that are written past the page cache at a time; less than that goes through it."""
+"""Bytes per write that bypasses the page cache; smaller writes go through it."""
 DIRECT_IO_ALIGNMENT = 2**12
-"""Bytes that such writes begin and end at multiples of."""
+"""Alignment in bytes of such writes."""
 
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 
 
 class LocalFiles:
-    """A folder of a file system."""
+    """Local folder as a file system of checkpoints."""
 
     renames = True
 
@@ -44,11 +44,11 @@ class LocalFiles:
         return str(self.path)
 
     def make(self, name: str) -> None:
-        """A folder, with those it is in."""
+        """Creates a folder and its parents."""
         (self.path / name).mkdir(parents=True, exist_ok=True)
 
     def names(self, folder: str = "") -> list[str]:
-        """What lies in a folder; nothing if there is none."""
+        """Names in a folder; none if it does not exist."""
         try:
             return sorted(os.listdir(self.path / folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -60,14 +60,14 @@ class LocalFiles:
         return {p.relative_to(root).as_posix(): p.stat().st_size for p in sorted(root.rglob("*")) if p.is_file()}
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Bytes of a file; None if it does not exist."""
         try:
             return os.stat(self.path / name).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Bytes of a file, as uint8: a read-only view of it where it is large."""
+        """Contents of a file as uint8; a read-only memory map if it is large."""
         size = os.stat(self.path / name).st_size
         end = size if end is None else min(end, size)
         if end - begin < 2**16:
@@ -78,15 +78,16 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """A new file; `sync` waits until it is on the disk."""
+        """Opens a new file for writing; `sync` waits until it is on disk."""
         with open(self.path / name, "wb", buffering=0) as file:
             yield _DirectIOFile(file)  # type: ignore[misc]
 
     def rename(self, name: str, to: str) -> None:
+        """Renames a file or folder."""
         os.rename(self.path / name, self.path / to)
 
     def remove(self, name: str) -> None:
-        """A file or a folder with all in it; nothing if it is not there."""
+        """Removes a file, or a folder with its contents; nothing if it does not exist."""
         path = self.path / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -94,7 +95,7 @@ class LocalFiles:
             path.unlink(missing_ok=True)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Waits until files, and the entries of folders, are on the disk.
+        """Waits until files and directory entries are on disk.
 
         All at once, when all are written: one flush of the file system's journal serves many.
         """
@@ -111,11 +112,11 @@ class LocalFiles:
 
 
 class _DirectIOFile:
-    """A new file, written past the page cache where the system can (O_DIRECT) and what is written is large.
+    """New file, written with O_DIRECT, past the page cache, where the system supports it and the write is large.
 
-    A checkpoint is not read soon, and a page for each of its bytes would cost more time of a core than its hash does,
-    and push out what training has there. What memory the values are in cannot be chosen, so they go through a buffer
-    whose address is as the device wants it.
+    A checkpoint is not read soon: a page for each of its bytes would cost more processor time than its hash, and push
+    out the pages that training needs. The memory of the values cannot be chosen, so they go through an aligned
+    buffer.
     """
 
     _buffers = threading.local()
@@ -134,7 +135,7 @@ class _DirectIOFile:
         return len(data)
 
     def _direct(self, data: memoryview) -> int:
-        """Bytes written; none, and it is not tried again, where the file system refuses."""
+        """Number of bytes written; 0, and no further attempt, if the file system refuses."""
         if not hasattr(self._buffers, "one"):
             self._buffers.one = mmap.mmap(-1, DIRECT_IO_BYTES)
         self._buffers.one[:] = data
@@ -153,10 +154,10 @@ class _DirectIOFile:
 
 
 class ObjectStore:
-    """A folder of an object store, through fsspec.
+    """Folder of an object store, through fsspec.
 
     Raises:
-        CheckpointError: a package is missing that this kind of URL needs.
+        CheckpointError: a package that this kind of URL needs is missing.
     """
 
     renames = False
@@ -182,9 +183,10 @@ class ObjectStore:
         return self.url
 
     def make(self, name: str) -> None:
-        """Folders are names here."""
+        """Does nothing: folders are only prefixes of names."""
 
     def names(self, folder: str = "") -> list[str]:
+        """Names below a prefix."""
         try:
             self.fs.invalidate_cache()
             return sorted(
@@ -194,23 +196,26 @@ class ObjectStore:
             return []
 
     def walk(self, folder: str) -> dict[str, int]:
+        """Bytes of every object below a prefix, by name within it."""
         root = self._at(folder)
         found = self.fs.find(root, detail=True)
         return {name.split(root, 1)[1].lstrip("/"): about["size"] for name, about in sorted(found.items())}
 
     def size(self, name: str) -> int | None:
+        """Bytes of an object; None if it does not exist."""
         try:
             return self.fs.size(self._at(name))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Contents of an object as uint8."""
         data = self.fs.cat_file(self._at(name), start=begin or None, end=end)
         return np.frombuffer(data, np.uint8)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """A new object; none at all if the block fails."""
+        """Opens a new object for writing; none is created if the block fails."""
         with tempfile.SpooledTemporaryFile(max_size=2**26) as waiting:
             yield waiting  # type: ignore[misc]
             waiting.seek(0)
@@ -218,14 +223,16 @@ class ObjectStore:
                 shutil.copyfileobj(waiting, out, 2**24)
 
     def rename(self, name: str, to: str) -> None:
+        """Moves objects by copying and deleting them, which is not atomic."""
         self.fs.mv(self._at(name), self._at(to), recursive=True)
 
     def remove(self, name: str) -> None:
+        """Removes an object, or all objects below a prefix."""
         if self.fs.exists(self._at(name)):
             self.fs.rm(self._at(name), recursive=True)
 
     def sync(self, names: Iterable[str]) -> None:
-        """What is written is there."""
+        """Does nothing: a written object is durable."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -233,26 +240,53 @@ class ObjectStore:
 
 @runtime_checkable
 class FileSystem(Protocol):
-    """What a place of files can do; `Local` says what each does, `Held` is a third kind, in other processes' memory.
+    """Protocol of a file system for checkpoints; `LocalFiles` documents each operation.
 
-    renames: whether a folder gets another name in one step that is never seen half done.
+    `PeerStorage`, in the memory of other processes, is a third implementation. `renames`: whether a folder is renamed
+    in one step that is never seen half done.
     """
 
     renames: bool
 
-    def make(self, name: str) -> None: ...
-    def names(self, folder: str = "") -> list[str]: ...
-    def walk(self, folder: str) -> dict[str, int]: ...
-    def size(self, name: str) -> int | None: ...
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray: ...
-    def create(self, name: str) -> AbstractContextManager[BinaryIO]: ...
-    def rename(self, name: str, to: str) -> None: ...
-    def remove(self, name: str) -> None: ...
-    def sync(self, names: Iterable[str]) -> None: ...
+    def make(self, name: str) -> None:
+        """Creates a folder and its parents."""
+        ...
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names in a folder; none if it does not exist."""
+        ...
+
+    def walk(self, folder: str) -> dict[str, int]:
+        """Bytes of every file below a folder, by name within it."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it does not exist."""
+        ...
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Contents of a file as uint8."""
+        ...
+
+    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Opens a new file for writing."""
+        ...
+
+    def rename(self, name: str, to: str) -> None:
+        """Renames a file or folder."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a folder with its contents."""
+        ...
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Waits until files and directory entries are durable."""
+        ...
 
 
 def open_files(root: str | os.PathLike | FileSystem) -> FileSystem:
-    """The files below a path or a URL."""
+    """File system of a path or URL."""
     if not isinstance(root, str | os.PathLike):
         return root
     text = os.fspath(root)

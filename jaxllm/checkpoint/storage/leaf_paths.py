@@ -1,4 +1,4 @@
-"""Pytrees as flat {path: leaf}, and the names of leaves."""
+"""Leaf paths: pytrees as flat {path: leaf}, and the names of leaves on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.checkpoint.errors import CheckpointError
 
 
 def leaf_paths(tree: Any) -> dict[str, Any]:
-    """The leaves of any pytree by path, such as `opt_state/0/mu/blocks/wq`, in the tree's own order.
+    """Leaves of a pytree by path, such as `opt_state/0/mu/blocks/wq`, in the order of the tree.
 
     A `/` or `%` inside a key is written `%2F`, `%25`.
 
@@ -29,13 +29,13 @@ def leaf_paths(tree: Any) -> dict[str, Any]:
 
 
 def storage_keys(path: str) -> tuple[str, ...]:
-    """The nested dict keys under which a leaf is stored; a folder's name is these joined by dots."""
+    """Nested dict keys under which a leaf is stored; its folder's name is these joined by dots."""
     escaped = (re.sub(r"[^A-Za-z0-9_%-]", lambda m: f"%{ord(m.group()):02X}", part) for part in path.split("/"))
     return tuple(part or "%" for part in escaped)
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a/b": x} -> {"a": {"b": x}}, with the keys' own characters."""
+    """Nests a flat dict, {"a/b": x} -> {"a": {"b": x}}, with the original characters of the keys."""
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = (_unquote(part) for part in path.split("/"))

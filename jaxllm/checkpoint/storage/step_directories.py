@@ -35,10 +35,10 @@ _open_here_guard = threading.Lock()
 
 
 class StepDirectories:
-    """Names and atomic moves below one place. Nothing is created until `acquire`.
+    """Step directories below one root: names and atomic renames. Nothing is created until `acquire`.
 
     Attributes:
-        files: what is there.
+        files: file system of the root.
     """
 
     def __init__(self, root: str | os.PathLike | FileSystem):
@@ -67,7 +67,7 @@ class StepDirectories:
         return self.folder(step, "saving" if self.files.renames else "step")
 
     def acquire(self) -> None:
-        """Makes the directory, becomes its only writer and deletes what dead writers left.
+        """Creates the directory, takes the writer's lock and deletes what dead writers left.
 
         The lock belongs to the process (POSIX record lock): kill -9 frees it, and children of a fork do not hold it.
 
@@ -90,7 +90,7 @@ class StepDirectories:
                 self.files.remove(name)
 
     def release(self) -> None:
-        """Lets another writer in. Does nothing if the lock is not held."""
+        """Releases the writer's lock, if it is held."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -100,17 +100,17 @@ class StepDirectories:
                 _open_here.discard(str(self))
 
     def begin_save(self, step: int) -> str:
-        """The name of a fresh folder to write a checkpoint into."""
+        """Creates a fresh folder to write a checkpoint into and returns its name."""
         name = self.saving_folder(step)
         self.files.remove(name)
         self.files.make(name)
         return name
 
     def commit(self, step: int, names: Iterable[str]) -> None:
-        """Makes the folder from `begin` the checkpoint of `step`, in one move that survives a power cut.
+        """Commits a saved folder as the checkpoint of `step`, in one rename that survives a power cut.
 
         Args:
-            names: files in it that hold no array data; those that do are on the disk already.
+            names: files in it that hold no array data; the others are on disk already.
         """
         if not self.files.renames:
             return  # its manifest, which is there, has made it one
@@ -122,12 +122,12 @@ class StepDirectories:
         self.files.sync([""])
 
     def abandon(self, step: int) -> None:
-        """Removes the folder from `begin` as far as possible."""
+        """Removes the folder of `begin_save` as far as possible."""
         with contextlib.suppress(OSError):
             self.files.remove(self.saving_folder(step))
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint; killed half-way it is a leftover, never half a checkpoint."""
+        """Deletes a checkpoint; if killed half-way it is a leftover, never half a checkpoint."""
         doomed = self.folder(step)
         if self.files.renames:
             doomed = self.folder(step, "deleting")
@@ -160,7 +160,7 @@ class StepDirectories:
 
 
 def _lock(files: LocalFiles) -> int:
-    """A handle that holds the lock, and says in the file who does."""
+    """File handle that holds the lock; the file names its holder."""
     handle = os.open(files.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

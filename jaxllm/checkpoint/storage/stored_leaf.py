@@ -1,4 +1,4 @@
-"""One leaf on disk: any slice of it, verified, reading no more than the slice lies in."""
+"""Stored leaf: verified slices of one leaf on disk, reading only the files and blocks that a slice lies in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Index = tuple[slice, ...]
 
 
 class CorruptDataError(Exception):
-    """What is on disk is not what was saved."""
+    """Data on disk differs from what was saved."""
 
     def __init__(self, what: str, file: str | None = None):
         super().__init__(what)
@@ -27,16 +27,16 @@ class CorruptDataError(Exception):
 
 
 class StoredLeaf:
-    """The values of one leaf.
+    """Values of one leaf on disk.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         parts: its files of array data, by the name of the chunk.
-        head: its `.zarray`, verified; None where the leaf has no elements.
+        head: its `.zarray`, verified; None if the leaf has no elements.
         block: bytes of a block of its hash.
 
     Attributes:
-        bytes_read: of files, so far.
+        bytes_read: bytes of files read so far.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class StoredLeaf:
 
     @property
     def blocks(self) -> int:
-        """Blocks of its hash."""
+        """Number of blocks of its hash."""
         return max(1, -(-self.record.nbytes // self._block))
 
     def read(self, index: Index | None = None) -> np.ndarray:
         """A slice of the values, as a fresh array.
 
         Raises:
-            Damage: what was read is not what was saved.
+            CorruptDataError: the data differs from what was saved.
         """
         index = tuple(slice(None) for _ in self.shape) if index is None else index
         spans = [range(*part.indices(n)) for part, n in zip(index, self.shape, strict=True)]
@@ -93,7 +93,7 @@ class StoredLeaf:
         return out
 
     def mapped(self) -> np.ndarray:
-        """All values, verified; a read-only view of the file where it is one."""
+        """All values, verified; a read-only memory map if the leaf is one file."""
         if self.record.empty or self.chunk != self.shape:
             return self.read()
         for number in range(self.blocks):
@@ -101,14 +101,14 @@ class StoredLeaf:
         return self._view()
 
     def verify(self) -> None:
-        """Reads everything and compares it with the leaf's hash."""
+        """Reads all values and compares them with the leaf's hash."""
         if not self.record.hash:  # a snapshot's, in several chunks that have their own
             self.read()
         elif combine_block_hashes(self.block_hashes(range(self.blocks))) != self.record.hash:
             raise CorruptDataError("its values do not match the hash in the manifest")
 
     def block_hashes(self, numbers: range) -> list[str]:
-        """Hashes of some blocks of the values in C order, from what is on disk."""
+        """Hashes of some blocks of the values in C order, computed from disk."""
         out = []
         for number in numbers:
             if self.record.empty:
@@ -124,7 +124,7 @@ class StoredLeaf:
         return self._data(0, None).view(self.dtype).reshape(self.shape)
 
     def _slice_of_one(self, spans: list[range]) -> np.ndarray:
-        """An array of the leaf's shape, of which at least the wanted slice is read and verified."""
+        """An array of the leaf's shape in which at least the wanted slice is read and verified."""
         strides = np.cumprod([1, *self.shape[::-1]])[-2::-1] if self.shape else []
         first = sum(span.start * int(s) for span, s in zip(spans, strides, strict=True)) * self.dtype.itemsize
         last = sum((span.stop - 1) * int(s) for span, s in zip(spans, strides, strict=True)) * self.dtype.itemsize
@@ -158,7 +158,7 @@ class StoredLeaf:
         return self._files.read(f"{self._folder}/{self._single_chunk()}", begin, end)
 
     def _whole_chunk(self, name: str) -> np.ndarray:
-        """One chunk of several, verified by its own hash."""
+        """One of several chunks, verified by its own hash."""
         data = self._files.read(f"{self._folder}/{name}")
         if name not in self._checked:
             if hash_array(data) != self._parts[name].hash:
@@ -169,7 +169,7 @@ class StoredLeaf:
         return data.view(self.dtype).reshape(self.chunk)
 
     def _read_block(self, number: int) -> np.ndarray:
-        """The bytes of one block of a leaf in several chunks, by the rows that it lies in."""
+        """Bytes of one block of a leaf in several chunks, read by the rows that it lies in."""
         begin, end = number * self._block, min((number + 1) * self._block, self.record.nbytes)
         out = np.empty(end - begin, np.uint8)
         done = begin
