@@ -104,7 +104,7 @@ def chart(
 def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
     """Bar divided in proportion to (name, size, colour), with percentages below; colours after the sixth are pale."""
     total = sum(size for _, size, _ in parts) or 1.0
-    x, pieces, words = 0.0, [], []
+    x, pieces, labels = 0.0, [], []
     for name, size, color in parts:
         width = 100 * size / total
         tone = f"c{color % COLORS}" if color < COLORS else f"c{color % COLORS} pale"
@@ -112,11 +112,11 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
             f'<rect class="{tone}" x="{x:.2f}" width="{width:.2f}" height="10">'
             f"<title>{escape(name)} {width:.1f}%</title></rect>"
         )
-        words.append(f'<span><i class="{tone}"></i>{escape(name)} {width:.1f}%</span>')
+        labels.append(f'<span><i class="{tone}"></i>{escape(name)} {width:.1f}%</span>')
         x += width
     return (
         f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f'{"".join(pieces)}</svg><p class="legend">{"".join(words)}</p>'
+        f'{"".join(pieces)}</svg><p class="legend">{"".join(labels)}</p>'
     )
 
 
@@ -178,10 +178,10 @@ def downsample(xs: Sequence[float], ys: Sequence[float | None]) -> list[tuple[fl
     points = list(zip(xs, ys, strict=True))
     if len(points) <= MOST_POINTS:
         return points
-    stretches = MOST_POINTS // 4
+    intervals = MOST_POINTS // 4
     kept: list[tuple[float, float | None]] = []
-    for n in range(stretches):
-        part = points[n * len(points) // stretches : (n + 1) * len(points) // stretches]
+    for n in range(intervals):
+        part = points[n * len(points) // intervals : (n + 1) * len(points) // intervals]
         there = [index for index, (_, y) in enumerate(part) if y is not None]
         chosen = {0, len(part) - 1}
         if there:
@@ -242,10 +242,10 @@ def _legend(lines: Sequence[Line]) -> str:
     named = [one for one in lines if one.name]
     if not named:
         return ""
-    words = [
+    labels = [
         f'<span><i class="{_classes(one)}"></i>{escape(one.name)}</span>' for one in named
     ]  # fmt: skip
-    return f'<p class="legend">{"".join(words)}</p>'
+    return f'<p class="legend">{"".join(labels)}</p>'
 
 
 def _svg(title: str, inside: str) -> str:

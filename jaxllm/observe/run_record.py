@@ -13,7 +13,7 @@ from jaxllm.observe.event_log import Goodput, goodput, read_events
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has written so far.
+    """Contents of a run directory so far.
 
     Attributes:
         path: its directory.

@@ -39,8 +39,8 @@ def streamed_optimizer(
         grads, _ = clip.update(updates, clip.init(params), params)
         ends = [name for name in logical_axes if name != "segments"]
         parts = [_part(tree, ends) for tree in (grads, state, params)]
-        moved, new = make(_part(logical_axes, ends)).update(*parts)
-        out: dict[str, Any] = {**moved, "segments": {}}  # type: ignore[dict-item]
+        end_updates, new = make(_part(logical_axes, ends)).update(*parts)
+        out: dict[str, Any] = {**end_updates, "segments": {}}  # type: ignore[dict-item]
         for s in logical_axes["segments"]:
             parts = [_part(tree, ["segments"], s) for tree in (grads, state, params)]
             own, more = _by_layer(make(_part(logical_axes, ["segments"], s)), *parts, device_every=device_every)
@@ -70,29 +70,29 @@ def _by_layer(
         return rule.update(_row(updates, number), state_of(here), _row(params, number))
 
     def on_host(number: Array, updates: Any, stacks: list[Array]) -> tuple[Any, Any]:
-        given = _moved((_row(updates, number), _row(params, number)), jax.memory.Space.Host)
+        given = _to_memory((_row(updates, number), _row(params, number)), jax.memory.Space.Host)
         with compute_on("device_host"):
-            moved, new = jax.jit(rule.update)(
-                given[0], _moved(state_of(_row(stacks, number)), jax.memory.Space.Host), given[1]
+            changes, new = jax.jit(rule.update)(
+                given[0], _to_memory(state_of(_row(stacks, number)), jax.memory.Space.Host), given[1]
             )
-        return _moved(moved, jax.memory.Space.Device), new
+        return _to_memory(changes, jax.memory.Space.Device), new
 
     def layers(updates: Any, stacks: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
         """Updates ``groups`` times ``every`` layers; of each group the first on the device, the others on the host."""
 
         def one(carry: tuple[Any, list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
             updates, stacks, here = carry
-            coming = _moved(_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
+            coming = _to_memory(_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
             own = on_device(number, updates, here)
             done = [(i, *on_host(number + i, updates, stacks)) for i in range(1, every)]
             if every > 1:  # otherwise XLA copies the stacks, since the host may still read what is written in place
                 done, stacks, coming, own = jax.lax.optimization_barrier((done, stacks, coming, own))
-            for i, moved, new in [*done, (0, *own)]:
-                updates, stacks = _put(updates, moved, number + i), _put(stacks, rows_of(new), number + i)
+            for i, changes, new in [*done, (0, *own)]:
+                updates, stacks = _put(updates, changes, number + i), _put(stacks, rows_of(new), number + i)
             return (updates, stacks, coming), None
 
         numbers = first + every * jnp.arange(groups, dtype=jnp.int32)
-        here = _moved(_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
+        here = _to_memory(_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
         return jax.lax.scan(one, (updates, stacks, here), numbers)[0][:2]
 
     whole = repeats // device_every
@@ -100,7 +100,7 @@ def _by_layer(
     if left := repeats - whole * device_every:
         updates, stacks = layers(updates, stacks, repeats - left, left, 1)
     counted = iter(
-        jax.tree.leaves(on_device(jnp.int32(0), grads, _moved(_row(rows_of(state), 0), jax.memory.Space.Device))[1])
+        jax.tree.leaves(on_device(jnp.int32(0), grads, _to_memory(_row(rows_of(state), 0), jax.memory.Space.Device))[1])
     )
     kept = iter(stacks)
     return updates, structure.unflatten([next(kept) if new.ndim else new for new in counted])
@@ -118,7 +118,7 @@ def _put(tree: Any, rows: Any, number: Array) -> Any:
     return jax.tree.map(into, tree, rows)
 
 
-def _moved(tree: Any, to: jax.memory.Space) -> Any:
+def _to_memory(tree: Any, to: jax.memory.Space) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, to), tree)
 
 

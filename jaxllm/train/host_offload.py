@@ -18,7 +18,7 @@ gradients alone.
 
 @dataclass(frozen=True)
 class HostConfig:
-    """Which state of layers is offloaded to host memory; embeddings and heads stay on the device.
+    """Optimizer and parameter offload: state of layers in host memory; embeddings and heads stay on the device.
 
     Attributes:
         optimizer: optimizer offload: the optimizer state, streamed layer by layer for the update

@@ -13,7 +13,7 @@ from jaxllm.files import DataError
 from jaxllm.observe import html_report
 from jaxllm.observe.event_log import goodput
 from jaxllm.observe.run_record import read_record
-from jaxllm.svg import MOST_POINTS, Line, chart, log_ticks, number, stacked_bar, downsample, ticks
+from jaxllm.svg import MOST_POINTS, Line, chart, downsample, log_ticks, number, stacked_bar, ticks
 from tests.observe.made import events, write_run
 from tests.serve.browser import CHROMIUM, Page
 

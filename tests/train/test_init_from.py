@@ -120,7 +120,7 @@ def test_another_architecture_is_refused_field_by_field(tmp_path: Path, begin: P
 
 
 def test_a_tokenizer_of_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="begins from no model"):
+    with pytest.raises(DataError, match="starts from no model"):
         train(runs.run_config(tmp_path, tokenizer="model"))
 
 

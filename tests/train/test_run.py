@@ -364,7 +364,7 @@ def test_other_text_under_the_same_name_is_refused(finished, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"mesh": "data=3"}, ShardingError, "needs 3 devices and there are 8"),
+        ({"mesh": "data=3"}, ShardingError, "needs 3 devices, but there are 8"),
         ({"batch_size": 12}, ShardingError, r'batch = 12 cannot be split 8 ways.*nearest.*"data=4,tensor=2"'),
         ({"accumulate": 2}, ShardingError, r"micro-batch \(data.batch_size / accumulate\): batch = 4"),
         ({"source": "no/such.txt"}, ValueError, "no/such.txt"),

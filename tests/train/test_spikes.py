@@ -246,7 +246,7 @@ def test_updates_are_those_of_the_lower_rate(lowered):
 
 def test_too_many_spikes_stop_the_run(folder):
     many = dataclasses.replace(SKIP, limit=1)
-    with batches(bad=(7, 9)), pytest.raises(SpikesError, match=r"step 10: .* after those of steps 8; 1 in 4 steps are tolerated"):
+    with batches(bad=(7, 9)), pytest.raises(SpikesError, match=r"step 10: .* after those of steps 8; 1 in 4 steps"):
         run(folder, many, "many")
     assert read_record(folder / "many" / "tiny").state.startswith("failed: step 10: loss")
 

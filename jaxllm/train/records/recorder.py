@@ -102,7 +102,7 @@ class Recorder:
         row |= {"memory_bytes": memory_bytes(), "tokens_per_second": self.view.tokens_per_second}
         if self._throughput["peak_flops"]:
             for name, each in (("mfu", "flops_per_token"), ("hfu", "hardware_flops_per_token")):
-                row[name] = self._throughput[each] * self.view.tokens_per_second / self._figures["peak_flops"]
+                row[name] = self._throughput[each] * self.view.tokens_per_second / self._throughput["peak_flops"]
         if "expert_load" in metrics and self._config.routing.log_loads:
             row["expert_load"] = metrics["expert_load"].tolist()
         self.sinks.log(number, row)

@@ -94,7 +94,7 @@ class Saver:
     # Save
 
     def due(self, step: int, last: bool) -> Place | None:
-        """Where the state after ``step`` steps is to be saved; None: nowhere.
+        """Place to save the state after ``step`` steps: disk, memory, or None for nowhere.
 
         Args:
             last: whether this is the last step of this start, which is always saved to disk.

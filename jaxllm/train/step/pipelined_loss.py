@@ -76,8 +76,10 @@ def pipelined_value_and_grad(
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
         parts = _parts(model, batch, schedule, layout)
-        sums, heard, grads = schedule_executor.sums_and_grads(pipeline, params, parts, total, _head(model, z_loss))
-        return sums if routers is None else routers.joined(sums, heard, total), grads
+        sums, routing_sums, grads = schedule_executor.sums_and_grads(
+            pipeline, params, parts, total, _head(model, z_loss)
+        )
+        return sums if routers is None else routers.add_routing_losses(sums, routing_sums, total), grads
 
     return run
 
@@ -98,7 +100,7 @@ def pipelined_loss_sums(
 class PipelineRouting:
     """Routing statistics and losses of pipelined layers; an ``AuxLossCollector`` of the pipeline.
 
-    Loss terms are shares of the whole batch's mean until ``joined`` multiplies them by the target tokens.
+    Loss terms are shares of the whole batch's mean until ``add_routing_losses`` multiplies them by the target tokens.
     """
 
     config: DecoderConfig
@@ -145,9 +147,9 @@ class PipelineRouting:
         rest = {name: getattr(sums, name) + getattr(found, name) for name in ("dropped", "balance", "z")}
         return more._replace(**rest)
 
-    def joined(self, sums: LossSums, heard: RoutingSums, total: Array) -> LossSums:
+    def add_routing_losses(self, sums: LossSums, routing: RoutingSums, total: Array) -> LossSums:
         """Loss sums of the head with the routing losses added, for a batch of ``total`` target tokens."""
-        whole = heard._replace(balance=heard.balance * total, z=heard.z * total)
+        whole = routing._replace(balance=routing.balance * total, z=routing.z * total)
         return sums._replace(loss=sums.loss + self._loss(whole), routing=whole)
 
     def _loss(self, sums: RoutingSums) -> Array:

@@ -181,12 +181,12 @@ def update_balance_biases(config: DecoderConfig, rate: float) -> Callable[[Any, 
         rate: step size (``RoutingConfig.bias_rate``).
     """
 
-    def moved(bias: Float[Array, "R E"], counts: Float[Array, "R E2"]) -> Float[Array, "R E"]:
+    def step_bias(bias: Float[Array, "R E"], counts: Float[Array, "R E2"]) -> Float[Array, "R E"]:
         counts = counts[:, : bias.shape[1]]
         mean = jnp.mean(counts, axis=1, keepdims=True)
         return bias + (rate * jnp.sign(mean - counts)).astype(bias.dtype)
 
-    def move(params: Any, sums: RoutingSums) -> Any:
+    def update(params: Any, sums: RoutingSums) -> Any:
         segments, first = dict(params["segments"]), 0
         for s, (group, repeats) in enumerate(config.segments):
             segments[str(s)] = blocks = dict(segments[str(s)])
@@ -194,9 +194,9 @@ def update_balance_biases(config: DecoderConfig, rate: float) -> Callable[[Any, 
                 if isinstance(block.mlp, MoeConfig) and block.mlp.router.balance_bias:
                     rows = np.arange(repeats) * len(group) + first + b
                     mlp = blocks[str(b)]["mlp"]
-                    biases = {"balance_bias": moved(mlp["balance_bias"], sums.counts[rows])}
+                    biases = {"balance_bias": step_bias(mlp["balance_bias"], sums.counts[rows])}
                     blocks[str(b)] = {**blocks[str(b)], "mlp": {**mlp, **biases}}
             first += len(group) * repeats
         return {**params, "segments": segments}
 
-    return move
+    return update
