@@ -91,6 +91,7 @@ RENAMED_MODULES = {
     "jaxllm.models.saved": "jaxllm.models.remat_names",
     "jaxllm.models.products": "jaxllm.models.low_precision_matmul",
     "jaxllm.models.compact": "jaxllm.models.compact_matmul",
+    "sharding.ring": "sharding.collective_matmul",
     "jaxllm.parallel.plan": "jaxllm.parallel.parallel_config",
     "jaxllm.parallel.watch": "jaxllm.parallel.heartbeat",
     "jaxllm.parallel.legal": "jaxllm.parallel.mesh_search",

@@ -1,7 +1,10 @@
-"""Where arrays live: meshes, the sharding table, and operations that name their result's place.
+"""Sharding: device meshes, rules from logical axes to mesh axes, and operations with sharded results.
 
-Importable on its own; needs jax only.
+Importable on its own; needs JAX only.
 """
+
+import warnings
+from typing import Any
 
 from sharding.mesh import AXES as AXES
 from sharding.mesh import PRESETS as PRESETS
@@ -36,3 +39,20 @@ from sharding.rules import Rules as Rules
 from sharding.state import abstract_params as abstract_params
 from sharding.state import derived_abstract as derived_abstract
 from sharding.state import shardings_of as shardings_of
+
+_RENAMED = {
+    "Product": "MatmulFn",
+    "products": "project_many",
+    "scatter_sum": "reduce_partial_sums",
+    "use_product": "use_matmul",
+    "use_tokens": "use_token_split",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Deprecated names, which go away in the next release."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"sharding.{name} is now sharding.{_RENAMED[name]}; the old name goes away in the next release."
+    warnings.warn(message, FutureWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -1,7 +1,7 @@
-"""Runs a function in a child process that is set up to compile for a topology, and brings its JSON result back.
+"""Isolated compilation: runs a function in a child process set up to compile for a topology; its result is JSON.
 
-A compiler wants its environment set before jax starts, brings 600 MB along, writes much to stderr, and now and then
-dies instead of raising; none of that should happen to the caller's process.
+A compiler needs its environment set before JAX starts, loads 600 MB, writes much to stderr, and sometimes aborts the
+process instead of raising an error; none of that should happen in the caller's process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sharding.mesh import ShardingError
 from sharding.topology import CompilerMissing, Topology
 
 Progress = Callable[[float, str], None]
-"""Called about once a second with the seconds since the start and the stage reached, at last with "done"."""
+"""Called about once a second with the seconds since the start and the current stage, finally with "done"."""
 
-# Not inherited: settings meant for the caller's own devices. The flags of one compiler kill another, and a real slice's
-# TPU_* and MEGASCALE_* would describe the wrong one.
+# Variables that the child does not inherit: settings for the caller's own devices. The flags of one compiler abort
+# another, and TPU_* and MEGASCALE_* of a real slice would describe the wrong one.
 _DROPPED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR")
 _DROPPED_PREFIXES = ("TPU_", "MEGASCALE_", "JAX_COORDINATOR")
 _QUIET = {
@@ -36,11 +36,11 @@ _QUIET = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
-    # Also without a GPU target: an installed plugin that misses NVIDIA's libraries complains at every start of jax.
+    # For all targets: an installed CUDA plugin without NVIDIA's libraries prints an error whenever JAX starts.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "PYTHONUNBUFFERED": "1",
 }
-# The caller's sys.path comes first, so that the child finds what the caller finds and nothing else.
+# The child takes the caller's sys.path, so that it imports the same modules.
 _BOOT = (
     "import json, sys; request = json.loads(sys.stdin.readline()); sys.path[:] = request['path']; "
     "from sharding.isolate import _serve; _serve(request)"
@@ -52,18 +52,18 @@ _OUT_OF_HBM = (
     re.compile(r"Used ([\d.]+)([KMGTP]?) of ([\d.]+)([KMGTP]?) hbm"),
 )
 
-# Errors that say all in one sentence: raised again as they are.
+# Errors whose message is complete: raised again as they are.
 _TYPED: dict[str, type[Exception]] = {"ShardingError": ShardingError, "CompilerMissing": CompilerMissing}
 
 _tell: Callable[[dict[str, Any]], None] | None = None  # in a child: sends a message to the caller
 
 
 class IsolatedError(RuntimeError):
-    """The function in the child raised, or the child died.
+    """Failure in the child: the function raised an exception, or the process died.
 
     Attributes:
-        error: class name of the child's exception; ``""`` if the child died without one.
-        traceback: the child's traceback, or the end of its stderr.
+        error: class name of the child's exception; ``""`` if the process died without one.
+        traceback: traceback in the child, or the end of its stderr.
     """
 
     def __init__(self, message: str, error: str = "", traceback: str = "") -> None:
@@ -73,19 +73,19 @@ class IsolatedError(RuntimeError):
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """A compiler refused a program because it does not fit into the memory of a device.
+    """Compilation error: the program does not fit in the memory of a device.
 
     Attributes:
         topology: name of the topology.
-        need: bytes the program takes on one device.
-        limit: bytes there are.
+        need: bytes that the program needs on one device.
+        limit: bytes of device memory available to a program.
     """
 
     def __init__(self, topology: str, need: int, limit: int) -> None:
         there, wanted, over = (f"{size / 2**30:.2f} GiB" for size in (limit, need, need - limit))
         super().__init__(
-            f"the program needs {wanted} on each device of {topology} and there are {there}: {over} too much. "
-            "Shard over more devices, make the batch smaller, or rematerialise more."
+            f"the program needs {wanted} on each device of {topology}, but there are {there}: {over} too much. "
+            "Shard over more devices, reduce the batch size, or recompute more (model.remat)."
         )
         self.topology = topology
         self.need = need
@@ -93,7 +93,7 @@ class OutOfDeviceMemory(RuntimeError):
 
     @classmethod
     def from_message(cls, message: str, topology: str) -> OutOfDeviceMemory | None:
-        """The error in a compiler's message, if that is what it says."""
+        """Error parsed from a compiler's message; None if the message is about something else."""
         for pattern in _OUT_OF_HBM:
             if found := pattern.search(message):
                 need, need_unit, limit, limit_unit = found.groups()
@@ -102,7 +102,7 @@ class OutOfDeviceMemory(RuntimeError):
 
 
 def stage(text: str) -> None:
-    """In a child, tells the caller's ``progress`` what is being done; elsewhere, nothing."""
+    """Reports the current stage to the caller's ``progress``; does nothing outside a child process."""
     if _tell is not None:
         _tell({"stage": text})
 
@@ -116,33 +116,35 @@ def run_isolated(
     progress: Progress | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """``target(topology=..., **kwargs)`` in a child process set up to compile for ``topology``.
+    """Result of ``target(topology=..., **kwargs)``, run in a child process set up to compile for ``topology``.
 
-    The child is killed when this call ends for any reason, and ends by itself when this process is killed.
+    The child is killed when this call ends for any reason, and exits by itself when this process is killed.
 
     Args:
         target: ``"package.module:function"``, importable from here; it gets a ``Topology`` and returns JSON-able data.
-        topology: its name.
+        topology: topology or its name.
         kwargs: JSON-able arguments.
-        timeout: seconds.
-        progress: see ``Progress``.
+        timeout: limit in seconds.
+        progress: progress callback, see ``Progress``.
         env: more environment variables, such as ``LIBTPU_INIT_ARGS``. ``XLA_FLAGS`` and the like are not inherited.
 
     Returns:
-        What ``target`` returns, after a round trip through JSON (tuples become lists).
+        The return value of ``target``, after a round trip through JSON (tuples become lists).
 
     Raises:
-        ShardingError: unknown topology, or the child's own.
-        CompilerMissing: the child cannot compile for it; names the extra to install.
-        OutOfDeviceMemory: the compiler found the program too large for a device.
-        IsolatedError: ``target`` raised anything else, or the child died.
-        TimeoutError: ``timeout`` seconds are over.
-        TypeError: ``kwargs`` do not fit into JSON.
+        ShardingError: unknown topology, or raised by ``target``.
+        CompilerMissing: the child cannot compile for the topology; names the extra to install.
+        OutOfDeviceMemory: the program is too large for the memory of a device.
+        IsolatedError: ``target`` raised another exception, or the child died.
+        TimeoutError: the child was not done after ``timeout`` seconds.
+        TypeError: ``kwargs`` are not JSON-able.
     """
     topology = Topology.parse(topology) if isinstance(topology, str) else topology
     module, colon, function = target.partition(":")
     if not (module and colon and function) or module == "__main__":
-        raise ValueError(f"target {target!r} must read 'package.module:function', and a child process must find it.")
+        raise ValueError(
+            f"target {target!r} must have the form 'package.module:function' and be importable in a child process."
+        )
     request = {"target": target, "topology": topology.name, "kwargs": dict(kwargs or {}), "path": sys.path}
     line = json.dumps(request) + "\n"
     started = time.monotonic()
@@ -161,13 +163,13 @@ def run_isolated(
         reader = threading.Thread(target=_read, args=(child.stdout, messages), daemon=True)
         reader.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # a child that died early is reported below
+            with contextlib.suppress(BrokenPipeError):  # an early death of the child is reported below
                 child.stdin.write(line)
-                child.stdin.flush()  # stays open: its end tells the child that we are gone
+                child.stdin.flush()  # stays open: its end tells the child that this process is gone
             answer = _wait(messages, started, timeout, progress, f"{target} on {topology}")
             if answer is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(timeout=10)  # it is ending by itself: let it say how
+                    child.wait(timeout=10)  # the child is ending by itself: wait for its exit status
         finally:
             child.kill()
             status = child.wait()
@@ -204,7 +206,7 @@ def _read(stdout: Iterable[str], messages: queue.Queue[str | None]) -> None:
 def _wait(
     messages: queue.Queue[str | None], started: float, timeout: float | None, progress: Progress | None, what: str
 ) -> dict[str, Any] | None:
-    """The child's last message; None if it ends without one."""
+    """Final message of the child; None if it ends without one."""
     at = "starting"
     while True:
         elapsed = time.monotonic() - started
@@ -238,10 +240,10 @@ def _result(answer: dict[str, Any], target: str, topology: Topology) -> Any:
 
 
 def _serve(request: dict[str, Any]) -> None:
-    """The child: runs the target and answers with one line of JSON on what was its stdout."""
+    """Entry point of the child: runs the target and writes the result as JSON lines to its original stdout."""
     global _tell
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the target or a library prints is noise
+    os.dup2(2, 1)  # output of the target or of a library goes to stderr
     lock = threading.Lock()
 
     def tell(message: dict[str, Any]) -> None:
@@ -259,7 +261,7 @@ def _serve(request: dict[str, Any]) -> None:
         tell({"result": result})
     except BaseException as error:
         tell(_describe(error, topology))
-    os._exit(0)  # the compilers' own teardown is slow and not always clean
+    os._exit(0)  # the teardown of the compilers is slow and not always clean
 
 
 def _die_with_caller() -> None:

@@ -1,4 +1,4 @@
-"""Named device meshes: how many devices along which axis."""
+"""Device meshes with named axes: the number of devices along each mesh axis."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-# The axes a plan may use, outermost (slowest links) first. One table, so that a typo is an error and not a new axis.
+# Mesh axes of a plan, outermost (slowest links) first. One table, so that a typo is an error and not a new axis.
 AXES = {
-    "data": "replicas of the parameters, each with its own part of the batch",
-    "stage": "pipeline stages",
-    "fsdp": "parts of the batch that also share out parameters and optimizer state (ZeRO-3)",
-    "context": "parts of the sequence, whose keys and values travel to the queries; parameters as over fsdp",
-    "expert": "experts of a mixture-of-experts layer; outside it, as fsdp",
-    "ulysses": "parts of the sequence, exchanged for parts of the heads inside attention; parameters as over fsdp",
-    "tensor": "parts of heads, feed-forward width and vocabulary (Megatron)",
+    "data": "data parallelism: replicas of the parameters, each with its own part of the batch",
+    "stage": "pipeline parallelism: stages of layers",
+    "fsdp": "FSDP: parts of the batch, over which parameters and optimizer state are sharded too (ZeRO-3)",
+    "context": "context parallelism: parts of the sequence (ring attention, or gathered keys); parameters as over fsdp",
+    "expert": "expert parallelism: experts of a mixture-of-experts layer; outside it, as fsdp",
+    "ulysses": "parts of the sequence, exchanged for heads inside attention (all-to-all); parameters as over fsdp",
+    "tensor": "tensor parallelism (Megatron): parts of heads, feed-forward width and vocabulary",
 }
 
 
 BETWEEN_SLICES = ("data", "stage", "fsdp", "context")
-"""Axes that may go across slices, over the data-centre network: in this order they take what the slices ask for."""
+"""Axes that may span slices, over the data-centre network; the number of slices is factored over them in this order."""
 
 
 class ShardingError(ValueError):
-    """An array, a mesh or a rule does not fit the others; the message says what would."""
+    """Array, mesh or rule that does not fit the others; the message says what would."""
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of ``n`` in rising order: the legal sizes of a mesh axis over a dimension of size ``n``."""
+    """Divisors of ``n`` in rising order: the legal sizes of a mesh axis over a dimension of size ``n``."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the named mesh axes, in order.
+    """Mesh specification: names and sizes of the mesh axes, in order.
 
-    A size of -1 takes the devices that are left; two of them share those out as evenly as can be, the outer axis
+    An axis of size -1 takes the remaining devices; two of them share these as evenly as possible, the outer axis
     getting the larger part (inner axes communicate more).
 
     Attributes:
@@ -58,15 +58,17 @@ class MeshSpec:
                 raise ShardingError(f"mesh axis {name!r} is given twice.")
         for name, size in self.axes:
             if size < 1 and size != -1:
-                raise ShardingError(f"mesh axis {name}={size}: a size is a positive number, or -1 for 'what is left'.")
+                raise ShardingError(
+                    f"mesh axis {name}={size}: a size is a positive number, or -1 for the remaining devices."
+                )
         if sum(size == -1 for _, size in self.axes) > 2:
-            raise ShardingError("at most two mesh axes can be -1 ('what is left').")
+            raise ShardingError("at most two mesh axes can be -1 (the remaining devices).")
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Reads ``"fsdp=4,tensor=2"`` or a preset's name (``dp``, ``fsdp``, ``tp``, ``fsdp_tp``).
+        """Mesh specification from text: ``"fsdp=4,tensor=2"``, or a preset (``dp``, ``fsdp``, ``tp``, ``fsdp_tp``).
 
-        A preset leaves its sizes to the number of devices, see ``resolve``.
+        The sizes of a preset depend on the number of devices, see ``resolve``.
 
         Raises:
             ShardingError: the text is neither.
@@ -89,16 +91,16 @@ class MeshSpec:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Fills in -1 so that the sizes multiply to ``num_devices``.
+        """Mesh specification with -1 filled in, so that the sizes multiply to ``num_devices``.
 
         Raises:
-            ShardingError: they cannot; names the nearest legal sizes.
+            ShardingError: they cannot; names the legal sizes.
         """
         fixed = math.prod(size for _, size in self.axes if size != -1)
         open_axes = [name for name, size in self.axes if size == -1]
         if (open_axes and num_devices % fixed) or (not open_axes and fixed != num_devices):
             raise ShardingError(
-                f"the mesh {self} needs {'a multiple of ' if open_axes else ''}{fixed} devices and there are "
+                f"the mesh {self} needs {'a multiple of ' if open_axes else ''}{fixed} devices, but there are "
                 f"{num_devices}. Axis sizes must multiply to {num_devices}; each can be one of {divisors(num_devices)}."
             )
         rest = num_devices // fixed
@@ -107,11 +109,11 @@ class MeshSpec:
         return MeshSpec(tuple((name, sizes.get(name, inner) if size == -1 else size) for name, size in self.axes))
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """A mesh of explicit axes over ``devices`` (all of this backend by default).
+        """Mesh of explicit axes over ``devices`` (all of this backend by default).
 
-        Devices are ordered so that inner axes lie on the fastest links; an axis of the mesh may be part of an axis
-        of the slice (tensor=4 on an 8 x 8 slice), which ``jax.make_mesh`` refuses. Over several slices, the outer parts
-        of ``BETWEEN_SLICES`` go from slice to slice and everything else stays inside one.
+        Devices are ordered so that inner axes use the fastest links; a mesh axis may be a part of a slice's axis
+        (tensor=4 on an 8 x 8 slice), which ``jax.make_mesh`` does not support. Over several slices, the outer parts of
+        the axes in ``BETWEEN_SLICES`` span slices, and everything else stays inside one.
 
         Raises:
             ShardingError: the sizes do not multiply to the number of devices, or do not divide over the slices.
@@ -130,10 +132,10 @@ class MeshSpec:
         return Mesh(ordered, names, axis_types=(AxisType.Explicit,) * len(names))
 
     def between(self, slices: int) -> tuple[int, ...]:
-        """How many parts of each axis, in order, lie in different slices; they multiply to ``slices``.
+        """Factor of each axis, in order, that spans slices; the factors multiply to ``slices``.
 
         Raises:
-            ShardingError: the axes that may go between slices cannot make so many.
+            ShardingError: the sizes of the axes that may span slices do not allow it.
         """
         sizes, rest = dict(self.axes), slices
         outer = dict.fromkeys(sizes, 1)
@@ -142,20 +144,20 @@ class MeshSpec:
             rest //= outer[name]
         if rest > 1:
             raise ShardingError(
-                f"the mesh {self} does not divide over {slices} slices: between slices go {', '.join(BETWEEN_SLICES)}, "
-                f"and their sizes must have {slices} as a factor; give data a multiple of {slices}."
+                f"the mesh {self} does not divide over {slices} slices: only {', '.join(BETWEEN_SLICES)} may span "
+                f"slices, and their sizes must have {slices} as a factor; give data a multiple of {slices}."
             )
         return tuple(outer[name] for name, _ in self.axes)
 
     def abstract(self, num_devices: int | None = None) -> AbstractMesh:
-        """The same mesh without devices: enough to type-check a program's shardings.
+        """Abstract mesh, without devices: enough to type-check the shardings of a program.
 
         Raises:
-            ShardingError: as ``build``; also when a size is -1 and ``num_devices`` is not given.
+            ShardingError: as for ``build``; also when a size is -1 and ``num_devices`` is not given.
         """
         if num_devices is None:
             if any(size == -1 for _, size in self.axes):
-                raise ShardingError(f"the mesh {self} has an open size; say for how many devices.")
+                raise ShardingError(f"the mesh {self} has an open size (-1); give the number of devices.")
             num_devices = math.prod(size for _, size in self.axes)
         spec = self.resolve(num_devices)
         names = tuple(name for name, _ in spec.axes)
@@ -169,4 +171,4 @@ PRESETS = {
     "tp": MeshSpec((("tensor", -1),)),
     "fsdp_tp": MeshSpec((("fsdp", -1), ("tensor", -1))),
 }
-"""Plans by name; the rules (``sharding.rules.DEFAULT``) are the same for all."""
+"""Meshes by name; the rules (``sharding.rules.DEFAULT``) are the same for all."""

@@ -1,6 +1,7 @@
-"""Operations that say where their result lives, by logical axes.
+"""Sharded operations: matmuls, lookups and shard_maps whose result's sharding is given by logical axes.
 
-Outside a mesh, and inside a fully manual ``jax.shard_map``, they are the plain operation: there is nothing to say.
+Tensor parallelism, FSDP (ZeRO) and sequence parallelism follow from the rules in force. Outside a mesh, and inside a
+fully manual ``jax.shard_map``, these are the plain operations.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from sharding import ring
+from sharding import collective_matmul
 from sharding.rules import DEFAULT, LogicalAxes, Rules, split_sizes
 
 GATHERED_WEIGHT = "gathered_weight"
-"""Name under which ``gather_weight``'s results are known to ``jax.checkpoint`` policies."""
+"""``checkpoint_name`` of the results of ``gather_weight``."""
 SCATTERED_SUM = "scattered_sum"
-"""And ``project``'s, where devices hold summands and then parts of the sum: by it a policy that keeps no ``reshard``
-keeps the parts, and not the summands."""
+"""``checkpoint_name`` of results of ``project`` that are reduce-scattered partial sums: a policy that saves no
+``reshard`` then still saves the scattered result, instead of the partial sums."""
 
 MatmulFn = Callable[[Array, Array, int, PartitionSpec | None], Array]
-"""``(x, w, contract, where the result is)``: what ``project`` multiplies by, see ``use_matmul``."""
+"""Matmul ``(x, w, contract, out_sharding) -> result`` that ``project`` uses, see ``use_matmul``."""
 
 TokenSplit = Callable[[Callable[[Array], Array], Array], Array]
-"""``(multiply, x) -> multiply(x)``, perhaps of some tokens after the others: see ``use_token_split``."""
+"""Wrapper ``(multiply, x) -> multiply(x)`` of a matmul, which may split the tokens: see ``use_token_split``."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
-_product: ContextVar[MatmulFn | None] = ContextVar("sharding_product", default=None)
+_matmul: ContextVar[MatmulFn | None] = ContextVar("sharding_matmul", default=None)
 _tokens: ContextVar[TokenSplit] = ContextVar("sharding_tokens", default=lambda multiply, x: multiply(x))
 
 
 @contextlib.contextmanager
 def use_rules(rules: Rules) -> Iterator[None]:
-    """Traces the body under ``rules``.
+    """Context manager: traces the body under sharding rules.
 
-    Enter it *inside* the function that is jitted: rules are not part of jit's cache key, the function is.
+    Enter it *inside* the jitted function: the rules are not part of jit's cache key, but the function is.
     """
     token = _rules.set(rules)
     try:
@@ -51,18 +52,18 @@ def use_rules(rules: Rules) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def use_matmul(product: MatmulFn | None) -> Iterator[None]:
-    """Traces the body with another product of activations and weights than the plain one, such as one of 8 bits."""
-    token = _product.set(product)
+def use_matmul(matmul: MatmulFn | None) -> Iterator[None]:
+    """Context manager: traces the body with another matmul of activations and weights, such as one in INT8 or FP8."""
+    token = _matmul.set(matmul)
     try:
         yield
     finally:
-        _product.reset(token)
+        _matmul.reset(token)
 
 
 @contextlib.contextmanager
 def use_token_split(by: TokenSplit) -> Iterator[None]:
-    """Traces the body with ``by`` around every ``project`` whose result no device has a summand of."""
+    """Context manager: traces the body with ``by`` around every ``project`` whose result is no partial sum."""
     token = _tokens.set(by)
     try:
         yield
@@ -71,14 +72,14 @@ def use_token_split(by: TokenSplit) -> Iterator[None]:
 
 
 def current_rules() -> Rules:
-    """The rules in force."""
+    """Sharding rules in force."""
     return _rules.get()
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh in force if it has explicit axes of more than one device, else None.
+    """Mesh in force if it has explicit axes of more than one device, else None.
 
-    Some of its axes may be manual (inside a pipeline's ``jax.shard_map``); the others split arrays as ever.
+    Some of its axes may be manual (inside the ``jax.shard_map`` of a pipeline); the others still split arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Auto in mesh.axis_types or math.prod(split_sizes(mesh).values()) == 1:
@@ -86,13 +87,13 @@ def current_mesh() -> AbstractMesh | None:
     return mesh
 
 
-def _sums_can_wait(mesh: AbstractMesh) -> bool:
-    """Whether ``jax.P(unreduced=...)`` can be used: XLA knows no array that is both it and manual over some axes."""
+def _supports_unreduced(mesh: AbstractMesh) -> bool:
+    """Whether ``jax.P(unreduced=...)`` can be used: XLA has no arrays that are both unreduced and partly manual."""
     return AxisType.Manual not in mesh.axis_types
 
 
 def spec(*logical: str | None, shape: Sequence[int] | None = None, what: str = "activation") -> PartitionSpec:
-    """Partition spec of logical axes under the rules and mesh in force (all-None outside a mesh)."""
+    """Partition spec of logical axes under the rules and mesh in force; all-None outside a mesh."""
     mesh = current_mesh()
     if mesh is None:
         return PartitionSpec(*(None,) * len(logical))
@@ -100,31 +101,32 @@ def spec(*logical: str | None, shape: Sequence[int] | None = None, what: str = "
 
 
 def constrain(x: Array, *logical: str | None, what: str = "activation") -> Array:
-    """``x``, moved if need be to where its logical axes say."""
+    """``x`` resharded to what its logical axes say."""
     if current_mesh() is None:
         return x
     return jax.sharding.reshard(x, spec(*logical, shape=x.shape, what=what))
 
 
 def fan_out(x: Array, *logical: str | None, over: str, what: str = "activation") -> Array:
-    """``constrain``, for an array that several products meet whose other factor is split over the axes of ``over``.
+    """``constrain`` for the input of several column-parallel matmuls whose weights are split over the axes of ``over``.
 
-    What reaches back through them is added up on each device before it is summed over devices: once, not once for each
-    product (the operator f of Megatron, arXiv:1909.08053 section 3).
+    In the backward pass the gradients from all of them are added on each device first, and all-reduced once instead of
+    once per matmul (the operator f of Megatron, arXiv:1909.08053 section 3).
     """
     mesh = current_mesh()
     if mesh is None:
         return x
     there = spec(*logical, shape=x.shape, what=what)
-    if not _sums_can_wait(mesh):
+    if not _supports_unreduced(mesh):
         return jax.sharding.reshard(x, there)
     return jax.sharding.reshard(x, jax.P(*there, reduced=frozenset(axis_names(over)) - _mesh_axes(there)))
 
 
 def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activation") -> Array:
-    """``jnp.einsum`` whose result lives where ``out`` says.
+    """``jnp.einsum`` with a result sharded by the logical axes ``out``.
 
-    Contractions over a split dimension become partial sums; ``out`` decides who gets the total.
+    Contractions over a split dimension give partial sums; ``out`` decides whether they are all-reduced or
+    reduce-scattered.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -161,7 +163,7 @@ def project_many(
 
     def local(x: Array, *weights: Array) -> tuple[Array, ...]:
         first, *rest = _alike(x, *weights)
-        return ring.all_gather_matmul(axis, first, tuple(rest))
+        return collective_matmul.all_gather_matmul(axis, first, tuple(rest))
 
     with jax.named_scope("+".join(scopes)) if scopes else contextlib.nullcontext():
         return list(
@@ -176,13 +178,13 @@ def project_many(
 
 
 def _ring(over: str) -> str | None:
-    """The mesh axis that splits the residual stream's sequence and ``over``, if products go around it in a ring."""
+    """Mesh axis that splits both the residual stream's sequence and ``over``, if the rules use collective matmul."""
     axes = set(axis_names("residual_seq")) & set(axis_names(over)) & set(current_rules().rings)
     return axes.pop() if axes else None
 
 
 def _alike(*arrays: Array) -> list[Array]:
-    """The arrays, each varying over all manual axes that any of them varies over."""
+    """Arrays that all vary over the manual axes that any of them varies over."""
     kinds = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     every = frozenset().union(*kinds)
     return [
@@ -197,21 +199,21 @@ def _spec_of(w: Array) -> PartitionSpec:
 
 
 def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: str = "activation") -> Array:
-    """Applies a weight to every token: ``x[B, S, *in]`` times ``w[*in, *out]``, over ``contract`` dimensions.
+    """Matmul of activations and a weight: ``x[B, S, *in] @ w[*in, *out] -> [B, S, *out]``.
 
     Args:
-        out: logical axes of the result ``[B, S, *out]``.
-        contract: how many trailing dimensions of x meet as many leading ones of w.
+        out: logical axes of the result.
+        contract: number of trailing dimensions of x that are contracted with as many leading ones of w.
     """
     mesh = current_mesh()
     if mesh is None:
-        # Tokens as one dimension: the weight's gradient then contracts one dimension and not two, which XLA:CPU
-        # runs as a plain matrix product instead of copying the activations transposed (a third of the step's time).
-        product = _product.get() or (lambda x, w, *_: x @ w)
+        # Tokens as one dimension: the weight gradient then contracts one dimension instead of two, which XLA:CPU runs
+        # as a plain matmul; otherwise it copies the activations transposed, a third of the step's time.
+        matmul = _matmul.get() or (lambda x, w, *_: x @ w)
 
         def flat(x: Array) -> Array:
             tokens = x.shape[: x.ndim - contract]
-            out = product(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
+            out = matmul(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
             return out.reshape(*tokens, *w.shape[contract:])
 
         return _tokens.get()(flat, x)
@@ -221,15 +223,15 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
         return _tokens.get()(lambda x: _dot(x, w, contract, there), x)
     if summed <= set(current_rules().rings):
         return _scattered(x, w, there, contract)
-    # The axis that is summed over also splits the result: summands first and then their scattered sums, so that the
-    # transpose is as plain, a gathered cotangent meeting the whole of x.
-    parts = jax.P(*_without(there, summed), unreduced=summed if _sums_can_wait(mesh) else frozenset())
+    # The axis that is summed over also splits the result: compute partial sums, then reduce-scatter them. The transpose
+    # is then an all-gather of the cotangent and one matmul with the whole of x.
+    parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
     summands = _dot(x, w, contract, parts)
     return checkpoint_name(jax.sharding.reshard(summands, there), SCATTERED_SUM)
 
 
 def split_tokens(x: Array, share: float) -> tuple[Array, Array]:
-    """The first of a device's tokens in each row, such a share of them, and the others; ``x[B, S, ...]``."""
+    """First ``share`` of a device's tokens in each row, and the others: ``x[B, S, ...]`` split along S."""
     spec = _sequence_spec(x)
     if spec is None:
         k = round(share * x.shape[1])
@@ -240,7 +242,7 @@ def split_tokens(x: Array, share: float) -> tuple[Array, Array]:
 
 
 def join_tokens(first: Array, rest: Array) -> Array:
-    """What ``split_tokens`` split."""
+    """Inverse of ``split_tokens``."""
     both = lambda *halves: jnp.concatenate(halves, axis=1)  # noqa: E731
     if (spec := _sequence_spec(first)) is None:
         return both(first, rest)
@@ -250,28 +252,28 @@ def join_tokens(first: Array, rest: Array) -> Array:
 
 
 def _sequence_spec(x: Array) -> PartitionSpec | None:
-    """The array's spec, if its sequence is split over devices."""
+    """Partition spec of an array if its sequence is split over devices, else None."""
     if current_mesh() is None or jax.typeof(x).sharding.spec.partitions[1] is None:
         return None
     return _spec_of(x)
 
 
 def _dot(x: Array, w: Array, contract: int, there: PartitionSpec) -> Array:
-    """The product in force."""
-    if (product := _product.get()) is not None:
-        return product(x, w, contract, there)
+    """Matmul with the implementation in force, see ``use_matmul``."""
+    if (matmul := _matmul.get()) is not None:
+        return matmul(x, w, contract, there)
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
 
 
 def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:
-    """The product whose sum over devices is scattered over the sequence, around a ring."""
+    """Matmul whose partial sums are reduce-scattered over the sequence, as a collective matmul."""
     (axis,) = _mesh_axes(_spec_of(w).partitions[:contract])
 
     def local(x: Array, w: Array) -> Array:
         x, w = _alike(x, w)
         flat = x.reshape(*x.shape[:-contract], -1), w.reshape(math.prod(w.shape[:contract]), -1)
-        return ring.matmul_reduce_scatter(axis, *flat)
+        return collective_matmul.matmul_reduce_scatter(axis, *flat)
 
     mesh = jax.sharding.get_abstract_mesh()
     specs = jax.typeof(x).sharding.spec, _spec_of(w)
@@ -280,43 +282,43 @@ def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array
 
 
 def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") -> Array:
-    """Rows ``table[ids]``; the table may be split over its rows."""
+    """Lookup ``table[ids]``; the table may be split over its rows (the vocabulary)."""
     mesh = current_mesh()
     if mesh is None:
         return table[ids]
     there = current_rules().spec(out, mesh, what=what)
-    # Each device finds the rows it has, for all tokens; only then may the axis of the rows split the tokens.
+    # Each device looks up the rows that it has, for all tokens; only then may the axis of the rows split the tokens.
     rows = _mesh_axes(jax.typeof(table).sharding.spec.partitions[:1])
     found = table.at[ids].get(out_sharding=_without(there, rows))
     return jax.sharding.reshard(found, there)
 
 
 def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, what: str = "weight") -> Array:
-    """A weight as it is used: whole over the axes it is only stored split over (fsdp), still split over tensor.
+    """Weight all-gathered for use: whole over the axes that only its storage is split over (FSDP), split over tensor.
 
     Args:
-        unreduced_grad: its gradient is one summand a device (``jax.P(unreduced=...)``) over the axes that split tokens,
-            until the transpose of this adds it up and scatters it to where the weight is stored, or the caller does so
-            who gathers ahead of all uses. Only a weight that products and lookups use can do so; one that was gathered
-            in this way before is left alone.
+        unreduced_grad: whether its gradient stays partial sums per device (``jax.P(unreduced=...)``) over the axes that
+            split tokens. The transpose of this function, or a caller that gathers ahead of all uses, reduce-scatters
+            them to the storage sharding. For weights of matmuls and lookups alone. A weight that was gathered in this
+            way before is returned as it is.
     """
     mesh = current_mesh()
     if mesh is None or jax.typeof(w).sharding.spec.reduced:
         return w
     whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
-    if unreduced_grad and _sums_can_wait(mesh):
+    if unreduced_grad and _supports_unreduced(mesh):
         late = frozenset(axis_names("batch", "seq")) - _mesh_axes(whole)
         stored = jax.typeof(w).sharding.spec
-        # In two steps, so that the gradient is first scattered and then only the parts are summed over replicas.
+        # In two steps, so that the gradient is first reduce-scattered, and only its shards are summed over replicas.
         w = jax.sharding.reshard(w, jax.P(*stored, reduced=late - _mesh_axes(stored)))
         whole = jax.P(*whole, reduced=late)
     return checkpoint_name(jax.sharding.reshard(w, whole), GATHERED_WEIGHT)
 
 
 def reduce_partial_sums(x: Array, like: Array) -> Array:
-    """``x`` where ``like`` is, what devices hold as summands (``jax.P(unreduced=...)``) added up.
+    """Sum of the partial sums (``jax.P(unreduced=...)``) of ``x``, sharded as ``like``.
 
-    First over the axes that then split the sum, so that only parts travel over the others.
+    Reduce-scatters over the axes that split the result first, so that only shards are all-reduced over the others.
     """
     if current_mesh() is None:
         return x
@@ -333,15 +335,13 @@ def shard_map(
     *,
     check: bool = True,
 ) -> Callable[..., Any]:
-    """``fn`` run per shard, fully manual; arguments are moved to ``in_specs`` first.
+    """Function that runs ``fn`` per shard, fully manual (``jax.shard_map``); the plain ``fn`` where there is no mesh.
 
     Args:
-        in_specs: logical axes of each argument; None for an argument that is absent (None).
+        in_specs: logical axes of each argument, which is resharded to them first; None for an argument that is None.
         out_specs: logical axes of the result, or a tuple of them.
-        check: over which axes values vary is followed, which derivatives need; loops that begin with constants then
-            have to say over which these do.
-
-    The plain ``fn`` where there is no mesh.
+        check: track the manual axes over which values vary (``check_vma``), which differentiation needs; initial values
+            of loops then have to be marked as varying.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -371,10 +371,10 @@ def shard_map(
 
 
 def per_shard(fn: Callable[..., Any], over: str) -> Callable[..., Any]:
-    """``fn`` for every shard of the logical axis ``over``, which is dim 0 of all arrays and whole for each shard: of 1.
+    """Function that runs ``fn`` once per shard of the logical axis ``over``: dim 0 of all arrays, of size 1 per shard.
 
-    ``fn`` sees and gives trees of arrays without that dim, and speaks to no other shard. Where other mesh axes split
-    devices further, each does the same.
+    ``fn`` takes and returns trees of arrays without that dim, and does not communicate. Devices along other mesh axes
+    all compute the same.
     """
 
     def local(*args: Any) -> Any:
@@ -389,7 +389,7 @@ def per_shard(fn: Callable[..., Any], over: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         moved = jax.tree.map(lambda x: jax.sharding.reshard(x, jax.P(*there, *(None,) * (x.ndim - 1))), args)
         names = set(split_sizes(mesh))
-        # Not checked: loops that begin with constants would each have to say over which axes these vary.
+        # check_vma=False: otherwise the initial values of all loops would have to be marked as varying.
         run = jax.shard_map(local, mesh=mesh, in_specs=there, out_specs=there, axis_names=names, check_vma=False)
         return run(*moved)
 
@@ -398,7 +398,7 @@ def per_shard(fn: Callable[..., Any], over: str) -> Callable[..., Any]:
 
 def _argument_spec(rules: Rules, mesh: AbstractMesh, x: Array, axes: LogicalAxes) -> PartitionSpec:
     spec = rules.spec(axes, mesh, x.shape, what="argument of a kernel")
-    reduced = jax.typeof(x).sharding.spec.reduced  # of a weight gathered once: its gradient stays unsummed
+    reduced = jax.typeof(x).sharding.spec.reduced  # a weight that was gathered ahead: its gradient stays partial sums
     return jax.P(*spec, reduced=reduced) if reduced else spec
 
 
@@ -408,17 +408,17 @@ def _names(part: Any) -> tuple[str, ...]:
 
 
 def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    """The spec less some mesh axes."""
+    """Partition spec without some mesh axes."""
     return jax.P(*(tuple(a for a in _names(part) if a not in axes) or None for part in spec))
 
 
 def _mesh_axes(parts: Iterable[Any]) -> frozenset[str]:
-    """Mesh axes of a partition spec."""
+    """Mesh axes of (a part of) a partition spec."""
     return frozenset(axis for part in parts for axis in _names(part))
 
 
 def axis_names(*logical: str) -> tuple[str, ...]:
-    """Mesh axes (of more than one device) that these logical axes are split over: the names a kernel reduces over."""
+    """Mesh axes (of more than one device) that these logical axes are split over; kernels reduce over them."""
     mesh = current_mesh()
     if mesh is None:
         return ()
@@ -428,13 +428,13 @@ def axis_names(*logical: str) -> tuple[str, ...]:
 
 
 def axis_size(*logical: str) -> int:
-    """Number of shards these logical axes are split into (1 outside a mesh)."""
+    """Number of shards that these logical axes are split into; 1 outside a mesh."""
     mesh = current_mesh()
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in axis_names(*logical))
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Runs the body on ``mesh``."""
+    """Context manager: runs the body on ``mesh``."""
     with jax.set_mesh(mesh):
         yield mesh

@@ -1,6 +1,6 @@
-"""The sharding table: which mesh axes each logical axis of an array is split over.
+"""Sharding rules: the mesh axes that each logical axis of an array is split over.
 
-Models speak logical axes only ("heads", "embed"); this file alone knows mesh axes.
+Models use logical axes alone ("heads", "embed"); only these rules name mesh axes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ LogicalAxes = tuple[str | None, ...]
 
 
 def split_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    """Sizes of the mesh axes that arrays can be split over here: all that are not manual (inside ``jax.shard_map``)."""
+    """Sizes of the mesh axes that arrays can be split over: all that are not manual (inside ``jax.shard_map``)."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Logical axis -> mesh axes.
+    """Sharding rules: table from logical axes to mesh axes.
 
     Attributes:
-        table: ``((logical axis, (mesh axis, ...)), ...)``. Mesh axes that the mesh lacks, or has at size 1, drop out,
-            so one table serves every mesh.
-        storage: logical axes along which parameters are only *stored* split: a weight is gathered over their mesh
-            axes before use and its gradient scattered back (ZeRO, arXiv:1910.02054 section 5).
-        replicable: logical axes that may stay whole when a mesh axis is a multiple of their size
-            (fewer key-value heads than tensor shards).
-        rings: mesh axes over which a split sequence is gathered and scattered around a ring, beside the products it is
-            for (``sharding.ring``); else by a collective, before and after them.
+        table: ``((logical axis, (mesh axis, ...)), ...)``. Mesh axes that the mesh lacks, or has with size 1, are
+            ignored, so one table serves every mesh.
+        storage: logical axes along which parameters are split in storage alone: a weight is all-gathered over their
+            mesh axes before use, and its gradient reduce-scattered (FSDP; ZeRO, arXiv:1910.02054 section 5).
+        replicable: logical axes that may be replicated when a mesh axis is a multiple of their size (fewer key-value
+            heads than tensor shards).
+        rings: mesh axes over which all-gathers and reduce-scatters of a split sequence are overlapped with matmuls
+            (``sharding.collective_matmul``); over others they are single collectives before and after the matmuls.
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
@@ -44,7 +44,7 @@ class Rules:
     rings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # A mesh axis that no mesh can have would drop out everywhere: replicated, and nobody told.
+        # A mesh axis that no mesh can have would be ignored everywhere: silently replicated.
         for name, axes in self.table:
             for axis in axes:
                 if axis not in AXES:
@@ -53,7 +53,7 @@ class Rules:
             self.mesh_axes(name)
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
-        """Mesh axes of one logical axis.
+        """Mesh axes that one logical axis is split over.
 
         Raises:
             ShardingError: the table has no such axis; names the closest.
@@ -64,10 +64,10 @@ class Rules:
         known = [name for name, _ in self.table]
         close = difflib.get_close_matches(logical, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ShardingError(f"no rule for the logical axis {logical!r}.{hint} The table has: {', '.join(known)}.")
+        raise ShardingError(f"no sharding rule for the logical axis {logical!r}.{hint} There are: {', '.join(known)}.")
 
     def override(self, **axes: tuple[str, ...]) -> Rules:
-        """The same rules with some logical axes mapped elsewhere."""
+        """Rules with other mesh axes for some logical axes."""
         for name in axes:
             self.mesh_axes(name)
         return replace(self, table=tuple((name, axes.get(name, old)) for name, old in self.table))
@@ -85,12 +85,12 @@ class Rules:
 
         Args:
             logical: one logical axis (or None) per dimension.
-            shape: checked for divisibility when given.
-            gathered: leave out the axes of ``storage``: the spec under which a weight is used.
-            what: the array's name, for messages.
+            shape: shape of the array, to check divisibility.
+            gathered: leave out the axes of ``storage``: the spec of an all-gathered weight.
+            what: name of the array, for messages.
 
         Raises:
-            ShardingError: two dimensions want one mesh axis, or a dimension does not divide.
+            ShardingError: two dimensions map to one mesh axis, or a dimension is not divisible.
         """
         if shape is not None and len(shape) != len(logical):
             raise ShardingError(f"{what} has shape {tuple(shape)} but {len(logical)} logical axes {tuple(logical)}.")
@@ -105,8 +105,8 @@ class Rules:
             for a in axes:
                 if a in used:
                     raise ShardingError(
-                        f"{what}: the logical axes {used[a]!r} and {name!r} both map to the mesh axis {a!r}; "
-                        "an array can be split over a mesh axis once. Change the rules for one of them."
+                        f"{what}: the logical axes {used[a]!r} and {name!r} both map to the mesh axis {a!r}, but an "
+                        "array can be split over a mesh axis only once. Change the rule of one of them."
                     )
                 used[a] = name or ""
             parts.append(None if not axes else axes[0] if len(axes) == 1 else axes)
@@ -115,7 +115,7 @@ class Rules:
     def _fit(
         self, name: str, axes: tuple[str, ...], size: int, mesh: Mesh | AbstractMesh, what: str
     ) -> tuple[str, ...]:
-        """``axes`` if ``size`` divides over them, nothing if the axis may stay whole, else an error."""
+        """``axes`` if ``size`` is divisible by them, nothing if the axis may be replicated, else an error."""
         ways = math.prod(mesh.shape[a] for a in axes)
         if size % ways == 0:
             return axes
@@ -133,7 +133,7 @@ class Rules:
     def sharding(
         self, logical: Sequence[str | None], mesh: Mesh | AbstractMesh, shape: Sequence[int], what: str
     ) -> NamedSharding:
-        """``spec`` bound to a mesh."""
+        """Named sharding of an array: ``spec`` on a mesh."""
         return NamedSharding(mesh, self.spec(logical, mesh, shape, what=what))
 
 
@@ -148,7 +148,7 @@ DEFAULT = Rules(
         ("act_kv_heads", ("tensor",)),
         ("act_mlp", ("tensor",)),
         ("act_vocab", ("tensor",)),
-        # Inside attention, where Ulysses exchanges its part of the sequence for a part of the heads.
+        # Inside attention, where the all-to-all of Ulysses exchanges parts of the sequence for parts of the heads.
         ("attn_seq", ("context",)),
         ("attn_kv_seq", ("context",)),
         ("attn_heads", ("tensor", "ulysses")),
@@ -163,13 +163,14 @@ DEFAULT = Rules(
         ("head_dim", ()),
         ("mlp", ("tensor",)),
         ("latent", ("fsdp", "expert", "context", "ulysses")),
-        # Parameters of a mixture's experts.
+        # Parameters of experts.
         ("experts", ("expert",)),
         ("expert_embed", ("fsdp", "context", "ulysses")),
         ("expert_mlp", ("tensor",)),
     )
 )
-"""Megatron's split of heads, feed-forward and vocabulary over ``tensor``; the sequence over ``context``, where
-attention goes around a ring, and ``ulysses``; experts over ``expert``. Parameters are stored split over ``fsdp`` and
-all else that splits tokens, for their gradients are summed there; only ``data`` has replicas (hybrid sharding: ``data``
-between slices, ``fsdp`` inside). ``jaxllm.parallel.parallel_config`` says what else can be chosen."""
+"""Default rules. Tensor parallelism (Megatron) splits heads, feed-forward width and vocabulary over ``tensor``;
+context parallelism splits the sequence over ``context`` (ring attention) and ``ulysses`` (all-to-all); expert
+parallelism splits experts over ``expert``. Parameters are stored split over ``fsdp`` (FSDP) and the other axes that
+split tokens, because their gradients are summed there; only ``data`` has replicas (hybrid sharding: ``data`` between
+slices, ``fsdp`` inside). Options are in ``jaxllm.parallel.parallel_config``."""

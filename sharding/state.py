@@ -1,4 +1,4 @@
-"""From declared parameters to where they live: abstract trees whose leaves carry shape, dtype and sharding."""
+"""Abstract state: trees whose leaves carry shape, dtype and sharding, from declared parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sharding.rules import Rules
 
 
 def abstract_params(shapes: Any, logical_axes: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
-    """Attaches to every leaf of ``shapes`` the sharding its logical axes ask for.
+    """Abstract parameters with shardings: every leaf of ``shapes`` with the sharding of its logical axes.
 
     Args:
         shapes: pytree of ``jax.ShapeDtypeStruct``.
@@ -31,14 +31,14 @@ def abstract_params(shapes: Any, logical_axes: Any, mesh: Mesh | AbstractMesh, r
 
 
 def shardings_of(abstract: Any) -> Any:
-    """The shardings of an abstract tree."""
+    """Shardings of the leaves of an abstract tree."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def derived_abstract(fn: Callable[[Any], Any], abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shapes, dtypes and shardings of ``fn(params)`` (an optimizer's init, say) without running it.
+    """Abstract result of ``fn(params)`` (such as an optimizer's init), without running it: shapes, dtypes, shardings.
 
-    Under explicit axes a result inherits its operands' shardings, so this is exactly what ``jit(fn)`` will produce.
+    Under explicit mesh axes a result inherits its operands' shardings, so ``jit(fn)`` will have exactly these.
     """
     here = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with here:

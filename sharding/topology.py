@@ -1,4 +1,4 @@
-"""Device topologies by name, without the devices: what the TPU and GPU compilers need to compile for a pod.
+"""Device topologies by name, without the devices, for ahead-of-time compilation for TPU and GPU pods.
 
     name             devices                                        compiler comes with
     v6e:8x8          TPU slice of 8 x 8 chips (v4 and v5p: 4x4x4)   pip install 'jaxllm[tpu]'
@@ -6,8 +6,8 @@
     h100:8x8         8 nodes of 8 GPUs                              pip install 'jaxllm[aot-gpu]'
     cpu:8            8 simulated devices of this machine            jax itself
 
-A process must be set up for a compiler before jax starts; ``sharding.isolate.run_isolated`` runs a function in a child
-process that is.
+A process must be set up for a compiler before JAX starts; ``sharding.isolate.run_isolated`` runs a function in a child
+process with that setup.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ GIB = 2**30
 
 
 class CompilerMissing(RuntimeError):
-    """This process cannot compile for a topology; the message says what to install or to set."""
+    """Compiler for a topology that this process does not have; the message says what to install or to set."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One kind of accelerator.
+    """Accelerator generation.
 
     Attributes:
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        device_kind: what ``jax.Device.device_kind`` says on the real thing.
+        device_kind: ``jax.Device.device_kind`` of the real device.
         example: a legal shape, shown in messages.
-        hbm_bytes: memory that a program can have on one device. TPU: what the compiler says is available, in hundredths
-            of a GiB (a little below the chip's). GPU: what the driver reports; a jax process takes 3/4 of it unless
-            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise, and NCCL needs some too. None: not known (CPU).
+        hbm_bytes: device memory available to a program, in bytes. TPU: as the compiler reports, in hundredths of a GiB
+            (a little less than the chip has). GPU: as the driver reports; a JAX process takes 3/4 of it unless
+            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is set, and NCCL needs some too. None: not known (CPU).
         max_chips: chips in the largest slice.
-        devices_per_chip: jax devices on a TPU chip (v4 and v5p fuse their two cores, "megacore"; tpu7x does not).
-        target: GPU only, the fields of XLA's ``GpuTargetConfigProto`` in which the generations differ.
+        devices_per_chip: JAX devices on a TPU chip (v4 and v5p fuse their two cores, "megacore"; tpu7x does not).
+        target: GPU only: the fields of XLA's ``GpuTargetConfigProto`` in which the generations differ.
     """
 
     platform: str
@@ -59,7 +59,7 @@ class Generation:
     target: str = ""
 
 
-# Numbers of the GPUs: openxla/xla, xla/backends/gpu/target_config/specs.
+# Source of the GPU specifications: openxla/xla, xla/backends/gpu/target_config/specs.
 _HOPPER = "core_count: 132 l2_cache_size: 52428800 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 %s }"
 _BLACKWELL = "core_count: 148 l2_cache_size: 132644864 clock_rate_ghz: 1.965 cuda_compute_capability { major: 10 %s }"
 _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"  # sm_90a, sm_100a: wgmma and tcgen05 need them
@@ -78,32 +78,32 @@ GENERATIONS = {
     "b200": Generation("gpu", "NVIDIA B200", "8x8", 191514411008, 65536, target=_B200),
     "cpu": Generation("cpu", "cpu", "8", None, 4096),
 }
-"""The known kinds of accelerator, by the first part of a topology's name."""
+"""Accelerator generations, by the first part of a topology's name."""
 
-# Cloud TPU's slices. v5e and v6e: all there are. The others: these, and any AxBxC of multiples of 4 with A <= B <= C.
+# Slice shapes of Cloud TPU. v5e and v6e: all of them. The others: these, and AxBxC of multiples of 4 with A <= B <= C.
 _SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SLICES_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _GPUS_PER_NODE = (1, 2, 4, 8)
 
 
 def known() -> str:
-    """The known topologies, by example, for messages."""
+    """Known topologies, an example of each generation, for messages."""
     return ", ".join(f"{name}:{generation.example}" for name, generation in GENERATIONS.items())
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A named set of devices; no backend is touched until ``devices()``.
+    """Device topology; no backend is initialised until ``devices()``.
 
     Attributes:
-        name: as ``parse`` reads it.
-        generation: key into ``GENERATIONS``.
+        name: name that ``parse`` reads.
+        generation: key in ``GENERATIONS``.
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        device_kind: as ``jax.Device.device_kind``.
-        shape: chips along each side of a TPU slice; (nodes, GPUs in a node); (CPU devices,).
-        num_devices: jax devices in all.
-        slices: TPU slices of that shape.
-        hbm_bytes: memory of one device, see ``Generation``; None where it is not known.
+        device_kind: ``jax.Device.device_kind``.
+        shape: chips along each side of a TPU slice; (nodes, GPUs per node); (CPU devices,).
+        num_devices: total number of JAX devices.
+        slices: number of TPU slices of that shape.
+        hbm_bytes: memory of one device in bytes, see ``Generation``; None where it is not known.
     """
 
     name: str
@@ -117,10 +117,10 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str) -> Topology:
-        """Reads a name such as ``"v6e:8x8"``.
+        """Topology of a name such as ``"v6e:8x8"``.
 
         Raises:
-            ShardingError: no such generation (lists the known ones and the closest), or no such shape (the nearest).
+            ShardingError: unknown generation (lists the known ones), or illegal shape (lists the nearest legal ones).
         """
         count, star, one = name.strip().lower().rpartition("*")
         generation, _, sides = one.partition(":")
@@ -164,19 +164,19 @@ class Topology:
         # On a machine without the devices, jax must not look for them.
         environment = {"JAX_PLATFORMS": "cpu"}
         if self.platform == "tpu":
-            # libtpu would ask the metadata server who it is and wait for it; what it is told does not matter here.
+            # Without these libtpu would query the metadata server and wait; their values do not matter here.
             environment |= {
                 "TPU_SKIP_MDS_QUERY": "1",
                 "TPU_WORKER_HOSTNAMES": "localhost",
                 "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two compilers may run side by side
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several compilers may run at the same time
             }
         elif self.platform == "gpu":
             environment |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # no NVIDIA libraries needed
         return environment
 
     def devices(self) -> list[jax.Device]:
-        """The devices, for a mesh: TPUs and GPUs can be compiled for but hold no arrays. In a fixed order.
+        """Devices for a mesh, in a fixed order. TPUs and GPUs here are compile-only: they hold no arrays.
 
         Raises:
             CompilerMissing: this process cannot compile for them; says what to install, or how to set it up.
@@ -184,7 +184,7 @@ class Topology:
         return list(_devices(self))
 
 
-@functools.cache  # devices of two calls are different devices, and a program must not mix them
+@functools.cache  # each description creates new devices, and a program must not mix those of two
 def _devices(topology: Topology) -> tuple[jax.Device, ...]:
     if topology.platform == "cpu":
         return _cpu_devices(topology)
@@ -223,34 +223,34 @@ def _importable(module: str) -> bool:
 
 def _cpu_devices(topology: Topology) -> tuple[jax.Device, ...]:
     wanted = topology.num_devices
-    forced = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")  # jax refuses both settings together
+    forced = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")  # JAX does not allow both settings
     if not forced and getattr(jax.config, "jax_num_cpu_devices") < wanted:  # noqa: B009 (no type knows it)
-        with contextlib.suppress(RuntimeError):  # raised if jax has started; it may have enough all the same
+        with contextlib.suppress(RuntimeError):  # raised if JAX has started; it may have enough devices anyway
             jax.config.update("jax_num_cpu_devices", wanted)
     there = jax.devices("cpu")
     if len(there) < wanted:
         raise CompilerMissing(
-            f"{topology} needs {wanted} CPU devices and jax has started with {len(there)}: "
+            f"{topology} needs {wanted} CPU devices, but JAX has started with {len(there)}: "
             f'call jax.config.update("jax_num_cpu_devices", {wanted}) first, or use sharding.isolate.run_isolated'
         )
     return tuple(there[:wanted])
 
 
 def _tpu_options(topology: Topology) -> dict[str, Any]:
-    """Arguments of libtpu's topology: cores, host size and wrap-around links as Cloud TPU wires them."""
+    """Arguments of libtpu's topology: cores, host size and wrap-around links as in Cloud TPU."""
     shape = topology.shape
     one = topology.name.rpartition("*")[2]
     options: dict[str, Any] = {"platform": "tpu", "topology_name": one}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
     if topology.generation == "v4":
-        options["chip_config_name"] = "megacore"  # one device a chip, as on the real ones; v5p does so by itself
+        options["chip_config_name"] = "megacore"  # one device per chip, as on the real ones; v5p's default
     if len(shape) == 2:
-        # One host up to 2x4. A ring closes only along a full side of the pod.
+        # Slices up to 2x4 are one host. Links wrap around only along a full side of the pod.
         options["chips_per_host_bounds"] = (*shape, 1) if math.prod(shape) <= 8 else (2, 2, 1)
         options["wrap"] = (*(side == 16 for side in shape), False)
     else:
-        # Whole cubes of 4x4x4 hang on optical switches, which close the rings.
+        # Cubes of 4x4x4 are joined by optical switches, which wrap the links around.
         options["wrap"] = (all(side % 4 == 0 for side in shape),) * 3
     return options
 
@@ -289,7 +289,7 @@ def _kind(generation: str) -> str:
 
 
 def _nearest_legal(generation: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Legal shapes nearest to ``shape``, in number of chips and then side by side; ``[shape]`` if it is legal."""
+    """Legal shapes nearest to ``shape``, by number of chips and then by sides; ``[shape]`` if it is legal."""
     limit, asked, kind = GENERATIONS[generation].max_chips, max(1, math.prod(shape)), _kind(generation)
     legal: set[tuple[int, ...]]
     if kind == "cpu":

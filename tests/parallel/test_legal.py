@@ -88,7 +88,7 @@ def test_what_is_listed_is_legal_and_sorted(mesh, devices, rows):
 @pytest.mark.parametrize(
     ("mesh", "heads", "why"),
     [
-        ("tensor=6", 6, "the mesh tensor=6 needs 6 devices and there are 8"),
+        ("tensor=6", 6, "the mesh tensor=6 needs 6 devices, but there are 8"),
         ("tensor=8", 6, "heads = 6 cannot be split 8 ways (tensor=8)"),
         ("data=8", 6, "batch = 4 cannot be split 8 ways (data=8)"),
     ],

@@ -66,7 +66,7 @@ def test_text_has_every_parameter_and_the_expected_collectives():
     assert "all-gather" in shown
     assert "collectives" not in text(dataclasses.replace(found, collectives=()))
     more = dataclasses.replace(found, collectives=(ExpectedCollective("all-gather", ("fsdp",), 48, 2**20, "weights"),))
-    assert "all-gather             fsdp     48   1.00 MiB  weights" in text(more)
+    assert "all-gather             fsdp          48    1.00 MiB  weights" in text(more)
 
 
 def test_a_plan_without_a_formula_says_so():

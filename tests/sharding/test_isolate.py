@@ -76,7 +76,7 @@ def test_an_exception_arrives_as_one_sentence_with_its_place():
 
 
 def test_an_illegal_mesh_stays_the_error_it_is():
-    with pytest.raises(ShardingError, match=r"the mesh fsdp=3 needs 3 devices and there are 4"):
+    with pytest.raises(ShardingError, match=r"the mesh fsdp=3 needs 3 devices, but there are 4"):
         run_isolated(f"{TARGETS}:misplace", "cpu:4")
 
 

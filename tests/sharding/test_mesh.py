@@ -94,7 +94,7 @@ def test_a_mesh_and_its_abstract_twin_agree():
 
 def test_a_mesh_of_some_devices_and_one_too_many():
     assert MeshSpec.parse("tensor=2").build(jax.devices()[3:5]).devices.flatten().tolist() == jax.devices()[3:5]
-    with pytest.raises(ShardingError, match="needs 16 devices and there are 8"):
+    with pytest.raises(ShardingError, match="needs 16 devices, but there are 8"):
         MeshSpec.parse("data=16").build()
 
 

@@ -33,7 +33,9 @@ def test_logical_axes_become_a_spec(axes, on, gathered, expected):
 
 
 def test_an_unknown_logical_axis_names_the_closest():
-    with pytest.raises(ShardingError, match=r"no rule for the logical axis 'embd'. Did you mean 'embed'\?") as raised:
+    with pytest.raises(
+        ShardingError, match=r"no sharding rule for the logical axis 'embd'. Did you mean 'embed'\?"
+    ) as raised:
         DEFAULT.spec(("embd",), mesh("fsdp=2"))
     assert "act_vocab" in str(raised.value)
     with pytest.raises(ShardingError, match="'head'"):

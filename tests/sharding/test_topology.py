@@ -75,7 +75,7 @@ def test_a_missing_shape_shows_an_example(name):
 def test_simulated_devices_are_this_process_own():
     assert len(Topology.parse(f"cpu:{DEVICES}").devices()) == DEVICES
     assert len(Topology.parse("cpu:2").devices()) == 2
-    with pytest.raises(CompilerMissing, match=r"needs 4096 CPU devices and jax has started with"):
+    with pytest.raises(CompilerMissing, match=r"needs 4096 CPU devices, but JAX has started with"):
         Topology.parse("cpu:4096").devices()
 
 

@@ -135,7 +135,7 @@ class PipelineStep:
             for g, where in enumerate(self.where)
         ]
         self.weights = [
-            w if pipeline.zero == 3 else jax.tree.map(gathered, w, stored["segments"][str(g)])
+            w if pipeline.zero == 3 else jax.tree.map(all_gather_over, w, stored["segments"][str(g)])
             for g, w in enumerate(self.parts_of)
         ]
         self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
@@ -345,7 +345,7 @@ class PipelineStep:
         for g, grads in enumerate(state["grads"]):
             specs = self.stored["segments"][str(g)]
             if self.pipeline.zero == 1:
-                grads = jax.tree.map(scattered, grads, specs)
+                grads = jax.tree.map(reduce_scatter_over, grads, specs)
             back = jax.tree.map(
                 lambda x, s, g=g: return_gradients(x, self.where[g], dimension_over(s, STAGE)), grads, specs
             )

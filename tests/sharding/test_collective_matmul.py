@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharding import ring
+from sharding import collective_matmul
 
 rings = pytest.mark.parametrize("size", [2, 3, 8])
 
@@ -50,14 +50,22 @@ def test_gathered_products(size, rng, float64):
 
     split = P(None, "tensor"), P(None, "tensor"), P(None, "tensor", None)
     out = P(None, None, "tensor"), P(None, None, "tensor", None)
-    check(mesh_of(size), lambda x, *w: ring.all_gather_matmul("tensor", x, w), plain, (x, up, heads), split, out, rng)
+    check(
+        mesh_of(size),
+        lambda x, *w: collective_matmul.all_gather_matmul("tensor", x, w),
+        plain,
+        (x, up, heads),
+        split,
+        out,
+        rng,
+    )
 
 
 @rings
 def test_scattered_product(size, rng, float64):
     x, down = rng.normal(size=(2, 3 * size, 4 * size)), rng.normal(size=(4 * size, 5))
     split = P(None, None, "tensor"), P("tensor", None)
-    run = lambda x, w: ring.matmul_reduce_scatter("tensor", x, w)  # noqa: E731
+    run = lambda x, w: collective_matmul.matmul_reduce_scatter("tensor", x, w)  # noqa: E731
     check(mesh_of(size), run, jnp.matmul, (x, down), split, P(None, "tensor"), rng)
 
 
@@ -66,8 +74,8 @@ def test_nothing_is_gathered_or_reduced_whole(float64):
     x, w = np.ones((1, 16, 8)), np.ones((8, 16))
 
     def both(x, w):
-        (h,) = ring.all_gather_matmul("tensor", x, (w,))
-        return ring.matmul_reduce_scatter("tensor", h, w.T)
+        (h,) = collective_matmul.all_gather_matmul("tensor", x, (w,))
+        return collective_matmul.matmul_reduce_scatter("tensor", h, w.T)
 
     with jax.set_mesh(mesh):
         split = P(None, "tensor")

@@ -1,13 +1,13 @@
-"""Products around a ring: a sequence is gathered, or sums are scattered over it, beside the products it is for.
+"""Collective matmul: all-gathers and reduce-scatters of a split sequence, overlapped with the matmuls that need them.
 
-Tensor parallelism with a split sequence gathers the residual stream before a layer's products, and scatters the sums
-after them. Whole, these transfers wait for the products, or the products for them. Around a ring each device multiplies
-the part that it has while the next one is on its way (Wang et al., "Overlap communication with dependent computation
-via decomposition in large deep learning models", ASPLOS 2023). The gradient of one is the other, and a weight's is one
-product of all tokens.
+Tensor parallelism with sequence parallelism all-gathers the residual stream before a layer's matmuls, and
+reduce-scatters the partial sums after them. As single collectives, communication and matmuls wait for each other. On a
+ring, each device multiplies the part that it has while the next one is in flight (Wang et al., "Overlap communication
+with dependent computation via decomposition in large deep learning models", ASPLOS 2023). Each of the two functions is
+the gradient of the other; a weight gradient is one matmul over all tokens.
 
-For bodies of ``jax.shard_map``. Legend: B batch, S tokens of a device's part, T of all parts, D one side of a weight, F
-the other, of any number of dimensions.
+For use inside ``jax.shard_map``. Legend: B batch, S tokens of a device's part, T tokens of all parts, D one side of a
+weight, F the other side, of any number of dimensions.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jax import Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def all_gather_matmul(axis: str, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-    """``all_gather(x) @ w`` for each weight: x[B, S, D], w[D, *F] -> [B, T, *F].
+    """All-gather matmul: ``all_gather(x) @ w`` for each weight: x[B, S, D], w[D, *F] -> [B, T, *F].
 
     Args:
-        axis: mesh axis, whose devices hold the parts of the sequence in its order.
-        x: this device's part; varies over all that the weights vary over, and they over all that it does.
+        axis: mesh axis whose devices hold the parts of the sequence, in order.
+        x: this device's part; x and the weights vary over the same manual mesh axes.
     """
     return _gather(axis, x, weights)[1]
 
 
 def _gather(axis: str, x: Array, weights: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-    """The whole sequence, and its products."""
+    """All-gathered sequence, and its product with each weight."""
     ring, here, part = jax.lax.axis_size(axis), jax.lax.axis_index(axis), x.shape[1]
     to_last = [(i, (i - 1) % ring) for i in range(ring)]
     outs: list[Array] = []
@@ -54,7 +54,7 @@ def _gather_forward(axis: str, x: Array, weights: tuple[Array, ...]) -> tuple[tu
 def _gather_backward(axis: str, saved: tuple[Array, ...], d_outs: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     whole, *weights = saved
     flat = [(_flat(d, 2), _flat(w, 1)) for d, w in zip(d_outs, weights, strict=True)]
-    # One sum goes around, of all the weights' products.
+    # One partial sum goes around the ring: the sum over all weights.
     d_x = _scatter(axis, tuple(d for d, _ in flat), tuple(w.T for _, w in flat))
     d_weights = (jnp.tensordot(whole, d, ((0, 1), (0, 1))) for d in d_outs)
     return d_x, tuple(d_weights)
@@ -65,7 +65,11 @@ all_gather_matmul.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul_reduce_scatter(axis: str, x: Array, weight: Array) -> Array:
-    """``psum_scatter(x @ weight)`` over the sequence: x[B, T, F], w[F, D] -> [B, S, D]; see ``all_gather_matmul``."""
+    """Matmul reduce-scatter over the sequence: ``psum_scatter(x @ weight)``: x[B, T, F], w[F, D] -> [B, S, D].
+
+    Args:
+        axis: mesh axis whose devices hold the parts of the sequence, in order.
+    """
     return _scatter(axis, (x,), (weight,))
 
 
@@ -75,7 +79,7 @@ def _scatter(axis: str, xs: tuple[Array, ...], weights: tuple[Array, ...]) -> Ar
     to_next = [(i, (i + 1) % ring) for i in range(ring)]
     total: Array | None = None
     for step in range(ring):
-        # What began a device before, for the part of the device before that, arrives at its place with the last step.
+        # The partial sum of a part starts at the next device and arrives at the part's own device in the last step.
         start = (here - step - 1) % ring * part
         products = [jax.lax.dynamic_slice_in_dim(x, start, part, 1) @ w for x, w in zip(xs, weights, strict=True)]
         mine = functools.reduce(jnp.add, products)
@@ -98,5 +102,5 @@ matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _flat(x: Array, leading: int) -> Array:
-    """The dimensions after the leading ones as one."""
+    """Array whose dimensions after the ``leading`` ones are merged into one."""
     return x.reshape(*x.shape[:leading], math.prod(x.shape[leading:]))
