@@ -1,4 +1,4 @@
-"""From a `DataConfig` to a `Dataset`: which sources, which tokenizer, which packing; then tokens, plans, batches."""
+"""Data loading: a `DataConfig` to a `Dataset`, through sources, tokenizer, tokenizer cache and sequence packing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,19 +30,19 @@ CHAT_FIELD = "messages"
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training rows, held-out rows (None when nothing is held out), and the tokenizer of both."""
+    """Data set of a run: training data, held-out data (None if nothing is held out), and their tokenizer."""
 
     config: DataConfig
     train: TokenDataset | MixtureDataset
     heldout: HeldoutDataset | None
     tokenizer: Tokenizer
     summary: str
-    """For a log: documents, tokens, bytes per token, rows, padding, records left out; a line for each source."""
+    """Text for a log: documents, tokens, bytes per token, rows, padding, skipped records; one line for each source."""
 
 
 @dataclass(frozen=True, eq=False)
 class _OpenedSource:
-    """A source before it is tokenised: documents, or a token file."""
+    """Source before tokenisation: documents, or a token file."""
 
     config: SourceConfig
     texts: tuple[Documents, Documents | None] | None
@@ -56,16 +56,16 @@ def load_dataset(
     *,
     progress: ProgressCallback | None = None,
 ) -> Dataset:
-    """Opens, tokenises (or takes from the cache) and packs what `config` names.
+    """Opens, tokenises (or takes from the tokenizer cache) and packs the sources of `config`.
 
-    tokenizer: the one to use where `config.tokenizer` is "model".
-    template: the chat template for conversations; where none is given, the one beside the tokenizer.
-    progress: called with (documents, tokens) of a source as it is tokenised.
+    tokenizer: the tokenizer to use if `config.tokenizer` is "model".
+    template: the chat template for conversations; None uses the one beside the tokenizer.
+    progress: called with (documents, tokens) of a source while it is tokenised.
 
-    Raises DataError naming file and row for data that cannot be used, ValueError for settings that do not go together.
+    Raises DataError naming file and row for data that cannot be used, ValueError for settings that conflict.
     """
     if config.mixture:
-        exact_shares([one.weight for one in config.mixture])  # refuses weights before anything is read
+        exact_shares([one.weight for one in config.mixture])  # raises for illegal weights before anything is read
     opened = [_open(one, config) for one in config.sources]
     tokenizer = _open_tokenizer(config, opened, tokenizer)
     parts = [_tokens(one, config, tokenizer, template, progress) for one in opened]
@@ -97,7 +97,7 @@ def load_dataset(
     evaluation = make_heldout(held, config.batch_size, tokenizer) if held else None
     if evaluation is not None:
         if not evaluation.target_tokens:
-            raise DataError(f"{held[0][0].name}: nothing held out is a target; hold out more, or make seq_len larger")
+            raise DataError(f"{held[0][0].name}: the held-out part has no target; hold out more, or raise seq_len")
         ratio = evaluation.target_bytes / evaluation.target_tokens
         documents, tokens = (sum(count) for count in zip(*((len(x.starts), x.total) for x, _ in held), strict=True))
         lines[-1] += f"; held out {documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes each"
@@ -105,9 +105,9 @@ def load_dataset(
 
 
 def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> Documents:
-    """All documents of a source, none held out, as texts.
+    """All documents of a source as texts, none of them held out.
 
-    Raises DataError for files that cannot be used, or that hold tokens.
+    Raises DataError for files that cannot be used, or that contain tokens.
     """
     config = DataConfig(
         source.source,
@@ -121,7 +121,7 @@ def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> D
     )
     opened = _open(source, config)
     if opened.texts is None:
-        raise DataError(f"{at(opened.files[0])}: holds tokens, not text; name the files that it was made of")
+        raise DataError(f"{at(opened.files[0])}: contains tokens, not text; give the files it was tokenised from")
     return opened.texts[0]
 
 
@@ -145,16 +145,16 @@ def _content(documents: TokenDocuments) -> dict[str, Any]:
 
 
 def _summary(documents: TokenDocuments, plan: PackingPlan, config: DataConfig, tokenizer: Tokenizer) -> str:
-    """One line about the training rows of a source."""
+    """Log line about the training rows of a source."""
     line = (
         f"{documents.name}: {len(documents.starts):,} documents, {documents.total:,} tokens of "
         f"{tokenizer.vocab_size:,}, {plan.rows:,} rows of {config.seq_len} ({plan.padding:.1%} padding)"
     )
     if cut := documents.about.get("cut"):
-        line += f"; {cut:,} conversations longer than a row are cut to it"
+        line += f"; {cut:,} conversations longer than a row are truncated to it"
     if skipped := documents.about.get("skipped"):
         count = skipped["unreadable"] + skipped["unencodable"]
-        line += f"; {count:,} bad records left out, the first: {skipped['listed'][0]}"
+        line += f"; {count:,} bad records skipped, the first: {skipped['listed'][0]}"
     return line
 
 
@@ -172,7 +172,7 @@ def _open(source: SourceConfig, config: DataConfig) -> _OpenedSource:
             source, config, f"the chats of {CHITCHAT}", "source_format", "separator", "text_field", "heldout"
         )
         if source.content != "chat":
-            raise ValueError(f"{CHITCHAT} holds conversations; set data.content='chat'")
+            raise ValueError(f"{CHITCHAT} contains conversations; set data.content='chat'")
         return _OpenedSource(source, hold_out(Chitchat(find_chitchat()), _fraction(config)))
     files = find_files(names)
     kind = file_format(files, source.source_format)
@@ -202,7 +202,7 @@ def _tokens(
     template: ChatTemplate | None,
     progress: ProgressCallback | None,
 ) -> tuple[TokenDocuments, TokenDocuments | None]:
-    """(training, held-out) documents of a source as tokens."""
+    """Tokenised (training, held-out) documents of a source."""
     if opened.texts is None:
         train = open_tokens(_single(opened.files), tokenizer)
         if config.heldout:
@@ -224,25 +224,25 @@ def _tokens(
 
 
 def _truncate(documents: TokenDocuments, seq_len: int) -> TokenDocuments:
-    """Conversations are cut, not continued in another row: their rest would answer what is not there."""
+    """Truncates conversations to a row; the rest is dropped, because in another row its context would be missing."""
     cut = int((documents.lengths > seq_len + 1).sum())
     return replace(documents.truncate(seq_len + 1), about=documents.about | {"cut": cut})
 
 
 def _template(config: DataConfig) -> ChatTemplate | None:
-    """The one beside the tokenizer."""
+    """Chat template stored beside the tokenizer, or None."""
     named = config.tokenizer not in ("model", "byte") and not config.tokenizer.startswith("bpe:")
     return load_template(config.tokenizer) if named else None
 
 
 def make_encoder(content: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Encoder:
-    """How documents become tokens. Raises DataError for conversations without a template."""
+    """Encoder for documents of a content type. Raises DataError for conversations without a chat template."""
     if content == "text":
         return TextEncoder(tokenizer)
     if template is None:
         raise DataError(
-            "data.content is 'chat', but there is no chat template: begin from a model that has one (init_from, with "
-            "data.tokenizer='model'), or name a tokenizer's folder with a chat_template.jinja in it"
+            "data.content is 'chat', but there is no chat template: start from a model that has one (init_from, with "
+            "data.tokenizer='model'), or name a tokenizer's folder that contains a chat_template.jinja"
         )
     return ChatEncoder(tokenizer, template)
 
@@ -250,14 +250,16 @@ def make_encoder(content: str, tokenizer: Tokenizer, template: ChatTemplate | No
 def _heldout_files(config: DataConfig, source: SourceConfig, kind: str) -> tuple[File, ...]:
     files = find_files(as_tuple(config.heldout))
     if (found := file_format(files, source.source_format)) != kind:
-        raise DataError(f"{at(files[0])}: held-out files are {found}, the source is {kind}; they must be of one kind")
+        raise DataError(
+            f"{at(files[0])}: the held-out files are {found}, the source is {kind}; use one format for both"
+        )
     return files
 
 
 def _open_tokenizer(config: DataConfig, opened: list[_OpenedSource], given: Tokenizer | None) -> Tokenizer:
     if config.tokenizer == "model":
         if given is None:
-            raise DataError("data.tokenizer is 'model', but the run begins from no model; set `init_from`, or name one")
+            raise DataError("data.tokenizer is 'model', but the run starts from no model; set `init_from`, or name one")
         return given
     name, _, _ = config.tokenizer.partition(":")
     if name != "bpe":
@@ -265,26 +267,26 @@ def _open_tokenizer(config: DataConfig, opened: list[_OpenedSource], given: Toke
     for one in opened:
         if one.texts is None:
             raise DataError(
-                f"{at(one.files[0])}: holds tokens already, so {config.tokenizer!r} cannot be trained on it; "
-                "set `tokenizer` to 'byte' or the path of the tokenizer it was made with"
+                f"{at(one.files[0])}: contains tokens, so {config.tokenizer!r} cannot be trained on it; "
+                "set `tokenizer` to 'byte' or the path of the tokenizer that made the tokens"
             )
     if len(opened) > 1 or opened[0].config.content == "chat":
         what = "a mixture" if len(opened) > 1 else "conversations"
-        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is not trained on {what}; name a tokenizer")
+        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which cannot be trained on {what}; name a tokenizer")
     texts = opened[0].texts
     return resolve_tokenizer(config.tokenizer, lambda: cast(tuple[Documents, Any], texts)[0], config.cache_dir)
 
 
 def resolve_tokenizer(name: str, documents: Callable[[], Documents] | None, cache_dir: str = "") -> Tokenizer:
-    """The tokenizer that a name stands for: "byte", "bpe:SIZE" trained on `documents`, or a path."""
+    """Tokenizer for a setting: "byte", "bpe:SIZE" trained on `documents` and cached, or a path."""
     if name == "byte":
         return ByteTokenizer()
     kind, _, size = name.partition(":")
     if kind != "bpe" or documents is None:
         return load_tokenizer(name)
     if not size.isdecimal():
-        raise ValueError(f"data.tokenizer is {name!r}; a trained one is 'bpe:SIZE', for example 'bpe:2048'")
-    from jaxllm.text.bpe_training import cached_bpe  # the library it needs takes time to import
+        raise ValueError(f"data.tokenizer is {name!r}; to train one give 'bpe:SIZE', for example 'bpe:2048'")
+    from jaxllm.text.bpe_training import cached_bpe  # its library is slow to import
 
     train = documents()
     texts = (document.text for document in train)
@@ -294,7 +296,7 @@ def resolve_tokenizer(name: str, documents: Callable[[], Documents] | None, cach
 def _pack(documents: TokenDocuments, config: DataConfig) -> PackingPlan:
     plan = PACKINGS[config.packing](documents.starts, documents.lengths, config.seq_len)
     if not plan.rows:
-        raise DataError(f"{documents.name}: too short; no token has one that follows it")
+        raise DataError(f"{documents.name}: too short; no document has two tokens")
     return plan
 
 
@@ -305,23 +307,23 @@ def _fraction(config: DataConfig) -> float:
 def _single(files: tuple[File, ...]) -> Path:
     if len(files) != 1:
         raise DataError(
-            f"{at(files[-1])}: a second token file; a source is one token file, or several of text or records"
+            f"{at(files[-1])}: a second token file; a source is one token file, or several files of text or records"
         )
     if not isinstance(files[0], Path):
-        raise DataError(f"{at(files[0])}: a token file is memory-mapped, so it must be on this machine; copy it here")
+        raise DataError(f"{at(files[0])}: a token file is memory-mapped, so it must be a local file; copy it here")
     return files[0]
 
 
 def as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A single name as one of several."""
+    """Tuple of names, from one name or several."""
     return (value,) if isinstance(value, str) else value
 
 
 def _reject_ineffective(source: SourceConfig, config: DataConfig, what: str, *names: str) -> None:
-    """Settings that would have no effect are errors, not silence."""
+    """Raises ValueError for settings that would have no effect."""
     for name in names:
         owner, default = (source, SourceConfig("default")) if hasattr(source, name) else (config, DataConfig())
         if config.mixture and owner is config and name == "heldout_fraction":
-            continue  # it is the other sources'
+            continue  # it applies to the other sources
         if getattr(owner, name) != getattr(default, name):
             raise ValueError(f"data.{name} is set, but has no effect for {what}; leave it out")

@@ -1,12 +1,13 @@
-"""Several sources in one batch, in exact proportions, at every step. Legend: B batch, S sequence.
+"""Data mixture: several sources in one batch, in exact proportions at every step. Legend: B batch, S sequence.
 
-Which source stands at a place of the endless sequence of rows is decided by Tijdeman's algorithm for the chairman
-assignment problem (Discrete Mathematics 32, 1980): after any number of places n each source has had n * weight rows,
-give or take less than one. The order of sources repeats with the weights' common denominator, so any place is looked
-up in a table, and how many rows a source has had before it is arithmetic: still no state but the step.
+Tijdeman's algorithm for the chairman assignment problem (Discrete Mathematics 32, 1980) decides which source is at each
+position of the endless sequence of rows: before any position n, each source has given n * weight rows, with an error
+below one. The order of sources has the period of the weights' common denominator, so the source at a position is a
+table look-up, and the number of rows that it has given before is arithmetic. The step is the only state.
 
-Each source has its own epochs and its own shuffle. With `max_epochs` it ends; then the run is refused before it begins,
-or the others go on with their weights in the same proportion, whichever was asked for.
+Each source has its own epochs and its own shuffle. A source with `max_epochs` is exhausted at some position; according
+to `when_exhausted`, the run is refused before it begins, or the other sources continue with weights in the same
+proportion.
 """
 
 from bisect import bisect_right
@@ -25,20 +26,23 @@ from jaxllm.data.sequence_packing import PackingPlan
 from jaxllm.data.token_files import TokenDocuments
 from jaxllm.files import DataError, digest
 
-NAME = "tijdeman-1"  # goes into fingerprints; changes if the assignment ever does
-MAX_PERIOD = 100_000  # places after which the order of sources repeats
+NAME = "tijdeman-1"  # part of fingerprints: it must change if the assignment ever changes
+MAX_PERIOD = 100_000  # positions after which the order of sources must repeat
 
 
 def exact_shares(weights: Sequence[float]) -> list[Fraction]:
-    """Weights as exact shares of one; 0.1 is a tenth. Raises ValueError for weights that are not positive numbers."""
+    """Weights as exact fractions of their sum; 0.1 counts as one tenth.
+
+    Raises ValueError for weights that are not positive numbers, or whose common denominator exceeds `MAX_PERIOD`.
+    """
     if not weights or any(not 0 < weight < float("inf") for weight in weights):
         raise ValueError(f"mixture weights are {list(weights)}; each is a positive number")
     exact = [Fraction(repr(weight)) for weight in weights]
     found = [weight / sum(exact) for weight in exact]
     if (period := _period(found)) > MAX_PERIOD:
         raise ValueError(
-            f"mixture weights {list(weights)} have the common denominator {period:,}, at most {MAX_PERIOD:,} is kept "
-            "exactly; write them as whole numbers or short decimals, for example 2, 1 or 0.67, 0.33"
+            f"mixture weights {list(weights)} have the common denominator {period:,}; at most {MAX_PERIOD:,} is "
+            "supported. Write them as whole numbers or short decimals, for example 2, 1 or 0.67, 0.33"
         )
     return found
 
@@ -48,15 +52,15 @@ def _period(found: Sequence[Fraction]) -> int:
 
 
 def source_order(found: Sequence[Fraction]) -> Int[np.ndarray, " period"]:
-    """The source at each place of one period of the order.
+    """Source at each position of one period, int64.
 
-    Of the sources that would not be ahead by too much with one more row, the one whose next row is due first.
+    Among the sources that one more row would not put too far ahead, the one whose next row is due first is chosen.
     """
     period, sources = _period(found), range(len(found))
     weight = [int(share * period) for share in found]
     if len(found) == 1:
         return np.zeros(period, np.int64)
-    # Tijdeman's bound 1 - 1 / (2n - 2): all in units of 1 / (period * (2n - 2)).
+    # Tijdeman's bound is 1 - 1 / (2n - 2); everything is in units of 1 / (period * (2n - 2)).
     slack = 2 * len(found) - 2
     had, out = [0] * len(found), np.empty(period, np.int64)
     for place in range(1, period + 1):
@@ -70,7 +74,7 @@ def source_order(found: Sequence[Fraction]) -> Int[np.ndarray, " period"]:
 
 @dataclass(frozen=True, eq=False)
 class MixtureSource:
-    """One of a mixture. max_epochs: how often it may be read; None is without end."""
+    """Source of a mixture. max_epochs: epochs after which it is exhausted; None is no limit."""
 
     name: str
     documents: TokenDocuments
@@ -80,16 +84,17 @@ class MixtureSource:
 
     @property
     def max_rows(self) -> int | None:
-        """Rows it may give in all."""
+        """Rows that the source may give in all; None is no limit."""
         return None if self.max_epochs is None else int(Fraction(repr(self.max_epochs)) * self.plan.rows)
 
 
 @dataclass(frozen=True, eq=False)
 class MixturePhase:
-    """A stretch of places with the same sources.
+    """Phase of a mixture: a range of positions in which the same sources take part.
 
-    first, end: places; end None is without end. before: rows each source has given before the stretch.
-    sources: numbers of those that take part. order: which of them at each place of a period.
+    first, end: positions; end None is no end. rows_at_start: rows that each source has given before the phase.
+    sources: indices of the sources that take part. order: the source at each position of a period, as an index into
+    `sources`.
     """
 
     first: int
@@ -100,25 +105,25 @@ class MixturePhase:
 
     @cached_property
     def counts(self) -> Int[np.ndarray, "period_plus_one sources"]:
-        """Rows of each source before each place of a period."""
+        """Rows of each source before each position of a period."""
         chosen = self.order[:, None] == np.arange(len(self.sources))
         return np.concatenate([np.zeros((1, len(self.sources)), np.int64), np.cumsum(chosen, axis=0)])
 
     def rows_before(self, place: int) -> dict[int, int]:
-        """Rows of each source that takes part, before `place`, from the beginning of all."""
+        """Rows that each source of this phase has given before position `place`, earlier phases included."""
         periods, rest = divmod(place - self.first, len(self.order))
         whole, part = self.counts[-1].tolist(), self.counts[rest].tolist()
         return {k: self.rows_at_start[k] + periods * whole[i] + part[i] for i, k in enumerate(self.sources)}
 
     def position_of_row(self, number: int, rows: int) -> int:
-        """The place at which source `number` of this phase has its row number `rows` (from 0, of all it gives)."""
+        """Position at which source `number` gives its row number `rows` (counted from 0, earlier phases included)."""
         index = self.sources.index(number)
         periods, rest = divmod(rows - self.rows_at_start[number], int(self.counts[-1, index]))
         return self.first + periods * len(self.order) + int(np.searchsorted(self.counts[:, index], rest, "right")) - 1
 
 
 def mixture_phases(sources: Sequence[MixtureSource]) -> list[MixturePhase]:
-    """From the beginning until all have ended, or for ever: each begins where a source may give no more."""
+    """Phases of a mixture, until all sources are exhausted or without end; each begins where a source is exhausted."""
     found: list[MixturePhase] = []
     alive, first, before = list(range(len(sources))), 0, [0] * len(sources)
     while alive:
@@ -139,9 +144,9 @@ def mixture_phases(sources: Sequence[MixtureSource]) -> list[MixturePhase]:
 
 @dataclass(frozen=True, eq=False)
 class MixtureDataset(ResumableDataset):
-    """Rows of several sources by exact shares; what `TokenDataset` is of one.
+    """Training data set of a data mixture: rows of several sources in exact proportions.
 
-    renormalise: what happens when a source has given all it may: the others go on, or the run is refused.
+    renormalise: whether the other sources continue when a source is exhausted; False refuses the run.
     """
 
     sources: tuple[MixtureSource, ...]
@@ -152,7 +157,7 @@ class MixtureDataset(ResumableDataset):
 
     @property
     def tokens_per_step(self) -> int:
-        """Places in a batch, B * S, padding included."""
+        """Positions in a batch, B * S, padding included."""
         return self.batch_size * self.sources[0].plan.seq_len
 
     @property
@@ -162,15 +167,17 @@ class MixtureDataset(ResumableDataset):
 
     @property
     def documents(self) -> Any:
-        """The tokens of each document of each source."""
+        """Tokens of each document of each source."""
         return (one for source in self.sources for one in source.documents)
 
     @property
     def files(self) -> list[dict[str, Any]]:
+        """Documents read from each file, as in `ResumableDataset.files`."""
         return [one for source in self.sources for one in source.documents.about.get("files", [])]
 
     @cached_property
     def phases(self) -> list[MixturePhase]:
+        """Phases of the run; only the first one without `renormalise`."""
         found = mixture_phases(self.sources)
         return found if self.renormalise else found[:1]
 
@@ -179,7 +186,7 @@ class MixtureDataset(ResumableDataset):
         return [int(digest([self.seed, source.name])[:16], 16) for source in self.sources]
 
     def exhausted_sources(self) -> list[tuple[str, int]]:
-        """(name of a source, step in which it gives its last row) in order, for those that end."""
+        """(name, step in which it gives its last row) of each source that is exhausted, in order."""
         out = []
         for phase, after in zip(self.phases, [*self.phases[1:], None], strict=True):
             if phase.end is not None:
@@ -193,7 +200,7 @@ class MixtureDataset(ResumableDataset):
         return phase.rows_before(phase.end)[number] == self.sources[number].max_rows
 
     def check_steps(self, steps: int) -> None:
-        """Raises DataError, naming the source, if a run of `steps` steps asks for more than there may be."""
+        """Raises DataError, naming the source, if a run of `steps` steps needs more rows than `max_epochs` allows."""
         end = self.phases[-1].end if self.phases else 0
         if end is None or steps * self.batch_size <= end:
             return
@@ -204,14 +211,14 @@ class MixtureDataset(ResumableDataset):
         name = names[0]
         source = next(one for one in self.sources if one.name == name)
         raise DataError(
-            f"mixture: {name!r} ({source.plan.rows:,} rows, max_epochs {source.max_epochs:g}) is used up after "
+            f"mixture: {name!r} ({source.plan.rows:,} rows, max_epochs {source.max_epochs:g}) is exhausted after "
             f"{enough:,} of {steps:,} steps. Lower its weight, raise its max_epochs, train for fewer steps"
-            + (" (all other sources have ended before)." if self.renormalise else
-               ", or set data.when_exhausted='renormalise' to go on without it.")
+            + (" (all other sources are exhausted before)." if self.renormalise else
+               ", or set data.when_exhausted='renormalise' to continue without it.")
         )  # fmt: skip
 
     def rows_consumed(self, step: int) -> dict[str, int]:
-        """Rows that each source has given before `step`."""
+        """Rows that each source has given before `step`, by name."""
         place = step * self.batch_size
         phase = self._phase(place) if place == 0 or place < (self.phases[-1].end or place + 1) else self.phases[-1]
         had = dict(enumerate(phase.rows_at_start)) | phase.rows_before(place)
@@ -220,7 +227,7 @@ class MixtureDataset(ResumableDataset):
     def rows_at(
         self, step: int, *, shard: int = 0, num_shards: int = 1
     ) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:
-        """(source number, row number in that source) of each row of the batch at `step`, int64."""
+        """(source index, row index in that source) of each row of the batch at `step`, int64."""
         first, count = batch_positions(step, self.batch_size, shard, num_shards)
         part, row, done = np.empty(count, np.int64), np.empty(count, np.int64), 0
         while done < count:
@@ -244,6 +251,6 @@ class MixtureDataset(ResumableDataset):
         return phase
 
     def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Batch:
-        """The global batch of `step`, or its rows for one of `num_shards` processes (contiguous, in order of shard)."""
+        """Global batch of `step`, or the rows of one of `num_shards` processes (contiguous, in order of shard)."""
         parts = [(source.documents, source.plan) for source in self.sources]
         return gather(parts, *self.rows_at(step, shard=shard, num_shards=num_shards))

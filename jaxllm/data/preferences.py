@@ -1,8 +1,8 @@
-"""Preference pairs: two answers to one prompt, one of them better. Legend: B batch, S sequence.
+"""Preference pairs: a chosen and a rejected answer to one prompt, for DPO and alike. Legend: B batch, S sequence.
 
-A record has "prompt", "chosen" and "rejected". Each is a text, or a list of messages; through the chat template a text
-is a message of the user (prompt) or of the assistant (answers). Without a template the texts are joined as they stand,
-between the ids that begin and end a document. The answers' tokens are the targets, the prompt's are not.
+A record has "prompt", "chosen" and "rejected". Each is a text or a list of messages. With a chat template, a text is a
+message of the user (prompt) or of the assistant (answers). Without one, the texts are concatenated between the
+begin-of-text and end-of-text ids. The loss mask includes the tokens of the answers, not those of the prompt.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ FIELDS = ("prompt", "chosen", "rejected")
 
 
 class PreferenceBatch(NamedTuple):
-    """Row b of both is one pair: the same prompt, then the better and the worse answer. A pytree."""
+    """Batch of preference pairs: row b of both is one pair, the same prompt with either answer. A pytree."""
 
     chosen: Batch
     rejected: Batch
@@ -35,9 +35,9 @@ class PreferenceBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PreferenceDataset(ResumableDataset):
-    """Pairs in a shuffled, endless, index-addressable order; a cursor as any data set has.
+    """Preference data set: pairs in a shuffled, endless order that is addressed by step, with a data cursor.
 
-    summary: one line for a log. bad: records that were left out.
+    summary: one line for a log. bad: records that were skipped.
     """
 
     chosen: TokenDataset
@@ -48,14 +48,16 @@ class PreferenceDataset(ResumableDataset):
 
     @property
     def batch_size(self) -> int:
+        """Pairs in a global batch."""
         return self.chosen.batch_size
 
     @property
     def pairs_per_epoch(self) -> int:
+        """Pairs in one epoch."""
         return self.chosen.rows_per_epoch
 
     def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> PreferenceBatch:
-        """The pairs of `step`, or those of one of `num_shards` processes."""
+        """Pairs of `step`, or the rows of one of `num_shards` processes."""
         both = (one.batch_at(step, shard=shard, num_shards=num_shards) for one in (self.chosen, self.rejected))
         return PreferenceBatch(*both)
 
@@ -70,9 +72,13 @@ def load_preferences(
     seed: int = 0,
     skip_bad_records: bool = False,
 ) -> PreferenceDataset:
-    """Opens files of records with "prompt", "chosen" and "rejected".
+    """Opens files of preference pairs: records with "prompt", "chosen" and "rejected".
 
-    Pairs of which one side is longer than a row are left out and counted: a cut answer is not what was preferred.
+    A pair with a side longer than `seq_len` + 1 tokens is skipped and counted: a truncated answer was not preferred.
+
+    Args:
+        source: JSONL, parquet, Arrow or webdataset files or URLs.
+        template: the chat template; None concatenates texts.
 
     Raises DataError naming file and row for a record that cannot be used, unless those are skipped.
     """
@@ -95,7 +101,7 @@ def load_preferences(
         for side, one in zip(sides, pair, strict=True):
             side.append(one)
     if not sides[0]:
-        raise DataError(f"{at(files[0])}: no pair that fits a row of {seq_len} tokens")
+        raise DataError(f"{at(files[0])}: no pair fits a row of {seq_len} tokens; raise seq_len")
     documents = [_documents(side, name) for side, name in zip(sides, FIELDS[1:], strict=True)]
     identity = {
         "chosen": documents[0].content_hash,
@@ -110,8 +116,8 @@ def load_preferences(
     plans = [pack_one_per_row(one.starts, one.lengths, seq_len) for one in documents]
     datasets = [TokenDataset(d, p, batch_size, seed, identity) for d, p in zip(documents, plans, strict=True)]
     summary = f"{files[0]}: {len(sides[0]):,} pairs, {plans[0].padding:.1%} padding"
-    summary += f"; {too_long:,} longer than a row are left out" * bool(too_long)
-    summary += f"; {bad.count:,} bad records left out" * bool(bad.count)
+    summary += f"; {too_long:,} longer than a row are skipped" * bool(too_long)
+    summary += f"; {bad.count:,} bad records skipped" * bool(bad.count)
     return PreferenceDataset(datasets[0], datasets[1], identity, summary, bad)
 
 

@@ -1,4 +1,4 @@
-"""Batches made ready ahead of the step, in a thread, so that the accelerator does not wait for them."""
+"""Prefetch: a thread prepares batches ahead of the step, so that the accelerator does not wait for them."""
 
 import threading
 from collections import deque
@@ -11,21 +11,25 @@ Ready = TypeVar("Ready")
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A data set whose batches are a function of the step."""
+    """Data set whose batches are a function of the step."""
 
-    def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Any: ...
+    def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Any:
+        """Batch of `step`, or the rows of one shard of it."""
+        ...
 
 
 class Prefetcher(Generic[Ready]):
-    """Iterates (step, put(batch of that step)) from `start_step` on, without end; close it or use it in a `with`.
+    """Prefetching iterator: yields (step, put(batch of that step)) from `start_step` on, without end.
 
-    put: runs in the thread; moves a batch to the devices (`lambda batch: jax.device_put(batch, sharding)`). Contexts
-        such as the mesh are per thread in JAX, so it must name its shardings itself.
-    depth: batches ready or in the making beyond the one handed out; bounds the memory they take.
-    shard, num_shards: which rows of each global batch, as in `TokenDataset.batch_at`.
+    Close it, or use it in a `with` statement.
 
-    An exception in the thread is raised by the next `next()`, after the batches that were ready. Nothing about the data
-    depends on the thread: batches are functions of the step, so closing early loses nothing.
+    put: runs in the thread and moves a batch to the devices (`lambda batch: jax.device_put(batch, sharding)`). Contexts
+        such as the mesh are per thread in JAX, so `put` must name its shardings itself.
+    depth: batches that are ready or in preparation beyond the one handed out; this bounds their memory.
+    shard, num_shards: rows of each global batch, as in `TokenDataset.batch_at`.
+
+    An exception in the thread is raised by `next()` after the batches that were ready. Batches are functions
+    of the step, so closing early loses no data.
     """
 
     def __init__(
@@ -60,9 +64,9 @@ class Prefetcher(Generic[Ready]):
                 with self._changed:
                     self._ready.append(item)
                     self._changed.notify_all()
-                del item  # or this thread would keep the batch alive while it waits
+                del item  # otherwise this thread keeps the batch alive while it waits
                 step += 1
-        except BaseException as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # any exception is raised again in the consumer
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -83,7 +87,7 @@ class Prefetcher(Generic[Ready]):
             return item
 
     def close(self) -> None:
-        """Stops the thread, waits for it, and lets go of the batches. May be called twice."""
+        """Stops the thread, waits for it, and frees the batches. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._ready.clear()

@@ -1,14 +1,15 @@
-"""From documents of tokens to rows of fixed length. Legend: B batch, S sequence.
+"""Sequence packing: documents of tokens to rows of fixed length. Legend: B batch, S sequence.
 
-A document of n tokens gives n - 1 (input, target) pairs: each token but the last is an input, its target the token that
-follows. Documents begin with bos and end with eos, so bos is only ever an input, eos only ever a target, and no place
-in a row is spent on a token that predicts nothing. A plan says which pairs stand in which row; it is an index over the
-token array (a few numbers per piece of a document) and copies no tokens.
+A document of n tokens has n - 1 (input, target) pairs: each token but the last is an input, and its target is the next
+token. Documents begin with bos and end with eos, so bos is only an input, eos is only a target, and no position of a
+row is spent on a token that predicts nothing. A packing plan states which pairs are in which row. It is an index over
+the token array (a few integers per piece of a document) and copies no tokens.
 
-- `pack_concat`: all pairs in order, cut every S. Every row but the last is full; documents run on into the next row.
-- `pack_documents`: whole documents, best fit decreasing; only those longer than S are cut.
+- `pack_concat`: all pairs in order, cut every S. All rows but the last are full; documents continue in the next row.
+- `pack_documents`: whole documents by best fit decreasing; only documents longer than S are cut.
 
-Where a document is cut, the rest starts a new segment: it sees nothing of what came before, positions restart at 0.
+A piece of a document is one segment: after a cut, the rest starts a new segment, which does not attend to what came
+before it, and its positions restart at 0.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ from jaxllm.data.batch import Batch
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Rows of S pairs. Row r holds the pieces row_offsets[r] .. row_offsets[r + 1], one segment each, left to right.
+    """Packing plan: rows of S pairs. Row r has pieces row_offsets[r] .. row_offsets[r + 1] - 1, one segment each.
 
     piece_start: int64, index in the token array of each piece's first input.
     piece_length: int64, pairs in each piece, at least 1.
-    row_offsets: int64, one more than there are rows.
+    row_offsets: int64, [rows + 1].
     """
 
     seq_len: int
@@ -36,16 +37,17 @@ class PackingPlan:
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return len(self.row_offsets) - 1
 
     @property
     def pairs(self) -> int:
-        """Places that carry a target, over all rows."""
+        """Positions with a target, over all rows."""
         return int(self.piece_length.sum())
 
     @property
     def padding(self) -> float:
-        """Share of places that carry nothing."""
+        """Share of positions that are padding, 0 to 1."""
         return 1.0 - self.pairs / (self.rows * self.seq_len)
 
     @cached_property
@@ -58,12 +60,12 @@ class PackingPlan:
         rows: Int[np.ndarray, " B"],
         loss_mask: Integer[np.ndarray, " tokens"] | None = None,
     ) -> Batch:
-        """The given rows as a batch; row -1 is all padding. trained: 0 for tokens that are no target."""
+        """Gathers rows into a batch; row -1 is all padding. loss_mask: 0 for tokens that are not targets."""
         real = rows >= 0
         first = np.where(real, self.row_offsets[rows], 0)
         count = np.where(real, self.row_offsets[rows + 1] - first, 0)
         row_of_piece = np.repeat(np.arange(len(rows)), count)
-        number = _ramp(count)  # of the piece in its row
+        number = _ramp(count)  # index of the piece within its row
         piece = np.repeat(first, count) + number
         length = self.piece_length[piece]
         column = self._pairs_before[piece] - np.repeat(self._pairs_before[first], count)
@@ -86,7 +88,7 @@ class PackingPlan:
 
 
 _LONG_PIECE = 64
-"""Tokens in a piece from which on copying piece by piece is faster than gathering all places at once."""
+"""Mean tokens per piece above which copying piece by piece is faster than gathering all positions at once."""
 
 
 def _copy_pieces(
@@ -98,10 +100,10 @@ def _copy_pieces(
     length: Int[np.ndarray, " pieces"],
     segment: Int[np.ndarray, " pieces"],
 ) -> None:
-    """Fills the flat parts of a batch; the same result as gathering every place."""
+    """Fills the flattened arrays of a batch piece by piece; the result equals gathering every position."""
     inputs, targets, segment_ids, positions = flat
     ramp = np.arange(int(length.max(initial=0)), dtype=np.int32)
-    # Views without memmap's bookkeeping, which every slice of one repeats.
+    # Plain views: slicing a memmap repeats its bookkeeping each time.
     tokens = tokens.view(np.ndarray)
     loss_mask = None if loss_mask is None else loss_mask.view(np.ndarray)
     pieces = zip(place.tolist(), start.tolist(), length.tolist(), segment.tolist(), strict=True)
@@ -118,7 +120,10 @@ def _copy_pieces(
 def pack_concat(
     starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int
 ) -> PackingPlan:
-    """All pairs of all documents in order, cut into rows of `seq_len`; only the last row has padding."""
+    """Packing plan "concat": all pairs of all documents in order, cut every `seq_len`; only the last row has padding.
+
+    starts, lengths: int64, first index and number of tokens of each document.
+    """
     ends = np.cumsum(np.maximum(lengths - 1, 0))
     begins = np.concatenate([[0], ends])  # first pair of each document, and the total
     total = int(begins[-1])
@@ -134,9 +139,10 @@ def pack_concat(
 def pack_documents(
     starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int
 ) -> PackingPlan:
-    """Whole documents into rows of `seq_len` by best fit decreasing; longer ones are cut into full rows and a rest.
+    """Packing plan "documents": whole documents in rows of `seq_len` by best fit decreasing.
 
-    Rows, and the documents within a row, stay in the order of the source as far as the packing allows.
+    Longer documents are cut into full rows and a rest. Rows, and the documents within a row, keep the order of the
+    source as far as the packing allows.
     """
     pairs = np.maximum(np.asarray(lengths, np.int64) - 1, 0)
     pieces = -(-pairs // seq_len)
@@ -153,16 +159,16 @@ def pack_documents(
 
 
 def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:
-    """A row for each piece: longest first, into the fullest row that has room (Johnson 1973).
+    """Row of each piece by best fit decreasing: longest first, into the fullest row with room (Johnson 1973).
 
-    Pieces of one length are placed together: with room r a row takes r // length of them in a go, which is what
-    best fit does one by one, since the row it has just filled is now the fullest. So the loop runs over pairs of
+    Pieces of the same length are placed together: a row with room r takes r // length of them at once. One by one, best
+    fit would do the same, because the row that it has just filled is now the fullest. So the loop runs over the pairs
     (length, room) that occur, not over pieces.
     """
     row = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
-    open_rows: dict[int, list[np.ndarray]] = {}  # rows by the room they have left
-    rooms = 0  # bit r is set where open_rows[r] has any
+    open_rows: dict[int, list[np.ndarray]] = {}  # remaining room -> rows
+    rooms = 0  # bit r is set if open_rows[r] has any
     rows = 0
     values, begins, counts = np.unique(-lengths[order], return_index=True, return_counts=True)
     for value, begin, count in zip(values.tolist(), begins.tolist(), counts.tolist(), strict=True):
@@ -179,7 +185,7 @@ def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndar
                 there = np.arange(rows, rows + needed)
                 rows += needed
             each = room // length
-            used = -(-len(todo) // each)  # rows that receive any, the last of them perhaps not as many as it could
+            used = -(-len(todo) // each)  # rows that receive pieces; the last of them may have room for more
             filled = np.full(min(used, len(there)), each)
             filled[-1] = min(each, len(todo) - each * (len(filled) - 1))
             placed = int(filled.sum())
@@ -199,15 +205,18 @@ def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndar
 def pack_one_per_row(
     starts: Int[np.ndarray, " documents"], lengths: Int[np.ndarray, " documents"], seq_len: int
 ) -> PackingPlan:
-    """Document d in row d, alone, cut to `seq_len`; each must have two tokens or more."""
+    """Packing plan with document d alone in row d, cut to `seq_len`.
+
+    Raises ValueError for a document with fewer than two tokens.
+    """
     pairs = np.minimum(np.asarray(lengths, np.int64) - 1, seq_len)
     if (pairs < 1).any():
-        raise ValueError(f"document {int(np.argmin(pairs))} has no token that follows one")
+        raise ValueError(f"document {int(np.argmin(pairs))} has fewer than two tokens, so it has no target")
     return PackingPlan(seq_len, np.asarray(starts, np.int64), pairs, np.arange(len(pairs) + 1))
 
 
 def _ramp(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:
-    """0 .. c - 1 for each count c, one after another: [2, 3] -> [0, 1, 0, 1, 2]."""
+    """Concatenates 0 .. c - 1 for each count c: [2, 3] -> [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - counts, counts)

@@ -1,16 +1,16 @@
-"""Documents as tokens, in memory-mapped files.
+"""Token files: tokenised documents in memory-mapped files.
 
-A token file is `NAME.bin` and `NAME.bin.json`. The .bin holds the tokens of all documents one after another,
+A token file is `NAME.bin` and `NAME.bin.json`. The .bin has the tokens of all documents one after another,
 little-endian uint16 or uint32, and after them the document offsets, int64: document d is
-tokens[offsets[d]:offsets[d + 1]]. Of conversations a byte for each token follows: 1 where it is a target. The .json
-says
+tokens[offsets[d]:offsets[d + 1]]. For conversations the loss mask follows: one byte per token, 1 for a target. The
+.json contains
 
     {"format": "jaxllm-tokens", "version": 1, "dtype": "uint16", "tokens": 812345, "documents": 399,
      "vocab_size": 2048, "tokenizer": "<fingerprint>", "sha256": "<of the .bin>"}
 
-`write_tokens` writes both. A file of another tool needs only the .json added: "documents" may be left out (no offsets:
-all is one document), and so may "sha256" (not checked). Further keys: "masked" (true where the bytes follow), "about"
-(what the tokens were made of, see `jaxllm.data.tokenise`).
+`write_tokens` writes both. For a file from another tool, add the .json: "documents" may be left out (no offsets: the
+file is one document), and so may "sha256" (not checked). Optional keys: "masked" (true if a loss mask follows) and
+"about" (provenance of the tokens, see `jaxllm.data.tokenise`).
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from jaxllm.data.sources.documents import heldout_mask
 from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
 from jaxllm.text import Tokenizer
 
-_CHUNK = 1 << 22  # tokens looked at in one go
+_CHUNK = 1 << 22  # tokens checked at a time
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDocuments:
-    """An index of documents over one token array, which is memory-mapped: only what is read is in memory.
+    """Tokenised documents: an index over one memory-mapped token array, of which only what is read is in memory.
 
-    tokens: uint16 or uint32. starts, lengths: int64, where each document lies.
-    name: what to call it in messages. content_hash: changes when any token or the choice of documents does.
-    trained: 1 for each token that is a target; None where all are. about: what the tokens were made of.
+    tokens: uint16 or uint32. starts, lengths: int64, first index and number of tokens of each document.
+    name: name in messages. content_hash: changes when any token or the choice of documents changes.
+    loss_mask: 1 for each token that is a target; None if all are. about: provenance of the tokens.
     """
 
     tokens: Integer[np.ndarray, " tokens"]
@@ -54,26 +54,29 @@ class TokenDocuments:
 
     @property
     def total(self) -> int:
-        """Tokens in all documents."""
+        """Total tokens in all documents."""
         return int(self.lengths.sum())
 
     def encoded(self) -> Iterator[EncodedDocument]:
-        """The documents with their masks."""
+        """Documents with their loss masks."""
         for start, length in zip(self.starts, self.lengths, strict=True):
             mask = None if self.loss_mask is None else self.loss_mask[start : start + length].astype(bool)
             yield EncodedDocument(self.tokens[start : start + length], mask)
 
     def targets(self) -> Iterator[Integer[np.ndarray, " targets"]]:
-        """Of each document the tokens that are targets."""
+        """Target tokens of each document: those that the loss mask includes."""
         for one in self.encoded():
             yield one.ids[1:] if one.loss_mask is None else one.ids[1:][one.loss_mask[1:]]
 
     def truncate(self, length: int) -> "TokenDocuments":
-        """Each document's first `length` tokens."""
+        """Same documents, each truncated to its first `length` tokens."""
         return replace(self, lengths=np.minimum(self.lengths, length))
 
     def hold_out(self, fraction: float) -> tuple["TokenDocuments", "TokenDocuments | None"]:
-        """As `source.hold_out`, over tokens."""
+        """(training, held-out) documents, chosen by content hash as in `sources.documents.hold_out`.
+
+        A single document is split instead: its last `fraction` of tokens is held out.
+        """
         if fraction == 0:
             return self, None
         if len(self.starts) == 1:
@@ -94,6 +97,7 @@ class TokenDocuments:
 
 
 def sidecar(path: Path) -> Path:
+    """Path of the .json file that describes a token file."""
     return path.with_name(path.name + ".json")
 
 
@@ -106,10 +110,12 @@ def write_tokens(
 ) -> None:
     """Writes a token file. Each document should begin with `tokenizer.start_id` and end with `tokenizer.eos_id`.
 
-    Atomic: the .json is written last, and a file without it is not a token file.
+    Atomic commit: the .json is written last, and a file without it is not a token file.
 
-    documents: tokens, or tokens with a mask of those that are targets; all with or all without.
-    about: JSON values to keep with the file.
+    documents: tokens, or tokens with a loss mask; either all have a mask or none has.
+    about: JSON values to store with the file: the provenance of the tokens.
+
+    Raises ValueError if only some documents have a loss mask.
     """
     path = Path(path)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -128,7 +134,7 @@ def write_tokens(
                 masked += 1
                 masks.write(trained.astype(np.uint8).tobytes())
         if masked not in (0, len(offsets) - 1):
-            raise ValueError(f"{masked} of {len(offsets) - 1} documents have a mask; give all of them one, or none")
+            raise ValueError(f"{masked} of {len(offsets) - 1} documents have a loss mask; give one to all or to none")
         put(np.asarray(offsets, "<i8").tobytes())
         masks.seek(0)
         while chunk := masks.read(_CHUNK):
@@ -147,9 +153,9 @@ def write_tokens(
 
 
 def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = None) -> TokenDocuments:
-    """Opens a token file and checks it whole: size, hash, offsets, vocabulary. One pass over the file.
+    """Opens a token file and checks all of it in one pass: size, hash, offsets, vocabulary.
 
-    Raises DataError naming the file (and document row) for a missing or wrong sidecar, a file cut short or altered,
+    Raises DataError naming the file (and document row) for a missing or invalid sidecar, a truncated or altered file,
     tokens of another tokenizer, or ids outside the vocabulary.
     """
     path = Path(path)
@@ -160,7 +166,7 @@ def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = No
     size = path.stat().st_size
     if size != expected:
         raise DataError(
-            f"{at(path)}: {size} bytes, but {sidecar(path).name} describes {expected}; the file is cut or altered"
+            f"{at(path)}: {size} bytes, but {sidecar(path).name} describes {expected}; the file is truncated or altered"
         )
     found = file_sha256(path)
     if about.get("sha256", found) != found:
@@ -192,7 +198,7 @@ def _description(path: Path, tokenizer: Tokenizer) -> dict:
         raise DataError(f"{at(path)}: no such file")
     if not file.is_file():
         raise DataError(
-            f"{at(path)}: no {file.name} beside it, which says how to read it (see jaxllm.data.token_files)"
+            f"{at(path)}: no {file.name} beside it, which describes its format (see jaxllm.data.token_files)"
         )
     about = read_json(file)
     needed = {"format": str, "dtype": str, "tokens": int, "tokenizer": str}
@@ -207,7 +213,7 @@ def _description(path: Path, tokenizer: Tokenizer) -> dict:
     if not isinstance(about.get("documents", 0), int) or about["tokens"] < 1:
         raise DataError(f"{at(file)}: holds no tokens, or 'documents' is not a number")
     if about.get("masked", False) and (about["masked"] is not True or "documents" not in about):
-        raise DataError(f"{at(file)}: 'masked' is true where masks follow the offsets, else it is left out")
+        raise DataError(f"{at(file)}: 'masked' must be true if loss masks follow the offsets, else left out")
     if about["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
             f"{at(path)}: made with another tokenizer (fingerprint {about['tokenizer'][:12]}, vocabulary "

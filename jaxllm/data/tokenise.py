@@ -1,8 +1,8 @@
-"""Tokenising, once: the cache of token files, made in parts that a stopped run finds again, by several processes.
+"""Tokenizer cache: each source is tokenised once, in parts, by several processes, and kept as a token file.
 
-An entry's name is the hash of the text and of how it is encoded. A large source is encoded part by part, each a file
-named by its own text's hash; a run that was stopped takes the parts that are there. The parts are then written to one
-file, which does not depend on who made them: any number of processes, stopped or not, gives the same bytes.
+The name of an entry is the hash of the text and of its encoding. A large source is encoded part by part; each part is
+a file named by the hash of its text, so that an interrupted run resumes with the parts that are done. The parts are
+then joined into one file, whose bytes do not depend on the number of processes or on interruptions.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ ProgressCallback = Callable[[int, int], None]
 """(documents, tokens) so far."""
 
 PART_CHARACTERS = 1 << 23
-"""Characters encoded in one go, and kept as one part."""
+"""Characters in one part, which is encoded and cached as a unit."""
 
 
 def tokenise_documents(
@@ -43,12 +43,14 @@ def tokenise_documents(
     workers: int = 0,
     progress: ProgressCallback | None = None,
 ) -> TokenDocuments:
-    """The documents as tokens, from the cache if it holds them unharmed.
+    """Tokenises documents, or returns them from the tokenizer cache if it has them intact.
 
-    An entry that does not open or does not match its own hash is made again.
+    A cache entry that cannot be opened or does not match its own hash is written again.
 
     Args:
-        workers: processes that encode; 0 is this one, where many tokenizers use threads of their own.
+        cache: root folder of the cache; entries are in its folder `tokens`.
+        workers: processes that encode; 0 is this process, where many tokenizers use several threads.
+        progress: called with (documents, tokens) so far.
 
     Raises DataError naming file and row for a document that cannot be encoded, unless bad records are skipped.
     """
@@ -94,7 +96,7 @@ Locations = list[tuple[str, int]]
 def _parts(
     documents: Documents, encoder: Encoder, folder: Path, workers: int, bad: BadRecords
 ) -> Iterator[tuple[Locations, list[EncodedDocument]]]:
-    """(file and row, encoded) of each part's documents that could be encoded, in order."""
+    """(locations, encoded documents) of each part in order, without documents that cannot be encoded."""
     if workers == 0:
         for number, part in enumerate(_split_parts(documents)):
             yield _encode_part(number, part, encoder, folder, bad)
@@ -104,8 +106,8 @@ def _parts(
         encoder.tokenizer.save(saved)
         if load_tokenizer(saved).fingerprint != encoder.tokenizer.fingerprint:
             raise DataError(
-                f"{documents.name}: the tokenizer does not come back the same from its files, so no other process can "
-                "have it; set data.workers=0"
+                f"{documents.name}: the tokenizer changes when it is saved and loaded, so other processes cannot use "
+                "it; set data.workers=0"
             )
         template = encoder.template if isinstance(encoder, ChatEncoder) else None
         arguments = (saved, template and template.sources, template and template.tokens, bad.skip)
@@ -144,7 +146,7 @@ def _split_parts(documents: Documents) -> Iterator[list[Document]]:
 def _encode_part(
     number: int, part: list[Document], encoder: Encoder, folder: Path, bad: BadRecords
 ) -> tuple[Locations, list[EncodedDocument]]:
-    """One part, from its file if that is there; a source of a single part needs no file."""
+    """Encodes one part, or reads it from its file if that exists; a source with a single part needs no file."""
     size = sum(len(one.text) for one in part)
     if size < PART_CHARACTERS and number == 0:
         return _encode_located(part, encoder, bad)
@@ -159,7 +161,7 @@ def _encode_part(
         bad.listed += kept["listed"]
         return [(str(part[index].file), part[index].row) for index in kept["good"]], found
     except DataError:
-        pass  # not there, or not whole
+        pass  # missing or incomplete
     own = BadRecords(bad.skip)
     good, encoded = _encode_valid(part, encoder, own)
     if encoded:
@@ -176,13 +178,13 @@ def _encode_located(part: list[Document], encoder: Encoder, bad: BadRecords) -> 
 
 
 def _encode_valid(part: list[Document], encoder: Encoder, bad: BadRecords) -> tuple[list[int], list[EncodedDocument]]:
-    """(indices, encoded) of the documents that can be encoded; the others are reported with file and row."""
+    """(indices, encoded documents) of those that can be encoded; the others are reported with file and row."""
     try:
         return list(range(len(part))), encoder.encode([one.text for one in part])
     except DataError:
         pass
     good, encoded = [], []
-    for index, document in enumerate(part):  # one by one, to say which it was
+    for index, document in enumerate(part):  # one by one, so that the error names the document
         try:
             encoded += encoder.encode([document.text])
             good.append(index)
@@ -192,7 +194,7 @@ def _encode_valid(part: list[Document], encoder: Encoder, bad: BadRecords) -> tu
 
 
 _worker: dict[str, Any] = {}
-"""Of a worker process: its encoder, and whether bad records are skipped."""
+"""State of a worker process: its encoder, and whether bad records are skipped."""
 
 
 def _init_worker(saved: Path, sources: dict[str, str] | None, tokens: dict[str, str | None] | None, skip: bool) -> None:

@@ -105,7 +105,7 @@ def test_a_tokenizer_that_normalises_is_refused(tmp_path):
     definition = json.loads((tmp_path / "tokenizer.json").read_text())
     definition["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
-    with pytest.raises(DataError, match=r"the tokenizer changes the text"):
+    with pytest.raises(DataError, match=r"the tokenizer normalises the text"):
         ChatEncoder(load_tokenizer(tmp_path), ChatTemplate(CHATML)).encode([conversation_json(CHAT[1:3])])
 
 
@@ -142,7 +142,7 @@ def test_rows_of_conversations(chats):
     held = sum(int((batch.targets >= 0).sum()) for batch in dataset.heldout)
     assert dataset.heldout.target_tokens == held
     short = data.load_dataset(config(chats, seq_len=60), tokenizer, ChatTemplate(CHATML))
-    assert "longer than a row are cut to it" in short.summary
+    assert "longer than a row are truncated to it" in short.summary
     assert (short.train.plan.row_offsets == np.arange(short.train.plan.rows + 1)).all()
 
 
@@ -151,7 +151,7 @@ def test_settings_for_conversations(chats):
         config(chats, packing="concat")
     with pytest.raises(DataError, match=r"there is no chat template"):
         data.load_dataset(config(chats), ByteTokenizer())
-    with pytest.raises(ValueError, match=r"chitchat holds conversations; set data.content='chat'"):
+    with pytest.raises(ValueError, match=r"chitchat contains conversations; set data.content='chat'"):
         data.load_dataset(data.DataConfig("chitchat"), ByteTokenizer())
 
 
@@ -184,7 +184,7 @@ def test_preferences(tmp_path, kind):
     assert pairs.check_cursor(saved) == 5
     fewer = data.load_preferences(str(tmp_path / "a.jsonl"), tokenizer, template, seq_len=66 if template else 12,
                                   batch_size=4)  # fmt: skip
-    assert "longer than a row are left out" in fewer.summary
+    assert "longer than a row are skipped" in fewer.summary
     with pytest.raises(data.CursorMismatch, match=r"pairs was 30, is now \d+"):
         fewer.check_cursor(saved)
 
@@ -212,4 +212,4 @@ def test_preferences_that_are_none(tmp_path, row, message):
         str(tmp_path / "a.jsonl"), ByteTokenizer(), ChatTemplate(CHATML), skip_bad_records=True, **settings
     )
     assert found.bad.count == 1
-    assert "1 bad records left out" in found.summary
+    assert "1 bad records skipped" in found.summary

@@ -82,9 +82,9 @@ def test_batches_are_int32_of_the_asked_shape():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_shards": 3}, "4 sequences does not divide over 3 processes; legal numbers of processes: 1, 2, 4"),
-        ({"num_shards": 2, "shard": 2}, "shard 2 of 2; shards count from 0"),
-        ({"num_shards": 0}, "does not divide over 0"),
+        ({"num_shards": 3}, "4 sequences does not divide evenly over 3 processes; legal numbers of processes: 1, 2, 4"),
+        ({"num_shards": 2, "shard": 2}, "shard is 2 of 2; shards count from 0"),
+        ({"num_shards": 0}, "does not divide evenly over 0"),
     ],
 )
 def test_impossible_shards(arguments, message):
@@ -142,5 +142,5 @@ def test_heldout_is_each_row_once_in_order_then_padding(lengths, batch_size, seq
 def test_heldout_batches_are_numbered():
     source = documents([20])
     heldout = make_heldout([(source, pack_concat(source.starts, source.lengths, 5))], 2, ByteTokenizer())
-    with pytest.raises(IndexError, match="held-out batch 2; there are 2, counted from 0"):
+    with pytest.raises(IndexError, match="held-out batch 2 does not exist; there are 2, counted from 0"):
         heldout.batch_at(2)

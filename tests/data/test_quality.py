@@ -136,5 +136,5 @@ def test_the_wording_of_all_items_is_no_contamination(rng):
     assert list(find_contamination([items[2]], items).found) == [2]
     with pytest.raises(ValueError, match="no items"):
         find_contamination([], [])
-    with pytest.raises(ValueError, match="run is 1"):
+    with pytest.raises(ValueError, match="n-grams of 1"):
         find_contamination([], ["x"], ngram_words=1)

@@ -96,7 +96,7 @@ def test_the_folder_of_a_saved_dataset(tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     assert texts(records(folder)) == TEXTS
     (tmp_path / "dataset_dict.json").write_text("{}")
-    with pytest.raises(DataError, match=r"holds several splits; name one: .*saved"):
+    with pytest.raises(DataError, match=r"contains several splits; name one: .*saved"):
         find_files([str(tmp_path)])
     (folder / "state.json").write_text("{}")
     with pytest.raises(DataError, match=r"state.json: does not list"):
@@ -116,11 +116,14 @@ def test_other_columns_are_named(tmp_path):
     [
         ({"messages": []}, r"a.jsonl:1: 'messages' is an empty list"),
         ({"messages": "hi"}, r"a.jsonl:1: 'messages' is a str"),
-        ({"messages": [{"content": "x"}]}, r"a.jsonl:1: message 1 is no object with a 'role'"),
+        ({"messages": [{"content": "x"}]}, r"a.jsonl:1: message 1 is not an object with a 'role'"),
         ({"messages": [{"role": "user"}]}, r"a.jsonl:1: message 1 has neither 'content' nor 'tool_calls'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, r"a.jsonl:1: 'messages' is not valid Unicode"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": 3}, r"a.jsonl:1: 'tools' is a int"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": "{"}, r"a.jsonl:1: 'tools' is text that is no JSON"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": "{"},
+            r"a.jsonl:1: 'tools' is text that is not JSON",
+        ),
     ],
 )
 def test_conversations_that_are_none(tmp_path, row, message):
@@ -148,8 +151,8 @@ def test_chitchat(monkeypatch, tmp_path):
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         assert len(messages) <= chitchat.MAX_MESSAGES
     (tmp_path / "dataset.json").write_text('{"a": {"messages": 3}}')
-    with pytest.raises(DataError, match=r"dataset.json: not the data set of version 0.9.0"):
+    with pytest.raises(DataError, match=r"dataset.json: not the data of version 0.9.0"):
         texts(chitchat.Chitchat(tmp_path / "dataset.json"))
     monkeypatch.setattr(chitchat.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"chitchat-dataset, which is not installed: pip install --no-deps"):
+    with pytest.raises(DataError, match=r"these chats, is not installed: pip install --no-deps"):
         chitchat.find_chitchat()

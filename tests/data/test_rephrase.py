@@ -91,7 +91,7 @@ def test_a_stopped_job_goes_on(server, tmp_path):
     assert len(server.seen) == 24
     assert len({(row["of"], row["style"]) for row in rows(out)}) == 24
     (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(DataError, match=r"other.jsonl:1: not a row of this job"):
+    with pytest.raises(DataError, match=r"other.jsonl:1: not a row of a rephrasing job"):
         rephrase(DOCUMENTS, TWO, endpoint(server), tmp_path / "other.jsonl")
 
 
@@ -119,15 +119,15 @@ def test_after_all_retries_the_document_is_named_and_asked_for_again(server, tmp
     assert made.written == 3
     assert len(made.failed) == 1
     assert made.failed[0].startswith("a.txt:1 (easy): http://")
-    assert "failed 3 times, at last with status 500: broken" in made.failed[0]
+    assert "failed 3 times; the last error is status 500: broken" in made.failed[0]
     assert rephrase(DOCUMENTS[:4], {"easy": "x"}, endpoint(server), out).written == 1
 
 
 def test_a_refusal_of_the_request_ends_the_job(server, tmp_path):
     server.plan = {n: (401, {"error": "who are you?"}) for n in range(40)}
-    with pytest.raises(EndpointError, match=r"refuses the request with status 401: .*who are you"):
+    with pytest.raises(EndpointError, match=r"rejects the request with status 401: .*who are you"):
         rephrase(DOCUMENTS, TWO, endpoint(server), tmp_path / "out.jsonl")
-    with pytest.raises(EndpointError, match="begins with http:// or https://"):
+    with pytest.raises(EndpointError, match="must begin with http:// or https://"):
         rephrase(DOCUMENTS, TWO, Endpoint("file:///etc", "x"), tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="one or more of each"):
         rephrase(DOCUMENTS, {}, endpoint(server), tmp_path / "out.jsonl")

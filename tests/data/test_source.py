@@ -90,18 +90,18 @@ def test_missing_empty_and_folder(tmp_path):
         find_files([str(write(tmp_path / "a.txt", ""))])
     with pytest.raises(DataError, match=r"is a folder"):
         find_files([str(tmp_path)])
-    with pytest.raises(DataError, match=r"b.txt: holds no text"):
+    with pytest.raises(DataError, match=r"b.txt: contains no text"):
         list(TextFiles((write(tmp_path / "b.txt", " \n\n"),)))
-    with pytest.raises(DataError, match=r"b.jsonl: holds no text"):
+    with pytest.raises(DataError, match=r"b.jsonl: contains no text"):
         list(jsonl_files((write(tmp_path / "b.jsonl", '{"text": ""}\n'),)))
 
 
 def test_kinds(tmp_path):
     assert file_format([tmp_path / "a.txt", tmp_path / "b.md"], "auto") == "text"
     assert file_format([tmp_path / "a.csv"], "jsonl") == "jsonl"
-    with pytest.raises(DataError, match=r"a.csv: what kind of file is this\? Set source_format"):
+    with pytest.raises(DataError, match=r"a.csv: the suffix names no known format. Set source_format"):
         file_format([tmp_path / "a.csv"], "auto")
-    with pytest.raises(DataError, match=r"mixes kinds"):
+    with pytest.raises(DataError, match=r"mixes file formats"):
         file_format([tmp_path / "a.txt", tmp_path / "b.jsonl"], "auto")
 
 

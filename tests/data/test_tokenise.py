@@ -107,6 +107,6 @@ def test_masks_of_some_documents_are_refused(tmp_path):
     from jaxllm.data.chat_encoding import EncodedDocument
 
     mixed = [EncodedDocument(np.array([1, 2]), np.array([True, False])), np.array([3])]
-    with pytest.raises(ValueError, match="1 of 2 documents have a mask"):
+    with pytest.raises(ValueError, match="1 of 2 documents have a loss mask"):
         write_tokens(tmp_path / "a.bin", mixed, BYTE)
     assert not list(tmp_path.iterdir())

@@ -66,7 +66,7 @@ def write(path, rows=((1, 2, 3), (4, 5))):
         ({"dtype": "int8"}, "a.bin.json: dtype 'int8'; legal: uint16, uint32"),
         ({"format": "other"}, "a.bin.json: format 'other' version 1; legal"),
         ({"tokens": "5"}, r"a.bin.json: needs .*tokens \(int\)"),
-        ({"tokens": 6}, r"a.bin: 34 bytes, but a.bin.json describes 36; the file is cut or altered"),
+        ({"tokens": 6}, r"a.bin: 34 bytes, but a.bin.json describes 36; the file is truncated or altered"),
         ({"tokenizer": "f" * 64}, r"a.bin: made with another tokenizer \(fingerprint ffffffffffff, vocabulary 272\)"),
         ({"sha256": "0" * 64}, "a.bin: does not match the sha256 in a.bin.json"),
         ({"documents": None}, "'documents' is not a number"),

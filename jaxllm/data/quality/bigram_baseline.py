@@ -1,11 +1,11 @@
-"""What a model must beat: a byte bigram, in bits per byte of the held-out text.
+"""Bigram baseline: bits per byte of a byte bigram on the held-out text, which a trained model must beat.
 
     p(y | x) = w * (c(x, y) + k) / (c(x) + k * 257) + (1 - w) * (c(y) + k) / (c + k * 257)
 
-x is the byte before, or the start of the document; y one of 256 bytes or the end of the document; c counts in the
-training text. k and w are chosen on the training text alone, by cross-validation over eight contiguous parts of it
-(with single pairs left out instead, each play's own names vouch for each other, k comes out too small and the baseline
-too weak). Bits are divided by the bytes of the text, as for a model: the end of a document costs bits and has no bytes.
+x is the previous byte or the start of the document; y is one of 256 bytes or the end of the document; c counts in the
+training text. k and w are chosen on the training text alone, by cross-validation over eight contiguous parts. (If
+single pairs were left out instead, the names in a play would predict each other, k would be too small and the baseline
+too weak.) Bits are divided by the bytes of the text, as for a model: the end of a document costs bits and has no bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from jaxtyping import Int
 from jaxllm.data.loader import Dataset
 from jaxllm.text import Tokenizer
 
-BOUNDARY = 256  # as x: start of the document; as y: its end
+BOUNDARY = 256  # as x: start of the document; as y: end of the document
 OUTCOMES = 257
 FOLDS = 8
 SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -26,7 +26,7 @@ WEIGHTS = (1.0, 0.999, 0.997, 0.99, 0.97, 0.9, 0.7)
 
 @dataclass(frozen=True)
 class BigramBaseline:
-    """Result of `bigram_baseline`. weight 1.0 means that mixing in the unigram did not help."""
+    """Result of `bigram_baseline`. A weight of 1.0 means that mixing in the unigram did not help."""
 
     bits_per_byte: float
     heldout_bytes: int
@@ -36,7 +36,10 @@ class BigramBaseline:
 
 
 def bigram_baseline(train: Iterable[bytes], heldout: Iterable[bytes]) -> BigramBaseline:
-    """Fits on `train`, measures on `heldout`; each item is a document. Raises ValueError if either has no bytes."""
+    """Fits a byte bigram on `train` and measures it on `heldout`; each item is a document.
+
+    Raises ValueError if either has no bytes.
+    """
     folds = np.stack([_counted(part) for part in np.array_split(_pairs(train), FOLDS)])
     counts, test = folds.sum(0), _counted(_pairs(heldout))
     train_bytes, heldout_bytes = int(counts[:, :BOUNDARY].sum()), int(test[:, :BOUNDARY].sum())
@@ -48,9 +51,11 @@ def bigram_baseline(train: Iterable[bytes], heldout: Iterable[bytes]) -> BigramB
 
 
 def bigram_baseline_of(dataset: Dataset, *, max_train_bytes: int = 1 << 24) -> BigramBaseline:
-    """The baseline of a dataset, over exactly the bytes its held-out targets cover.
+    """Bigram baseline of a data set, over exactly the bytes that its held-out targets cover.
 
-    max_train_bytes: fit on about this much of the training text from its beginning; 66,049 counts need no more.
+    max_train_bytes: about how many bytes from the beginning of the training text to fit on; 66,049 counts need no more.
+
+    Raises ValueError if nothing is held out.
     """
     if dataset.heldout is None:
         raise ValueError("nothing is held out, so there is nothing to measure on; set data.heldout or heldout_fraction")
@@ -59,7 +64,7 @@ def bigram_baseline_of(dataset: Dataset, *, max_train_bytes: int = 1 << 24) -> B
 
 
 def bits(test: Int[np.ndarray, "257 257"], counts: Int[np.ndarray, "257 257"], k: float, weight: float) -> float:
-    """Bits that the pairs `test` cost under the pairs `counts`, both as [x, y]."""
+    """Total bits of the pairs `test` under the bigram that is fitted to the pairs `counts`; both are counts [x, y]."""
     x, y = np.nonzero(test)
     bigram = (counts[x, y] + k) / (counts.sum(1)[x] + k * OUTCOMES)
     unigram = (counts.sum(0)[y] + k) / (counts.sum() + k * OUTCOMES)
@@ -67,7 +72,7 @@ def bits(test: Int[np.ndarray, "257 257"], counts: Int[np.ndarray, "257 257"], k
 
 
 def _pairs(documents: Iterable[bytes]) -> Int[np.ndarray, " pairs"]:
-    """x * 257 + y for each byte and each end of all documents, in order."""
+    """Pairs x * 257 + y for each byte and each end of all documents, in order."""
     pairs = [np.empty(0, np.int32)]
     for document in documents:
         text = np.concatenate([[BOUNDARY], np.frombuffer(document, np.uint8), [BOUNDARY]]).astype(np.int32)

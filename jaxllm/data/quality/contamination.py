@@ -1,8 +1,8 @@
-"""Text of evaluations in training data, by runs of words that both have.
+"""Decontamination: finds evaluation items in training data by shared word n-grams.
 
-GPT-3's rule (arXiv:2005.14165, appendix C) with one length: an item of an evaluation is found in the data if any run of
-13 of its words is; an item with fewer words, if all of it is. What half of the items have in common is a prompt's
-wording, and is left out.
+The rule of GPT-3 (arXiv:2005.14165, appendix C) with one length: an evaluation item is found in the data if any 13-gram
+of its words is; a shorter item, if all of it is. N-grams that more than half of the items share are the wording of a
+prompt, and are ignored.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,17 @@ from jaxllm.data.quality.word_shingles import ngram_hashes, words
 
 NGRAM_WORDS = 13
 MIN_WORDS = 5
-"""Items with fewer words are not looked for: they are found everywhere."""
+"""Items with fewer words are not searched for: they would be found everywhere."""
 COMMON_SHARE = 0.5
+"""Share of the items from which on a shared n-gram counts as the wording of a prompt."""
 
 
 @dataclass(frozen=True)
 class Contamination:
-    """found: per item of the evaluation, the share of its runs that the data holds. documents: those that hold any.
+    """Contamination of training data by an evaluation.
 
-    short: items that are too short to be looked for.
+    found: item index -> share of its n-grams that the data contains. documents: indices of those that contain any.
+    items: items of the evaluation. short: items that are too short to be searched for.
     """
 
     found: dict[int, float]
@@ -32,19 +34,19 @@ class Contamination:
 
     @property
     def share(self) -> float:
-        """Of the items that were looked for, those of which any run was found."""
+        """Share of contaminated items, 0 to 1, among those that were searched for."""
         return len(self.found) / max(1, self.items - self.short)
 
 
 def find_contamination(
     documents: Iterable[str], evaluation: Iterable[str], *, ngram_words: int = NGRAM_WORDS
 ) -> Contamination:
-    """Looks for the items of an evaluation in documents.
+    """Searches documents for the items of an evaluation by word n-grams.
 
-    Raises ValueError for an evaluation without items, or runs of fewer than two words.
+    Raises ValueError for an evaluation without items, or n-grams of fewer than two words.
     """
     if ngram_words < 2:
-        raise ValueError(f"run is {ngram_words}; runs of one word are in every text, give 2 or more")
+        raise ValueError(f"n-grams of {ngram_words} words are in every text; use 2 words or more")
     texts = list(evaluation)
     sizes = [len(words(text)) for text in texts]
     items = [

@@ -1,8 +1,8 @@
-"""Lengths and languages of documents.
+"""Corpus statistics: lengths and languages of documents.
 
-The language is guessed, by a light rule of our own: the script most letters are of; for Latin and Cyrillic ones, the
-language whose twenty commonest words make up the largest share of the text. It is meant for counting what a corpus is
-made of, not for labelling a sentence: short texts are often "latin", undecided.
+The language is guessed by a simple rule: the script of most letters; for Latin and Cyrillic, the language whose twenty
+commonest words have the largest share of the text. It serves to count the composition of a corpus, not to label a
+sentence: short texts are often undecided, "latin".
 """
 
 import unicodedata
@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.data.quality.word_shingles import words
 
 MIN_COMMON_SHARE = 0.06
-"""Of a text's words, those that must be among a language's common ones."""
+"""Least share of a text's words that must be among a language's common words."""
 
 _COMMON = {
     "en": "the of and to in a is that it was for on with as he be at by i this you are not",
@@ -35,7 +35,7 @@ _SCRIPTS = {
     "LATIN": "latin", "CYRILLIC": "cyrillic", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he", "DEVANAGARI": "hi",
     "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "CJK": "zh", "THAI": "th", "BENGALI": "bn", "TAMIL": "ta",
 }  # fmt: skip
-_SAMPLE = 4000  # characters that are looked at
+_SAMPLE = 4000  # characters examined
 
 
 @lru_cache(maxsize=1 << 16)
@@ -44,7 +44,7 @@ def _script(letter: str) -> str:
 
 
 def detect_language(text: str) -> str:
-    """A language's code, "latin" or "cyrillic" where the words do not tell, "none" where there are no letters."""
+    """Language code of a text; "latin" or "cyrillic" if the words do not decide, "none" without letters."""
     sample = text[:_SAMPLE]
     if sample.isascii():
         if not any(letter.isalpha() for letter in sample):
@@ -65,7 +65,7 @@ def detect_language(text: str) -> str:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Of a set of documents; percentiles are lengths that exist."""
+    """Length statistics of a set of documents: count, sum, extremes and percentiles (each a length that occurs)."""
 
     count: int
     total: int
@@ -77,14 +77,14 @@ class LengthStats:
 
 
 def length_stats(values: Sequence[int] | np.ndarray) -> LengthStats:
-    """Raises ValueError where there are none."""
+    """Length statistics of documents. Raises ValueError for an empty set."""
     ordered = np.sort(np.asarray(values, np.int64))
     if not len(ordered):
-        raise ValueError("no document, so no lengths")
+        raise ValueError("there are no documents, so there are no lengths")
     p50, p90, p99 = (int(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) for share in (0.5, 0.9, 0.99))
     return LengthStats(len(ordered), int(ordered.sum()), int(ordered[0]), p50, p90, p99, int(ordered[-1]))
 
 
 def count_languages(texts: Iterable[str]) -> dict[str, int]:
-    """Documents by language, commonest first."""
+    """Number of documents by language, commonest first."""
     return dict(Counter(map(detect_language, texts)).most_common())

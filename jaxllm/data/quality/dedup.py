@@ -1,9 +1,9 @@
-"""Duplicates: equal texts, and nearly equal ones by MinHash (Broder 1997) and LSH bands (Indyk and Motwani 1998).
+"""Deduplication: exact, and near by MinHash (Broder 1997) with LSH bands (Indyk and Motwani 1998).
 
-A text is the set of its runs of five words. A signature has one number for each of 128 hash functions, the smallest
-hash of the set: two texts agree in a place with a probability equal to their Jaccard similarity, so the share of equal
-places estimates it with a standard deviation of at most 1 / (2 sqrt(128)) = 0.044. Texts that agree in a whole band of
-places are compared; the number of places in a band is chosen such that pairs at the threshold are found.
+A text is the set of its 5-word shingles. Its MinHash signature is the smallest hash of the set under each of 128 hash
+functions: two texts agree at a position with a probability equal to their Jaccard similarity, so the share of equal
+positions estimates it with a standard deviation of at most 1 / (2 sqrt(128)) = 0.044. Texts that agree in a whole band
+of positions are compared; the size of a band is chosen so that pairs at the threshold are found.
 """
 
 import hashlib
@@ -17,17 +17,21 @@ from jaxllm.data.quality.word_shingles import ngram_hashes, words
 from jaxllm.data.shuffle import splitmix64
 
 NUM_HASHES = 128
+"""Hash functions, the length of a signature."""
 SHINGLE_WORDS = 5
-"""Words in a run."""
+"""Words in a shingle."""
 MIN_RECALL = 0.99
 """Least probability that a pair at the threshold shares a band."""
 
 
 @dataclass(frozen=True, eq=False)
 class Duplicates:
-    """keep[d]: whether document d is the first of its kind. of[d]: the document it repeats; itself where it is kept.
+    """Result of deduplication.
 
+    keep[d]: whether document d is kept, as the first of its kind, bool.
+    duplicate_of[d]: index of the document that d repeats; d itself if it is kept.
     similarity[d]: estimated Jaccard similarity with that document; 1 for equal texts.
+    exact, near: numbers of exact and near duplicates.
     """
 
     keep: np.ndarray
@@ -38,12 +42,12 @@ class Duplicates:
 
 
 def minhash_signature(text: str) -> UInt64[np.ndarray, "128"]:
-    """MinHash of the set of runs of words; all ones for a text without words."""
+    """MinHash signature of a text's set of shingles; all bits are one for a text without words."""
     grams = np.unique(ngram_hashes(text, SHINGLE_WORDS))
     if not len(grams):
         return np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
     out = np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
-    for begin in range(0, len(grams), 4096):  # bounds the table of hashes
+    for begin in range(0, len(grams), 4096):  # bounds the memory of the hash table
         part = splitmix64(grams[None, begin : begin + 4096] ^ _SALTS[:, None])
         out = np.minimum(out, part.min(axis=1))
     return out
@@ -53,24 +57,24 @@ _SALTS = splitmix64(np.arange(1, NUM_HASHES + 1, dtype=np.uint64) * np.uint64(0x
 
 
 def rows_per_band(threshold: float) -> int:
-    """The most places in a band with which a pair at `threshold` shares one with probability `FOUND` or more."""
+    """Largest LSH band with which a pair at `threshold` shares a band with probability `MIN_RECALL` or more."""
     legal = [r for r in range(1, NUM_HASHES + 1) if NUM_HASHES % r == 0]
     good = [r for r in legal if 1 - (1 - threshold**r) ** (NUM_HASHES // r) >= MIN_RECALL]
     return max(good, default=1)
 
 
 def find_duplicates(texts: Iterable[str], *, threshold: float | None = 0.8) -> Duplicates:
-    """Finds later documents that repeat an earlier one.
+    """Deduplication: finds later documents that repeat an earlier one.
 
-    Texts are equal if their words are (case, punctuation and spacing play no part).
+    Texts are equal if their words are equal (case, punctuation and spacing do not matter).
 
     Args:
-        threshold: Jaccard similarity from which on texts are nearly equal; None finds equal texts only.
+        threshold: Jaccard similarity from which on texts are near duplicates; None finds exact duplicates only.
 
     Raises ValueError for a threshold outside (0, 1].
     """
     if threshold is not None and not 0 < threshold <= 1:
-        raise ValueError(f"threshold is {threshold}; legal: above 0 and up to 1, or None for equal texts only")
+        raise ValueError(f"threshold is {threshold}; legal: above 0 and up to 1, or None for exact duplicates only")
     first_with: dict[bytes, int] = {}
     of: list[int] = []
     similarity: list[float] = []

@@ -1,4 +1,4 @@
-"""Lengths of documents and how full the rows are, as a picture."""
+"""Plot of document lengths and of how full the packed rows are."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from jaxllm.data.sequence_packing import PackingPlan
 
 
 def plot_lengths(lengths: Int[np.ndarray, " documents"], plans: dict[str, PackingPlan], file: Path, title: str) -> None:
-    """PNG: a histogram of lengths in tokens with their percentiles, and below the share of full places by packing.
+    """Writes a PNG: a histogram of lengths in tokens with percentiles, and the share of filled positions by packing.
 
-    plans: by name; one bar each.
+    plans: name -> packing plan; one bar each.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def plot_lengths(lengths: Int[np.ndarray, " documents"], plans: dict[str, Packin
             color="white" if inside else "black",
         )  # fmt: skip
     bottom.set_xlim(0, 100)
-    bottom.set_xlabel(f"share of places in rows of {seq_len:,} that hold a token, %")
+    bottom.set_xlabel(f"share of positions in rows of {seq_len:,} that have a token, %")
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

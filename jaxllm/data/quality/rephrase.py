@@ -1,7 +1,7 @@
-"""Documents rewritten into named styles through an OpenAI-compatible endpoint (WRAP, arXiv:2401.16380).
+"""Rephrasing (synthetic data): documents rewritten in named styles by an OpenAI-compatible endpoint (arXiv:2401.16380).
 
-The job writes JSON lines, one for each document and style, in the order in which answers come; what is there is not
-asked for again, so a stopped job goes on. A mixture then blends the file with the original text by exact shares:
+The job writes JSON lines, one for each document and style, in the order in which answers arrive. Rows that exist are
+not requested again, so an interrupted job resumes. A data mixture then blends the file with the original text:
 
     mixture=(SourceConfig("web", "web.jsonl", weight=1), SourceConfig("qa", "rephrased.jsonl", weight=1))
 """
@@ -30,16 +30,17 @@ STYLES = {
     "qa": 'Turn the following text into a conversation of several questions, each after "Question:", and their '
     'answers, each after "Answer:".',
 }
-"""The paper's four styles, in our words. A style of one's own is a name and an instruction."""
+"""The four styles of WRAP, in our words. A custom style is a name and an instruction."""
 PROMPT_SUFFIX = "Keep every fact, add none, and answer with the rewritten text alone.\n\nThe text:\n"
 RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible server: `url` ends in /v1; `model` is what it is called there.
+    """OpenAI-compatible endpoint: `url` ends in /v1; `model` is the model's name there.
 
-    key: of its owner; the environment's OPENAI_API_KEY where it is left out.
+    key: API key; empty takes OPENAI_API_KEY from the environment.
+    timeout: seconds for one request. retries: further attempts after a failed one.
     """
 
     url: str
@@ -50,12 +51,16 @@ class Endpoint:
     timeout: float = 120.0
     retries: int = 5
     wait: float = 1.0
-    """Seconds before the first retry; doubled each time, with chance."""
+    """Seconds before the first retry; doubled each time, with jitter."""
 
 
 @dataclass(frozen=True)
 class RephraseResult:
-    """What a job did: written, there before, refused (an empty or a cut answer), given up (each with its error)."""
+    """Counts of a rephrasing job.
+
+    written: new rows. before: rows that existed. refused: empty or truncated answers. failed: errors of requests that
+    failed after all retries.
+    """
 
     written: int
     before: int
@@ -64,7 +69,7 @@ class RephraseResult:
 
 
 class EndpointError(DataError):
-    """The endpoint cannot be used; the message holds its answer."""
+    """Error: the endpoint cannot be used; the message contains its answer."""
 
 
 def rephrase(
@@ -78,18 +83,20 @@ def rephrase(
 ) -> RephraseResult:
     """Writes {"text", "style", "of"} for each document and style to `out`, a JSONL file; "of" is the original's hash.
 
-    A text that was asked for before, in the same style, is not asked for again. Answers that are empty or were cut at
-    max_tokens are left out and counted. Requests that fail after all retries are counted with their errors; the next
-    start asks again.
+    A text that `out` already has in the same style is not requested again. Answers that are empty or were truncated at
+    max_tokens are skipped and counted. Requests that fail after all retries are reported with their errors; the next
+    run sends them again.
 
     Args:
+        styles: name -> instruction.
+        concurrency: requests in flight at a time.
         progress: called with the number of answers.
 
-    Raises EndpointError where the server refuses the request itself (400, 401, 403, 404): another would fare the same.
-    ValueError for settings that are not legal.
+    Raises EndpointError if the server rejects the request itself (400, 401, 403, 404), since any other would fail too;
+    ValueError for illegal settings.
     """
     if concurrency < 1 or not styles:
-        raise ValueError(f"concurrency is {concurrency}, styles are {sorted(styles)}; one or more of each")
+        raise ValueError(f"concurrency is {concurrency}, styles are {sorted(styles)}; give one or more of each")
     done = _finished_jobs(out)
     written = before = refused = 0
     failed: list[str] = []
@@ -127,7 +134,7 @@ def rephrase(
 
 
 def text_hash(text: str) -> str:
-    """What a document is known by in the output."""
+    """Hash that identifies a document in the output."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -136,7 +143,7 @@ def _mark_new_jobs(
 ) -> Iterator[tuple[Document | None, str, str]]:
     for document, style, key in jobs:
         known = (key, style) in done
-        done.add((key, style))  # equal documents are asked for once
+        done.add((key, style))  # equal documents are requested once
         yield (None if known else document), style, key
 
 
@@ -163,7 +170,7 @@ def _collect_finished(
 
 
 def _finished_jobs(out: Path) -> set[tuple[str, str]]:
-    """(hash, style) of what is written; a last line that was cut by a kill is taken away."""
+    """(hash, style) of the rows in `out`; a last line that an interrupted job left incomplete is removed."""
     if not out.exists():
         return set()
     raw = out.read_bytes()
@@ -176,12 +183,12 @@ def _finished_jobs(out: Path) -> set[tuple[str, str]]:
             record = json.loads(line)
             found.add((record["of"], record["style"]))
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{at(out, row)}: not a row of this job; write to another file") from None
+            raise DataError(f"{at(out, row)}: not a row of a rephrasing job; write to another file") from None
     return found
 
 
 def _complete(endpoint: Endpoint, prompt: str) -> str | None:
-    """The answer; None where it is empty or was cut. Raises DataError after all retries."""
+    """Completion of a prompt; None if it is empty or was truncated. Raises DataError after all retries."""
     body = {
         "model": endpoint.model,
         "messages": [{"role": "user", "content": prompt}],
@@ -192,7 +199,7 @@ def _complete(endpoint: Endpoint, prompt: str) -> str | None:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     url = endpoint.url.rstrip("/") + "/chat/completions"
     if not url.startswith(("http://", "https://")):
-        raise EndpointError(f"{endpoint.url}: an endpoint's address begins with http:// or https://")
+        raise EndpointError(f"{endpoint.url}: the URL of an endpoint must begin with http:// or https://")
     why = ""
     for attempt in range(endpoint.retries + 1):
         if attempt:
@@ -205,10 +212,10 @@ def _complete(endpoint: Endpoint, prompt: str) -> str | None:
             with error:
                 why = f"status {error.code}: {error.read()[:300].decode(errors='replace')}"
             if error.code not in RETRY_STATUSES:
-                raise EndpointError(f"{url} refuses the request with {why}") from None
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # no connection, or no such answer
+                raise EndpointError(f"{url} rejects the request with {why}") from None
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # no connection, or a malformed answer
             why = f"{type(error).__name__}: {error}"
-    raise DataError(f"{url} failed {endpoint.retries + 1} times, at last with {why}")
+    raise DataError(f"{url} failed {endpoint.retries + 1} times; the last error is {why}")
 
 
 def _text(answer: dict[str, Any]) -> str | None:

@@ -1,1 +1,1 @@
-"""Where documents come from: files of every usual kind, here or behind a URL, and what comes with packages."""
+"""Data sources: documents from local or remote files of the usual formats, and from installed packages."""

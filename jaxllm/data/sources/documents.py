@@ -1,7 +1,7 @@
-"""Documents in a fixed order, which of them are held out, and what happens to those that cannot be used.
+"""Documents: texts in a fixed order, their held-out split, and the handling of bad records.
 
-Documents with no text carry nothing and are passed over. Everything else that is not a document is an error that names
-file and row, rows counted from 1, unless bad records are to be skipped; then they are counted and listed.
+Documents without text are skipped. Any other record that is not a document is an error that names the file and the row
+(counted from 1), unless bad records are to be skipped; then they are counted and listed.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from jaxllm.files import DataError, digest
 
 
 class Document(NamedTuple):
-    """A text and where it begins (`row`: line of a text file, row of a table, sample of an archive; from 1).
+    """Text and its location (`row`: line of a text file, row of a table, sample of an archive; from 1).
 
-    Of a conversation the text is JSON: {"messages": [...], "tools": [...]}, see `jaxllm.data.chat_encoding`.
+    A conversation's text is JSON: {"messages": [...], "tools": [...]}, see `jaxllm.data.chat_encoding`.
     """
 
     text: str
@@ -30,9 +30,9 @@ class Document(NamedTuple):
 
 
 class BadRecords:
-    """What cannot be used: an error at once, or with `skip` counted and listed.
+    """Bad records: each is an error at once, or with `skip` is counted and listed.
 
-    count: of the last time the documents were read through. listed: the first hundred messages.
+    count: bad records of the last pass over the documents. listed: the first hundred messages.
     """
 
     LISTED = 100
@@ -42,11 +42,12 @@ class BadRecords:
         self.clear()
 
     def clear(self) -> None:
+        """Forgets all records, before a new pass over the documents."""
         self.count = 0
         self.listed: list[str] = []
 
     def report(self, error: DataError) -> None:
-        """Raises `error`, or notes it."""
+        """Raises `error`, or with `skip` counts and lists it."""
         if not self.skip:
             raise error
         self.count += 1
@@ -55,7 +56,7 @@ class BadRecords:
 
 
 class Documents(ABC):
-    """Documents in a fixed order, read anew by each iteration and never all in memory."""
+    """Documents in a fixed order: each iteration reads them again; they are never all in memory."""
 
     name: str
     bad: BadRecords
@@ -66,26 +67,29 @@ class Documents(ABC):
     @property
     @abstractmethod
     def content_hash(self) -> str:
-        """Changes when any document does."""
+        """Hash that changes when any document changes."""
 
 
 @dataclass(frozen=True, eq=False)
 class SelectedDocuments(Documents):
-    """The documents of `parent` at the places where `mask` is true."""
+    """Documents of `parent` at the positions where `mask`, bool [documents], is True."""
 
     parent: Documents
     mask: np.ndarray
 
     @property
     def name(self) -> str:
+        """Name in messages: that of the parent."""
         return self.parent.name
 
     @property
     def bad(self) -> BadRecords:
+        """Bad records of the parent."""
         return self.parent.bad
 
     @cached_property
     def content_hash(self) -> str:
+        """Hash of the parent's documents and of the mask."""
         return digest(["chosen", self.parent.content_hash, hashlib.sha256(self.mask.tobytes()).hexdigest()])
 
     def __iter__(self) -> Iterator[Document]:
@@ -94,7 +98,7 @@ class SelectedDocuments(Documents):
 
 @dataclass(frozen=True)
 class DocumentSlice(Documents):
-    """Characters `begin` to `end` of a single document."""
+    """Slice of a single document: its characters from `begin` up to `end`."""
 
     parent: Documents
     begin: int
@@ -102,14 +106,17 @@ class DocumentSlice(Documents):
 
     @property
     def name(self) -> str:
+        """Name in messages: that of the parent."""
         return self.parent.name
 
     @property
     def bad(self) -> BadRecords:
+        """Bad records of the parent."""
         return self.parent.bad
 
     @cached_property
     def content_hash(self) -> str:
+        """Hash of the parent's document and of the slice."""
         return digest(["part", self.parent.content_hash, self.begin, self.end])
 
     def __iter__(self) -> Iterator[Document]:
@@ -119,16 +126,17 @@ class DocumentSlice(Documents):
 
 
 def conversation_json(messages: Any, tools: Any = None) -> str:
-    """The text of a document that is a conversation."""
+    """Text of a document that is a conversation: JSON of its messages and tools."""
     record = {"messages": messages} if tools is None else {"messages": messages, "tools": tools}
     return json.dumps(record, ensure_ascii=False)
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents | None]:
-    """(training, held-out) documents. Of several, those with the smallest content hashes; of one, its last part.
+    """Splits documents into (training, held-out); None is held out for a fraction of 0.
 
-    Choosing by content keeps the choice when rows are reordered, and keeps equal documents on one side.
-    Raises DataError when there is nothing left for one of the two.
+    Of several documents, those with the smallest content hashes are held out; of a single one, its last part. A choice
+    by content does not change when rows are reordered, and it keeps equal documents on one side.
+    Raises DataError if one of the two would be empty.
     """
     if fraction == 0:
         return documents, None
@@ -151,10 +159,10 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
 
 
 def heldout_mask(hashes: np.ndarray, sizes: np.ndarray, fraction: float, name: str) -> np.ndarray:
-    """Mask of the documents to hold out: smallest hashes first, until they make `fraction` of the bytes."""
+    """Mask, bool [documents], of those to hold out: smallest hashes first, until they have `fraction` of the bytes."""
     order = np.argsort(hashes, kind="stable")
     reached = np.cumsum(sizes[order]) >= fraction * sizes.sum()
-    mask = hashes <= hashes[order[int(np.argmax(reached))]]  # with all their equals
+    mask = hashes <= hashes[order[int(np.argmax(reached))]]  # equal documents go together
     if mask.all():
         raise DataError(f"{name}: holding out {fraction:.0%} leaves no document to train on; set heldout_fraction=0")
     return mask

@@ -1,10 +1,10 @@
-"""Files of records: JSON lines, parquet, Arrow, webdataset archives. A record is an object, its text under a field.
+"""Record files: JSON lines, parquet, Arrow and webdataset archives. A record is an object with its text in a field.
 
-What a record is:
-- JSONL: a row with an object. Blank rows are passed over.
-- parquet, Arrow (IPC files, IPC streams, what `datasets.Dataset.save_to_disk` writes): a row of the table.
-- webdataset: the files of an archive that share a name up to its first dot: the fields of NAME.json, and NAME.txt as
-  "text". Other endings are no text and are passed over.
+A record is:
+- in JSONL: a row with an object. Blank rows are skipped.
+- in parquet and Arrow (IPC files, IPC streams, output of `datasets.Dataset.save_to_disk`): a row of the table.
+- in webdataset: the files of an archive that share a name up to its first dot: the fields of NAME.json, and NAME.txt as
+  "text". Files with other suffixes are skipped.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from jaxllm.data.sources.remote_files import (
 from jaxllm.files import DataError, at, digest
 
 Row = tuple[int, Any]
-"""Number of the record from 1, and the record, or the DataError that it is."""
+"""(number of the record from 1, the record or the DataError that it caused)."""
 
-_ROWS = 1024  # of a table, in memory at a time
+_ROWS = 1024  # table rows in memory at a time
 
 
 @dataclass(frozen=True)
 class RecordFiles(Documents):
-    """Records of one kind: "jsonl", "parquet", "arrow", "webdataset".
+    """Documents from record files of one format: "jsonl", "parquet", "arrow" or "webdataset".
 
-    field: where the text is, or with `chat` the messages; the tools of a conversation are under "tools".
+    field: the field with the text, or with `chat` the messages; a conversation's tools are in the field "tools".
     """
 
     files: tuple[File, ...]
@@ -49,10 +49,12 @@ class RecordFiles(Documents):
 
     @property
     def name(self) -> str:
+        """Name in messages."""
         return display_name(self.files)
 
     @cached_property
     def content_hash(self) -> str:
+        """Hash of the files' bytes and of the settings that determine the documents."""
         more = [["chat"]] * self.chat + [["skip"]] * self.bad.skip
         return digest([self.kind, self.field, [content_sha256(file) for file in self.files], *more])
 
@@ -71,10 +73,10 @@ class RecordFiles(Documents):
                     found = True
                     yield Document(text, file, row)
             if not found:
-                raise DataError(f"{at(file)}: holds no text")
+                raise DataError(f"{at(file)}: contains no text")
 
     def records(self, fields: Sequence[str]) -> Iterator[tuple[File, int, dict[str, Any]]]:
-        """(file, row, record) of all files; of a table's columns only `fields` are read, the first must be there.
+        """(file, row, record) of all files; from tables only the columns `fields` are read, the first is required.
 
         Raises DataError for a file without records.
         """
@@ -85,7 +87,7 @@ class RecordFiles(Documents):
                 found = True
                 yield file, row, record
             if not found:
-                raise DataError(f"{at(file)}: holds no records")
+                raise DataError(f"{at(file)}: contains no records")
 
     def _records(self, file: File, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         for row, record in ROW_READERS[self.kind](file, columns):
@@ -111,35 +113,35 @@ class RecordFiles(Documents):
         messages = self._field(record, file, row)
         check_messages(messages, self.field, file, row)
         tools = record.get("tools")
-        if isinstance(tools, str):  # tables hold them as JSON, since every tool has other fields
+        if isinstance(tools, str):  # tables store tools as JSON, because each tool has different fields
             try:
                 tools = json.loads(tools)
             except ValueError:
-                raise DataError(f"{at(file, row)}: 'tools' is text that is no JSON") from None
+                raise DataError(f"{at(file, row)}: 'tools' is text that is not JSON") from None
         if tools is not None and not isinstance(tools, list):
             raise DataError(f"{at(file, row)}: 'tools' is a {type(tools).__name__}; it must be a list")
         return check_unicode(conversation_json(messages, tools or None), self.field, file, row)
 
 
 def jsonl_files(files: tuple[File, ...], field: str = "text") -> RecordFiles:
-    """One JSON object per row, its text under `field`."""
+    """JSONL source: one JSON object per row, with its text in `field`."""
     return RecordFiles(files, "jsonl", field)
 
 
 def check_messages(messages: Any, name: str, file: File, row: int) -> None:
-    """Raises DataError unless `messages` is a list of objects, each with a role and something to say."""
+    """Raises DataError unless `messages` is a list of objects, each with a role and with content or tool calls."""
     if not isinstance(messages, list) or not messages:
         what = "an empty list" if messages == [] else f"a {type(messages).__name__}"
         raise DataError(f"{at(file, row)}: {name!r} is {what}; it must be a list of messages")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{at(file, row)}: message {number} is no object with a 'role'")
+            raise DataError(f"{at(file, row)}: message {number} is not an object with a 'role'")
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"{at(file, row)}: message {number} has neither 'content' nor 'tool_calls'")
 
 
 def check_unicode(text: str, name: str, file: File, row: int) -> str:
-    """Raises DataError for a text with a lone surrogate."""
+    """Returns the text. Raises DataError if it is not valid Unicode (a lone surrogate)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -148,7 +150,7 @@ def check_unicode(text: str, name: str, file: File, row: int) -> str:
 
 
 def jsonl_rows(file: File, columns: list[str]) -> Iterator[Row]:
-    """Rows of JSON lines; `columns` plays no part, since a row is parsed whole."""
+    """Rows of a JSONL file; `columns` only names the required field in messages, because a row is parsed whole."""
     for row, line in enumerate(read_lines(file), start=1):
         if line.strip():
             try:
@@ -156,7 +158,7 @@ def jsonl_rows(file: File, columns: list[str]) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 yield row, DataError(f"{at(file, row)}: not valid JSON ({error.msg} at column {error.colno})")
             except RecursionError:
-                yield row, DataError(f"{at(file, row)}: JSON that is nested too deep")
+                yield row, DataError(f"{at(file, row)}: JSON nested too deep")
             except DataError as error:
                 yield row, error
             else:
@@ -168,7 +170,7 @@ def jsonl_rows(file: File, columns: list[str]) -> Iterator[Row]:
 
 
 def parquet_rows(file: File, columns: list[str]) -> Iterator[Row]:
-    """Rows of a parquet file, of which only `columns` are read."""
+    """Rows of a parquet file; only `columns` are read."""
     arrow = _pyarrow(file)
     from pyarrow import parquet
 
@@ -182,7 +184,7 @@ def parquet_rows(file: File, columns: list[str]) -> Iterator[Row]:
 
 
 def arrow_rows(file: File, columns: list[str]) -> Iterator[Row]:
-    """Rows of an Arrow IPC file or stream."""
+    """Rows of an Arrow IPC file or stream; only `columns` are read."""
     arrow = _pyarrow(file)
     from pyarrow import ipc
 
@@ -212,11 +214,11 @@ def _table_rows(file: File, batches: Callable[[Any], Iterator[Any]], arrow: Any)
                         yield row, {name: _without_nulls(value) for name, value in record.items()}
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"{at(file, row + 1)}: damaged, cut, or not of this kind ({why})") from None
+            raise DataError(f"{at(file, row + 1)}: damaged, truncated, or not of this format ({why})") from None
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give every object every field, null where it has none; those of objects within a record are left out."""
+    """Removes null fields of nested objects: tables give every object every field, null if it has no value."""
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -240,7 +242,7 @@ def _pyarrow(file: File) -> Any:
 
 
 class _Stream:
-    """The decompressed bytes of a file, as the file object that tarfile reads."""
+    """File object over the decompressed bytes of a file, for tarfile to read."""
 
     def __init__(self, file: File):
         self._chunks, self._held = read_chunks(file), b""
@@ -253,7 +255,7 @@ class _Stream:
 
 
 def webdataset_rows(file: File, columns: list[str]) -> Iterator[Row]:
-    """Samples of an archive, streamed; `columns` plays no part."""
+    """Samples of a webdataset archive, streamed; `columns` is ignored."""
     sample, key, row = {}, None, 0
     seen: set[str] = set()
     source = cast(IO[bytes], _Stream(file))
@@ -269,7 +271,7 @@ def webdataset_rows(file: File, columns: list[str]) -> Iterator[Row]:
                     if key is not None:
                         yield row, sample
                     if name in seen:
-                        raise DataError(f"{at(file, row + 1)}: the files of sample {name!r} do not stand together")
+                        raise DataError(f"{at(file, row + 1)}: the files of sample {name!r} are not adjacent")
                     seen.add(name)
                     sample, key, row = {}, name, row + 1
                 content = cast(IO[bytes], archive.extractfile(member)).read() if ending in ("txt", "json") else b""
@@ -278,11 +280,11 @@ def webdataset_rows(file: File, columns: list[str]) -> Iterator[Row]:
         if key is not None:
             yield row, sample
     except tarfile.TarError as error:
-        raise DataError(f"{at(file, row + 1)}: damaged or cut archive ({error})") from None
+        raise DataError(f"{at(file, row + 1)}: damaged or truncated archive ({error})") from None
 
 
 def _with_member(sample: dict[str, Any], ending: str, content: bytes, file: File, row: int) -> Any:
-    """The sample with one more of its files; a DataError where that is none."""
+    """Sample with one more file of the archive; a DataError if that file cannot be used."""
     try:
         if ending == "txt":
             return sample | {"text": decode_utf8(content, file, row)}

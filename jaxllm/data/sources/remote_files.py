@@ -1,7 +1,7 @@
-"""Files that hold data: where they are, what kind they are of, and their bytes, decompressed.
+"""Data files, local or remote: their names, formats and decompressed bytes.
 
-A file is a path on this machine or a URL that fsspec opens ("s3://bucket/a.jsonl.zst"). `.gz` and `.zst` are taken off
-as the file is read. A compressed file that is cut is an error, never a shorter file.
+A file is a local path or a URL that fsspec opens ("s3://bucket/a.jsonl.zst"). `.gz` and `.zst` are decompressed while
+the file is read. A truncated compressed file is an error, never a shorter file.
 """
 
 import gzip
@@ -33,20 +33,22 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file behind a URL; has of `Path` what reading needs."""
+    """Remote file: a URL with those methods of `Path` that reading needs."""
 
     url: str
 
     @property
     def name(self) -> str:
+        """Last part of the URL's path."""
         return self.url.rsplit("/", 1)[-1]
 
     @property
     def suffix(self) -> str:
+        """Suffix of the name, such as `.gz`."""
         return Path(self.name).suffix
 
     def open(self, mode: str = "rb") -> Any:
-        """A seekable file object of the remote bytes."""
+        """Opens the remote file: a seekable file object. Raises DataError if it cannot be opened."""
         system, path = self._system()
         try:
             return system.open(path, mode)
@@ -54,13 +56,13 @@ class RemoteFile:
             raise DataError(f"{at(self)}: cannot be opened ({type(error).__name__}: {error})") from None
 
     def size(self) -> int:
-        """Bytes. Raises DataError when it is not there or not to be reached."""
+        """Size in bytes. Raises DataError if the file does not exist or cannot be reached."""
         system, path = self._system()
         try:
             return int(system.size(path) or 0)
         except FileNotFoundError:
             raise DataError(f"{at(self)}: no such file") from None
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # every file system of fsspec raises different errors
             raise DataError(f"{at(self)}: cannot be reached ({type(error).__name__}: {error})") from None
 
     def __str__(self) -> str:
@@ -81,9 +83,9 @@ File = Path | RemoteFile
 
 
 def find_files(names: Sequence[str]) -> tuple[File, ...]:
-    """The files that are named, each there and not empty; a Hugging Face data set's folder stands for its Arrow files.
+    """Files for paths and URLs; the folder of a saved Hugging Face data set stands for its Arrow files.
 
-    Raises DataError naming the one that cannot be used.
+    Raises DataError, naming the file, if one does not exist or is empty.
     """
     found: list[File] = []
     for name in names:
@@ -104,13 +106,13 @@ def find_files(names: Sequence[str]) -> tuple[File, ...]:
 
 
 def _saved_dataset(folder: Path) -> tuple[Path, ...]:
-    """The Arrow files of what `datasets.Dataset.save_to_disk` wrote."""
+    """Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(one.parent) for one in sorted(folder.glob("*/state.json")))
-        raise DataError(f"{at(folder)}: holds several splits; name one: {splits}")
+        raise DataError(f"{at(folder)}: contains several splits; name one: {splits}")
     state = folder / "state.json"
     if not state.is_file():
-        raise DataError(f"{at(folder)}: is a folder; name the files in it, e.g. {folder}/*.jsonl in a shell")
+        raise DataError(f"{at(folder)}: is a folder; name the files in it, for example {folder}/*.jsonl in a shell")
     try:
         names = [one["filename"] for one in json.loads(state.read_bytes())["_data_files"]]
     except (ValueError, KeyError, TypeError):
@@ -121,7 +123,10 @@ def _saved_dataset(folder: Path) -> tuple[Path, ...]:
 
 
 def file_format(files: Sequence[File], requested: str) -> str:
-    """One of `FORMATS`: what was asked for or, with `auto`, what the names end with."""
+    """Format of files, one of `FORMATS`: the requested one, or for `auto` the one of their suffixes.
+
+    Raises DataError for an unknown suffix, or for files of several formats.
+    """
     if requested != "auto":
         return requested
     kinds = {}
@@ -129,22 +134,22 @@ def file_format(files: Sequence[File], requested: str) -> str:
         suffix = plain_suffix(file)
         if suffix not in KINDS:
             raise DataError(
-                f"{at(file)}: what kind of file is this? Set source_format to {', '.join(FORMATS[:-1])} or "
-                f"{FORMATS[-1]}, or end its name with one of {', '.join(KINDS)}"
+                f"{at(file)}: the suffix names no known format. Set source_format to {', '.join(FORMATS[:-1])} or "
+                f"{FORMATS[-1]}, or rename the file to end in one of {', '.join(KINDS)}"
             )
         kinds[KINDS[suffix]] = file
     if len(kinds) > 1:
-        raise DataError(f"source mixes kinds of file: {', '.join(f'{file} is {kind}' for kind, file in kinds.items())}")
+        raise DataError(f"source mixes file formats: {', '.join(f'{file} is {kind}' for kind, file in kinds.items())}")
     return next(iter(kinds))
 
 
 def plain_suffix(file: File) -> str:
-    """The ending of the name, that of a compression taken off: `a.jsonl.gz` has `.jsonl`."""
+    """Suffix of the name without that of compression: `.jsonl` for `a.jsonl.gz`."""
     return Path(Path(file.name).stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
 def content_sha256(file: File) -> str:
-    """sha256 of the file's bytes as they are stored."""
+    """SHA-256 of the file's bytes as stored, in hexadecimal."""
     with file.open("rb") as opened:
         hasher = hashlib.sha256()
         while chunk := opened.read(CHUNK):
@@ -153,7 +158,7 @@ def content_sha256(file: File) -> str:
 
 
 def read_chunks(file: File) -> Iterator[bytes]:
-    """The bytes of a file, decompressed. Raises DataError for a compressed file that is damaged or cut."""
+    """Decompressed bytes of a file in chunks. Raises DataError for a compressed file that is damaged or truncated."""
     with file.open("rb") as opened:
         try:
             if file.suffix == ".gz":
@@ -164,7 +169,7 @@ def read_chunks(file: File) -> Iterator[bytes]:
             else:
                 yield from iter(lambda: opened.read(CHUNK), b"")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{at(file)}: damaged or cut gzip ({error})") from None
+            raise DataError(f"{at(file)}: damaged or truncated gzip ({error})") from None
 
 
 def _unpacked_zst(file: File, opened: Any) -> Iterator[bytes]:
@@ -175,7 +180,7 @@ def _unpacked_zst(file: File, opened: Any) -> Iterator[bytes]:
     unpacker = zstandard.ZstdDecompressor().decompressobj()
     try:
         while chunk := opened.read(CHUNK):
-            while chunk:  # a file may hold several frames
+            while chunk:  # a file may have several frames
                 yield unpacker.decompress(chunk)
                 chunk = b""
                 if unpacker.eof:
@@ -185,11 +190,11 @@ def _unpacked_zst(file: File, opened: Any) -> Iterator[bytes]:
                         return
     except zstandard.ZstdError as error:
         raise DataError(f"{at(file)}: damaged zstd ({error})") from None
-    raise DataError(f"{at(file)}: cut zstd; the last frame has no end")
+    raise DataError(f"{at(file)}: truncated zstd; the last frame has no end")
 
 
 def read_lines(file: File) -> Iterator[bytes]:
-    """Lines with their ends as they are; a byte-order mark at the start is not text."""
+    """Lines of a file with their line ends; a byte-order mark at the start is removed."""
     for number, line in enumerate(_split(read_chunks(file)) if file.suffix in COMPRESSED else _read(file)):
         yield line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
 
@@ -209,7 +214,7 @@ def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def decode_utf8(raw: bytes, file: File, row: int) -> str:
-    """UTF-8 text. Raises DataError naming the row of the first byte that is not."""
+    """Decodes UTF-8. Raises DataError naming the row of the first invalid byte; the text begins at `row`."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -218,7 +223,7 @@ def decode_utf8(raw: bytes, file: File, row: int) -> str:
 
 
 def display_name(files: Sequence[File]) -> str:
-    """What to call several files in a message."""
+    """Name of one or several files in messages."""
     if isinstance(files[0], Path) and files[0].parent == corpus.path("train").parent:
         return corpus.NAME
     return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"

@@ -1,8 +1,7 @@
-"""Plain text files (`.txt`, `.md`).
+"""Plain-text source: documents from text files (`.txt`, `.md`).
 
-A line that holds only the separator (default `<|endoftext|>`) ends a document, so a file without one is one document.
-Separator "" is the blank-line rule: one or more blank lines end a document. None: a file is a document, whatever is in
-it.
+A line with only the separator (default `<|endoftext|>`) ends a document, so a file without one is one document.
+Separator "" is the blank-line rule: one or more blank lines end a document. With None each file is one document.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ SEPARATOR = corpus.SEPARATOR
 
 @dataclass(frozen=True)
 class TextFiles(Documents):
-    """Plain text files, UTF-8. See the module's docstring for `separator`."""
+    """Documents from plain-text files in UTF-8. The module's docstring explains `separator`."""
 
     files: tuple[File, ...]
     separator: str | None = SEPARATOR
@@ -27,10 +26,12 @@ class TextFiles(Documents):
 
     @property
     def name(self) -> str:
+        """Name in messages."""
         return display_name(self.files)
 
     @cached_property
     def content_hash(self) -> str:
+        """Hash of the files' bytes and of the settings that determine the documents."""
         skips = ["skip"] if self.bad.skip else []
         return digest(["text", self.separator, [content_sha256(file) for file in self.files], *skips])
 
@@ -48,7 +49,7 @@ class TextFiles(Documents):
                     found = True
                     yield Document(text, file, row)
             if not found:
-                raise DataError(f"{at(file)}: holds no text")
+                raise DataError(f"{at(file)}: contains no text")
 
     def _pieces(self, file: File) -> Iterator[tuple[int, bytes]]:
         if self.separator is None:
@@ -67,7 +68,7 @@ class TextFiles(Documents):
 
 
 def bundled(split: str) -> Documents:
-    """The bundled corpus, `train` or `heldout`. Raises DataError if the file is not the one that was published."""
+    """Bundled corpus, split `train` or `heldout`. Raises DataError if the file is missing or altered."""
     file = corpus.path(split)
     if not file.is_file() or file_sha256(file) != corpus.SHA256[split]:
         raise DataError(f"{at(file)}: the bundled corpus is missing or altered (sha256); install jaxllm again")

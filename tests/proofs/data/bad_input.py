@@ -108,7 +108,7 @@ def bad_rows(seed: int) -> None:
             opened(files, folder)
         dataset = opened(files, folder, skip_bad_records=True)
         assert [dataset.tokenizer.decode(one) for one in dataset.train.documents] == good
-        assert "1 bad records left out, the first: " in dataset.summary
+        assert "1 bad records skipped, the first: " in dataset.summary
         assert f"shard{bad}{ending}:{row + 1}: " in dataset.summary
         again = opened(files, folder, skip_bad_records=True)  # from the cache, it still says so
         assert again.summary == dataset.summary
