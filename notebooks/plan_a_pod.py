@@ -17,8 +17,8 @@ from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 
 # %% [markdown]
-# Every figure below is predicted by formula (docs/plan.md has them, and how far they are from compilers and published
-# runs); `jaxllm plan` without `--no-compile` then asks the pod's own compiler.
+# Every figure below is predicted by formula (docs/train/plan.md has them, and how far they are from compilers and
+# published runs); `jaxllm plan` without `--no-compile` then asks the pod's own compiler.
 
 # %%
 cluster = Cluster.parse("v6e:8x8")
@@ -51,7 +51,7 @@ print(plan_view.explained(layouts[0], cluster))
 mfu = {}
 for name in ("v5e:8x8", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x4x4", "h100:8x8", "h200:8x8"):
     there = Cluster.parse(name)
-    layout = layout_search.predicted(llama3_8b(), MeshSpec.parse("fsdp=64"), there)
+    layout = layout_search.predict_layout(llama3_8b(), MeshSpec.parse("fsdp=64"), there)
     mfu[name] = 100 * layout.time.mfu(there.hardware.flops)
     spent = cost(layout, there, 15e12)
     dollars = "price not known" if spent.dollars is None else f"${spent.dollars:,.0f}"

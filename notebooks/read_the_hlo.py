@@ -80,4 +80,5 @@ for kind, size in sorted(memory.at_peak().items(), key=lambda pair: -pair[1]):
 #
 #     jaxllm compile llama3_8b --on v6e:8x8 --html step.html
 #
-# writes one page with the timeline, the roofline and the memory. docs/compiler.md says how each figure is counted.
+# writes one page with the timeline, the roofline and the memory. docs/internals/compiler.md says how each figure is
+# counted.

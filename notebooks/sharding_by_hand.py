@@ -104,5 +104,5 @@ plt.barh(list(sent), [size / 1024 for size in sent.values()])
 plt.xlabel("KiB that a device has of what is sent")
 
 # %% [markdown]
-# `jaxllm shard llama3_70b --devices 256` prints the same for every parameter of a model, and docs/parallelism.md what
-# each plan costs.
+# `jaxllm shard llama3_70b --devices 256` prints the same for every parameter of a model, and
+# docs/train/parallelism.md what each plan costs.

@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
         (["quickstart", "--on", "v6e:3x3"], "The nearest: v6e:2x4"),
         (["quickstart", "--on", "v9:2x2"], "unknown topology"),
         (["quickstar", "--on", "v6e:2x2"], "Did you mean 'quickstart'?"),
-        (["quickstart", "--on", "cpu:8", "--mesh", "tensor=7"], "The nearest meshes of 8 devices that this model and batch fit"),
+        (["quickstart", "--on", "cpu:8", "--mesh", "tensor=7"], "The nearest meshes of 8 devices that this model and"),
     ],
 )
 def test_mistakes_say_what_is_legal(argv, says, capsys):

@@ -184,7 +184,7 @@ def test_one_of_several_kinds_is_read_back_as_itself(scaling):
 
 
 def test_fields_of_none_of_several_kinds():
-    with pytest.raises(ConfigError, match=r"rope.scaling: the fields factor, lengths match none of these classes.*Yarn"):
+    with pytest.raises(ConfigError, match=r"rope.scaling: the fields factor, lengths match none of these.*Yarn"):
         from_dict(RopeConfig, {"scaling": {"factor": 2.0, "lengths": 3}}, "rope")
 
 

@@ -116,7 +116,9 @@ def test_the_same_layers_written_otherwise_are_the_same_model() -> None:
     assert config_json(config)["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
     scale = replace(block, attention=replace(block.attention, scale=8**-0.5))
     assert config_json(replace(model(), pattern=(scale,))) == config_json(model())
-    assert config_json(replace(model(), products="int8", embed_grad=0.1)) == config_json(model()), "of training alone"
+    assert config_json(replace(model(), matmul_precision="int8", embed_grad=0.1)) == config_json(model()), (
+        "of training alone"
+    )
 
 
 @pytest.mark.parametrize(

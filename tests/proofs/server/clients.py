@@ -15,7 +15,10 @@ from tests.proofs.harness import proof
 from tests.serve import servers
 from tests.serve.driving import FEATURES
 
-SIZES = EngineConfig(sequences=4, budget=64, max_len=768, buckets=(64,), samplers=("full",), top_logprobs=20, loop=4)
+SIZES = EngineConfig(
+    max_sequences=4, max_batched_tokens=64, max_len=768, buckets=(64,), samplers=("full",), top_logprobs=20,
+    decode_steps=4,
+)  # fmt: skip
 
 
 @functools.cache
