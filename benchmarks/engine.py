@@ -24,14 +24,19 @@ import numpy as np
 
 
 class HostStub:
-    """A device whose steps take a given time and give the token 1, so that what is measured is the host."""
+    """Runner whose steps take a given time and generate the token 1, to measure the host alone; see ``Runner``."""
+
+    model = params = mesh = program_cache = None
+    pools: Any = ()
+    token_bytes = 0
+    follows = False
 
     def __init__(self, config: Any, seconds: float):
-        from jaxllm.infer.runner.model_runner import RunnerSpec
         from jaxllm.infer.runner.paged_cache import LayerGroup
+        from jaxllm.infer.runner.runner_protocol import RunnerSpec
         from jaxllm.models.attention_context import KVSpec
 
-        self.config, self.seconds, self.free = config, seconds, 0.0
+        self.config, self.seconds, self.free, self.programs = config, seconds, 0.0, {}
         self.spec = RunnerSpec(
             (LayerGroup(KVSpec(8, 128, 128), None, tuple(range(32))),), (config.pages,), 32, 64, 2048
         )
@@ -48,7 +53,7 @@ class HostStub:
 
     def run(self, shape: Any, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         self.free = max(self.free, time.perf_counter()) + self.seconds
-        return _Later(self.free, shape.outputs.size)
+        return _PendingResult(self.free, shape.outputs.size)
 
     def seat(self, replica: int, packed: np.ndarray) -> None:
         raise NotImplementedError("the stub keeps nothing for a slot.")
@@ -59,8 +64,17 @@ class HostStub:
     def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")
 
+    def swap(self, params: Any) -> None:
+        raise NotImplementedError("the stub has no weights.")
 
-class _Later:
+    def follow(self, weights: Any = None) -> None:
+        raise NotImplementedError("the stub follows no process.")
+
+    def close(self) -> None:
+        pass
+
+
+class _PendingResult:
     def __init__(self, ready: float, size: int):
         self.ready, self.size = ready, size
 

@@ -89,8 +89,8 @@ class JaxllmSide(protocol.Side):
         s = self.setting
         if batch not in self._engines:
             sizes = EngineConfig(
-                max_sequences=batch, max_batched_tokens=batch * s.prompt, max_len=s.prompt + s.new_tokens, decode_steps=32,
-                prefix_cache=False,
+                max_sequences=batch, max_batched_tokens=batch * s.prompt, max_len=s.prompt + s.new_tokens,
+                decode_steps=32, prefix_cache=False,
                 samplers=("plain",), buckets=(batch * s.prompt,),
             )  # fmt: skip
             self._engines[batch] = Engine.of(self.model, self.state.params, sizes)

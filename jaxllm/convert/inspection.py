@@ -299,7 +299,7 @@ def mebibytes(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def alike(tensors: Iterable[TensorInfo]) -> list[tuple[TensorInfo, int]]:
+def group_layers(tensors: Iterable[TensorInfo]) -> list[tuple[TensorInfo, int]]:
     """The tensors with those of like layers as one, whose number is a range; and how many they are."""
     groups: dict[tuple[str, tuple[int, ...], str, str], list[TensorInfo]] = {}
     for tensor in tensors:

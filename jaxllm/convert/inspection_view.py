@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxllm.convert.inspection import Inspection, alike, mebibytes
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig, RopeConfig
+from jaxllm.convert.inspection import Inspection, group_layers, mebibytes
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig, RopeConfig
 
 TEMPLATE_LINES = 4
 WIDE = 2000
 """Columns where there is no terminal: nothing is folded."""
-RUNTIME = ("embed_grad", "param_dtype", "dtype", "products", "remat", "unroll")
+RUNTIME = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
 
 
 def show(found: Inspection, *, every: bool = False, console: Console | None = None) -> None:
@@ -29,7 +29,7 @@ def show(found: Inspection, *, every: bool = False, console: Console | None = No
     console = console or Console()
     if not console.is_terminal:
         console.width = WIDE
-    rows = [("files", f"{found.path} ({found.format})"), *architecture(found), *words(found, every)]
+    rows = [("files", f"{found.path} ({found.format})"), *architecture_rows(found), *tokenizer_rows(found, every)]
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -46,7 +46,7 @@ def show(found: Inspection, *, every: bool = False, console: Console | None = No
                 console.print(f"  {escape(sentence)}", style="red" if title == "findings" else None, highlight=False)
 
 
-def architecture(found: Inspection) -> list[tuple[str, str]]:
+def architecture_rows(found: Inspection) -> list[tuple[str, str]]:
     """(what, value): the family, sizes, and what is not a default."""
     size = f"{found.parameters:,} parameters, {mebibytes(found.bytes)} in {len(found.tensors)} tensors"
     rows = [("family", found.family or "not known"), ("size", size)]
@@ -65,7 +65,7 @@ def architecture(found: Inspection) -> list[tuple[str, str]]:
     return rows
 
 
-def words(found: Inspection, every: bool) -> list[tuple[str, str]]:
+def tokenizer_rows(found: Inspection, every: bool) -> list[tuple[str, str]]:
     """(what, value) of tokenizer and templates."""
     tokenizer = found.tokenizer
     if tokenizer is None:
@@ -88,7 +88,7 @@ def tensor_table(found: Inspection, every: bool, console: Console) -> Table:
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 2, 0, 0), show_edge=False)
     for column in ("tensor", "shape", "type", "here"):
         table.add_column(column, overflow="fold", no_wrap=not console.is_terminal)
-    rows = [(tensor, 1) for tensor in found.tensors] if every else alike(found.tensors)
+    rows = [(tensor, 1) for tensor in found.tensors] if every else group_layers(found.tensors)
     if not every:
         table.add_column("number", justify="right")
     for tensor, count in rows:
@@ -99,7 +99,7 @@ def tensor_table(found: Inspection, every: bool, console: Console) -> Table:
 
 def _attention(block: BlockConfig) -> str:
     one = block.attention
-    if isinstance(one, LatentConfig):
+    if isinstance(one, MLAConfig):
         queries = "" if one.q_latent is None else f", queries of {one.q_latent}"
         heads = f"{one.heads} heads of {one.nope_dim} + {one.rope_dim} rotated, values of {one.value_dim}"
         return f"{heads}; keys and values of a latent of {one.latent}{queries}"

@@ -17,7 +17,7 @@ from jaxllm.data import DataError
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import Weights
-from jaxllm.models import DecoderConfig, Functional, functional, layers_apart
+from jaxllm.models import DecoderConfig, Functional, functional, unstack_layers
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
 
@@ -79,7 +79,7 @@ def load_model(
         step: which checkpoint of a run; the newest good one by default.
         dtype: what the parameters of another library's model are stored and computed in, float32 by default; a run
             has its own, and takes no other.
-        layers: the form of the parameters: in stacks, as they are trained; or apart (``models.layers_apart``), with
+        layers: the form of the parameters: in stacks, as they are trained; or apart (``models.unstack_layers``), with
             which a decoding step reads each weight once and an engine takes longer to compile.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored, and each is dequantised where
             it is multiplied: to serve a model on one device that has no room for it in ``dtype``.
@@ -97,7 +97,7 @@ def load_model(
     if layers == "stacked":
         return loaded
     with jax.set_mesh(mesh):
-        return replace(loaded, params=layers_apart(loaded.params, donate=True))
+        return replace(loaded, params=unstack_layers(loaded.params, donate=True))
 
 
 def _load(

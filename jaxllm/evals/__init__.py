@@ -7,7 +7,7 @@ from jaxllm.lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxllm.evals.lm_eval import adapter, run_lm_eval
     from jaxllm.evals.scorer import Scorer
-    from jaxllm.evals.tasks import Result, run_task
+    from jaxllm.evals.tasks import TaskResult, run_task
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -18,15 +18,16 @@ __getattr__, __dir__ = lazy_exports(
         ),
         "jaxllm.evals.scorer": ("Scorer",),
         "jaxllm.evals.tasks": (
-            "Result",
+            "TaskResult",
             "run_task",
         ),
     },
+    renamed={"Result": "TaskResult"},
 )
 
 __all__ = [
-    "Result",
     "Scorer",
+    "TaskResult",
     "adapter",
     "run_lm_eval",
     "run_task",

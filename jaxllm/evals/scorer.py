@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.infer import LLM, SamplingParams
 
-WRITTEN = 256
+DEFAULT_MAX_TOKENS = 256
 """Tokens that ``write`` makes at most, where a task does not say."""
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -69,7 +69,7 @@ class Scorer:
         """
         params, ids = [], []
         for prompt, settings in prompts:
-            params.append(sampling(settings))
+            params.append(sampling_params(settings))
             room = self.llm.engine.max_len - params[-1].max_tokens
             if room < 1:
                 raise ValueError(
@@ -99,7 +99,7 @@ class Scorer:
         return self.llm.ids(text) if text else self._start()
 
 
-def sampling(settings: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
     """lm-eval's settings of a written answer.
 
     Raises:
@@ -114,5 +114,5 @@ def sampling(settings: Mapping[str, Any]) -> SamplingParams:
     filters = {name: settings[name] for name in ("top_k", "top_p", "min_p", "seed") if name in settings}
     temperature = float(settings.get("temperature", 1.0)) if drawn else 0.0
     return SamplingParams(
-        max_tokens=int(settings.get("max_gen_toks", WRITTEN)), temperature=temperature, stop=until, **filters
+        max_tokens=int(settings.get("max_gen_toks", DEFAULT_MAX_TOKENS)), temperature=temperature, stop=until, **filters
     )

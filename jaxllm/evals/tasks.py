@@ -20,7 +20,7 @@ KINDS = ({"prompt", "choices", "answer"}, {"prompt", "target"}, {"text"})
 
 
 @dataclass(frozen=True)
-class Result:
+class TaskResult:
     """Of a task.
 
     Attributes:
@@ -43,7 +43,7 @@ class Result:
         return f"{self.name}: {self.rows} rows, {', '.join(parts)}"
 
 
-def run_task(scorer: Scorer, path: Path, limit: int | None = None) -> Result:
+def run_task(scorer: Scorer, path: Path, limit: int | None = None) -> TaskResult:
     """Measures a model by a file.
 
     Args:
@@ -62,10 +62,10 @@ def run_task(scorer: Scorer, path: Path, limit: int | None = None) -> Result:
         return _means(path.stem, {"exact_match": hits})
     nats = -sum(scorer.texts([row["text"] for row in rows]))
     size = sum(len(row["text"].encode()) for row in rows)
-    return Result(path.stem, len(rows), {"bits_per_byte": nats / math.log(2) / size}, {})
+    return TaskResult(path.stem, len(rows), {"bits_per_byte": nats / math.log(2) / size}, {})
 
 
-def _choices(scorer: Scorer, name: str, rows: list[dict[str, Any]]) -> Result:
+def _choices(scorer: Scorer, name: str, rows: list[dict[str, Any]]) -> TaskResult:
     pairs = [(row["prompt"], choice) for row in rows for choice in row["choices"]]
     scores = iter(scorer.continuations(pairs))
     plain, by_byte = [], []
@@ -77,11 +77,11 @@ def _choices(scorer: Scorer, name: str, rows: list[dict[str, Any]]) -> Result:
     return _means(name, {"acc": plain, "acc_norm": by_byte})
 
 
-def _means(name: str, hits: dict[str, list[bool]]) -> Result:
+def _means(name: str, hits: dict[str, list[bool]]) -> TaskResult:
     means = {metric: sum(values) / len(values) for metric, values in hits.items()}
     many = len(next(iter(hits.values())))
     errors = {metric: math.sqrt(mean * (1 - mean) / max(many - 1, 1)) for metric, mean in means.items()}
-    return Result(name, many, means, errors)
+    return TaskResult(name, many, means, errors)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

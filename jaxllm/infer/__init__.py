@@ -1,4 +1,4 @@
-"""Inference with the training forward."""
+"""Inference: LLM API, engine with continuous batching, samplers and KV caches, over the training forward pass."""
 
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from jaxllm.infer.chat_session import Chat
     from jaxllm.infer.engine.engine import Engine
     from jaxllm.infer.engine.sequence import Request
-    from jaxllm.infer.engine.stream_output import Piece
+    from jaxllm.infer.engine.stream_output import OutputDelta
     from jaxllm.infer.engine_config import EngineConfig
     from jaxllm.infer.grammar import Grammar
-    from jaxllm.infer.llm import LLM, Completion, Output, for_one
+    from jaxllm.infer.llm import LLM, Completion, Output, single_user_config
     from jaxllm.infer.runner.dense_cache import DenseCache, empty_cache
     from jaxllm.infer.runner.paged_cache import PagedCache
     from jaxllm.infer.runner.program_cache import RecompileError
@@ -34,14 +34,14 @@ __getattr__, __dir__ = lazy_exports(
         "jaxllm.infer.chat_session": ("Chat",),
         "jaxllm.infer.engine.engine": ("Engine",),
         "jaxllm.infer.engine.sequence": ("Request",),
-        "jaxllm.infer.engine.stream_output": ("Piece",),
+        "jaxllm.infer.engine.stream_output": ("OutputDelta",),
         "jaxllm.infer.engine_config": ("EngineConfig",),
         "jaxllm.infer.grammar": ("Grammar",),
         "jaxllm.infer.llm": (
             "Completion",
             "LLM",
             "Output",
-            "for_one",
+            "single_user_config",
         ),
         "jaxllm.infer.runner.dense_cache": (
             "DenseCache",
@@ -51,6 +51,7 @@ __getattr__, __dir__ = lazy_exports(
         "jaxllm.infer.runner.program_cache": ("RecompileError",),
         "jaxllm.infer.sampling_params": ("SamplingParams",),
     },
+    renamed={"Piece": "OutputDelta", "for_one": "single_user_config"},
 )
 
 __all__ = [
@@ -66,12 +67,12 @@ __all__ = [
     "LoadedModel",
     "ModelNotFoundError",
     "Output",
+    "OutputDelta",
     "PagedCache",
-    "Piece",
     "RecompileError",
     "Request",
     "SamplingParams",
     "empty_cache",
-    "for_one",
     "load_model",
+    "single_user_config",
 ]

@@ -1,4 +1,4 @@
-"""An engine for many callers at once: each reads its own stream, and a caller that goes away ends its request."""
+"""Asynchronous engine for concurrent callers: each reads its own stream, and cancels its request by leaving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Request
-from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
 
 
@@ -23,11 +23,11 @@ class AsyncEngine:
     """Runs an engine in a thread of its own; used as an async context manager.
 
         async with AsyncEngine(llm.engine) as engine:
-            async for piece in engine.stream(ids, SamplingParams()):
-                print(piece.text)
+            async for delta in engine.stream(ids, SamplingParams()):
+                print(delta.text)
 
     Args:
-        engine: nobody else may call it meanwhile.
+        engine: engine that nothing else may call meanwhile.
     """
 
     def __init__(self, engine: Engine):
@@ -54,8 +54,8 @@ class AsyncEngine:
         *,
         salt: str = "",
         service: Service | None = None,
-    ) -> AsyncGenerator[Piece, None]:
-        """Pieces of a request's continuations as they come, until all have ended.
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Streams the output deltas of a request until all its completions have ended.
 
         Leaving the stream early, or cancelling the task that reads it, cancels the request.
 
@@ -67,9 +67,8 @@ class AsyncEngine:
             raise EngineStopped("the engine is not running; use it within its `async with`.") from self._failure
         loop = asyncio.get_running_loop()
         out: asyncio.Queue[Any] = asyncio.Queue()
-        if (
-            params is not None and params.grammar is not None
-        ):  # a new one takes milliseconds, which others need not wait
+        if params is not None and params.grammar is not None:
+            # A new grammar takes milliseconds to compile, which the engine's thread does not wait for.
             await asyncio.to_thread(self.engine.check, list(prompt), params)
         self._inbox.put(("submit", (list(prompt), params, salt, service, loop, out)))
         left = 1
@@ -88,11 +87,11 @@ class AsyncEngine:
                 self._inbox.put(("cancel", out))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """What a function of the engine gives, called between two of its steps: ``pause``, ``resume``, ``swap``.
+        """Calls a function of the engine between two steps (``pause``, ``resume``, ``swap``) and returns its result.
 
         Raises:
             EngineStopped: the engine is not running.
-            Exception: what the function raises.
+            Exception: whatever the function raises.
         """
         if self._thread is None or not self._thread.is_alive():
             raise EngineStopped("the engine is not running; use it within its `async with`.") from self._failure
@@ -123,7 +122,7 @@ class AsyncEngine:
                 _post(detail[-2], detail[-1], stopped if what == "submit" else (True, stopped))
 
     def _take(self, wait: bool) -> bool:
-        """Does what was asked for; False when the engine is to stop."""
+        """Handles the messages of callers; returns False when the engine is to stop."""
         while wait or not self._inbox.empty():
             what, detail = self._inbox.get()
             wait = False
@@ -161,13 +160,13 @@ class AsyncEngine:
             _post(loop, out, (True, error))
 
     def _cancel(self, out: asyncio.Queue[Any]) -> None:
-        """Ends the request whose pieces go there; messages come in order, so it was submitted before."""
+        """Cancels the request whose output goes to this queue; messages come in order, so it was submitted before."""
         for number, (request, _, there, _) in list(self._streams.items()):
             if there is out:
                 del self._streams[number]
                 self.engine.cancel(request)
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: OutputDelta) -> None:
         if (stream := self._streams.get(piece.request.id)) is None:
             return
         stream[3].append(piece.number) if piece.finish is not None else None

@@ -1,4 +1,4 @@
-"""A conversation with a model through its chat template, its answers streamed."""
+"""Chat session: a conversation with a model through its chat template, with streamed answers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from jaxllm.convert.load import LoadedModel
 from jaxllm.files import DataError
-from jaxllm.infer.llm import LLM, for_one
+from jaxllm.infer.llm import LLM, single_user_config
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 
 Message = dict[str, Any]
-"""With "role" and "content", as templates read them."""
+"""Message of a conversation, with "role" and "content", as templates expect it."""
 
 
 @dataclass
 class Chat:
-    """A conversation.
+    """Conversation with a model.
 
     Attributes:
-        loaded: the model; it must have a chat template.
-        messages: what was said so far; begin it with a system message, if any.
-        max_tokens: of an answer, at most.
-        temperature: 0 takes the likeliest token each time.
-        seed: of the sampling; every answer has its own stream.
+        loaded: model; it must have a chat template.
+        messages: conversation so far; may start with a system message.
+        max_tokens: maximum tokens of an answer.
+        temperature: sampling temperature; 0 is greedy decoding.
+        seed: sampling seed; each answer is sampled independently.
 
     Raises:
         DataError: the model has no chat template.
-        ValueError: no tokens to make, a negative temperature.
+        ValueError: max_tokens is 0 or less, or the temperature is negative.
     """
 
     loaded: LoadedModel
@@ -41,19 +41,19 @@ class Chat:
         self._params(self.max_tokens)
         if self.loaded.template is None:
             raise DataError(
-                "this model has no chat template, so it was not trained to converse; "
-                "`jaxllm generate` continues a text with it."
+                "this model has no chat template, so it was not trained for chat; "
+                "use `jaxllm generate` to complete a text."
             )
         self._llm: LLM | None = None
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Streams the answer to ``text``, which then belongs to the conversation.
+        """Streams the answer to ``text``; both become part of the conversation.
 
-        A stream that is not read to its end leaves what was read as the answer.
+        If the stream is not read to its end, the part that was read is the answer.
 
         Raises:
-            DataError: the template refuses the conversation or makes nothing of it, or it is too long for the model;
-                nothing is kept of ``text`` then.
+            DataError: the template refuses the conversation or renders nothing, or it is too long for the model;
+                ``text`` is not added then.
         """
         ids = self.tokens([*self.messages, {"role": "user", "content": text}])
         room = self.max_tokens
@@ -74,11 +74,11 @@ class Chat:
             self.messages.append({"role": "assistant", "content": "".join(said)})
 
     def tokens(self, messages: list[Message]) -> list[int]:
-        """The conversation as the model reads it, up to where its answer begins."""
+        """Prompt tokens of a conversation, up to the start of the answer."""
         assert self.loaded.template is not None
         ids = self.loaded.tokenizer.encode(self.loaded.template.render(messages), specials=True)
         if not len(ids):
-            raise DataError("the template makes an empty prompt of this conversation; a prompt has one token or more.")
+            raise DataError("the template renders this conversation as an empty prompt; give a message with content.")
         return [int(i) for i in ids]
 
     def _params(self, max_tokens: int) -> SamplingParams:
@@ -87,9 +87,9 @@ class Chat:
         )
 
     def _answer(self, ids: list[int], room: int) -> Iterator[str]:
-        # A conversation that outgrows its engine gets a larger one.
+        # A conversation that is too long for its engine gets a larger engine.
         if self._llm is None or self._llm.engine.max_len < len(ids) + room:
-            self._llm = LLM(self.loaded, for_one(self.loaded, max(2048, len(ids) + room)))
+            self._llm = LLM(self.loaded, single_user_config(self.loaded, max(2048, len(ids) + room)))
         for piece in self._llm.stream(ids, self._params(room)):
             if piece.text:
                 yield piece.text

@@ -1,4 +1,4 @@
-"""How fast an engine decodes, and how that compares with reading the weights and what is cached once a step."""
+"""Decode benchmark: throughput of an engine, and its share of the roofline (reading weights and KV cache)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jaxllm.models import DecoderConfig, MoeConfig
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """What was measured.
+class DecodeMeasurement:
+    """Measured decode throughput.
 
     Attributes:
-        batch, prompt, tokens: sequences at a time, tokens of each prompt, tokens made after each.
-        seconds: from the last first token to the last token.
-        prompt_seconds: from the beginning to the last first token.
-        step_bytes: weights, and keys and values held halfway, read once.
-        bandwidth: bytes a second of the memory.
+        batch, prompt, tokens: batch size, prompt length, and generated tokens per sequence.
+        seconds: time from the last first token to the last token.
+        prompt_seconds: time from the start to the last first token.
+        step_bytes: bytes that a step reads: the weights, and the KV cache halfway through.
+        bandwidth: memory bandwidth in bytes per second.
         ready: seconds until the engine was ready.
     """
 
@@ -43,12 +43,12 @@ class Decoding:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together, while decoding."""
+        """Decoded tokens per second of all sequences together."""
         return self.batch * (self.tokens - 1) / self.seconds
 
     @property
     def roofline(self) -> float:
-        """Share of the speed at which a step would take what reading its bytes once takes."""
+        """Fraction of the roofline: the speed at which a step takes as long as reading its bytes once."""
         return self.step_bytes / self.bandwidth * (self.tokens - 1) / self.seconds
 
     def __str__(self) -> str:
@@ -59,13 +59,13 @@ class Decoding:
         )
 
 
-class Bench:
-    """An engine for so many sequences of so many tokens, to be measured any number of times.
+class DecodeBenchmark:
+    """Decode benchmark: an engine for a batch size and length, to be measured any number of times.
 
     Args:
-        loaded: the model.
-        batch, prompt, tokens: see ``Decoding``.
-        bandwidth: of the memory; ``memory_bandwidth()``.
+        loaded: model.
+        batch, prompt, tokens: see ``DecodeMeasurement``.
+        bandwidth: memory bandwidth in bytes per second, see ``memory_bandwidth``.
         manifest: see ``Engine.of``.
     """
 
@@ -75,15 +75,15 @@ class Bench:
         self.batch, self.prompt, self.tokens, self.bandwidth = batch, prompt, tokens, bandwidth
         self.config = loaded.model.config
         if any(isinstance(block.mlp, MoeConfig) for block in self.config.blocks):
-            raise ValueError("a mixture of experts reads the weights its tokens choose; which are not counted yet.")
+            raise ValueError("no roofline for a mixture of experts: the bytes that a step reads depend on the routing.")
         self.weights = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
         if not self.config.tied:
             table = loaded.params["embedding"]["table"]
-            self.weights -= table.nbytes  # of which a row a token is read
+            self.weights -= table.nbytes  # only one row per token is read
         budget = max(batch, 256)
         sizes = EngineConfig(
-            sequences=batch, budget=budget, max_len=prompt + tokens, buckets=(budget,), samplers=("plain",),
-            prefix_cache=False, loop=16,
+            max_sequences=batch, max_batched_tokens=budget, max_len=prompt + tokens, buckets=(budget,),
+            samplers=("plain",), prefix_cache=False, decode_steps=16,
         )  # fmt: skip
         start = time.perf_counter()
         self.engine = Engine.of(
@@ -91,8 +91,8 @@ class Bench:
         )
         self.ready = time.perf_counter() - start
 
-    def run(self) -> Decoding:
-        """Greedy continuations of random prompts."""
+    def run(self) -> DecodeMeasurement:
+        """Measures greedy decoding of random prompts."""
         rng = np.random.default_rng(0)
         params = SamplingParams(max_tokens=self.tokens, temperature=0.0)
         start = time.perf_counter()
@@ -107,20 +107,20 @@ class Bench:
                     waiting -= 1
                     first = time.perf_counter()
         end = time.perf_counter()
-        held = self.batch * (self.prompt + self.tokens // 2) * token_bytes(self.config)
-        return Decoding(
+        held = self.batch * (self.prompt + self.tokens // 2) * kv_bytes_per_token(self.config)
+        return DecodeMeasurement(
             self.batch, self.prompt, self.tokens, end - first, first - start, self.weights + held, self.bandwidth,
             self.ready,
         )  # fmt: skip
 
 
-def token_bytes(config: DecoderConfig, kv_dtype: str = "auto") -> int:
-    """Keys and values of one token in all layers, scales included; ``kv_dtype`` as of ``EngineConfig``."""
+def kv_bytes_per_token(config: DecoderConfig, kv_dtype: str = "auto") -> int:
+    """Bytes of KV cache per token in all layers, scales included; ``kv_dtype`` as in ``EngineConfig``."""
     return sum(group.token_bytes() for group in layer_groups(config, kv_dtype))
 
 
 def memory_bandwidth() -> float:
-    """Bytes a second of the first device's memory: the data sheet's, or as measured by a product that reads 256 MB."""
+    """Memory bandwidth of the first device in bytes/s, from its data sheet or measured by a matmul of 256 MB."""
     if (peak := peak_of(jax.devices()[0].device_kind)) is not None:
         return peak.bandwidth
     matrix, vector = jnp.ones((8192, 8192), jnp.float32), jnp.ones((1, 8192), jnp.float32)

@@ -1,77 +1,84 @@
-"""What an engine is built for: how many sequences, how many tokens a step, how much memory."""
+"""Engine configuration: batch size, token budget per step, KV cache size and format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Sampler = Literal["plain", "full"]
+from jaxllm.config import renamed_fields
+
+SamplerKind = Literal["plain", "full"]
 KvDtype = Literal["auto", "bfloat16", "int8", "fp8"]
 
 
+@renamed_fields(sequences="max_sequences", budget="max_batched_tokens", loop="decode_steps")
 @dataclass(frozen=True)
 class EngineConfig:
-    """An engine's sizes. Every program is compiled before the first request, for these and no others.
+    """Sizes of an engine. Every program is compiled for them before the first request, and none after it.
 
     Attributes:
-        sequences: how many are worked on at a time; more wait.
-        budget: tokens of a step: one of each sequence that writes, the rest for prompts.
-        max_len: tokens of a sequence, prompt included; None: what the model was trained to read.
-        page_size: positions of a page; None: a page holds a whole sequence, whose keys and values then lie in one
-            piece, for few and long sequences (the case of vAttention, arXiv:2405.04437).
-        pages: of the pool of layers without a window; None: what the device's memory has room for, see ``Engine``.
-        buckets: numbers of tokens that steps with prompts are padded to; the largest is the budget. None: four times as
-            many as the one before.
-        loop: tokens a sequence makes on the device before the host looks, while nobody waits.
-        prefix_cache: requests that begin alike share what was computed.
-        preemption: what happens to a sequence that gives way: "recompute" it later, or "swap" it to the host.
-        batch_invariant: the same bits for a request whatever its neighbours: one program for all steps, prompts cut at
-            fixed places.
-        samplers: which are compiled: "plain" (temperature, seed), "full" (filters and log-probabilities too).
-        top_logprobs: the largest ``SamplingParams.logprobs``.
-        kv_dtype: of keys and values in pages: "auto": what the model computes in; "bfloat16"; "int8" or "fp8"
-            (float8_e4m3fn) with a float32 scale for each token's key and one for its value, of each kv head.
+        max_sequences: sequences that are in a batch at a time; more wait.
+        max_batched_tokens: token budget of a step: one token of each decoding sequence, the rest for prefill.
+        max_len: maximum tokens of a sequence, prompt included; None: the length that the model was trained on.
+        page_size: positions of a KV cache page; None: a page holds a whole sequence, so that the KV cache of a sequence
+            is contiguous, for few and long sequences (the case of vAttention, arXiv:2405.04437).
+        pages: pages in the pool of layers without a sliding window; None: as many as device memory has room for, see
+            ``Engine``.
+        buckets: token counts that steps with prefill are padded to; the largest is max_batched_tokens. None: each is
+            four times the one before.
+        decode_steps: tokens that each sequence decodes on the device in one step, while no request waits.
+        prefix_cache: requests with a common prefix share its KV cache pages.
+        preemption: "recompute" the KV cache of a preempted sequence later, or "swap" it to the host.
+        batch_invariant: a request gets the same bits whatever it is batched with: all steps run one program, and
+            prompts are split into chunks at fixed positions.
+        samplers: samplers to compile: "plain" (temperature, seed), "full" (filters, logits processors and
+            log-probabilities too).
+        top_logprobs: upper limit of ``SamplingParams.logprobs``.
+        kv_dtype: dtype of the KV cache: "auto": the model's compute dtype; "bfloat16"; "int8" or "fp8" (float8_e4m3fn),
+            which have a float32 scale for each token's key and one for its value, per kv head.
     """
 
-    sequences: int = 16
-    budget: int = 256
+    max_sequences: int = 16
+    max_batched_tokens: int = 256
     max_len: int | None = None
     page_size: int | None = 32
     pages: int | None = None
     buckets: tuple[int, ...] | None = None
-    loop: int = 8
+    decode_steps: int = 8
     prefix_cache: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = False
-    samplers: tuple[Sampler, ...] = ("plain", "full")
+    samplers: tuple[SamplerKind, ...] = ("plain", "full")
     top_logprobs: int = 5
     kv_dtype: KvDtype = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "budget", "max_len", "page_size", "pages", "loop"):
+        for name in ("max_sequences", "max_batched_tokens", "max_len", "page_size", "pages", "decode_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"engine: {name} = {value}; give 1 or more.")
-        if self.budget < self.sequences:
+        if self.max_batched_tokens < self.max_sequences:
             raise ValueError(
-                f"engine: budget = {self.budget} tokens a step do not serve {self.sequences} sequences; every one of "
-                "them makes a token a step."
+                f"engine: max_batched_tokens = {self.max_batched_tokens} is less than max_sequences = "
+                f"{self.max_sequences}; every sequence decodes one token per step."
             )
         if self.top_logprobs < 1:
             raise ValueError(f"engine: top_logprobs = {self.top_logprobs}; give 1 or more.")
         if not self.samplers or not set(self.samplers) <= {"plain", "full"}:
-            raise ValueError(f"engine: samplers = {self.samplers}; choose of ('plain', 'full').")
+            raise ValueError(f"engine: samplers = {self.samplers}; legal: a tuple of 'plain' and 'full'.")
         if self.preemption not in ("recompute", "swap"):
-            raise ValueError(f"engine: preemption = {self.preemption!r}; choose 'recompute' or 'swap'.")
+            raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
         if self.kv_dtype not in get_args(KvDtype):
-            raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; choose of {get_args(KvDtype)}.")
+            raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {get_args(KvDtype)}.")
         if self.buckets is not None and (
-            list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[-1] != self.budget
+            list(self.buckets) != sorted(set(self.buckets))
+            or not self.buckets
+            or self.buckets[-1] != self.max_batched_tokens
             or self.buckets[0] < 1
-        ):  # fmt: skip
+        ):
             raise ValueError(
-                f"engine: buckets = {self.buckets}; give numbers of tokens, rising, the last of them the budget "
-                f"({self.budget})."
+                f"engine: buckets = {self.buckets}; give rising token counts, the last of them max_batched_tokens "
+                f"({self.max_batched_tokens})."
             )
         if self.batch_invariant:
             self._check_invariant()
@@ -79,44 +86,46 @@ class EngineConfig:
     def _check_invariant(self) -> None:
         if self.preemption != "swap":
             raise ValueError(
-                "engine: batch_invariant needs preemption = 'swap': what is computed again differs in bits."
+                "engine: batch_invariant needs preemption = 'swap': recomputed values differ in their bits."
             )
         if self.samplers != ("full",):
-            raise ValueError("engine: batch_invariant needs samplers = ('full',): one program for all.")
-        if self.buckets not in (None, (self.budget,)) or self.loop != 1:
-            raise ValueError("engine: batch_invariant needs loop = 1 and no buckets: one program for all.")
-        if self.piece is not None and self.piece < 1:
+            raise ValueError("engine: batch_invariant needs samplers = ('full',): one program for all requests.")
+        if self.buckets not in (None, (self.max_batched_tokens,)) or self.decode_steps != 1:
             raise ValueError(
-                f"engine: batch_invariant with {self.sequences} sequences needs a budget of {self.sequences} and a "
-                f"page ({self.page_size or 1} tokens) or more, not {self.budget}."
+                "engine: batch_invariant needs decode_steps = 1 and no buckets: one program for all steps."
+            )
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(
+                f"engine: batch_invariant with max_sequences = {self.max_sequences} needs max_batched_tokens of "
+                f"{self.max_sequences} plus a page ({self.page_size or 1} tokens), not {self.max_batched_tokens}."
             )
 
     @property
-    def piece(self) -> int | None:
-        """Where prompts are cut in batch-invariant mode: at multiples of this. None: wherever it suits."""
+    def prefill_chunk(self) -> int | None:
+        """Chunk length of chunked prefill in batch-invariant mode: prompts are split at its multiples; else None."""
         if not self.batch_invariant:
             return None
         size = self.page_size or 1
-        return (self.budget - self.sequences) // size * size
+        return (self.max_batched_tokens - self.max_sequences) // size * size
 
     @property
     def prompt_buckets(self) -> tuple[int, ...]:
-        """Tokens of the programs for steps with prompts."""
+        """Token counts that steps with prefill are compiled for and padded to."""
         if self.batch_invariant:
-            return (self.budget,)
+            return (self.max_batched_tokens,)
         if self.buckets is not None:
             return self.buckets
-        sizes = [self.budget]
+        sizes = [self.max_batched_tokens]
         while sizes[0] > 64:
             sizes.insert(0, max(16, -(-sizes[0] // 4)))
         return tuple(sizes)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
-        """Sequences of the programs for steps that only decode."""
+        """Sequence counts that decode-only steps are compiled for and padded to."""
         if self.batch_invariant:
             return ()
         sizes = [1]
-        while sizes[-1] < self.sequences:
-            sizes.append(min(2 * sizes[-1], self.sequences))
+        while sizes[-1] < self.max_sequences:
+            sizes.append(min(2 * sizes[-1], self.max_sequences))
         return tuple(sizes)

@@ -1,8 +1,8 @@
-"""Texts of a given form: which tokens may come next, as bits, from the host.
+"""Guided decoding: grammars that a completion must match, as bit masks of the legal next tokens, computed on the host.
 
-The parser is llguidance (MIT; ``pip install jaxllm[grammar]``): it needs no torch, has one wheel for all Pythons, reads
-JSON schemas, regular expressions and grammars, works its automaton out as the text goes on (so a grammar is ready in
-milliseconds), and counts its work, so that no grammar takes longer than its limits.
+The parser is llguidance (MIT; ``pip install jaxllm[grammar]``): it needs no torch, has one wheel for all Python
+versions, reads JSON schemas, regular expressions and EBNF grammars, builds its automaton lazily (so a grammar is ready
+in milliseconds), and limits its work, so that no grammar takes longer than its limits.
 """
 
 from __future__ import annotations
@@ -19,64 +19,64 @@ import numpy as np
 
 from jaxllm.text import Tokenizer
 
-Kind = Literal["json_schema", "regex", "ebnf", "choice"]
-KEPT = 64
-"""Grammars of an engine that are found again."""
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_grammar_size": 200_000}
-"""Of llguidance: units of work for a grammar (50,000 take about a millisecond), for a token (14,000), and symbols."""
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice"]
+CACHED_GRAMMARS = 64
+"""Compiled grammars that an engine keeps."""
+PARSER_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_grammar_size": 200_000}
+"""Limits of llguidance: work per grammar (50,000 units take about a millisecond) and token (14,000), and symbols."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form of a text. Use the constructors.
+    """Grammar that a completion must match. Use the constructors.
 
     Attributes:
-        kind: of what is in ``text``.
-        text: a JSON schema, a regular expression, a grammar in Lark's notation or with ``::=`` (GBNF), or a JSON list
-            of texts.
+        kind: kind of ``text``.
+        text: a JSON schema, a regular expression, an EBNF grammar in Lark's notation or with ``::=`` (GBNF), or a JSON
+            list of strings.
     """
 
-    kind: Kind
+    kind: GrammarKind
     text: str
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON without spaces that a schema validates; ``{}`` for any."""
+        """JSON without whitespace that is valid by a schema; ``{}`` for any JSON."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """The whole text matches."""
+        """Text that a regular expression matches as a whole."""
         return cls("regex", pattern)
 
     @classmethod
     def ebnf(cls, rules: str) -> Grammar:
-        """What ``start`` (Lark), or ``root`` (with ``::=``), derives."""
+        """Text derived from ``start`` (Lark) or ``root`` (with ``::=``)."""
         return cls("ebnf", rules)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """One of these texts."""
+        """One of these strings."""
         return cls("choice", json.dumps(list(texts)))
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "ebnf", "choice"):
             raise ValueError(f"grammar: kind = {self.kind!r}; choose json_schema, regex, ebnf or choice.")
         if self.kind == "choice" and not all(json.loads(self.text) or [""]):
-            raise ValueError("grammar: a choice needs one or more texts, none of them empty.")
+            raise ValueError("grammar: a choice needs one or more strings, none of them empty.")
 
 
 def mask_width(vocab: int) -> int:
-    """Pieces of 32 bits of a mask over a vocabulary."""
+    """Number of 32-bit words of a token mask."""
     return -(-vocab // 32)
 
 
 class Guide:
-    """Where a text is in its grammar.
+    """State of a sequence in its grammar.
 
     Attributes:
-        mask: int32[U], the tokens that may come next; None where none may.
-        error: why the parser gave up; empty otherwise.
+        mask: int32[U], bit mask of the tokens that may come next; None if none may.
+        error: why the parser failed; empty otherwise.
     """
 
     def __init__(self, matcher: Any, width: int):
@@ -86,20 +86,20 @@ class Guide:
         self._look()
 
     def copy(self) -> Guide:
-        """One more, at the same place."""
+        """Copy with the same state."""
         made = Guide.__new__(Guide)
         made.__dict__ = {**self.__dict__, "_matcher": self._matcher.deep_copy()}
         return made
 
     def advance(self, token: int) -> bool:
-        """A token was made; whether another may come."""
+        """Advances by a sampled token; returns whether another token may follow."""
         self._matcher.consume_token(token)
         self._look()
         return self.mask is not None
 
     @property
     def accepts(self) -> bool:
-        """Whether the text is whole."""
+        """Whether the text so far is a complete match."""
         return not self.error and self._matcher.is_accepting()
 
     def _look(self) -> None:
@@ -107,43 +107,43 @@ class Guide:
         if not self._matcher.is_error() and not self._matcher.is_stopped():
             bits = self._matcher.compute_bitmask()
             if not self._matcher.is_error():
-                found = np.frombuffer(bits, np.int32)[: self._width]  # it may have a piece to spare
+                found = np.frombuffer(bits, np.int32)[: self._width]  # it may have one word more
                 self.mask = np.pad(found, (0, self._width - len(found)))
         if self._matcher.is_error():
             self.error = self._matcher.get_error().strip().splitlines()[0]
 
 
 class Grammars:
-    """Grammars of one tokenizer; for any thread.
+    """Compiled grammars of one tokenizer; may be used from any thread.
 
     Args:
-        tokenizer: of the texts.
-        vocab: tokens of the model.
+        tokenizer: tokenizer of the model.
+        vocab: size of the model's vocabulary.
 
     Raises:
-        ValueError: no tokenizer, or one without a token to end a text with.
+        ValueError: there is no tokenizer, or it has no end-of-text token.
         ImportError: llguidance is missing; says how to install it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int):
         if tokenizer is None or not tokenizer.stop_ids:
-            raise ValueError("a grammar needs an engine with a tokenizer that has a token to end a text with.")
+            raise ValueError("a grammar needs an engine with a tokenizer that has an end-of-text token.")
         try:
             self._library: Any = importlib.import_module("llguidance")
         except ImportError as error:
             raise ImportError("a grammar needs llguidance: pip install 'jaxllm[grammar]'.") from error
         self._width = mask_width(vocab)
-        self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
-        wrapped = self._library.TokenizerWrapper(_Words(tokenizer))
+        self._limits = self._library.LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
+        wrapped = self._library.TokenizerWrapper(_GrammarTokenizer(tokenizer))
         self._tokenizer = self._library.LLTokenizer(wrapped, eos_token=list(tokenizer.stop_ids))
         self._kept: OrderedDict[Grammar, Guide] = OrderedDict()
         self._lock = threading.Lock()
 
     def guide(self, grammar: Grammar) -> Guide:
-        """At the beginning of a text.
+        """State at the start of a completion.
 
         Raises:
-            ValueError: the grammar is wrong, cannot be had, or takes too much work; says why.
+            ValueError: the grammar is invalid, not supported, or exceeds the work limits; says why.
         """
         with self._lock:
             if (found := self._kept.get(grammar)) is not None:
@@ -158,7 +158,7 @@ class Grammars:
             raise ValueError(f"grammar ({grammar.kind}): {made.error or 'no token can begin such a text'}.")
         with self._lock:
             self._kept[grammar] = made
-            while len(self._kept) > KEPT:
+            while len(self._kept) > CACHED_GRAMMARS:
                 self._kept.popitem(last=False)
         return made.copy()
 
@@ -176,8 +176,8 @@ class Grammars:
         return matcher.grammar_from_lark(rules)
 
 
-class _Words:
-    """A tokenizer as llguidance asks for it."""
+class _GrammarTokenizer:
+    """Tokenizer in the interface of llguidance."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

@@ -1,18 +1,18 @@
-"""How long the sequences of a model may become."""
+"""Sequence length limits of a model."""
 
 from __future__ import annotations
 
 from jaxllm.models import DecoderConfig, DynamicScaling, LongRopeScaling
 
 UNKNOWN_LENGTH = 2048
-"""Tokens of a sequence where neither the model nor the engine's configuration says how many."""
+"""Maximum sequence length if neither the model nor the engine's configuration has one."""
 
 
-def settle_length(config: DecoderConfig, asked: int | None, longest: int | None) -> int:
-    """Tokens of the longest sequence: what is asked for, else what the model was trained to read.
+def choose_max_len(config: DecoderConfig, asked: int | None, longest: int | None) -> int:
+    """Maximum sequence length in tokens: the requested one, else the length that the model was trained on.
 
     Raises:
-        ValueError: more than the model can do.
+        ValueError: more tokens than the model supports.
     """
     most, why = hard_limit(config)
     if asked is not None and most is not None and asked > most:
@@ -21,7 +21,7 @@ def settle_length(config: DecoderConfig, asked: int | None, longest: int | None)
 
 
 def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:
-    """(tokens of a sequence that the model can be served with, why no more); None where any number will do."""
+    """(maximum tokens of a sequence that the model supports, reason); None if there is no limit."""
     limits = [(config.learned_positions, "the model has learned positions for")]
     for block in config.blocks:
         scaling = None if block.attention.rope is None else block.attention.rope.scaling

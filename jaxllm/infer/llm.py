@@ -1,4 +1,4 @@
-"""A model that answers: texts or token ids in, texts out.
+"""LLM: a model with an engine; completes prompts given as text or token ids.
 
 llm = LLM("smollm2")
 for completion in llm.generate(["Once upon a time", "The sea"], SamplingParams(max_tokens=40)):
@@ -19,10 +19,9 @@ from jaxllm.files import DataError, cache_root
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Policy
 from jaxllm.infer.engine.sequence import Request
-from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import hard_limit
-from jaxllm.infer.runner.model_runner import Device
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
 
@@ -31,14 +30,15 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Output:
-    """One continuation.
+    """One completion of a prompt.
 
     Attributes:
-        text: of the tokens, without a stop text unless it was to be included, after the prompt's if that was.
-        tokens: made, the one that ended it included.
-        finish: "stop", "length", "cancelled" or "error"; see ``Piece``.
-        logprobs: of the tokens, where asked for.
-        top: the likeliest tokens at each place and their log-probabilities, where asked for.
+        text: generated text, without the stop string unless it is to be included, after the prompt's if that is
+            echoed.
+        tokens: generated tokens, the stop token included.
+        finish: "stop", "length", "cancelled" or "error"; see ``OutputDelta``.
+        logprobs: log-probabilities of the tokens, if requested.
+        top: top tokens at each position and their log-probabilities, if requested.
     """
 
     text: str
@@ -50,14 +50,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one prompt.
+    """Result of one prompt: its completions.
 
     Attributes:
-        prompt: its token ids.
-        outputs: ``n`` continuations.
-        prompt_scores: of each token of the prompt but the first, where asked for: its log-probability, and how many
-            tokens are likelier.
-        prompt_top: the likeliest tokens there, where asked for.
+        prompt: token ids.
+        outputs: ``n`` completions.
+        prompt_scores: for each prompt token but the first, if requested: its log-probability, and the number of tokens
+            that are more likely.
+        prompt_top: top tokens at these positions, if requested.
     """
 
     prompt: tuple[int, ...]
@@ -67,14 +67,15 @@ class Completion:
 
 
 class LLM:
-    """A model with an engine.
+    """LLM: a model with an engine that generates text.
 
     Args:
-        model: what ``load_model`` takes, or what it gave.
-        config: the engine's sizes.
+        model: name or path that ``load_model`` takes, or a loaded model.
+        config: sizes of the engine.
         dtype: see ``load_model``.
-        mesh: to serve on, such as ``"data=2,tensor=4"``, over all devices; None: where ``model`` lives, or one device.
-        manifest: folder to keep compiled programs in; None: nowhere. By default the cache folder's.
+        mesh: mesh over all devices to serve on, such as ``"data=2,tensor=4"``; None: the mesh of ``model``, or one
+            device.
+        manifest: folder that compiled programs are kept in; None: nowhere. By default in the cache folder.
         strict, policy: see ``Engine``.
     """
 
@@ -104,9 +105,9 @@ class LLM:
             strict=strict,
             policy=policy,
         )
-        if isinstance(self.engine.device, Device) and self.engine.device.mesh is not None:
-            # Those that the engine has placed, not these and others beside them.
-            self.loaded = replace(self.loaded, params=self.engine.device.params, mesh=self.engine.device.mesh)
+        if self.engine.runner.mesh is not None:
+            # Keep only the engine's copy of the weights.
+            self.loaded = replace(self.loaded, params=self.engine.runner.params, mesh=self.engine.runner.mesh)
 
     def generate(
         self,
@@ -115,15 +116,15 @@ class LLM:
         *,
         salt: str = "",
     ) -> list[Completion]:
-        """Continues prompts, as many at a time as the engine takes; the completions are in their order.
+        """Generates completions of prompts, batched by the engine; results are in the order of the prompts.
 
         Args:
-            prompts: a text, token ids, or several of them.
-            params: for all prompts, or one for each.
+            prompts: text, token ids, or a list of either.
+            params: sampling parameters for all prompts, or one for each.
             salt: see ``Engine.submit``.
 
         Raises:
-            ValueError: see ``Engine.submit``; nothing is begun then.
+            ValueError: see ``Engine.submit``; no prompt is started then.
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -143,12 +144,12 @@ class LLM:
             raise
         return [completion(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> Iterator[Piece]:
-        """Continues one prompt, piece by piece; a stream that is closed is cancelled."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> Iterator[OutputDelta]:
+        """Streams the completions of one prompt; closing the stream cancels the request."""
         request = self.engine.submit(self.ids(prompt), params, salt=salt)
         return self._stream(request)
 
-    def _stream(self, request: Request) -> Iterator[Piece]:
+    def _stream(self, request: Request) -> Iterator[OutputDelta]:
         left = request.params.n
         try:
             while left:
@@ -175,11 +176,12 @@ class LLM:
         return ids
 
 
-def for_one(loaded: LoadedModel, tokens: int) -> EngineConfig:
-    """An engine's sizes for one reader: few programs, room for sequences of this many tokens and for some more.
+def single_user_config(loaded: LoadedModel, tokens: int) -> EngineConfig:
+    """Engine configuration for one user: few programs, and room for sequences of this many tokens.
 
-    Room grows by powers of two, so that programs are found again for the next text. On a CPU, 64 tokens at a time read
-    a long prompt nearly as fast as 256 do, short ones faster, and are one program to wait for.
+    The length is a power of two, so that compiled programs are found again for the next prompt. On a CPU, prefill
+    chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones, and need only one
+    program.
     """
     room = 512
     while room < tokens:
@@ -187,11 +189,13 @@ def for_one(loaded: LoadedModel, tokens: int) -> EngineConfig:
     most, _ = hard_limit(loaded.model.config)
     room = room if most is None else min(room, most)
     buckets = (64,) if jax.default_backend() == "cpu" else (64, 512)
-    return EngineConfig(sequences=1, budget=buckets[-1], max_len=room, buckets=buckets, samplers=("plain",))
+    return EngineConfig(
+        max_sequences=1, max_batched_tokens=buckets[-1], max_len=room, buckets=buckets, samplers=("plain",)
+    )
 
 
 def completion(request: Request) -> Completion:
-    """What became of a request, all of whose continuations have ended."""
+    """Result of a request, all of whose completions have ended."""
     outputs = []
     for s in request.outputs:
         assert s.finish is not None
@@ -203,5 +207,5 @@ def completion(request: Request) -> Completion:
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether this is a text or token ids, and not several of them."""
+    """Whether ``prompts`` is one prompt, a text or token ids, and not a list of prompts."""
     return isinstance(prompts, str) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))

@@ -1,7 +1,7 @@
-"""How far the log-probabilities of a rollout are from those of the model that learns from it.
+"""Rollout mismatch: difference between the log-probabilities of a rollout and those of the model that learns from it.
 
-A policy-gradient step trusts that the tokens it weighs were drawn with the probabilities that it computes. Other
-kernels, other precision or older weights break that; this says by how much, for each request.
+A policy-gradient step assumes that its tokens were sampled with the probabilities that it computes. Other kernels,
+another precision or older weights violate that; this measures by how much, for each completion.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Trust:
-    """Of one text.
+class RolloutMismatch:
+    """Mismatch of one completion.
 
     Attributes:
-        rollout, train: log-probabilities of its tokens, nats: as they were drawn, and by the training forward.
-        mean, most: of their absolute differences.
-        kl: nats a token, of the rollout's distribution from the training one's, estimated without bias and never below
-            zero from the tokens drawn: mean of ratio - 1 - log ratio.
-        effective: share of the tokens that are left when each weighs by its ratio of probabilities, 1 where all agree:
-            (sum of ratios)^2 / (tokens x sum of squares).
+        rollout, train: log-probabilities of its tokens in nats: as sampled, and by the training forward.
+        mean, largest: mean and maximum of their absolute differences.
+        kl: nats per token, KL divergence of the rollout's distribution from the training one's; unbiased and
+            non-negative estimate from the sampled tokens: mean of ratio - 1 - log ratio.
+        effective_share: effective sample size over the number of tokens, with ratios of probabilities as importance
+            weights; 1 if all agree: (sum of ratios)^2 / (tokens x sum of squares).
     """
 
     rollout: tuple[float, ...]
     train: tuple[float, ...]
     mean: float
-    most: float
+    largest: float
     kl: float
-    effective: float
+    effective_share: float
 
 
-def trust(rollout: Sequence[float], train: Sequence[float]) -> Trust:
-    """Compares them, token by token.
+def rollout_mismatch(rollout: Sequence[float], train: Sequence[float]) -> RolloutMismatch:
+    """Compares log-probabilities token by token.
 
     Args:
-        rollout: ``Output.logprobs`` of a text drawn at temperature 1 without filters: what it was drawn by.
-        train: the training forward's, of the same tokens.
+        rollout: ``Output.logprobs`` of a completion sampled at temperature 1 without filters.
+        train: log-probabilities of the same tokens by the training forward.
 
     Raises:
-        ValueError: none, not as many of one as of the other, or one that is not finite.
+        ValueError: there are none, unequally many, or one is not finite.
     """
     one, other = np.asarray(rollout, np.float64), np.asarray(train, np.float64)
     if one.shape != other.shape or one.size == 0:
         raise ValueError(f"{one.size} log-probabilities of a rollout and {other.size} of training; give one of each.")
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        raise ValueError("a log-probability is not finite; what has no probability was not drawn.")
+        raise ValueError("a log-probability is not finite; a token of probability zero cannot have been sampled.")
     gap = other - one
     ratio = np.exp(gap)
-    return Trust(
+    return RolloutMismatch(
         tuple(one.tolist()),
         tuple(other.tolist()),
         float(np.abs(gap).mean()),

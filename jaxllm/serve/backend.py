@@ -1,4 +1,4 @@
-"""What the server needs of an engine, and how ours gives it."""
+"""Backend protocol: the interface between the HTTP server and an inference engine, and its implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
-from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.serve.embedder import Embedder, Pooling
 from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
@@ -20,13 +20,13 @@ from jaxllm.text import ChatTemplate, Tokenizer
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine is busy with, and what it has done since it began.
+    """Load of an engine: its queue and KV cache now, and its counters since the start.
 
     Attributes:
-        running, waiting: continuations.
-        pages_held, pages: of keys and values.
-        counters: by name; they only rise.
-        programs: of programs, by name.
+        running, waiting: number of running and of queued sequences.
+        pages_held, pages: pages of the KV cache in use, and in total.
+        counters: cumulative counters by name.
+        programs: FLOPs, bytes and utilisation by the name of the compiled program.
     """
 
     running: int = 0
@@ -39,72 +39,76 @@ class EngineLoad:
 
 @runtime_checkable
 class Backend(Protocol):
-    """An engine as the server sees it. ``EngineBackend`` is ours; tests bring others."""
+    """Inference engine as the server sees it. ``EngineBackend`` wraps ours; tests bring others."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     max_len: int
-    """Tokens of a sequence at most."""
-    sequences: int
-    """Continuations it works on at a time."""
+    """Maximum length of a sequence in tokens, prompt included."""
+    max_sequences: int
+    """Maximum number of sequences that run at the same time."""
     supports_priority: bool
-    """Whether some requests may go before others."""
+    """Whether the scheduling policy honours priorities."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises ValueError for what ``stream`` would refuse."""
+        """Checks a request without submitting it.
+
+        Raises:
+            ValueError: ``stream`` would refuse it.
+        """
         ...
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
-    ) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come; closing it ends the request."""
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Output of a request as it is generated; closing the generator cancels the request."""
         ...
 
     def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
-        """Float32[D] of length 1; may take its time."""
+        """Embedding of a text, float32 [D] of norm 1; blocks until it is computed."""
         ...
 
     def load(self) -> EngineLoad:
-        """How busy it is."""
+        """Current load and cumulative counters."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What it is built for, and on what: for people to read."""
+        """Effective configuration as JSON values, for ``/config``."""
         ...
 
 
 class EngineBackend:
-    """Our engine behind the server.
+    """Backend over ``AsyncEngine``.
 
     Args:
-        engine: running in its thread.
-        template: of its model.
-        embedder: gives vectors.
+        engine: engine that runs in its own thread.
+        template: chat template of the model; None if it has none.
+        embedder: computes embeddings.
     """
 
     def __init__(self, engine: AsyncEngine, template: ChatTemplate | None, embedder: Embedder):
         assert engine.engine.tokenizer is not None
         self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
-        self.max_len, self.sequences = self._engine.max_len, self._engine.config.sequences
-        self.supports_priority = isinstance(self._engine.scheduler.ranking.policy, Priority)
+        self.max_len, self.max_sequences = self._engine.max_len, self._engine.config.max_sequences
+        self.supports_priority = isinstance(self._engine.scheduler.policy_state.policy, Priority)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """See ``Engine.check``."""
+        """Checks a request, see ``Engine.check``."""
         self._engine.check(list(prompt), params)
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
-    ) -> AsyncGenerator[Piece, None]:
-        """See ``AsyncEngine.stream``."""
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Streams a request's output, see ``AsyncEngine.stream``."""
         return self._async.stream(prompt, params, salt=salt, service=service)
 
     def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
-        """See ``Embedder``."""
+        """Embedding of a text, see ``Embedder``."""
         return self._embedder(ids, pooling)
 
     def load(self) -> EngineLoad:
-        """Read while the engine's thread works: each number is right, they may be of different steps."""
+        """Load, read while the engine's thread runs: every value is exact, but they may be of different steps."""
         scheduler, metrics = self._engine.scheduler, self._engine.metrics
         held = sum(pages.count - pages.available for pages in scheduler.pages)
         return EngineLoad(
@@ -115,7 +119,7 @@ class EngineBackend:
             counters={
                 "steps": metrics.steps,
                 "prompt_tokens": metrics.prompt_tokens,
-                "generation_tokens": metrics.made_tokens,
+                "generation_tokens": metrics.generated_tokens,
                 "padding_tokens": metrics.padding_tokens,
                 "prefix_cache_hit_tokens": scheduler.hit_tokens,
                 "preemptions": scheduler.preemptions,
@@ -124,20 +128,21 @@ class EngineBackend:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Sizes as they were settled, types, bytes and devices."""
+        """Effective sizes, dtypes, bytes and devices of the engine."""
         return describe(self._engine)
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """What an engine is, as JSON."""
+    """Effective configuration of an engine as JSON values."""
     import dataclasses
 
     import jax
 
-    spec, device = engine.device.spec, engine.device
+    runner = engine.runner
+    spec = runner.spec
     out: dict[str, Any] = {
         "engine": dataclasses.asdict(engine.config),
-        "policy": type(engine.scheduler.ranking.policy or FirstCome()).__name__,
+        "policy": type(engine.scheduler.policy_state.policy or FirstCome()).__name__,
         "max_len": spec.max_len,
         "page_size": spec.page_size,
         "pages": list(spec.pages),
@@ -145,8 +150,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "stop_ids": [] if engine.tokenizer is None else list(engine.tokenizer.stop_ids),
         "jax": jax.__version__,
     }
-    params, pools = getattr(device, "params", None), getattr(device, "pools", None)
-    leaves, held = jax.tree.leaves(params), jax.tree.leaves(pools)
+    leaves, held = jax.tree.leaves(runner.params), jax.tree.leaves(runner.pools)
     for leaf in leaves:
         kind = out.setdefault("parameters", {}).setdefault(str(leaf.dtype), {"numbers": 0, "bytes": 0})
         kind["numbers"] += leaf.size
@@ -156,11 +160,12 @@ def describe(engine: Engine) -> dict[str, Any]:
             "kinds": sorted({group.dtype for group in spec.groups}),
             "dtypes": sorted({str(x.dtype) for x in held}),
             "bytes": sum(x.nbytes for x in held),
-            "token_bytes": getattr(device, "token_bytes", None),
+            "token_bytes": runner.token_bytes,
         }
     if leaves:
         devices = sorted(leaves[0].sharding.device_set, key=lambda d: d.id)
         out["devices"] = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in devices]
-    if (manifest := getattr(device, "manifest", None)) is not None:
-        out["programs"] = {"names": sorted(device.programs), **dataclasses.asdict(manifest.counts)}  # type: ignore[attr-defined]
+    if runner.program_cache is not None:
+        counts = dataclasses.asdict(runner.program_cache.counts)
+        out["programs"] = {"names": sorted(runner.programs), **counts}
     return out

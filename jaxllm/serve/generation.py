@@ -1,4 +1,4 @@
-"""From a request to pieces of its answer: admission, deadlines, what is counted and logged."""
+"""Request dispatch: admission control, deadlines, metrics and logging between the HTTP handlers and the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxllm.infer.async_engine import EngineStopped
 from jaxllm.infer.engine.policies import Service
-from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.backend import Backend
@@ -23,30 +23,37 @@ from jaxllm.serve.tools.tool_choice import ChatFormat
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """One prompt and how it is to go on."""
+    """One prompt of a request and its sampling parameters.
+
+    Attributes:
+        prompt: token ids.
+        params: sampling parameters.
+        salt: only requests of the same salt share prefix-cache pages.
+        service: scheduling hints.
+        grammar_field: request field that the grammar comes from, for errors.
+    """
 
     prompt: list[int]
     params: SamplingParams
     salt: str = ""
     service: Service = field(default_factory=Service)
-    form: str = "structured_outputs"
-    """The field that its grammar comes from."""
+    grammar_field: str = "structured_outputs"
 
     @property
-    def places(self) -> int:
-        """Continuations that are worked on for it."""
-        return max(self.params.made, self.params.beams)
+    def sequences(self) -> int:
+        """Number of sequences that the engine runs for it."""
+        return max(self.params.candidates, self.params.beams)
 
 
 @dataclass
 class Usage:
-    """Tokens of a request: of its prompts, and made."""
+    """Token counts of a request: its prompts, and its completions."""
 
     prompt: int = 0
     completion: int = 0
 
     def body(self) -> dict[str, int]:
-        """As OpenAI has it."""
+        """The counts as OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -56,14 +63,14 @@ class Usage:
 
 @dataclass
 class RequestDispatcher:
-    """Lets requests to the engine, and no more than it can have waiting.
+    """Passes requests to the engine; admission control refuses those that exceed the queue.
 
     Attributes:
         backend: the engine.
-        config: of the server.
-        metrics: what is counted.
-        chat_format: how the model's answers are written.
-        open: continuations let in that have not ended.
+        config: settings of the server.
+        metrics: Prometheus metrics.
+        chat_format: chat format of the model.
+        open: number of admitted sequences that have not ended.
     """
 
     backend: Backend
@@ -76,68 +83,79 @@ class RequestDispatcher:
     def __post_init__(self) -> None:
         self.chat_format = ChatFormat(self.backend, self.config.tool_parser)
 
-    def check_many(self, prompts: Sequence[Any], param: str) -> None:
-        """Raises ApiError for more prompts than a request may have."""
-        if len(prompts) > (most := self.config.max_prompts):
-            raise ApiError(400, f"{len(prompts)} prompts are given; at most {most} a request.", param=param)
+    def check_prompt_count(self, prompts: Sequence[Any], param: str) -> None:
+        """Checks the number of prompts of a request.
 
-    def check(self, jobs: Sequence[GenerationJob], field_of_prompt: str) -> None:
-        """Raises ApiError for jobs that the engine would refuse."""
-        self.check_many(jobs, field_of_prompt)
-        room = self.backend.sequences + self.config.queue
-        if (wanted := sum(job.places for job in jobs)) > room:
-            raise ApiError(400, f"{wanted} continuations are asked for; this server has room for {room}.", param="n")
+        Raises:
+            ApiError: there are more than ``max_prompts``.
+        """
+        if len(prompts) > (most := self.config.max_prompts):
+            raise ApiError(400, f"{len(prompts)} prompts are given; at most {most} are legal.", param=param)
+
+    def check(self, jobs: Sequence[GenerationJob], prompt_field: str) -> None:
+        """Checks jobs before admission; ``prompt_field`` is the request field of the prompts.
+
+        Raises:
+            ApiError: there are too many sequences, one is too long, or the engine would refuse a job.
+        """
+        self.check_prompt_count(jobs, prompt_field)
+        room = self.backend.max_sequences + self.config.queue
+        if (requested := sum(job.sequences for job in jobs)) > room:
+            message = f"{requested} completions are requested; this server runs and queues at most {room}."
+            raise ApiError(400, message, param="n")
         for job in jobs:
             total = len(job.prompt) + job.params.max_tokens
             if total > self.backend.max_len:
                 raise ApiError(
                     400,
-                    f"{len(job.prompt)} tokens of prompt and {job.params.max_tokens} new ones are {total}; the model's "
-                    f"context has {self.backend.max_len}. Give a shorter prompt or fewer new tokens.",
-                    param=field_of_prompt,
+                    f"{len(job.prompt)} prompt tokens and max_tokens = {job.params.max_tokens} are {total} tokens; the "
+                    f"context has {self.backend.max_len}. Give a shorter prompt or a smaller max_tokens.",
+                    param=prompt_field,
                     code="context_length_exceeded",
                 )
             try:
                 self.backend.check(job.prompt, job.params)
             except (ValueError, ImportError) as error:
-                param = job.form if str(error).startswith("grammar") else None
+                param = job.grammar_field if str(error).startswith("grammar") else None
                 raise ApiError(400, str(error), param=param) from None
 
-    def admit(self, places: int) -> Callable[[], None]:
-        """Takes places for so many continuations; what it gives is to be called when they have ended.
+    def admit(self, sequences: int) -> Callable[[], None]:
+        """Admits a number of sequences; returns the function that the caller must call when they have ended.
 
         Raises:
-            ApiError: 429, where too many wait already.
+            ApiError: 429; the queue is full.
         """
-        room = self.backend.sequences + self.config.queue
-        if self.open + places > room:
+        room = self.backend.max_sequences + self.config.queue
+        if self.open + sequences > room:
             self.metrics.refused.inc()
-            seconds = max(1, min(60, math.ceil(self._seconds * self.open / max(1, self.backend.sequences))))
+            seconds = max(1, min(60, math.ceil(self._seconds * self.open / max(1, self.backend.max_sequences))))
             raise ApiError(
                 429,
-                f"{self.open} continuations are under way, and this server takes {room}. Try again later.",
+                f"the queue is full: {self.open} of {room} sequences are running or queued. Try again later.",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
-        self.open += places
+        self.open += sequences
         started = time.monotonic()
 
         def release() -> None:
-            self.open -= places
+            self.open -= sequences
             self._seconds += 0.1 * (time.monotonic() - started - self._seconds)
 
         return release
 
     async def run(
         self, jobs: Sequence[GenerationJob], usage: Usage, record: dict[str, Any]
-    ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(which job, piece) as they come. To be closed by whoever leaves early.
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Yields (index of the job, output) as they are generated. Close it to cancel the request.
+
+        Counts tokens in ``usage`` and ``record``, and times in the metrics.
 
         Raises:
-            ApiError: the request takes too long, or the engine has stopped.
+            ApiError: the request exceeds ``request_seconds``, or the engine has stopped or refuses it.
         """
         usage.prompt = sum(len(job.prompt) for job in jobs)
-        watch = self.metrics.watch(usage.prompt)
+        timer = self.metrics.start_request(usage.prompt)
         seconds = self.config.request_seconds
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         try:
@@ -147,44 +165,44 @@ class RequestDispatcher:
                         found = await anext(stream, None)
                     if found is None:
                         break
-                    number, piece = found
-                    usage.completion += len(piece.tokens)
-                    watch.piece((number, piece.number), len(piece.tokens), piece.finish)
-                    if piece.finish == "error":
+                    number, output = found
+                    usage.completion += len(output.tokens)
+                    timer.output((number, output.number), len(output.tokens), output.finish)
+                    if output.finish == "error":
                         raise ApiError(
-                            400, "the form of the text takes too much work; give a simpler one.", code="form_too_costly"
+                            400, "the grammar takes too long to evaluate; give a simpler one.", code="form_too_costly"
                         )
                     yield found
         except TimeoutError:
-            watch.ended = "timeout"
+            timer.ended = "timeout"
             raise ApiError(
-                408, f"the request has taken {seconds} s, the most that is allowed.", code="timeout"
+                408, f"the request has exceeded the server's limit of {seconds} s.", code="timeout"
             ) from None
         except EngineStopped as error:
-            watch.ended = "error"
+            timer.ended = "error"
             raise ApiError(503, f"the engine is not running: {error}", code="engine_stopped") from error
-        except ValueError as error:  # refused after all
+        except ValueError as error:  # the engine refused the request
             raise ApiError(400, str(error)) from None
         finally:
-            watch.close()
-            record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=watch.ended)
+            timer.close()
+            record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=timer.ended)
 
-    async def _one(self, job: GenerationJob) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _one(self, job: GenerationJob) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         async with contextlib.aclosing(
             self.backend.stream(job.prompt, job.params, salt=job.salt, service=job.service)
-        ) as pieces:
-            async for piece in pieces:
-                yield 0, piece
+        ) as outputs:
+            async for output in outputs:
+                yield 0, output
 
-    async def _merged(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, Piece], None]:
-        """All jobs at once."""
+    async def _merged(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Outputs of all jobs, which run concurrently, in the order in which they come."""
         out: asyncio.Queue[Any] = asyncio.Queue()
 
         async def read(number: int, job: GenerationJob) -> None:
             try:
-                async with contextlib.aclosing(self._one(job)) as pieces:
-                    async for _, piece in pieces:
-                        out.put_nowait((number, piece))
+                async with contextlib.aclosing(self._one(job)) as outputs:
+                    async for _, output in outputs:
+                        out.put_nowait((number, output))
                 out.put_nowait(None)
             except Exception as error:
                 out.put_nowait(error)

@@ -1,7 +1,7 @@
-"""Model FLOPs and bytes of an engine's steps, by program: what shares of a device's peaks (MFU, MBU) are made of.
+"""Utilisation of an engine by compiled program: model FLOPs and bytes, as shares of the device's peaks (MFU, MBU).
 
-A pass reads all weights but embeddings that are looked up, and the keys and values that its sequences attend to; it
-writes those of its tokens. Of a mixture the weights that are read depend on the tokens, so its bytes are not told.
+A forward pass reads all weights except looked-up embeddings, and the keys and values that its sequences attend to; it
+writes the keys and values of its tokens. In a mixture of experts the weights read depend on the tokens: no bytes then.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from jaxllm.compiler.device_peaks import Peak, peak_of
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.engine.engine_metrics import Bucket
-from jaxllm.infer.runner.model_runner import Device
+from jaxllm.infer.engine.engine_metrics import ProgramMetrics
+from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.models import DecoderConfig, MoeConfig
 from jaxllm.train.model_flops import forward_flops_per_token
 
 
 @dataclass(frozen=True)
 class ProgramUtilisation:
-    """What steps of one program have done.
+    """Work and utilisation of all steps of one compiled program.
 
     Attributes:
-        seconds: that they took.
-        flops: of the model, see ``forward_flops_per_token``; the output head counts where a token is made.
-        moved: bytes; None where they are not known.
-        mfu, mbu: shares of what the devices can do in that time; None where that is not known.
+        seconds: total time of the steps.
+        flops: model FLOPs, see ``forward_flops_per_token``; the output head counts for generated tokens only.
+        moved: bytes read and written; None if unknown.
+        mfu, mbu: model FLOPs and bytes as shares of the devices' peaks, 0 to 1; None if unknown.
     """
 
     seconds: float
@@ -37,23 +37,23 @@ class ProgramUtilisation:
 
 
 def program_utilisation(engine: Engine) -> dict[str, ProgramUtilisation]:
-    """By the program's name; none of an engine without a model."""
+    """Utilisation by the program's name; empty for an engine without a model."""
     import jax
 
-    device = engine.device
-    if not isinstance(device, Device):
+    runner = engine.runner
+    if runner.model is None:
         return {}
-    config = device.model.config
-    weights, cached = weight_bytes(config, device.params), cached_bytes(device)
-    devices = jax.tree.leaves(device.params)[0].sharding.device_set
+    config = runner.model.config
+    weights, cached = weight_bytes(config, runner.params), cached_bytes(runner)
+    devices = jax.tree.leaves(runner.params)[0].sharding.device_set
     peak, many = peak_of(next(iter(devices)).device_kind), len(devices)
     out = {}
-    for name, bucket in list(engine.metrics.buckets.items()):
-        if bucket.seconds > 0 and bucket.tokens:
-            flops = model_flops(config, bucket)
-            moved = None if weights is None else bucket.passes * weights + cache_bytes(cached, bucket)
+    for name, program in list(engine.metrics.programs.items()):
+        if program.seconds > 0 and program.tokens:
+            flops = model_flops(config, program)
+            moved = None if weights is None else program.passes * weights + cache_bytes(cached, program)
             out[name] = ProgramUtilisation(
-                bucket.seconds, flops, moved, *_shares(peak, many, bucket.seconds, flops, moved)
+                program.seconds, flops, moved, *_shares(peak, many, program.seconds, flops, moved)
             )
     return out
 
@@ -67,14 +67,14 @@ def _shares(
     return flops / (most * peak.flops), None if moved is None else moved / (most * peak.bandwidth)
 
 
-def model_flops(config: DecoderConfig, bucket: Bucket) -> float:
-    """Of all tokens of a bucket; its head's of those that were made."""
-    each = forward_flops_per_token(config, lambda window: bucket.attended.get(window, 0) / bucket.tokens)
-    return each * bucket.tokens - 2.0 * config.embed_dim * config.vocab_size * (bucket.tokens - bucket.samples)
+def model_flops(config: DecoderConfig, program: ProgramMetrics) -> float:
+    """Model FLOPs of all tokens of a program; the output head's for generated tokens only."""
+    each = forward_flops_per_token(config, lambda window: program.attended.get(window, 0) / program.tokens)
+    return each * program.tokens - 2.0 * config.embed_dim * config.vocab_size * (program.tokens - program.samples)
 
 
 def weight_bytes(config: DecoderConfig, params: Any) -> float | None:
-    """That a pass reads, on all devices together; None of a mixture."""
+    """Bytes of weights that a forward pass reads, on all devices together; None for a mixture of experts."""
     import jax
 
     if any(isinstance(block.mlp, MoeConfig) for block in config.blocks):
@@ -88,16 +88,16 @@ def weight_bytes(config: DecoderConfig, params: Any) -> float | None:
     return float(total)
 
 
-def cached_bytes(device: Device) -> dict[int | None, float]:
-    """Keys and values of a position, in all layers of a window."""
+def cached_bytes(runner: Runner) -> dict[int | None, float]:
+    """Bytes of keys and values per position, in all layers of an attention window (None: full attention)."""
     out: dict[int | None, float] = {}
-    for group, pool in zip(device.spec.groups, device.pools, strict=True):
-        positions = pool.numbers.shape[1] * pool.numbers.shape[3]
+    for group, pool in zip(runner.spec.groups, runner.pools, strict=True):
+        positions = pool.data.shape[1] * pool.data.shape[3]
         bytes_ = sum(x.nbytes for x in pool if x is not None)
         out[group.window] = out.get(group.window, 0.0) + bytes_ / positions
     return out
 
 
-def cache_bytes(cached: dict[int | None, float], bucket: Bucket) -> float:
-    """Keys and values read and written."""
-    return sum(each * (bucket.read.get(window, 0) + bucket.tokens) for window, each in cached.items())
+def cache_bytes(cached: dict[int | None, float], program: ProgramMetrics) -> float:
+    """Bytes of keys and values that the steps of a program read and wrote."""
+    return sum(each * (program.read.get(window, 0) + program.tokens) for window, each in cached.items())

@@ -43,7 +43,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def scorer(model: str) -> Scorer:
     sizes = EngineConfig(
-        sequences=2, budget=16, max_len=LONGEST, pages=20, page_size=8, samplers=("full",), buckets=(16,)
+        max_sequences=2,
+        max_batched_tokens=16,
+        max_len=LONGEST,
+        pages=20,
+        page_size=8,
+        samplers=("full",),
+        buckets=(16,),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)

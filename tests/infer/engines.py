@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.engine.page_allocator import NONE
+from jaxllm.infer.engine.page_allocator import NO_PAGE
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
     DecoderConfig,
-    LatentConfig,
     LinearScaling,
     Llama3Scaling,
+    MLAConfig,
     MlpConfig,
     MoeConfig,
     RopeConfig,
     RouterConfig,
     YarnScaling,
     functional,
-    layers_apart,
+    unstack_layers,
 )
 from tests import quick, tiny
 
@@ -45,7 +45,7 @@ def _blocks(*windows: int | None, **attention: Any) -> tuple[BlockConfig, ...]:
     )  # fmt: skip
 
 
-_LATENT = LatentConfig(4, latent=8, q_latent=6, nope_dim=6, rope_dim=4, value_dim=6)
+_LATENT = MLAConfig(4, latent=8, q_latent=6, nope_dim=6, rope_dim=4, value_dim=6)
 _GROUPED = RouterConfig("sigmoid", groups=3, top_groups=2, group_score="best two", balance_bias=True)
 _CLAMPED = MoeConfig(4, 2, 8, "quick_gelu", router=RouterConfig(bias=True), bias=True, clamp=1.0, up_offset=1.0)
 
@@ -91,18 +91,43 @@ WIDE = {
 
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
-    "roomy": EngineConfig(sequences=4, budget=16, pages=80, page_size=8, buckets=(16,), **_FULL),
-    "tight, recompute": EngineConfig(sequences=4, budget=12, pages=18, page_size=4, buckets=(12,), loop=3, **_FULL),
+    "roomy": EngineConfig(max_sequences=4, max_batched_tokens=16, pages=80, page_size=8, buckets=(16,), **_FULL),
+    "tight, recompute": EngineConfig(
+        max_sequences=4, max_batched_tokens=12, pages=18, page_size=4, buckets=(12,), decode_steps=3, **_FULL
+    ),
     "tight, swap": EngineConfig(
-        sequences=4, budget=12, pages=18, page_size=4, buckets=(12,), loop=3, preemption="swap", **_FULL
+        max_sequences=4,
+        max_batched_tokens=12,
+        pages=18,
+        page_size=4,
+        buckets=(12,),
+        decode_steps=3,
+        preemption="swap",
+        **_FULL,
     ),
-    "contiguous": EngineConfig(sequences=3, budget=16, page_size=None, pages=4, buckets=(16,), **_FULL),
+    "contiguous": EngineConfig(max_sequences=3, max_batched_tokens=16, page_size=None, pages=4, buckets=(16,), **_FULL),
     "one after the other": EngineConfig(
-        sequences=1, budget=5, pages=40, page_size=4, buckets=(5,), loop=4, prefix_cache=False, **_FULL
+        max_sequences=1,
+        max_batched_tokens=5,
+        pages=40,
+        page_size=4,
+        buckets=(5,),
+        decode_steps=4,
+        prefix_cache=False,
+        **_FULL,
     ),
-    "layers apart": EngineConfig(sequences=4, budget=16, pages=40, page_size=4, buckets=(16,), loop=2, **_FULL),
+    "layers apart": EngineConfig(
+        max_sequences=4, max_batched_tokens=16, pages=40, page_size=4, buckets=(16,), decode_steps=2, **_FULL
+    ),
     "invariant": EngineConfig(
-        sequences=3, budget=11, pages=40, page_size=4, loop=1, preemption="swap", batch_invariant=True, **_FULL
+        max_sequences=3,
+        max_batched_tokens=11,
+        pages=40,
+        page_size=4,
+        decode_steps=1,
+        preemption="swap",
+        batch_invariant=True,
+        **_FULL,
     ),
 }
 """Ways to serve."""
@@ -122,7 +147,7 @@ def build(
     config: EngineConfig, model: str = "llama", dtype: str = "float32", *, apart: bool = False, **fields: Any
 ) -> Engine:
     """An engine whose programs compile fast."""
-    params = layers_apart(params_of(model, dtype)) if apart else params_of(model, dtype)
+    params = unstack_layers(params_of(model, dtype)) if apart else params_of(model, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return Engine.of(functional(model_of(model, dtype)), params, config, strict=True, **fields)
@@ -154,27 +179,27 @@ def logprobs_of(model: str, dtype: str, tokens: list[int]) -> np.ndarray:
 def check_books(engine: Engine) -> None:
     """Every page is held by exactly those who say so, free, or kept to be found; each once. Slots likewise."""
     whole = engine.scheduler
-    assert all(s.slot == -1 and not s.computed for s in getattr(whole, "lobby", ()))
-    for scheduler in getattr(whole, "each", [whole]):
+    assert all(s.slot == -1 and not s.computed for s in getattr(whole, "unassigned", ()))
+    for scheduler in getattr(whole, "schedulers", [whole]):
         _check_books(engine, scheduler)
 
 
 def _check_books(engine: Engine, scheduler: Scheduler) -> None:
     everyone = scheduler.sequences()
     for group, pages in enumerate(scheduler.pages):
-        held = Counter(page for s in everyone for page in s.pages[group] if page != NONE)
-        assert {page: int(n) for page, n in enumerate(pages.holders) if n} == dict(held)
+        held = Counter(page for s in everyone for page in s.pages[group] if page != NO_PAGE)
+        assert {page: int(n) for page, n in enumerate(pages.ref_counts) if n} == dict(held)
         assert len(set(pages._free)) == len(pages._free)
-        assert not set(pages._free) & (set(held) | set(pages._kept))
-        assert not set(held) & set(pages._kept)
-        assert len(pages._free) + len(pages._kept) + len(held) == pages.count
+        assert not set(pages._free) & (set(held) | set(pages._cached))
+        assert not set(held) & set(pages._cached)
+        assert len(pages._free) + len(pages._cached) + len(held) == pages.count
         assert {page: h for h, page in pages._found.items()} == pages._hashes
         assert not set(pages._hashes) & set(pages._free)
         for s in scheduler.running:
             table = scheduler.tables[group][s.slot]
-            assert all(page in (NONE, entry) for page, entry in zip(s.pages[group], table, strict=False))
+            assert all(page in (NO_PAGE, entry) for page, entry in zip(s.pages[group], table, strict=False))
     slots = [s.slot for s in scheduler.running]
-    assert sorted([*slots, *scheduler._slots]) == list(range(engine.config.sequences))
+    assert sorted([*slots, *scheduler._slots]) == list(range(engine.config.max_sequences))
     assert all(s.slot == -1 for s in (*scheduler.waiting, *scheduler.forks))
 
 

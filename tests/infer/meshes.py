@@ -9,7 +9,7 @@ import pytest
 
 import sharding
 from jaxllm.infer import Engine, EngineConfig
-from jaxllm.models import functional, layers_apart
+from jaxllm.models import functional, unstack_layers
 from tests import quick
 from tests.infer import engines
 
@@ -24,4 +24,4 @@ def over(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         made = functional(engines.model_of(model, dtype))
-        return Engine.of(made, layers_apart(params) if apart else params, config, mesh=there, strict=True, **fields)
+        return Engine.of(made, unstack_layers(params) if apart else params, config, mesh=there, strict=True, **fields)

@@ -1,6 +1,6 @@
 """One of several processes of an engine: process 0 takes requests and prints what came of them, the others follow.
 
-python -m tests.infer.together_serve MESH MODEL WAY SEED
+python -m tests.infer.multihost_serve MESH MODEL WAY SEED
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def main(mesh: str, model: str, way: str, seed: int) -> None:
 
     with running(detect(os.environ), DistributedConfig(start_timeout=200, lost_after=30)) as group:
         engine, heard = meshes.over(mesh, model, engines.ENGINES[way], "float64"), Compilations()
-        if not group.leads:
+        if not group.is_leader:
             with pytest.raises(RuntimeError, match="follows process 0"):
                 engine.submit([1, 2])
             engine.follow(lambda: moved(model))
             return
-        asked = engines.traffic(np.random.default_rng(seed), engine.config, 8 * engine.device.spec.replicas)
+        asked = engines.traffic(np.random.default_rng(seed), engine.config, 8 * engine.runner.spec.replicas)
         with heard:
             made = engines.serve(engine, asked)
         with jax.default_device(jax.local_devices()[0]):

@@ -1,4 +1,4 @@
-"""A device on paper: pages hold the tokens written to them, and a step checks that it reads its own."""
+"""A runner on paper: pages hold the tokens written to them, and a step checks that it reads its own."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import EngineConfig
-from jaxllm.infer.engine.page_allocator import NONE
-from jaxllm.infer.runner.engine_step import Shape
-from jaxllm.infer.runner.model_runner import Spec
+from jaxllm.infer.engine.page_allocator import NO_PAGE
+from jaxllm.infer.runner.engine_step import StepShape
 from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from tests.infer.engines import LONGEST, VOCAB
+from tests.infer.stub_runner import StubRunner
 
 
-class PaperDevice:
-    """Does what ``jaxllm.infer.runner.model_runner.Device`` does, for a model whose next token is a hash of all before it."""
+class PaperRunner(StubRunner):
+    """Does what ``ModelRunner`` does, for a model whose next token is a hash of all before it."""
 
     def __init__(self, config: EngineConfig, groups: tuple[LayerGroup, ...], pages: int):
         size = config.page_size or LONGEST
         self.config = config
-        self.spec = Spec(groups, (pages,) * len(groups), size, -(-LONGEST // size), LONGEST)
-        self.pools = [np.full((pages, size), NONE) for _ in groups]
-        self.last = np.zeros(config.sequences, np.int64)
+        super().__init__(RunnerSpec(groups, (pages,) * len(groups), size, -(-LONGEST // size), LONGEST))
+        self.pools = [np.full((pages, size), NO_PAGE) for _ in groups]
+        self.last = np.zeros(config.max_sequences, np.int64)
 
-    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Shape:
+    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
         config = self.config
         sizes = config.decode_buckets if decode else config.prompt_buckets
         number = next(size for size in sizes if size >= (requests if decode else tokens))
-        return Shape(
-            number, min(number, config.sequences), decode, full, config.sequences, self.spec.columns,
-            len(self.pools), config.loop, 1, "float32",
+        return StepShape(
+            number, min(number, config.max_sequences), decode, full, config.max_sequences, self.spec.columns,
+            len(self.pools), config.decode_steps, 1, "float32",
         )  # fmt: skip
 
-    def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
+    def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
         x = shape.inputs.views(packed[0])
         out = np.zeros(shape.outputs.size, np.int32)
         made = shape.outputs.views(out)["tokens"]
@@ -52,9 +53,6 @@ class PaperDevice:
                 self.last[slot] = made[step, row] = self._following(text)
         return out[None]
 
-    def seat(self, replica: int, packed: np.ndarray) -> None:
-        raise NotImplementedError("on paper nothing is asked of logits")
-
     def _write_and_read(self, tables: np.ndarray, kv_len: int, tokens: list[int]) -> list[int | None]:
         """What a request can see: of groups with windows only what these reach; all groups agree on it."""
         size = self.spec.page_size
@@ -67,7 +65,7 @@ class PaperDevice:
             first = 0 if window is None else max(0, kv_len - len(tokens) - window + 1)
             for at in range(first, kv_len):
                 found = int(pool[table[at // size], at % size])
-                assert found != NONE, "a slot that nobody has written is read"
+                assert found != NO_PAGE, "a slot that nobody has written is read"
                 assert seen[at] in (None, found), "two groups of layers hold different tokens"
                 seen[at] = found
         return seen

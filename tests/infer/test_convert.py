@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import CheckpointCorruptError, Checkpointer
-from jaxllm.convert.convert import convert, copy_words
+from jaxllm.convert.convert import convert, copy_tokenizer_files
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, load_gguf, load_hf
 from jaxllm.hub.safetensors import open_model, write_model
@@ -246,7 +246,7 @@ def test_only_known_files_are_copied(tmp_path: Path) -> None:
     (folder / "additional_chat_templates").mkdir(parents=True)
     for name in ("tokenizer.json", "qwen.tiktoken", "pytorch_model.bin", "run.py", "additional_chat_templates/a.jinja"):
         (folder / name).write_text(name)
-    copy_words(folder, tmp_path / "to")
+    copy_tokenizer_files(folder, tmp_path / "to")
     found = {str(f.relative_to(tmp_path / "to")) for f in (tmp_path / "to").rglob("*") if f.is_file()}
     assert found == {"tokenizer.json", "qwen.tiktoken", "additional_chat_templates/a.jinja"}
 

@@ -94,7 +94,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again():
 
 
 def test_pages_before_a_window_are_given_back():
-    config = dataclasses.replace(engines.ENGINES["roomy"], pages=17, page_size=4, sequences=1, loop=1)
+    config = dataclasses.replace(engines.ENGINES["roomy"], pages=17, page_size=4, max_sequences=1, decode_steps=1)
     engine = engines.build(config, "mistral")
     engine.submit([1], dataclasses.replace(GREEDY, max_tokens=60))
     held = []
@@ -103,7 +103,7 @@ def test_pages_before_a_window_are_given_back():
         engines.check_books(engine)
         held += [sum(page >= 0 for page in s.pages[0]) for s in engine.scheduler.running]
     assert max(held) <= 4, "9 positions are in four pages of 4 at most"
-    assert engine.device.spec.pages == (17,)
+    assert engine.runner.spec.pages == (17,)
 
 
 def test_stop_tokens_and_lengths():
@@ -128,7 +128,9 @@ def test_stop_texts_end_a_text_and_are_held_back():
     tokenizer = ByteTokenizer()
     config = tiny.decoder(dtype="float32", vocab_size=tokenizer.vocab_size, layers=1)
     params = jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5))
-    sizes = EngineConfig(sequences=2, budget=8, max_len=64, pages=20, page_size=8, samplers=("plain",), loop=5)
+    sizes = EngineConfig(
+        max_sequences=2, max_batched_tokens=8, max_len=64, pages=20, page_size=8, samplers=("plain",), decode_steps=5
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         engine = Engine.of(functional(config), jax.device_put(params), sizes, tokenizer=tokenizer, strict=True)
@@ -153,7 +155,7 @@ def test_stop_texts_end_a_text_and_are_held_back():
     # What only looks like the beginning of a stop text is given out in the end.
     pieces, request = run(dataclasses.replace(asked, stop=(text[-2:] + "\0\1\2",)))
     assert "".join(pieces) == text
-    with pytest.raises(ValueError, match="stop texts need an engine with a tokenizer"):
+    with pytest.raises(ValueError, match="stop strings need an engine with a tokenizer"):
         engines.engine("roomy").submit([1], SamplingParams(max_tokens=5, stop=("x",)))
 
 
@@ -192,14 +194,14 @@ def test_what_cannot_be_generated_from_is_refused(prompt: list[int], fields: dic
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"budget": 3}, "budget = 3 tokens a step do not serve 16"),
-        ({"sequences": 0}, "sequences = 0"),
+        ({"max_batched_tokens": 3}, "max_batched_tokens = 3 is less than max_sequences = 16"),
+        ({"max_sequences": 0}, "max_sequences = 0"),
         ({"samplers": ()}, "samplers"),
         ({"buckets": (16, 128)}, "buckets"),
         ({"buckets": (256, 16)}, "buckets"),
         ({"batch_invariant": True}, "preemption = 'swap'"),
         ({"batch_invariant": True, "preemption": "swap"}, "samplers"),
-        ({"batch_invariant": True, "preemption": "swap", "samplers": ("full",)}, "loop = 1"),
+        ({"batch_invariant": True, "preemption": "swap", "samplers": ("full",)}, "decode_steps = 1"),
         ({"top_logprobs": 0}, "top_logprobs = 0"),
     ],
 )
@@ -209,9 +211,9 @@ def test_sizes_that_do_not_go_together_are_refused(fields: dict[str, Any], words
 
 
 def test_buckets_end_at_the_budget():
-    assert EngineConfig(sequences=10, budget=300).prompt_buckets == (19, 75, 300)
-    assert EngineConfig(sequences=10, budget=300).decode_buckets == (1, 2, 4, 8, 10)
-    assert EngineConfig(sequences=1, budget=5, buckets=(2, 5)).prompt_buckets == (2, 5)
+    assert EngineConfig(max_sequences=10, max_batched_tokens=300).prompt_buckets == (19, 75, 300)
+    assert EngineConfig(max_sequences=10, max_batched_tokens=300).decode_buckets == (1, 2, 4, 8, 10)
+    assert EngineConfig(max_sequences=1, max_batched_tokens=5, buckets=(2, 5)).prompt_buckets == (2, 5)
 
 
 def test_too_few_pages_are_refused():

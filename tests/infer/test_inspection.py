@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxllm.convert.inspection import alike, inspect_model
+from jaxllm.convert.inspection import group_layers, inspect_model
 from jaxllm.convert.inspection_view import show
 from jaxllm.hub import HubError, load_hf
 from jaxllm.hub.gguf.gguf_file import GgufTensor
@@ -43,7 +43,7 @@ def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
     named = {part.split("[")[0] for tensor in found.tensors for part in tensor.ours.split(", ")}
     leaves = jax.tree_util.tree_leaves_with_path(loaded.params)
     assert named == {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
-    assert sum(count for _, count in alike(found.tensors)) == len(found.tensors)
+    assert sum(count for _, count in group_layers(found.tensors)) == len(found.tensors)
     assert json.loads(json.dumps(found.to_json()))["tensors"][0]["shape"]
 
 

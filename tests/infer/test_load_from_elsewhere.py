@@ -14,7 +14,7 @@ import pytest
 from jaxllm import cli
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, find_model
-from jaxllm.infer import LLM, Chat, EngineConfig, ModelNotFoundError, SamplingParams, for_one, load_model
+from jaxllm.infer import LLM, Chat, EngineConfig, ModelNotFoundError, SamplingParams, load_model, single_user_config
 from jaxllm.text import ByteTokenizer
 from tests import quick
 
@@ -56,7 +56,7 @@ def test_generate_writes_with_a_model_from_elsewhere(tmp_path: Path, capsys: pyt
     assert cli.main(["generate", model, "--prompt", "Hello", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("Hello")
     assert cli.main(["eval", model]) == 2
-    assert "was not trained here" in capsys.readouterr().err
+    assert "was not trained with jaxllm" in capsys.readouterr().err
     assert cli.main(["chat", model, "--message", "Hi"]) == 2
     assert "no chat template" in capsys.readouterr().err
 
@@ -208,7 +208,7 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
     ByteTokenizer().save(tmp_path / "model")
     loaded = load_model(tmp_path / "model")
     assert loaded.longest == 16
-    llm = LLM(loaded, for_one(loaded, 16), manifest=None)
+    llm = LLM(loaded, single_user_config(loaded, 16), manifest=None)
     (made,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=13, ignore_eos=True))
     assert len(made.outputs[0].tokens) == 13
     with pytest.raises(ValueError, match="3 tokens of prompt and 14 new ones are 17; this engine's sequences have 16"):
@@ -226,7 +226,9 @@ def test_padding_to_a_bucket_does_not_lengthen_a_prompt(tmp_path: Path, rope: di
     plain = load_model(save(tmp_path / "plain", rope_parameters={"rope_theta": 100.0}))
     prompt = np.random.default_rng(0).integers(0, 256, 7).tolist()
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    first, second = (LLM(m, for_one(m, 12), manifest=None).generate(prompt, params)[0] for m in (loaded, plain))
+    first, second = (
+        LLM(m, single_user_config(m, 12), manifest=None).generate(prompt, params)[0] for m in (loaded, plain)
+    )
     assert first.outputs[0].tokens == second.outputs[0].tokens
     with pytest.raises(ValueError, match="Scaling turns what is cached by other angles beyond 12"):
         LLM(loaded, EngineConfig(max_len=13), manifest=None)

@@ -11,22 +11,22 @@ import pytest
 
 import sharding
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.engine.policy_state import Ranking
-from jaxllm.infer.engine.replica_schedulers import Replicas
+from jaxllm.infer.engine.policy_state import PolicyState
+from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.serving_mesh import placements, serving_model, serving_rules
 from jaxllm.models import functional
-from jaxllm.models.attention_context import Cached
+from jaxllm.models.attention_context import KVSpec
 from jaxllm.serve.embedder import Embedder
 from tests import quick
 from tests.infer import engines
 from tests.infer.engines import LONGEST
 from tests.infer.meshes import over
-from tests.infer.paper import PaperDevice
+from tests.infer.paper import PaperRunner
 
-SIZES = dataclasses.replace(engines.ENGINES["tight, swap"], sequences=2, budget=8, buckets=(8,))
+SIZES = dataclasses.replace(engines.ENGINES["tight, swap"], max_sequences=2, max_batched_tokens=8, buckets=(8,))
 
 
 def other_weights(model: str, seed: int) -> dict:
@@ -41,7 +41,7 @@ def test_a_mesh_serves_what_one_device_serves_with_weights_of_another_mesh(rng):
     mesh, model = sharding.MeshSpec.parse("fsdp=4,tensor=2").build(), functional(engines.model_of("mixtral", "float32"))
     places = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     state = jax.device_put(other_weights("mixtral", 5), sharding.shardings_of(places))
-    late = engine.device.manifest.counts.late  # type: ignore[attr-defined]
+    late = engine.runner.program_cache.counts.late  # type: ignore[attr-defined]
     prompt = rng.integers(0, engines.VOCAB, 9).tolist()
     request = engine.submit(prompt, SamplingParams(max_tokens=20, seed=1, logprobs=0))
     for _ in range(6):
@@ -62,7 +62,7 @@ def test_a_mesh_serves_what_one_device_serves_with_weights_of_another_mesh(rng):
                 np.testing.assert_allclose(
                     sequence.logprobs[i - len(prompt)], want[i - 1, sequence.tokens[i]], atol=1e-3
                 )
-    assert engine.device.manifest.counts.late == late  # type: ignore[attr-defined]
+    assert engine.runner.program_cache.counts.late == late  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_equal_bits_do_not_go_with_split_experts():
 
 def test_an_engine_of_one_process_follows_nobody():
     with pytest.raises(RuntimeError, match="follows nobody"):
-        Engine(PaperDevice(SIZES, (LayerGroup(Cached(1, 1, 1), None, (0,)),), 20), SIZES, engines.VOCAB).follow()
+        Engine(PaperRunner(SIZES, (LayerGroup(KVSpec(1, 1, 1), None, (0,)),), 20), SIZES, engines.VOCAB).follow()
 
 
-def queued(replicas: Replicas, prompts: list[list[int]]) -> list[Sequence]:
+def queued(replicas: ReplicaSchedulers, prompts: list[list[int]]) -> list[Sequence]:
     made = []
     for number, prompt in enumerate(prompts):
         request = Request(number, prompt, SamplingParams(max_tokens=4), b"", 0, frozenset())
@@ -103,12 +103,12 @@ def queued(replicas: Replicas, prompts: list[list[int]]) -> list[Sequence]:
 
 
 def test_replicas_share_the_load_and_find_what_they_know(rng):
-    config = EngineConfig(sequences=4, budget=64, max_len=LONGEST, page_size=8, pages=40)
-    ranking = Ranking()
-    replicas = Replicas(config, lambda: Scheduler(config, [None], [40], 8, 8, ranking), 3, ranking)
+    config = EngineConfig(max_sequences=4, max_batched_tokens=64, max_len=LONGEST, page_size=8, pages=40)
+    policy_state = PolicyState()
+    replicas = ReplicaSchedulers(config, lambda: Scheduler(config, [None], [40], 8, 8, policy_state), 3, policy_state)
     first = queued(replicas, rng.integers(0, 99, (6, 20)).tolist())
     plans = replicas.plans()
-    assert [len(plan.entries) for plan in plans] == [2, 2, 2]
+    assert [len(plan.chunks) for plan in plans] == [2, 2, 2]
     assert {plan.steps for plan in plans} == {1}
     for sequence in first[:4]:
         replicas.finish(sequence)
@@ -125,9 +125,9 @@ def test_replicas_share_the_load_and_find_what_they_know(rng):
     # Many that begin alike do not all go to the one that knows their beginning.
     many = queued(replicas, [[*first[4].tokens, token] for token in range(20)])
     replicas.plans()
-    loads = [len(one.sequences()) for one in replicas.each]
+    loads = [len(one.sequences()) for one in replicas.schedulers]
     assert loads == [4, 4, 4]
-    assert len(replicas.lobby) == sum(s.slot < 0 and not s.pages for s in many) > 0
+    assert len(replicas.unassigned) == sum(s.slot < 0 and not s.pages for s in many) > 0
     for sequence in replicas.sequences():
         replicas.finish(sequence)
     assert replicas.idle

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import RecompileError
-from jaxllm.infer.runner.engine_step import Layout
-from jaxllm.infer.runner.program_cache import Manifest, Program, source_digest
+from jaxllm.infer.runner.packed_buffer import PackedBuffer
+from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, source_digest
 from tests import quick
 
 
-def program(size: int = 4, name: str = "twice") -> Program:
+def program(size: int = 4, name: str = "twice") -> EngineProgram:
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     array = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=here)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=here)
@@ -25,15 +25,15 @@ def program(size: int = 4, name: str = "twice") -> Program:
     def twice(weights, state, count):
         return (state[0] * 2 + weights["a"],), count + 1
 
-    return Program(name, twice, arguments, donated=("state",))
+    return EngineProgram(name, twice, arguments, donated=("state",))
 
 
-def make(folder: Path | None, key: object = 1, strict: bool = True, one: Program | None = None) -> tuple:
-    manifest = Manifest(folder, key, jax.devices()[:1], strict)
+def make(folder: Path | None, key: object = 1, strict: bool = True, one: EngineProgram | None = None) -> tuple:
+    cache = ProgramCache(folder, key, jax.devices()[:1], strict)
     one = one or program()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
-        return manifest.make([one])[one.name], manifest
+        return cache.compile_all([one])[one.name], cache
 
 
 def arguments(size: int = 4) -> tuple:
@@ -47,10 +47,10 @@ def own_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_kept_program_is_loaded_and_runs_alike(tmp_path):
-    one, manifest = make(tmp_path)
-    assert (manifest.counts.compiled, manifest.counts.loaded) == (1, 0)
-    again, manifest = make(tmp_path)
-    assert (manifest.counts.compiled, manifest.counts.loaded) == (0, 1)
+    one, cache = make(tmp_path)
+    assert (cache.counts.compiled, cache.counts.loaded) == (1, 0)
+    again, cache = make(tmp_path)
+    assert (cache.counts.compiled, cache.counts.loaded) == (0, 1)
     for run in (one, again):
         given = arguments()
         (out,), count = run(*given)
@@ -61,22 +61,22 @@ def test_a_kept_program_is_loaded_and_runs_alike(tmp_path):
 
 def test_another_key_or_shape_is_another_program(tmp_path):
     make(tmp_path)
-    for _, manifest in (make(tmp_path, key=2), make(tmp_path, one=program(5))):
-        assert manifest.counts.compiled == 1
+    for _, cache in (make(tmp_path, key=2), make(tmp_path, one=program(5))):
+        assert cache.counts.compiled == 1
 
 
 def test_what_was_not_signed_here_is_not_opened(tmp_path, monkeypatch):
     """A changed byte, another's file under this name, another key: compiled anew."""
-    _, manifest = make(tmp_path)
-    (path,) = manifest.folder.glob("twice-*.xla")
+    _, cache = make(tmp_path)
+    (path,) = cache.folder.glob("twice-*.xla")
     whole = path.read_bytes()
     for wrong in (whole[:-1] + bytes([whole[-1] ^ 1]), bytes([whole[0] ^ 1]) + whole[1:], whole[:50], b""):
         path.write_bytes(wrong)
-        _, manifest = make(tmp_path)
-        assert (manifest.counts.compiled, manifest.counts.loaded) == (1, 0)
+        _, cache = make(tmp_path)
+        assert (cache.counts.compiled, cache.counts.loaded) == (1, 0)
         assert path.read_bytes() != wrong
     make(tmp_path, one=program(name="other"))
-    (other,) = manifest.folder.glob("other-*.xla")
+    (other,) = cache.folder.glob("other-*.xla")
     path.write_bytes(other.read_bytes())
     assert make(tmp_path)[1].counts.compiled == 1
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "another"))
@@ -102,17 +102,17 @@ def test_a_key_that_others_can_read_is_refused(tmp_path):
     ],
 )
 def test_other_arguments_are_named(change, words):
-    one, manifest = make(None)
+    one, cache = make(None)
     with pytest.raises(RecompileError, match=f"program twice would be compiled again: {words}"):
         one(*change(*arguments()))
-    assert manifest.counts.late == 1
+    assert cache.counts.late == 1
 
 
 def test_where_it_is_not_strict_it_is_counted():
-    one, manifest = make(None, strict=False)
+    one, cache = make(None, strict=False)
     (out,), _ = one({"a": jnp.ones(5), "unused": jnp.ones(5)}, (jnp.ones(5),), jnp.int32(1))
     np.testing.assert_array_equal(out, 3)
-    assert manifest.counts.late == 1
+    assert cache.counts.late == 1
 
 
 def test_the_sources_are_part_of_the_key():
@@ -122,7 +122,7 @@ def test_the_sources_are_part_of_the_key():
 
 def test_arrays_travel_as_one(float64):
     """Float64 too, on the device and on the host."""
-    layout = Layout((("a", (2, 3), "int32"), ("b", (), "int32"), ("c", (3,), "float64"), ("d", (2,), "uint32")))
+    layout = PackedBuffer((("a", (2, 3), "int32"), ("b", (), "int32"), ("c", (3,), "float64"), ("d", (2,), "uint32")))
     packed = np.zeros(layout.size, np.int32)
     views = layout.views(packed)
     values = {"a": np.arange(6).reshape(2, 3), "b": 7, "c": [0.1, -2.5, 1e300], "d": [2**32 - 1, 3]}

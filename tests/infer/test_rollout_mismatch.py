@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxllm.infer.rollout_mismatch import trust
+from jaxllm.infer.rollout_mismatch import rollout_mismatch
 
 
 def test_equal_ones_are_trusted():
-    found = trust([-1.0, -2.5], [-1.0, -2.5])
-    assert (found.mean, found.most, found.kl, found.effective) == (0, 0, 0, 1)
+    found = rollout_mismatch([-1.0, -2.5], [-1.0, -2.5])
+    assert (found.mean, found.largest, found.kl, found.effective_share) == (0, 0, 0, 1)
     assert found.rollout == found.train == (-1.0, -2.5)
 
 
@@ -18,19 +18,19 @@ def test_the_divergence_is_estimated_without_bias(rng):
     """Tokens drawn by one distribution of four, weighed by another."""
     p, q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.3, 0.3, 0.25, 0.15])
     tokens = rng.choice(4, 200_000, p=p)
-    found = trust(np.log(p)[tokens].tolist(), np.log(q)[tokens].tolist())
+    found = rollout_mismatch(np.log(p)[tokens].tolist(), np.log(q)[tokens].tolist())
     exact = float((p * np.log(p / q)).sum())
     terms = q / p - 1 - np.log(q / p)
     deviation = np.sqrt((p * terms**2).sum() - exact**2) / np.sqrt(200_000)
     assert abs(found.kl - exact) < 6 * deviation
     assert found.kl >= 0
-    assert abs(found.effective - 1 / float((q * q / p).sum())) < 0.01
-    assert found.most == pytest.approx(np.abs(np.log(p / q)).max())
+    assert abs(found.effective_share - 1 / float((q * q / p).sum())) < 0.01
+    assert found.largest == pytest.approx(np.abs(np.log(p / q)).max())
 
 
 def test_what_cannot_be_compared_is_refused():
     for rollout, train in (([], []), ([-1.0], [-1.0, -2.0])):
         with pytest.raises(ValueError, match="give one of each"):
-            trust(rollout, train)
+            rollout_mismatch(rollout, train)
     with pytest.raises(ValueError, match="not finite"):
-        trust([-np.inf], [-1.0])
+        rollout_mismatch([-np.inf], [-1.0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.runner.sampler import BLOCK, Rows, filtered, logprobs, ranks, sample
+from jaxllm.infer.runner.sampler import BLOCK, SamplerRows, filter_logits, logprobs, ranks, sample
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.0, -np.inf])
 # Quantile 1 - 1e-7 of chi-square with 6 degrees of freedom: one false alarm in ten million seeds.
@@ -18,7 +18,7 @@ CRITICAL = 43.3
 draw = jax.jit(sample)
 
 
-def rows(count: int, seed: int = 0, **fields: Any) -> Rows:
+def rows(count: int, seed: int = 0, **fields: Any) -> SamplerRows:
     """``count`` rows of one request at positions 0, 1, ...; with filters if any are given."""
     full = (
         {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0} | fields if set(fields) - {"temperature"} else fields
@@ -27,7 +27,7 @@ def rows(count: int, seed: int = 0, **fields: Any) -> Rows:
         name: jnp.full(count, value, jnp.int32 if name == "top_k" else jnp.float32)
         for name, value in ({"temperature": 1.0} | full).items()
     }
-    return Rows(jnp.full(count, seed, jnp.uint32), jnp.arange(count, dtype=jnp.int32), **arrays)
+    return SamplerRows(jnp.full(count, seed, jnp.uint32), jnp.arange(count, dtype=jnp.int32), **arrays)
 
 
 def counts(logits: np.ndarray, seed: int, many: int = 20_000, **fields: Any) -> np.ndarray:
@@ -105,7 +105,9 @@ def test_a_row_depends_on_its_own_seed_and_position_alone():
 
 def kept(logits: np.ndarray, **fields: Any) -> set[int]:
     scaled = jnp.asarray(logits - logits.max(), jnp.float32)[None] / fields.get("temperature", 1.0)
-    return set(np.flatnonzero(np.isfinite(np.asarray(jax.jit(filtered)(scaled, rows(1, **{"top_k": 0} | fields))))[0]))
+    return set(
+        np.flatnonzero(np.isfinite(np.asarray(jax.jit(filter_logits)(scaled, rows(1, **{"top_k": 0} | fields))))[0])
+    )
 
 
 def by_hand(

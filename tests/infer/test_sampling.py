@@ -16,36 +16,43 @@ import transformers
 from jaxllm.infer import Engine, Request, SamplingParams
 from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.logits_processors import MASKED, SAMPLES, SHAPED, WORD, Asked, State
-from jaxllm.infer.runner.sampler import Rows, filtered
+from jaxllm.infer.runner.logits_processors import (
+    MASKED,
+    MAX_BAD_WORD_TOKENS,
+    SAMPLES,
+    SHAPED,
+    LogitsParams,
+    LogitsState,
+)
+from jaxllm.infer.runner.sampler import SamplerRows, filter_logits
 from tests.infer import engines, writers
 
 VOCAB = engines.VOCAB
 shaped, grown, seat = (
-    jax.jit(logits_processors.shaped),
-    jax.jit(logits_processors.grown),
+    jax.jit(logits_processors.process_logits),
+    jax.jit(logits_processors.record_tokens),
     jax.jit(logits_processors.seat),
 )
 
 
-def slots_of(texts: list[tuple[list[int], list[int]]], **asked: Any) -> State:
-    """State of slots 0, 1, ... that ask for the same, each with its prompt and text."""
+def slots_of(texts: list[tuple[list[int], list[int]]], **asked: Any) -> LogitsState:
+    """LogitsState of slots 0, 1, ... that ask for the same, each with its prompt and text."""
     state = tuple(logits_processors.empty_state(len(texts), VOCAB))
     asked = {"bias": {}, "allowed": None, "words": (), "stops": ()} | asked
     for slot, (prompt, text) in enumerate(texts):
-        layout = logits_processors.row_layout(VOCAB)
+        layout = logits_processors.slot_buffer(VOCAB)
         packed = np.zeros(layout.size, np.int32)
         x = layout.views(packed)
         x["slot"][...] = slot
-        logits_processors.fill_row(x, prompt, text, **asked)
+        logits_processors.fill_slot(x, prompt, text, **asked)
         state = seat(state, packed)
-    return State(*state)
+    return LogitsState(*state)
 
 
-def rows(texts: list[tuple[list[int], list[int]]], kind: int = SHAPED | SAMPLES, **fields: Any) -> Asked:
+def rows(texts: list[tuple[list[int], list[int]]], kind: int = SHAPED | SAMPLES, **fields: Any) -> LogitsParams:
     many = len(texts)
     numbers = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0} | fields
-    return Asked(
+    return LogitsParams(
         jnp.arange(many, dtype=jnp.int32),
         jnp.full(many, kind, jnp.int32),
         jnp.asarray([len(p) + len(t) for p, t in texts], jnp.int32),
@@ -100,7 +107,10 @@ def test_bias_is_transformers(texts, logits, rng):
 def test_bad_words_are_transformers(texts, logits, rng):
     """Words that the texts are about to end with are among them."""
     words = [tuple(rng.integers(0, VOCAB, n).tolist()) for n in (1, 1, 2, 5)]
-    words += [(*(p + t)[-n:], int(rng.integers(VOCAB))) for (p, t), n in zip(texts, (1, 2, WORD - 1), strict=True)]
+    words += [
+        (*(p + t)[-n:], int(rng.integers(VOCAB)))
+        for (p, t), n in zip(texts, (1, 2, MAX_BAD_WORD_TOKENS - 1), strict=True)
+    ]
     want = processed(
         transformers.NoBadWordsLogitsProcessor([list(w) for w in words], eos_token_id=[VOCAB]), texts, logits
     )
@@ -129,7 +139,9 @@ def test_typical_is_transformers(rng):
             "typical_p": (mass, jnp.float32),
         }
         arrays = {name: jnp.full(4, value, dtype) for name, (value, dtype) in full.items()}
-        got = jax.jit(filtered)(logits, Rows(jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.ones(4), **arrays))
+        got = jax.jit(filter_logits)(
+            logits, SamplerRows(jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.ones(4), **arrays)
+        )
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
         assert np.isinf(got).any()
 
@@ -379,11 +391,11 @@ def test_values_out_of_range_are_refused_by_name(name, values):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_tokens": 0}, "^max_tokens = 0; give 1 or more, or ask"),
+        ({"max_tokens": 0}, "^max_tokens = 0; give 1 or more, or request"),
         ({"beams": 3, "n": 4}, "^n = 4; a search of 3 beams"),
         ({"beams": 2, "top_k": 3}, "^top_k = 3; it does not go with a beam search"),
-        ({"beams": 2, "temperature": 0.5}, "^temperature = 0.5; a beam search draws nothing"),
-        ({"bad_words": ("word",)}, "bad_words that are texts need an engine with a tokenizer"),
+        ({"beams": 2, "temperature": 0.5}, "^temperature = 0.5; a beam search does not sample"),
+        ({"bad_words": ("word",)}, "bad_words that are strings need an engine with a tokenizer"),
         ({"bad_words": ((1,) * 9,)}, "the longest may have 8 tokens"),
         ({"logit_bias": {40: 1.0}}, "logit_bias holds token 40"),
         ({"allowed_tokens": (40,)}, "allowed_tokens holds token 40"),

@@ -1,5 +1,7 @@
-"""docs/serve/sampling.md has a row for every sampling parameter, in its own words. `python -m tests.infer.test_sampling_docs`
-writes them there."""
+"""docs/serve/sampling.md has a row for every sampling parameter, from the docstring of ``SamplingParams``.
+
+`python -m tests.infer.test_sampling_docs` writes them there.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import re
 from jaxllm.infer import SamplingParams
 from tests import environment
 
-PAGE = environment.ROOT / "docs" / "sampling.md"
+PAGE = environment.ROOT / "docs" / "serve" / "sampling.md"
 BEGIN, END = "<!-- from the docstring of SamplingParams -->\n", "<!-- end -->\n"
 
 

@@ -31,7 +31,7 @@ def logprobs(params: dict, tokens: list[int]) -> np.ndarray:
 def test_tokens_before_and_after_are_those_of_their_weights(rng):
     engine, sets = engines.engine(WAY), [weights(seed) for seed in (4, 5, 6)]
     engine.swap(sets[0])
-    first, late = engine.version, engine.device.manifest.counts.late  # type: ignore[attr-defined]
+    first, late = engine.version, engine.runner.program_cache.counts.late
     requests = []
     for asked in engines.traffic(rng, engine.config, 10):
         params = dataclasses.replace(asked["params"], logprobs=0, prompt_logprobs=None, stop_ids=())
@@ -56,7 +56,7 @@ def test_tokens_before_and_after_are_those_of_their_weights(rng):
                 np.testing.assert_allclose([s.logprobs[i] for i in places], own, atol=2e-4)
                 seen.add(version)
     assert len(seen) > 1
-    assert engine.device.manifest.counts.late == late  # type: ignore[attr-defined]
+    assert engine.runner.program_cache.counts.late == late
     engine.swap(weights(4))  # as others expect it
 
 
@@ -95,7 +95,7 @@ def test_readers_pause_and_swap():
             waits = asyncio.create_task(anext(stream))
             await asyncio.sleep(0.05)
             assert not waits.done()
-            await engine.call(lambda e: e.swap(e.device.params))
+            await engine.call(lambda e: e.swap(e.runner.params))
             await engine.call(lambda e: e.resume())
             first = await waits
             with pytest.raises(ValueError, match="another structure"):

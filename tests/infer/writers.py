@@ -23,8 +23,8 @@ def writer() -> Engine:
     config = tiny.decoder(dtype="float32", vocab_size=tokenizer.vocab_size, layers=1)
     params = jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5))
     sizes = EngineConfig(
-        sequences=8, budget=16, max_len=LONGEST, pages=530, page_size=8, loop=1, samplers=("full",), preemption="swap",
-        batch_invariant=True,
+        max_sequences=8, max_batched_tokens=16, max_len=LONGEST, pages=530, page_size=8,
+        decode_steps=1, samplers=("full",), preemption="swap", batch_invariant=True,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)

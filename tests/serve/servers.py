@@ -15,7 +15,7 @@ from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingPar
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
-from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
 from jaxllm.serve.embedder import Embedder
 from jaxllm.serve.server import BackendFactory
@@ -31,7 +31,14 @@ TEMPLATE = ChatTemplate(
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES = EngineConfig(
-    sequences=4, budget=32, max_len=384, page_size=8, buckets=(32,), loop=2, samplers=("full",), top_logprobs=20
+    max_sequences=4,
+    max_batched_tokens=32,
+    max_len=384,
+    page_size=8,
+    buckets=(32,),
+    decode_steps=2,
+    samplers=("full",),
+    top_logprobs=20,
 )
 
 
@@ -57,7 +64,7 @@ async def tiny_backend() -> AsyncIterator[Backend]:
     """The tiny engine, running."""
     made = tiny_engine()
     async with AsyncEngine(made) as engine:
-        yield EngineBackend(engine, TEMPLATE, Embedder(made.device.model, made.device.params, made.max_len))
+        yield EngineBackend(engine, TEMPLATE, Embedder(made.runner.model, made.runner.params, made.max_len))
 
 
 class FixedRate:
@@ -80,7 +87,7 @@ class FixedRate:
         template: ChatTemplate = TEMPLATE,
     ):
         self.tokenizer, self.template, self.says = ByteTokenizer(), template, says
-        self.max_len, self.sequences, self.seconds = max_len, sequences, seconds
+        self.max_len, self.max_sequences, self.seconds = max_len, sequences, seconds
         self.supports_priority, self.services = True, list[Service | None]()
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
@@ -90,9 +97,9 @@ class FixedRate:
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Letters."""
-        self._places = self._places or asyncio.Semaphore(self.sequences)
+        self._places = self._places or asyncio.Semaphore(self.max_sequences)
         self.begun += 1
         self.services.append(service)
         request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
@@ -105,13 +112,13 @@ class FixedRate:
                     loop = asyncio.get_running_loop()
                     due = loop.time()
                     if params.max_tokens == 0:
-                        yield Piece(request, 0, (), echo, finish="length")
+                        yield OutputDelta(request, 0, (), echo, finish="length")
                     for made in range(1, min(params.max_tokens, len(self.says or " " * params.max_tokens)) + 1):
                         due += self.seconds
                         await asyncio.sleep(due - loop.time())
                         for number in range(params.n):
                             letter = chr(97 + made % 26) if self.says is None else self.says[made - 1]
-                            yield Piece(
+                            yield OutputDelta(
                                 request,
                                 number,
                                 (ord(letter) % 256,),
@@ -135,7 +142,7 @@ class FixedRate:
 
     def load(self) -> EngineLoad:
         """Pages: one a continuation."""
-        return EngineLoad(self.held, self.begun - self.closed - self.held, self.held, self.sequences, {})
+        return EngineLoad(self.held, self.begun - self.closed - self.held, self.held, self.max_sequences, {})
 
     def describe(self) -> dict[str, Any]:
         """Nothing."""

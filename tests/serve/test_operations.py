@@ -18,7 +18,7 @@ import pytest
 
 from jaxllm.infer import Engine
 from jaxllm.infer.engine.policies import Priority
-from jaxllm.infer.engine.stream_output import Piece
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, ServeConfig, Server
 from tests.infer.engines import check_books
 from tests.serve import servers
@@ -48,7 +48,7 @@ def text(tokens: int, **fields: Any) -> dict[str, Any]:
 def test_the_highest_priority_goes_first(monkeypatch):
     """Of eight that wait for four places; a server of another order refuses priorities by name."""
     engine = servers.tiny_engine()
-    monkeypatch.setattr(engine.scheduler.ranking, "policy", Priority())
+    monkeypatch.setattr(engine.scheduler.policy_state, "policy", Priority())
     with servers.running(servers.tiny_backend) as (_, url), httpx.Client(base_url=url, timeout=60) as client:
         engine.pause()
         ended: list[int] = []
@@ -75,7 +75,7 @@ def test_the_highest_priority_goes_first(monkeypatch):
         assert sorted(ended) == sorted(levels)
         firsts = [level for level in ranks if level != 0][:4]
         assert sorted(firsts) == [3000, 4000, 6000, 7000]
-    monkeypatch.setattr(engine.scheduler.ranking, "policy", None)
+    monkeypatch.setattr(engine.scheduler.policy_state, "policy", None)
     with servers.running(servers.tiny_backend) as (_, url):
         for route, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HI})):
             body = {"model": "tiny", "max_tokens": 1, **prompt}
@@ -84,7 +84,7 @@ def test_the_highest_priority_goes_first(monkeypatch):
             assert httpx.post(f"{url}/v1/{route}", json={**body, "priority": 0}, timeout=60).status_code == 200
 
 
-def _noting(engine: Engine, step: Callable[[], list[Piece]], ranks: list[int]) -> list[Piece]:
+def _noting(engine: Engine, step: Callable[[], list[OutputDelta]], ranks: list[int]) -> list[OutputDelta]:
     """A step of the engine; those that end are noted."""
     out = step()
     ranks += [piece.request.service.priority for piece in out if piece.finish is not None]

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.compiler import device_peaks
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.engine.engine_metrics import Bucket, Metrics
+from jaxllm.infer.engine.engine_metrics import EngineMetrics, ProgramMetrics
 from jaxllm.serve.utilisation import program_utilisation
 from tests.serve import servers
 
@@ -19,7 +19,7 @@ from tests.serve import servers
 def engine(monkeypatch):
     """The tiny one, that has done nothing yet."""
     made = servers.tiny_engine()
-    monkeypatch.setattr(made, "metrics", Metrics())
+    monkeypatch.setattr(made, "metrics", EngineMetrics())
     return made
 
 
@@ -35,7 +35,7 @@ def test_flops_and_bytes_are_those_of_the_weights(engine):
     found = program_utilisation(engine)
     assert {name.rsplit("-", 1)[0] for name in found} == {"prompt-32", "decode-1"}
     # Each weight of a matrix is one multiply-add a token; the embedding's is the head's, of tokens that are made.
-    sizes = {jax.tree_util.keystr(p): x.size for p, x in jax.tree_util.tree_flatten_with_path(engine.device.params)[0]}
+    sizes = {jax.tree_util.keystr(p): x.size for p, x in jax.tree_util.tree_flatten_with_path(engine.runner.params)[0]}
     table, gains = sizes["['embedding']['table']"], sum(n for name, n in sizes.items() if "gain" in name)
     matrices = sum(sizes.values()) - table - gains
     layers, heads, head_dim, kv_heads = 2, 4, 8, 2
@@ -55,7 +55,7 @@ def test_flops_and_bytes_are_those_of_the_weights(engine):
 
 def test_windows_bound_what_is_attended():
     for start, count, window in ((0, 5, 3), (4, 1, 3), (7, 4, 3), (2, 6, None), (0, 2, 9), (5, 3, 1)):
-        bucket = Bucket()
+        bucket = ProgramMetrics()
         bucket.add(start, count, window)
         met = [{at for at in range(q + 1) if window is None or q - at < window} for q in range(start, start + count)]
         assert bucket.attended == {window: sum(map(len, met))}
@@ -63,10 +63,10 @@ def test_windows_bound_what_is_attended():
 
 
 def test_tokens_after_the_end_are_of_no_use():
-    metrics = Metrics()
-    metrics.landed("a", 1.0, [(3, 2, 2), (9, 0, 0)], [None], decode=True)
-    metrics.landed("a", 1.0, [(5, 0, 0)], [None], decode=True)
-    assert metrics.buckets == {"a": Bucket(2.0, 2, 2, 2, {None: 4 + 5}, {None: 4 + 5})}
+    metrics = EngineMetrics()
+    metrics.add_step("a", 1.0, [(3, 2, 2), (9, 0, 0)], [None], decode=True)
+    metrics.add_step("a", 1.0, [(5, 0, 0)], [None], decode=True)
+    assert metrics.programs == {"a": ProgramMetrics(2.0, 2, 2, 2, {None: 4 + 5}, {None: 4 + 5})}
 
 
 def test_metrics_tell_shares_where_the_peak_is_known(engine, monkeypatch):
@@ -88,3 +88,14 @@ def test_metrics_tell_shares_where_the_peak_is_known(engine, monkeypatch):
         flops, moved = (known[f'jaxllm:model_{what}_total{{bucket="{one}'] for what in ("flops", "moved"))
         assert math.isclose(known[f'jaxllm:mfu{{bucket="{one}'], flops / seconds / 1e12)
         assert math.isclose(known[f'jaxllm:mbu{{bucket="{one}'], moved / seconds / 1e9)
+
+
+def test_the_configuration_says_what_is_in_effect():
+    with servers.running(servers.tiny_backend) as (_, url):
+        found = httpx.get(f"{url}/config").json()["backend"]
+    assert {"engine", "policy", "max_len", "page_size", "pages", "parameters", "cache", "devices", "programs"} <= set(
+        found
+    )
+    assert found["cache"]["token_bytes"] > 0
+    assert found["programs"]["names"]
+    assert found["programs"]["late"] == 0

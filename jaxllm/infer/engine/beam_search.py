@@ -1,4 +1,4 @@
-"""Choosing among several texts: beam search, and the best of many."""
+"""Beam search over the model's log-probabilities, and the score that compares completions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 Likeliest = Sequence[tuple[int, float]]
-"""Tokens and their log-probabilities, the likeliest first."""
+"""Top tokens and their log-probabilities, the most likely first."""
 
 
-def score(logprob: float, length: int, length_penalty: float) -> float:
-    """By which texts are compared: log-probability over length ** length_penalty (arXiv:1609.08144, section 7)."""
+def length_normalised_score(logprob: float, length: int, length_penalty: float) -> float:
+    """Length-normalised score: log-probability over length ** length_penalty (arXiv:1609.08144, section 7)."""
     return logprob / max(length, 1) ** length_penalty
 
 
 @dataclass(frozen=True)
 class Beam:
-    """A text of a search.
+    """Beam: one candidate completion.
 
     Attributes:
-        tokens: made.
-        logprobs, top: of each.
-        finish: None while it goes on.
+        tokens: generated tokens.
+        logprobs, top: log-probability of each token, and the top tokens at its position.
+        finish: finish reason; None while it continues.
     """
 
     tokens: tuple[int, ...] = ()
@@ -31,21 +31,21 @@ class Beam:
 
     @property
     def logprob(self) -> float:
-        """Of the text."""
+        """Log-probability of the completion."""
         return sum(self.logprobs)
 
 
 @dataclass
 class BeamSearch:
-    """The beams of one prompt; it ends when no beam that goes on beats, at its present length, one that has ended.
+    """Beam search for one prompt; ends when no continuing beam scores better than an ended one.
 
     Attributes:
-        width: beams.
-        max_tokens: of a text.
-        stop_ids: tokens that end one.
-        length_penalty: see ``score``.
-        beams: that go on, the likeliest first.
-        ended: the best that have ended, the best first.
+        width: number of beams.
+        max_tokens: maximum number of generated tokens.
+        stop_ids: stop tokens.
+        length_penalty: see ``length_normalised_score``.
+        beams: beams that continue, the most likely first.
+        ended: best beams that have ended, the best first.
     """
 
     width: int
@@ -57,11 +57,11 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """The likeliest tokens after each beam that a round needs: whatever ends, as many as there are beams go on."""
+        """Top tokens per beam that a round needs: ``width`` beams continue, whichever end."""
         return self.width + len(self.stop_ids)
 
     def advance(self, found: Sequence[Likeliest]) -> bool:
-        """A round: what is likeliest after each beam. Whether the search goes on."""
+        """Advances by one round, given the top tokens after each beam; returns whether the search continues."""
         after = [
             Beam((*beam.tokens, token), (*beam.logprobs, value), (*beam.top, likeliest))
             for beam, likeliest in zip(self.beams, found, strict=True)
@@ -82,4 +82,4 @@ class BeamSearch:
         return beam.tokens[-1] in self.stop_ids
 
     def _score(self, beam: Beam) -> float:
-        return score(beam.logprob, len(beam.tokens), self.length_penalty)
+        return length_normalised_score(beam.logprob, len(beam.tokens), self.length_penalty)

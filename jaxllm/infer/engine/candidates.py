@@ -1,4 +1,4 @@
-"""Requests that choose among several texts give nothing out before all of them have ended."""
+"""Candidate selection: requests that select among several completions (best_of, beam search) return them at the end."""
 
 from __future__ import annotations
 
@@ -6,107 +6,116 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxllm.infer.engine.beam_search import Beam, BeamSearch, score
+from jaxllm.infer.engine.beam_search import Beam, BeamSearch, length_normalised_score
 from jaxllm.infer.engine.sequence import Request, Sequence
-from jaxllm.infer.engine.stream_output import Piece, piece_of
+from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.sampling_params import SamplingParams
 
 
 @dataclass
-class _Search:
-    """A beam search on its way: each round a request of one token for each beam.
+class _RunningSearch:
+    """Beam search in progress: each round is an internal request of one token for each beam.
 
-    Their prompts are what the beams have so far, so pages are found by their hashes, and shared.
+    The prompts of a round are the beams so far, so that the prefix cache shares their pages.
     """
 
     request: Request
     beams: BeamSearch
-    asked: SamplingParams
+    params: SamplingParams
     round: list[Request] = field(default_factory=list)
     found: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
 
-class Chooser:
-    """Keeps back what is not chosen yet.
+class CandidateSelector:
+    """Selector of completions: holds output back until a request's best completions are known.
 
     Args:
-        submit, cancel: of the engine.
+        submit, cancel: methods of the engine.
     """
 
     def __init__(self, submit: Callable[..., Request], cancel: Callable[[Request], None]):
         self._submit, self._cancel = submit, cancel
-        self._searches: dict[int, _Search] = {}  # by the requests of their rounds
+        self._searches: dict[int, _RunningSearch] = {}  # by the requests of their rounds
 
-    def choose(self, pieces: list[Piece]) -> list[Piece]:
-        """What is given out of these."""
+    def select(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Output to return now: that of plain requests, and the best completions of requests that have ended."""
         out = []
-        for piece in pieces:
-            request = piece.request
+        for delta in deltas:
+            request = delta.request
             if (search := self._searches.get(request.id)) is not None:
-                out += self._advance(search, piece)
-            elif request.params.made == request.params.n:
-                out.append(piece)
-            elif request.chosen is None and all(s.finish is not None for s in request.sequences):
+                out += self._advance(search, delta)
+            elif request.params.candidates == request.params.n:
+                out.append(delta)
+            elif request.selected is None and all(s.finish is not None for s in request.sequences):
                 out += _best(request)
         return out
 
     def search(self, request: Request) -> None:
-        """Begins a beam search."""
+        """Starts a beam search."""
         params = request.params
         beams = BeamSearch(params.beams, params.max_tokens, request.stop_ids, params.length_penalty)
-        asked = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=beams.candidates)
-        self._begin(_Search(request, beams, asked))
+        one_token = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=beams.candidates)
+        self._start_round(_RunningSearch(request, beams, one_token))
 
     def forget(self, request: Request) -> None:
-        """Ends the rounds of a request that is cancelled."""
+        """Cancels the beam search rounds of a cancelled request."""
         for search in {id(s): s for s in self._searches.values() if s.request is request}.values():
             for one in search.round:
                 del self._searches[one.id]
                 self._cancel(one)
 
-    def _begin(self, search: _Search) -> None:
+    def _start_round(self, search: _RunningSearch) -> None:
+        """Submits a request of one token for each beam."""
         whole, salt = search.request.prompt, search.request.salt.decode()
         search.found = {}
         search.round = [
-            self._submit([*whole, *beam.tokens], search.asked, salt=salt, service=search.request.service, internal=True)
+            self._submit(
+                [*whole, *beam.tokens], search.params, salt=salt, service=search.request.service, internal=True
+            )
             for beam in search.beams.beams
         ]
         self._searches |= {request.id: search for request in search.round}
 
-    def _advance(self, search: _Search, piece: Piece) -> list[Piece]:
-        search.found[piece.request.id] = piece.top[0]
+    def _advance(self, search: _RunningSearch, delta: OutputDelta) -> list[OutputDelta]:
+        """Records the top tokens after one beam; after the last of a round starts the next, or returns the results."""
+        search.found[delta.request.id] = delta.top[0]
         if len(search.found) < len(search.round):
             return []
         for one in search.round:
             del self._searches[one.id]
         if search.beams.advance([search.found[one.id] for one in search.round]):
-            self._begin(search)
+            self._start_round(search)
             return []
         ended = zip(search.request.sequences, search.beams.ended, strict=False)
-        return [_found(sequence, beam) for sequence, beam in ended]
+        return [_search_result(sequence, beam) for sequence, beam in ended]
 
 
-def _found(sequence: Sequence, beam: Beam) -> Piece:
-    """A result of a search."""
+def _search_result(sequence: Sequence, beam: Beam) -> OutputDelta:
+    """Fills a sequence with a beam of an ended search."""
     many = sequence.request.params.logprobs or 0
     sequence.tokens += beam.tokens
     sequence.logprobs, sequence.top = list(beam.logprobs), [list(best[:many]) for best in beam.top]
     sequence.finish = "stop" if beam.finish == "stop" else "length"
-    if sequence.reader is not None:
+    if sequence.detokenizer is not None:
         shown = beam.tokens[:-1] if sequence.finish == "stop" else beam.tokens
-        sequence.text += "".join(sequence.reader.push(token)[0] for token in shown) + sequence.reader.end()
+        text = "".join(sequence.detokenizer.push(token)[0] for token in shown)
+        sequence.text += text + sequence.detokenizer.end()
     return _whole(sequence, sequence.number)
 
 
-def _best(request: Request) -> list[Piece]:
+def _best(request: Request) -> list[OutputDelta]:
+    """Selects the n best completions by length-normalised score (best_of)."""
     first, penalty = len(request.prompt), request.params.length_penalty
-    ranked = sorted(request.sequences, key=lambda s: -score(sum(s.logprobs), len(s.tokens) - first, penalty))
-    request.chosen = ranked[: request.params.n]
-    return [_whole(sequence, number) for number, sequence in enumerate(request.chosen)]
+
+    def score(sequence: Sequence) -> float:
+        return length_normalised_score(sum(sequence.logprobs), len(sequence.tokens) - first, penalty)
+
+    request.selected = sorted(request.sequences, key=lambda s: -score(s))[: request.params.n]
+    return [_whole(sequence, number) for number, sequence in enumerate(request.selected)]
 
 
-def _whole(sequence: Sequence, number: int) -> Piece:
-    """All of a text that was kept back."""
+def _whole(sequence: Sequence, number: int) -> OutputDelta:
+    """Delta with all of a completion that was held back."""
     tokens = tuple(sequence.tokens[len(sequence.request.prompt) :])
-    sequence.echo = ""  # the text begins with it
-    return dataclasses.replace(piece_of(sequence, tokens, sequence.text, sequence.finish), number=number)
+    sequence.echo = ""  # already part of the text
+    return dataclasses.replace(output_delta(sequence, tokens, sequence.text, sequence.finish), number=number)

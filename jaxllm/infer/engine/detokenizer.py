@@ -1,4 +1,4 @@
-"""The text of one continuation as its tokens come, up to a stop text."""
+"""Detokenizer: decodes the tokens of a completion into text as they come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from jaxllm.text import StreamDecoder, Tokenizer
 
 
-class Reader:
-    """Decodes tokens and looks for stop texts; what may begin one is held back.
+class Detokenizer:
+    """Incremental detokenizer that finds stop strings; text that may start one is held back.
 
     Args:
-        tokenizer: of the tokens.
-        stops: texts that end it.
-        include: the stop text is given out too.
+        tokenizer: tokenizer of the model.
+        stops: stop strings.
+        include: the stop string is part of the text.
         spelt: special tokens whose names are part of the text.
-        earliest: tokens that come first and in whose text no stop text counts.
+        earliest: number of first tokens in whose text stop strings are ignored.
     """
 
     def __init__(
@@ -28,21 +28,22 @@ class Reader:
         spelt: Sequence[int] = (),
     ):
         self._decoder = StreamDecoder(tokenizer, continues=True, spelt=spelt)
-        self._stops, self._include, self._free = tuple(stops), include, earliest
+        self._stops, self._include, self._tokens_without_stop = tuple(stops), include, earliest
         self._held = ""
 
     def push(self, token: int) -> tuple[str, bool]:
-        """(text to give out, whether a stop text came)."""
-        self._free -= 1
-        return self._look(self._decoder.push(token))
+        """Adds a token; returns (text that can be given out, whether a stop string was found)."""
+        self._tokens_without_stop -= 1
+        return self._find_stop(self._decoder.push(token))
 
     def end(self) -> str:
-        """What is left when no more tokens come; nothing of a stop text that ends only now."""
-        text, stopped = self._look(self._decoder.flush())
+        """Rest of the text when no more tokens come, without a stop string that only it completes."""
+        text, stopped = self._find_stop(self._decoder.flush())
         return text if stopped else text + self._held
 
-    def _look(self, text: str) -> tuple[str, bool]:
-        if not self._stops or self._free >= 0:
+    def _find_stop(self, text: str) -> tuple[str, bool]:
+        """Searches the held text for a stop string; returns (text that can be given out, whether one was found)."""
+        if not self._stops or self._tokens_without_stop >= 0:
             return text, False
         self._held += text
         found = [(at, -len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]

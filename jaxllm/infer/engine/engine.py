@@ -1,13 +1,17 @@
-"""The engine: requests in, tokens out, one step ahead of what the host has seen.
+"""Inference engine: continuous batching over a paged KV cache, with a prefix cache and chunked prefill.
 
     engine = Engine.of(loaded.model, loaded.params, tokenizer=loaded.tokenizer)
     request = engine.submit(ids, SamplingParams(max_tokens=20))
     while engine.busy:
-        for piece in engine.step():
+        for delta in engine.step():
             ...
 
-A call of ``step`` sends the next step to the device and then looks at the one before it, so the device never waits for
-the host. One thread calls the methods of an engine; ``AsyncEngine`` is for several.
+A call of ``step`` starts the next step on the device and then processes the result of the step before it, so the device
+never waits for the host. The scheduler (``scheduler``) plans steps of prefill and decode, preempts sequences when the
+KV cache is full, and uses the page allocator; the runner (``jaxllm.infer.runner``) computes them, with the sampler and
+the logits processors on the device; the detokenizer turns tokens into text on the host. Beam search and best_of are in
+``candidates``, guided decoding by a grammar in ``jaxllm.infer.grammar``, tensor parallel serving over a mesh in
+``jaxllm.infer.runner.serving_mesh``. One thread calls the methods of an engine; ``AsyncEngine`` serves several.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import functools
 import itertools
 import secrets
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,22 +31,23 @@ import jax
 import numpy as np
 
 from jaxllm.infer.engine import step_inputs, step_outputs
-from jaxllm.infer.engine.candidates import Chooser
-from jaxllm.infer.engine.detokenizer import Reader
-from jaxllm.infer.engine.engine_metrics import Metrics as Metrics
+from jaxllm.infer.engine.candidates import CandidateSelector
+from jaxllm.infer.engine.detokenizer import Detokenizer
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.policies import Policy, Service
-from jaxllm.infer.engine.policy_state import Ranking
-from jaxllm.infer.engine.replica_schedulers import Replicas
+from jaxllm.infer.engine.policy_state import PolicyState
+from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Finish, Request, Sequence
-from jaxllm.infer.engine.step_plan import Plan
-from jaxllm.infer.engine.stream_output import Piece, piece_of
-from jaxllm.infer.engine.validation import bad_words, check
+from jaxllm.infer.engine.step_plan import StepPlan, StepScheduler
+from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
+from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
-from jaxllm.infer.runner.engine_step import Shape
-from jaxllm.infer.runner.model_runner import Device, Runner
-from jaxllm.infer.runner.multihost import Leading, follow
+from jaxllm.infer.runner.engine_step import StepShape
+from jaxllm.infer.runner.model_runner import ModelRunner
+from jaxllm.infer.runner.multihost import MultihostRunner
+from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
@@ -49,30 +55,30 @@ from jaxllm.text import Tokenizer
 
 
 @dataclass
-class _Flight:
-    """A step on its way, with what each replica does in it."""
+class _StepInFlight:
+    """Step that the device has been told to run, with the plan of each replica."""
 
-    plans: list[Plan]
-    shape: Shape
+    plans: list[StepPlan]
+    shape: StepShape
     result: Any
 
 
 class Engine:
-    """See the module; ``Engine.of`` makes one for a model.
+    """Inference engine with continuous batching; ``Engine.of`` builds one for a model.
 
     Args:
-        device: runs the steps.
-        config: sizes, those of the device.
-        vocab_size: tokens from there on are never made.
-        tokenizer: for texts, stop texts and the tokens that end a text; None: tokens only.
-        policy: who is next, see ``jaxllm.infer.engine.policies``; None: first come, first served.
-        tpot: seconds that a token of a text is to take at most: prompts are read in smaller pieces meanwhile.
-        predict, clock: see ``Ranking``.
+        runner: runs the steps.
+        config: sizes, those of the runner.
+        vocab_size: tokens from here on are never sampled.
+        tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
+        policy: scheduling policy, see ``jaxllm.infer.engine.policies``; None: first come, first served.
+        tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
+        predict, clock: see ``PolicyState``.
     """
 
     def __init__(
         self,
-        device: Runner,
+        runner: Runner,
         config: EngineConfig,
         vocab_size: int,
         tokenizer: Tokenizer | None = None,
@@ -82,22 +88,22 @@ class Engine:
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.device, self.config, self.vocab_size, self.tokenizer = device, config, vocab_size, tokenizer
-        spec = self.device.spec
+        self.runner, self.config, self.vocab_size, self.tokenizer = runner, config, vocab_size, tokenizer
+        spec = runner.spec
         self.max_len = spec.max_len
-        ranking = Ranking(policy, tpot, clock, predict)
-        one = functools.partial(
-            Scheduler, config, [g.window for g in spec.groups], list(spec.pages), spec.page_size, spec.columns, ranking
-        )
-        self.scheduler = one() if spec.replicas == 1 else Replicas(config, one, spec.replicas, ranking)
-        self._landed = clock()
+        state = PolicyState(policy, tpot, clock, predict)
+        windows = [group.window for group in spec.groups]
+        one = functools.partial(Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state)
+        many = spec.replicas > 1
+        self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
+        self._last_result_time = clock()
         self.paused, self.version = False, 0
-        self.metrics = Metrics()
-        self._flights: deque[_Flight] = deque()
-        self._cancelled: list[Piece] = []
-        self._chooser = Chooser(self.submit, self.cancel)
-        self._numbers = itertools.count()
-        self._orders = itertools.count()
+        self.metrics = EngineMetrics()
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._cancelled: list[OutputDelta] = []
+        self._selector = CandidateSelector(self.submit, self.cancel)
+        self._request_ids = itertools.count()
+        self._arrivals = itertools.count()
 
     @classmethod
     def of(
@@ -116,32 +122,38 @@ class Engine:
         tpot: float | None = None,
         predict: Callable[[int, int], float] | None = None,
     ) -> Engine:
-        """An engine for a model, ready: all its programs are there.
+        """Builds an engine for a model and compiles all its programs.
 
         Args:
-            model, params: the trained model, as ``load_model`` gives them.
-            config: sizes.
+            model, params: trained model and its weights, as ``load_model`` returns them.
+            config: sizes of the engine.
             tokenizer: see ``Engine``.
-            vocab_size: tokens from there on are never made; None: the tokenizer's, or the model's.
-            longest: tokens the model was trained to read: the default of ``config.max_len``.
-            mesh: where the parameters live; None for one device.
-            manifest: folder to keep compiled programs in; None: nowhere.
+            vocab_size: tokens from here on are never sampled; None: the tokenizer's vocabulary, or the model's.
+            longest: sequence length that the model was trained on: the default of ``config.max_len``.
+            mesh: mesh to serve on (tensor parallel serving, data-parallel replicas); None for one device.
+            manifest: folder that compiled programs are kept in; None: nowhere.
             policy, tpot, predict: see ``Engine``.
             strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
 
         Raises:
-            ValueError: sizes that do not go together, more tokens than the model can be served with.
-            ShardingError: a mesh that splits anything but heads.
+            ValueError: sizes that do not go together, or sequences longer than the model supports.
+            ShardingError: the engine cannot serve the model on this mesh.
         """
         config, most = config or EngineConfig(), model.config.vocab_size
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
-            raise ValueError(f"vocab_size = {size}; the model's vocabulary has {most} tokens.")
-        device = Device(
+            raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
+        runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
         )
-        runner = Leading(device) if device.spans and distributed.group().leads else device
-        return cls(runner, config, size, tokenizer, policy=policy, tpot=tpot, predict=predict)
+        whole = MultihostRunner(runner) if runner.spans_processes else runner
+        return cls(whole, config, size, tokenizer, policy=policy, tpot=tpot, predict=predict)
+
+    @property
+    def device(self) -> Runner:
+        """Deprecated name of ``runner``."""
+        warnings.warn("Engine.device is now runner; the old name goes away in the next release.", FutureWarning, 2)
+        return self.runner
 
     # Requests
 
@@ -154,43 +166,44 @@ class Engine:
         service: Service | None = None,
         internal: bool = False,
     ) -> Request:
-        """Takes a request in.
+        """Submits a request; ``step`` returns its output.
 
         Args:
             prompt: token ids.
-            params: how to go on.
-            salt: requests share what was computed for their prompts only with those of the same salt.
-            service: what it is to get, for the engine's policy.
-            internal: a part of another request; nothing of it is given out.
+            params: sampling parameters.
+            salt: requests share the prefix cache only with requests of the same salt.
+            service: service level, for the engine's scheduling policy.
+            internal: part of another request (a beam search round); it has no output of its own.
 
         Raises:
-            ValueError: an empty or too long prompt, a token outside the vocabulary, parameters that this engine was not
-                built for.
+            ValueError: the prompt is empty or too long, a token is outside the vocabulary, or the engine was not built
+                for these parameters.
         """
-        if isinstance(self.device, Device) and self.device.spans:
+        if self.runner.follows:
             raise RuntimeError(
-                f"process {distributed.group().rank} follows process 0, which takes requests: call follow() here."
+                f"process {distributed.group().rank} follows process 0, which takes the requests: call follow() here."
             )
         prompt, params = [int(token) for token in prompt], params or SamplingParams()
-        words, stops = self.check(prompt, params)
+        bad_words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
-        request = Request(next(self._numbers), prompt, params, salt.encode(), seed, stops, words, internal=internal)
+        request_id = next(self._request_ids)
+        request = Request(request_id, prompt, params, salt.encode(), seed, stops, bad_words, internal=internal)
         request.service = service or request.service
         echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
-        for number in range(params.n if params.beams > 1 else params.made):
-            reader = None
+        for number in range(params.n if params.beams > 1 else params.candidates):
+            detokenizer = None
             if self.tokenizer is not None:
-                reader = Reader(
+                detokenizer = Detokenizer(
                     self.tokenizer, params.stop, include=params.include_stop, earliest=params.min_tokens,
                     spelt=params.spelt,
                 )  # fmt: skip
-            order, tokens = next(self._orders), list(prompt)
+            order, tokens = next(self._arrivals), list(prompt)
             guide = None if params.grammar is None else self.grammars.guide(params.grammar)
             request.sequences.append(
-                Sequence(request, number, order, tokens, reader, text=echo, echo=echo, guide=guide)
+                Sequence(request, number, order, tokens, detokenizer, text=echo, echo=echo, guide=guide)
             )
         if params.beams > 1:
-            self._chooser.search(request)
+            self._selector.search(request)
             return request
         if params.prompt_logprobs is not None:
             request.prompt_scores = [(float("nan"), -1)] * (len(prompt) - 1)
@@ -200,186 +213,194 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends what is left of a request; its continuations end with the next ``step``."""
-        self._chooser.forget(request)
+        """Cancels the completions of a request that still run; the next ``step`` reports their end."""
+        self._selector.forget(request)
         for sequence in request.sequences:
             if sequence.finish is None:
-                piece = self._end(sequence, "cancelled", (), "")
+                delta = self._finish_sequence(sequence, "cancelled", (), "")
                 if not request.internal:
-                    self._cancelled.append(piece)
+                    self._cancelled.append(delta)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """What is known of forms of texts; ready for the next request with the same."""
-        return Grammars(self.tokenizer, self.device.spec.vocab)
+        """Compiled grammars for guided decoding, cached for later requests."""
+        return Grammars(self.tokenizer, self.runner.spec.vocab)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
+        """Checks a request as ``submit`` does; may be called from any thread.
+
+        Returns:
+            bad words and stop tokens of the request, as token ids.
+
+        Raises:
+            ValueError: ``submit`` would refuse the request.
+        """
+        bad_words = bad_word_tokens(params, self.tokenizer)
+        ends = () if params.ignore_eos or self.tokenizer is None else self.tokenizer.stop_ids
+        stops = frozenset((*params.stop_ids, *ends))
+        check_request(prompt, params, bad_words, stops, self.config, self.vocab_size, self.max_len, self.tokenizer)
+        if params.grammar is not None:
+            self.grammars.guide(params.grammar)
+        return bad_words, stops
+
+    # Control
 
     @property
     def busy(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._flights or self._cancelled) or not (self.paused or self.scheduler.idle)
+        return bool(self._in_flight or self._cancelled) or not (self.paused or self.scheduler.idle)
 
     def follow(self, weights: Callable[[], Any] | None = None) -> None:
-        """Where the mesh has devices of several processes, what all but process 0 do: its steps, until its ``close``.
+        """Repeats the steps of process 0 until its ``close``: the call of every other process of a multi-host mesh.
 
         Args:
-            weights: gives this process's hold of the weights that process 0 swaps in; None: they never change.
+            weights: returns this process's shards of the weights that process 0 swaps in; None: they never change.
 
         Raises:
             RuntimeError: this is process 0, or the engine is of one process.
         """
-        if not (isinstance(self.device, Device) and self.device.spans):
-            raise RuntimeError("this engine follows nobody: it takes requests itself.")
-        follow(self.device, weights)
+        if not self.runner.follows:
+            raise RuntimeError("this engine follows nobody: it takes requests itself; use submit() and step().")
+        self.runner.follow(weights)
 
     def close(self) -> None:
-        """Lets processes that follow this one go on; of one process, nothing."""
-        if isinstance(self.device, Leading):
-            self.device.close()
+        """Ends ``follow`` in the other processes; does nothing in an engine of one process."""
+        self.runner.close()
 
     def pause(self) -> None:
-        """Sends nothing to the device any more; what is there stays there, and requests are still taken in."""
+        """Stops starting steps; the KV cache stays on the device, and requests can still be submitted."""
         self.paused = True
 
     def resume(self) -> None:
-        """Goes on."""
+        """Starts steps again after ``pause``."""
         self.paused = False
 
     def swap(self, params: Any) -> None:
-        """Goes on with other weights, without compiling anything, from the next token of everybody on.
+        """Replaces the weights without compiling anything; they hold from the next token of every sequence.
 
-        What was computed with the old ones is forgotten: prompts and texts so far are computed again, so every token is
-        made by one set of weights over all that is before it. Which one is in ``Sequence.versions``, that count from 0.
+        The KV cache of the old weights is dropped and recomputed from the tokens so far, so that every token is
+        generated by one set of weights over its whole context. ``Sequence.versions`` has the version of each token,
+        counted from 0.
 
         Args:
-            params: of the same tree, shapes and dtypes, such as a training state's; on any devices.
+            params: weights of the same structure, shapes and dtypes, such as a training state's; on any devices.
 
         Raises:
             ValueError: names what differs; nothing is changed then.
         """
-        if not isinstance(self.device, (Device, Leading)):
-            raise ValueError("only an engine of a real model has weights.")
-        self.device.swap(params)
-        while self._flights:
-            self._cancelled += self._land(self._flights.popleft())
+        self.runner.swap(params)
+        while self._in_flight:
+            self._cancelled += self._process_result(self._in_flight.popleft())
         self.scheduler.restart()
         self.version += 1
 
-    def step(self) -> list[Piece]:
-        """Sends the next step to the device and gives what the one before it has made."""
+    def step(self) -> list[OutputDelta]:
+        """Starts the next step on the device and returns the output of the step before it."""
         out, self._cancelled = self._cancelled, []
-        if self.paused and not (out or self._flights or self.scheduler.idle):
+        if self.paused and not (out or self._in_flight or self.scheduler.idle):
             raise RuntimeError("the engine is paused: call resume() first.")
         plans = [] if self.paused or self.scheduler.idle else self.scheduler.plans()
         for replica, plan in enumerate(plans):
-            self._move(replica, plan)
-        sent = 0
-        if any(plan.entries for plan in plans):
-            if not self._flights:
-                self._landed = self.scheduler.ranking.clock()
-            self._flights.append(self._dispatch(plans))
-            sent = 1
-        if len(self._flights) > sent:
-            out += self._land(self._flights.popleft())
+            self._swap_pages(replica, plan)
+        started = 0
+        if any(plan.chunks for plan in plans):
+            if not self._in_flight:
+                self._last_result_time = self.scheduler.policy_state.clock()
+            self._in_flight.append(self._start_step(plans))
+            started = 1
+        if len(self._in_flight) > started:
+            out += self._process_result(self._in_flight.popleft())
         elif not (plans or self.paused or out or self.scheduler.idle):
-            raise RuntimeError("the engine has requests and cannot go on with any: this is a mistake in its scheduler.")
-        given = self._chooser.choose(out)
-        for piece in given:
-            if piece.finish is not None:
-                self.metrics.finished[piece.finish] = self.metrics.finished.get(piece.finish, 0) + 1
-        return given
+            raise RuntimeError("the engine has requests but its scheduler found nothing to compute; this is a bug.")
+        selected = self._selector.select(out)
+        for delta in selected:
+            if delta.finish is not None:
+                self.metrics.finished[delta.finish] = self.metrics.finished.get(delta.finish, 0) + 1
+        return selected
 
-    # A step
+    # Parts of a step
 
-    def _move(self, replica: int, plan: Plan) -> None:
-        """Keys and values to the host and back."""
-        device = self.device
-        for sequence, held in plan.leaving:
-            sequence.saved = [(columns, device.read(replica, g, pages)) for g, (columns, pages) in enumerate(held)]
-        for sequence, held in plan.returning:
-            assert sequence.saved is not None
-            for group, ((_, pages), (_, content)) in enumerate(zip(held, sequence.saved, strict=True)):
-                device.write(replica, group, pages, content)
-            sequence.saved = None
-        for sequence in plan.seated:
-            if sequence.request.params.shapes:
-                device.seat(replica, step_inputs.seat_row(sequence, device.spec.vocab))
+    def _swap_pages(self, replica: int, plan: StepPlan) -> None:
+        """Copies the KV cache of preempted sequences to the host and back, and writes the slots of admitted ones."""
+        runner = self.runner
+        for sequence, held in plan.swap_out:
+            sequence.swapped = [(columns, runner.read(replica, g, pages)) for g, (columns, pages) in enumerate(held)]
+        for sequence, held in plan.swap_in:
+            assert sequence.swapped is not None
+            for group, ((_, pages), (_, content)) in enumerate(zip(held, sequence.swapped, strict=True)):
+                runner.write(replica, group, pages, content)
+            sequence.swapped = None
+        for sequence in plan.admitted:
+            if sequence.request.params.changes_logits:
+                runner.seat(replica, step_inputs.slot_row(sequence, runner.spec.vocab))
 
-    def _dispatch(self, plans: list[Plan]) -> _Flight:
-        device, metrics = self.device, self.metrics
-        many, tokens = max(len(plan.entries) for plan in plans), max(plan.tokens for plan in plans)
-        shape = device.choose(many, tokens, **step_inputs.needs(plans))
+    def _start_step(self, plans: list[StepPlan]) -> _StepInFlight:
+        """Packs the inputs of all replicas and starts the step on the device."""
+        runner, metrics = self.runner, self.metrics
+        many, tokens = max(len(plan.chunks) for plan in plans), max(plan.tokens for plan in plans)
+        shape = runner.choose(many, tokens, **step_inputs.program_kind(plans))
         packed = np.zeros((len(plans), shape.inputs.size), np.int32)
-        schedulers = self.scheduler.each if isinstance(self.scheduler, Replicas) else [self.scheduler]
-        for own, plan, scheduler in zip(packed, plans, schedulers, strict=True):
-            step_inputs.fill(plan, shape, scheduler.tables, shape.inputs.views(own))
-            metrics.prompt_tokens += sum(e.count for e in plan.entries if e.start < len(e.sequence.request.prompt))
+        for own, plan, tables in zip(packed, plans, self.scheduler.page_tables, strict=True):
+            step_inputs.fill(plan, shape, tables, shape.inputs.views(own))
+            metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
         metrics.steps += 1
-        legal = step_inputs.masks(plans, shape, mask_width(device.spec.vocab)) if shape.full else None
-        return _Flight(plans, shape, device.run(shape, packed) if legal is None else device.run(shape, packed, legal))
+        masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
+        result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
+        return _StepInFlight(plans, shape, result)
 
-    def _land(self, flight: _Flight) -> list[Piece]:
-        """Hands out what a step has made."""
-        rows = np.asarray(flight.result)
-        ranking = self.scheduler.ranking
-        now = ranking.clock()
-        if not flight.shape.decode:
-            ranking.times = ranking.times.after(flight.shape.tokens, now - self._landed)
-        out: list[Piece] = []
+    def _process_result(self, step: _StepInFlight) -> list[OutputDelta]:
+        """Waits for a step's result, adds its tokens to their sequences, and returns the output."""
+        rows = np.asarray(step.result)
+        state = self.scheduler.policy_state
+        now = state.clock()
+        if not step.shape.decode:
+            state.step_times = state.step_times.with_step(step.shape.tokens, now - self._last_result_time)
+        out: list[OutputDelta] = []
         work: list[tuple[int, int, int]] = []
-        for plan, own in zip(flight.plans, rows, strict=True):
-            out += self._hand_out(plan, flight.shape, flight.shape.outputs.views(own), work)
-        windows = [group.window for group in self.device.spec.groups]
-        self.metrics.landed(flight.shape.name, now - self._landed, work, windows, decode=flight.shape.decode)
-        self._landed = now
+        for plan, own in zip(step.plans, rows, strict=True):
+            out += self._replica_outputs(plan, step.shape, step.shape.outputs.views(own), work)
+        windows = [group.window for group in self.runner.spec.groups]
+        seconds = now - self._last_result_time
+        self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
+        self._last_result_time = now
         return out
 
-    def _hand_out(
-        self, plan: Plan, shape: Shape, made: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
-    ) -> list[Piece]:
-        """What a replica has made; adds what it has done to ``work``, see ``Metrics.landed``."""
+    def _replica_outputs(
+        self, plan: StepPlan, shape: StepShape, made: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
+    ) -> list[OutputDelta]:
+        """Output of one replica's step; appends the computed chunks to ``work``, see ``EngineMetrics.add_step``."""
         out, at = [], 0
         tokens = made["tokens"].tolist()
-        for row, entry in enumerate(plan.entries):
-            sequence, request = entry.sequence, entry.sequence.request
+        for row, chunk in enumerate(plan.chunks):
+            sequence, request = chunk.sequence, chunk.sequence.request
             if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in made:
-                step_outputs.score(entry, made, at)
-            at += entry.count
+                step_outputs.record_prompt_scores(chunk, made, at)
+            at += chunk.count
             gained = 0
-            if entry.samples and sequence.finish is None:
+            if chunk.samples and sequence.finish is None:
                 sequence.pending -= plan.steps
-                fresh = [tokens[step][row] for step in range(plan.steps)]
-                out.append(self._gain(sequence, fresh, made, row))
+                sampled = [tokens[step][row] for step in range(plan.steps)]
+                out.append(self._append_tokens(sequence, sampled, made, row))
                 gained = len(out[-1].tokens)
-            work.append((entry.start, gained if shape.decode else entry.count, gained))
+            work.append((chunk.start, gained if shape.decode else chunk.count, gained))
         return out
 
-    def _gain(self, sequence: Sequence, fresh: list[int], made: Mapping[str, np.ndarray], row: int) -> Piece:
-        """Adds tokens to a continuation, up to where it ends."""
-        new, text, finish = step_outputs.gain(sequence, fresh, made, row, self.version)
-        self.metrics.made_tokens += len(new)
+    def _append_tokens(
+        self, sequence: Sequence, sampled: list[int], made: Mapping[str, np.ndarray], row: int
+    ) -> OutputDelta:
+        """Appends sampled tokens to a sequence, up to its end."""
+        new, text, finish = step_outputs.append_tokens(sequence, sampled, made, row, self.version)
+        self.metrics.generated_tokens += len(new)
         if finish is None:
             sequence.text += text
-            return piece_of(sequence, new, text)
-        return self._end(sequence, finish, new, text)
+            return output_delta(sequence, new, text)
+        return self._finish_sequence(sequence, finish, new, text)
 
-    def _end(self, sequence: Sequence, finish: Finish, tokens: tuple[int, ...], text: str) -> Piece:
+    def _finish_sequence(self, sequence: Sequence, finish: Finish, tokens: tuple[int, ...], text: str) -> OutputDelta:
+        """Ends a sequence: flushes its detokenizer and frees its slot and pages."""
         sequence.finish = finish
-        text += "" if sequence.reader is None else sequence.reader.end()
+        text += "" if sequence.detokenizer is None else sequence.detokenizer.end()
         sequence.text += text
         self.scheduler.finish(sequence)
-        return piece_of(sequence, tokens, text, finish)
-
-    def check(self, prompt: list[int], params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
-        """Raises ValueError for what ``submit`` would refuse; for any thread.
-
-        Returns:
-            bad words and stop tokens of the request.
-        """
-        words = bad_words(params, self.tokenizer)
-        ends = () if params.ignore_eos or self.tokenizer is None else self.tokenizer.stop_ids
-        stops = frozenset((*params.stop_ids, *ends))
-        check(prompt, params, words, stops, self.config, self.vocab_size, self.max_len, self.tokenizer)
-        if params.grammar is not None:
-            self.grammars.guide(params.grammar)
-        return words, stops
+        return output_delta(sequence, tokens, text, finish)

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""Engine metrics: counters of steps, tokens and finished completions, and the work done by each program."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Bucket:
-    """What steps of one program have done that was of use: tokens after a text's end, and padding, are not.
+class ProgramMetrics:
+    """Useful work of the steps of one program; tokens after a completion's end and padding do not count.
 
     Attributes:
-        seconds: from the landing of the step before, or from when it was sent where there was none.
-        passes: through the model; a loop on the device makes several.
-        tokens: that went through it.
-        samples: that came out.
-        attended: tokens that a layer's queries met, all in all, by the layer's window.
-        read: tokens whose keys and values a layer read, likewise.
+        seconds: from the result of the step before, or from the start of the step if there was none.
+        passes: forward passes; a decode loop on the device runs several.
+        tokens: tokens that went through the model.
+        samples: tokens that were sampled.
+        attended: query-key pairs of a layer's attention, by the layer's window.
+        read: tokens whose keys and values a layer read, by the layer's window.
     """
 
     seconds: float = 0.0
@@ -27,34 +27,34 @@ class Bucket:
     read: dict[int | None, int] = field(default_factory=dict)
 
     def add(self, start: int, count: int, window: int | None) -> None:
-        """A pass over ``count`` tokens of a sequence, from position ``start`` on, in layers with this window."""
+        """Adds a pass over ``count`` tokens of a sequence, from position ``start`` on, in layers with this window."""
         reach = start + count if window is None else window
-        short = max(0, min(start + count, reach) - start)  # tokens that have less than the window before them
+        short = max(0, min(start + count, reach) - start)  # tokens with fewer than ``window`` tokens before them
         met = short * (2 * start + short + 1) // 2 + (count - short) * reach
         self.attended[window] = self.attended.get(window, 0) + met
         self.read[window] = self.read.get(window, 0) + start + count - max(0, start + 1 - reach)
 
 
 @dataclass
-class Metrics:
-    """What an engine has done.
+class EngineMetrics:
+    """Metrics of an engine since it was built.
 
     Attributes:
-        steps: sent to the device; a loop on the device is one.
-        prompt_tokens, made_tokens: computed, and given out.
-        padding_tokens: rows of flat batches that were none.
-        finished: continuations, by how they ended.
-        buckets: by program.
+        steps: steps sent to the device; a decode loop on the device is one.
+        prompt_tokens, generated_tokens: tokens that were computed, and returned.
+        padding_tokens: padding rows of flat batches.
+        finished: completions by finish reason.
+        programs: work by program name.
     """
 
     steps: int = 0
     prompt_tokens: int = 0
-    made_tokens: int = 0
+    generated_tokens: int = 0
     padding_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    buckets: dict[str, Bucket] = field(default_factory=dict)
+    programs: dict[str, ProgramMetrics] = field(default_factory=dict)
 
-    def landed(
+    def add_step(
         self,
         program: str,
         seconds: float,
@@ -63,22 +63,22 @@ class Metrics:
         *,
         decode: bool,
     ) -> None:
-        """A step has landed.
+        """Adds a step whose result has arrived.
 
         Args:
-            program: its name.
-            seconds: see ``Bucket``.
-            work: (first position, tokens, samples) of each sequence; of one that decodes each token is a pass.
-            windows: of the model's layers.
-            decode: whether they do.
+            program: name of the program.
+            seconds: see ``ProgramMetrics``.
+            work: (first position, tokens, samples) of each sequence; in a decode loop each token is a pass.
+            windows: sliding windows of the model's layers.
+            decode: the step was decode-only.
         """
-        bucket, windows = self.buckets.setdefault(program, Bucket()), set(windows)
+        program_metrics, windows = self.programs.setdefault(program, ProgramMetrics()), set(windows)
         work = [one for one in work if one[1]]
-        bucket.seconds += seconds
-        bucket.passes += max((count for _, count, _ in work), default=0) if decode else bool(work)
+        program_metrics.seconds += seconds
+        program_metrics.passes += max((count for _, count, _ in work), default=0) if decode else bool(work)
         for start, count, samples in work:
-            bucket.tokens += count
-            bucket.samples += samples
+            program_metrics.tokens += count
+            program_metrics.samples += samples
             for window in windows:
                 for at in range(start, start + count) if decode else (start,):
-                    bucket.add(at, 1 if decode else count, window)
+                    program_metrics.add(at, 1 if decode else count, window)

@@ -1,8 +1,8 @@
-"""Who holds which page of a pool: reference counts, free pages, and pages found again by what is in them.
+"""Page allocator of the paged KV cache: reference counts, free pages, and cached pages that are found by content.
 
-A page whose tokens are all known is registered under a hash of them and of all before them; it is kept when nobody
-holds it any more, and found by the next request that begins alike, until its room is needed: least recently used first
-(arXiv:2312.07104 keeps a tree of them; a chain of hashes finds the same pages).
+A page whose tokens are all known is registered under a hash of them and of all tokens before them. When nobody uses it
+any more it stays cached, can be found by the next request with the same prefix, and is evicted when its memory is
+needed, least recently used first (arXiv:2312.07104 keeps a radix tree of them; a chain of hashes finds the same pages).
 """
 
 from __future__ import annotations
@@ -13,78 +13,78 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NONE = -1
-"""In a sequence's list of pages: the page was given back, since no window reaches it any more."""
+NO_PAGE = -1
+"""Entry of a sequence's page list whose page was freed, because it lies behind the sliding window."""
 
 
-class Pages:
-    """The pages of one pool, by number.
+class PageAllocator:
+    """Allocator of the pages of one pool, by page number.
 
     Args:
-        count: how many there are.
+        count: number of pages.
     """
 
     def __init__(self, count: int):
         self.count = count
-        self.holders = [0] * count
+        self.ref_counts = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._found: dict[bytes, int] = {}  # hash -> page
         self._hashes: dict[int, bytes] = {}  # page -> hash
-        self._kept: OrderedDict[int, None] = OrderedDict()  # registered and held by nobody, oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # registered pages in no sequence, oldest first
 
     @property
     def available(self) -> int:
-        """Pages that can be taken now."""
-        return len(self._free) + len(self._kept)
+        """Number of pages that can be allocated now: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
 
-    def take(self) -> int:
-        """A page that nobody else holds; there must be one ``available``."""
+    def allocate(self) -> int:
+        """Allocates a page, evicting the oldest cached one if none is free; one must be ``available``."""
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._kept.popitem(last=False)
+            page, _ = self._cached.popitem(last=False)
             del self._found[self._hashes.pop(page)]
-        self.holders[page] = 1
+        self.ref_counts[page] = 1
         return page
 
-    def hold(self, page: int) -> None:
-        """One more holds this page."""
-        if self.holders[page] == 0:
-            del self._kept[page]
-        self.holders[page] += 1
+    def share(self, page: int) -> None:
+        """Adds a reference to a page that is in use or cached."""
+        if self.ref_counts[page] == 0:
+            del self._cached[page]
+        self.ref_counts[page] += 1
 
     def release(self, page: int) -> None:
-        """One holds it no more."""
-        assert self.holders[page] > 0, f"page {page} is held by nobody"
-        self.holders[page] -= 1
-        if self.holders[page] == 0:
+        """Removes a reference; without references the page is cached if it is registered, else free."""
+        assert self.ref_counts[page] > 0, f"page {page} has no reference to release"
+        self.ref_counts[page] -= 1
+        if self.ref_counts[page] == 0:
             if page in self._hashes:
-                self._kept[page] = None
+                self._cached[page] = None
             else:
                 self._free.append(page)
 
     def writable(self, page: int) -> bool:
-        """Whether its one holder may write to it."""
-        return self.holders[page] == 1 and page not in self._hashes
+        """Whether a sequence may write to its page: no other uses it and it is not registered."""
+        return self.ref_counts[page] == 1 and page not in self._hashes
 
     def register(self, page: int, digest: bytes) -> None:
-        """Lets it be found, unless another page with the same tokens is."""
+        """Makes a page findable by its hash, unless another page with the same tokens is."""
         if digest not in self._found and page not in self._hashes:
             self._found[digest] = page
             self._hashes[page] = digest
 
     def find(self, digest: bytes) -> int | None:
-        """The page with these tokens, to be held before anything is taken."""
+        """Page with this hash; ``share`` it before the next ``allocate``."""
         return self._found.get(digest)
 
-    def forget(self) -> None:
-        """Nothing is found any more; what is held stays."""
-        self._free += self._kept
-        self._kept.clear()
+    def clear_cache(self) -> None:
+        """Unregisters all pages and frees the cached ones; pages in use stay."""
+        self._free += self._cached
+        self._cached.clear()
         self._found.clear()
         self._hashes.clear()
 
 
-def chain(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of a page's tokens and of all before it; of the first page, ``before`` is the request's salt."""
+def page_hash(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of a page's tokens and all before them; ``before``: hash of the page before, or the request's salt."""
     return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), key=before[:64], digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""Who is next: pure functions of what waits and what runs.
+"""Scheduling policies: pure functions that order waiting and running sequences.
 
-A policy has one method, ``order``: the ids of the jobs that may have tokens in the next step, the first to be served
-first. It keeps nothing; what it needs to remember is in the view it is given, so a simulator can share it.
-Decodes of those who run are not held up by any: it decides who comes in, whose prompt is read first, and who gives way.
+A policy has one method, ``order``: the ids of the jobs that may get tokens in the next step, the first to be served
+first. It has no state; what it needs to remember is in the view it is given, so that a simulator can use it too. No
+policy delays the decoding of running sequences: it decides admission, the order of prefill, and preemption.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-MADE = 2.0
-"""What a token made costs a key, where one of a prompt costs 1 (arXiv:2401.00588, section 3)."""
+GENERATED_TOKEN_COST = 2.0
+"""Cost of a generated token for a key, relative to a prompt token (arXiv:2401.00588, section 3)."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """What a request is to get, besides its tokens.
+    """Service level of a request.
 
     Attributes:
-        priority: higher comes first.
-        key: on whose account it is.
-        ttft: seconds until its first token; None: no target.
-        tpot: seconds for each later one; likewise.
+        priority: a higher one is served first.
+        key: account that the tokens are charged to.
+        ttft: target time to first token in seconds; None: no target.
+        tpot: target time per output token after the first, in seconds; None: no target.
     """
 
     priority: int = 0
@@ -41,23 +41,24 @@ class Service:
 
 @dataclass(frozen=True)
 class Job:
-    """What a policy sees of a sequence.
+    """Job: a sequence as a policy sees it.
 
     Attributes:
-        id: rising with arrival.
-        arrived: seconds, by the clock of the view.
+        id: rises with arrival.
+        arrived: arrival time in seconds, by the clock of the view.
         prompt: token ids.
-        computed: tokens in pages.
-        made: tokens made; ``predicted`` are expected in all.
+        computed: tokens whose KV cache is computed.
+        generated: tokens generated so far.
+        predicted: predicted number of generated tokens.
         running: it has a slot.
-        service: see there.
+        service: service level.
     """
 
     id: int
     arrived: float
     prompt: Sequence[int]
     computed: int = 0
-    made: int = 0
+    generated: int = 0
     predicted: float = 0.0
     running: bool = False
     service: Service = Service()
@@ -65,14 +66,14 @@ class Job:
 
 @dataclass(frozen=True)
 class View:
-    """What there is.
+    """View of the scheduler that a policy decides by.
 
     Attributes:
         now: seconds.
-        jobs: that wait or run.
-        served: what each key has had, see ``MADE``.
-        token_seconds: that a token of a prompt takes; 0 where that is not known yet.
-        page_size: tokens that are shared or not, as one.
+        jobs: waiting and running jobs.
+        served: tokens served for each key, see ``GENERATED_TOKEN_COST``.
+        token_seconds: seconds per prompt token; 0 while unknown.
+        page_size: tokens of a page, the unit of prefix sharing.
     """
 
     now: float
@@ -84,39 +85,39 @@ class View:
 
 @runtime_checkable
 class Policy(Protocol):
-    """See the module.
+    """Scheduling policy.
 
-    One that has ``holds(view) -> ids`` besides saves pages for others: these jobs hold what they share with those
-    before them while they wait, and a text comes in only where there are pages for all that it may become, beside those
-    of all who run: nobody gives way, and nothing is computed again.
+    A policy may also have ``holds(view) -> ids``, to save pages: these jobs hold references to the cached pages of
+    their prefix while they wait, and a job is admitted only if there are pages for all tokens that it and the running
+    jobs may generate, so that nothing is preempted or recomputed.
     """
 
     def order(self, view: View) -> list[int]:
-        """Ids; a job that waits and is left out keeps waiting."""
+        """Ids in the order of service; a waiting job that is left out keeps waiting."""
         ...
 
 
 @dataclass(frozen=True)
 class FirstCome:
-    """In order of arrival."""
+    """First come, first served."""
 
     def order(self, view: View) -> list[int]:
-        """By id."""
+        """Orders by id."""
         return sorted(job.id for job in view.jobs)
 
 
 @dataclass(frozen=True)
 class Priority:
-    """The highest priority first.
+    """Highest priority first.
 
     Attributes:
-        age: seconds of waiting that are worth one level, so that everybody's turn comes.
+        age: seconds of waiting that are worth one level of priority, so that no job starves.
     """
 
     age: float = 30.0
 
     def order(self, view: View) -> list[int]:
-        """By priority and age."""
+        """Orders by priority and age."""
 
         def rank(job: Job) -> tuple[float, int]:
             return -(job.service.priority + (view.now - job.arrived) / self.age), job.id
@@ -126,10 +127,10 @@ class Priority:
 
 @dataclass(frozen=True)
 class Fair:
-    """Next is the key that has had least (virtual token counters, arXiv:2401.00588)."""
+    """Fair sharing: next is the key with the fewest served tokens (virtual token counter, arXiv:2401.00588)."""
 
     def order(self, view: View) -> list[int]:
-        """A job of the key with the smallest count, which its prompt then adds to."""
+        """Takes the next job of the key with the smallest counter, and adds its prompt to the counter."""
         queues: dict[str, list[Job]] = {}
         for job in sorted(view.jobs, key=lambda job: (not job.running, job.id)):
             queues.setdefault(job.service.key, []).append(job)
@@ -145,35 +146,37 @@ class Fair:
         return out
 
 
-def lifted(served: Mapping[str, float], key: str, active: Sequence[str]) -> dict[str, float]:
-    """Counts when a key comes that had nothing here: no less than the least of the others, so no credit is saved."""
+def raise_new_key(served: Mapping[str, float], key: str, active: Sequence[str]) -> dict[str, float]:
+    """Counters when an idle key becomes active: at least the smallest of the active keys, so no credit accumulates."""
     least = min((served.get(one, 0.0) for one in active), default=0.0)
     return {**served, key: max(served.get(key, 0.0), least)}
 
 
-def revised(predicted: float, made: int) -> float:
-    """A prediction that a text has outgrown is doubled until it has not (S3, arXiv:2306.06000)."""
+def revise_prediction(predicted: float, generated: int) -> float:
+    """Prediction after ``generated`` tokens: doubled until it exceeds them (S3, arXiv:2306.06000)."""
     predicted = max(predicted, 1.0)
-    while predicted <= made:
+    while predicted <= generated:
         predicted *= 2
     return predicted
 
 
 @dataclass(frozen=True)
 class Shortest:
-    """The least work left first, by what is predicted.
+    """Shortest predicted remaining work first.
 
     Attributes:
-        patience: tokens that a second of waiting is worth, so that long ones come in too.
+        patience: tokens that a second of waiting is worth, so that long jobs are served too.
     """
 
     patience: float = 20.0
 
     def order(self, view: View) -> list[int]:
-        """By tokens left, less what waiting is worth."""
+        """Orders by remaining tokens, less the value of the time waited."""
 
         def rank(job: Job) -> tuple[float, int]:
-            left = max(0, len(job.prompt) - job.computed) + revised(job.predicted, job.made) - job.made
+            left = (
+                max(0, len(job.prompt) - job.computed) + revise_prediction(job.predicted, job.generated) - job.generated
+            )
             return left - self.patience * (view.now - job.arrived), job.id
 
         return [job.id for job in sorted(view.jobs, key=rank)]
@@ -181,24 +184,24 @@ class Shortest:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The first deadline first, of those that can still be met: for the most requests within their targets.
+    """Earliest deadline first among those that can still be met, to meet the targets of the most requests.
 
     Attributes:
-        patience: seconds that a request waits for which there is no target, or whose target is missed: it is then as
-            urgent as one whose deadline is now.
+        patience: seconds after which a request without a target, or with a missed one, is as urgent as one whose
+            deadline is now.
     """
 
     patience: float = 30.0
 
     def order(self, view: View) -> list[int]:
-        """By the time at which the first token is due."""
+        """Orders by the time at which the first token is due."""
 
         def rank(job: Job) -> tuple[float, int]:
             if job.service.ttft is None:
                 return job.arrived + self.patience, job.id
             due = job.arrived + job.service.ttft
             needs = max(0, len(job.prompt) - job.computed) * view.token_seconds
-            late = job.made == 0 and view.now + needs > due
+            late = job.generated == 0 and view.now + needs > due
             return due + (self.patience if late else 0), job.id
 
         return [job.id for job in sorted(view.jobs, key=rank)]
@@ -206,16 +209,16 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Grouped:
-    """For many prompts known ahead: those that begin alike one after the other, each common beginning computed once.
+    """Prefix grouping for many prompts known ahead: prompts with a common prefix run together; it is computed once.
 
-    Prompts are in the order of their tokens, which is that of a walk over the tree of their beginnings; groups that
-    make many tokens for each of their prompts' come first, so that decodes are there to be mixed with the prompts of
-    the others (BatchLLM, arXiv:2412.03594). A job waits while one that runs computes what they share. The next of a
-    group holds what it shares while it waits.
+    Prompts are in the order of their tokens, which walks the tree of their prefixes. Groups with many generated tokens
+    per prompt token come first, so that there are decodes to batch with the prefill of the others (BatchLLM,
+    arXiv:2412.03594). A job waits while a running one computes their common prefix. The next job of a group holds the
+    shared pages while it waits.
     """
 
     def order(self, view: View) -> list[int]:
-        """By group, then by prompt."""
+        """Orders by group, then by prompt."""
         size = view.page_size
         groups = self._groups(view)
 
@@ -223,26 +226,27 @@ class Grouped:
             return sum(job.predicted for job in jobs) / sum(len(job.prompt) for job in jobs)
 
         running = [job for job in view.jobs if job.running]
-        held = {tuple(job.prompt[:size]) for job in view.jobs if job.computed and not job.running}
-        begun = {tuple(job.prompt[:size]) for job in running}
+        held_keys = {tuple(job.prompt[:size]) for job in view.jobs if job.computed and not job.running}
+        running_keys = {tuple(job.prompt[:size]) for job in running}
         ranked = sorted(
-            groups, key=lambda key: (key not in held, key not in begun, -ratio(groups[key]), groups[key][0].id)
+            groups,
+            key=lambda key: (key not in held_keys, key not in running_keys, -ratio(groups[key]), groups[key][0].id),
         )
         out = []
         for key in ranked:
             mine = [job for job in running if tuple(job.prompt[:size]) == key]
-            last: list[Job] = []  # of those before, in the order of tokens, it shares most
-            for job in sorted(groups[key], key=lambda job: (not job.running, _by_tokens(job))):
-                if not job.running and any(self._waits(job, other, size) for other in (*mine, *last)):
+            last: list[Job] = []  # the job before, in the order of tokens, has the longest common prefix
+            for job in sorted(groups[key], key=lambda job: (not job.running, _prompt_order(job))):
+                if not job.running and any(self._waits_for(job, other, size) for other in (*mine, *last)):
                     continue
                 out.append(job.id)
                 last = [job]
         return out
 
     def holds(self, view: View) -> list[int]:
-        """The next of each group."""
+        """Next waiting job of each group."""
         waiting = [[job for job in jobs if not job.running] for jobs in self._groups(view).values()]
-        return [min(jobs, key=_by_tokens).id for jobs in waiting if jobs]
+        return [min(jobs, key=_prompt_order).id for jobs in waiting if jobs]
 
     @staticmethod
     def _groups(view: View) -> dict[tuple[int, ...], list[Job]]:
@@ -252,8 +256,8 @@ class Grouped:
         return groups
 
     @staticmethod
-    def _waits(job: Job, other: Job, size: int) -> bool:
-        """Whether the other is yet to compute pages that both begin with."""
+    def _waits_for(job: Job, other: Job, size: int) -> bool:
+        """Whether the other job has yet to compute pages of their common prefix."""
         shared = 0
         for mine, theirs in zip(job.prompt, other.prompt, strict=False):
             if mine != theirs:
@@ -262,16 +266,16 @@ class Grouped:
         return other.computed < shared // size * size and job.computed < shared // size * size
 
 
-def _by_tokens(job: Job) -> tuple[tuple[int, ...], int]:
+def _prompt_order(job: Job) -> tuple[tuple[int, ...], int]:
     return tuple(job.prompt), job.id
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long steps take: seconds as a line over their tokens, of recent steps most.
+    """Model of step durations: seconds as a linear function of tokens, fitted with decaying weights.
 
     Attributes:
-        weight, tokens, seconds, squares, products: sums that fade.
+        weight, tokens, seconds, squares, products: decaying sums.
     """
 
     weight: float = 0.0
@@ -280,8 +284,8 @@ class StepTimes:
     squares: float = 0.0
     products: float = 0.0
 
-    def after(self, tokens: int, seconds: float, fade: float = 0.98) -> StepTimes:
-        """With one more step."""
+    def with_step(self, tokens: int, seconds: float, fade: float = 0.98) -> StepTimes:
+        """Sums with one more step."""
         return StepTimes(
             self.weight * fade + 1,
             self.tokens * fade + tokens,
@@ -292,7 +296,7 @@ class StepTimes:
 
     @property
     def line(self) -> tuple[float, float]:
-        """(seconds of a step, seconds more for each token); of steps of one size all is put on the tokens."""
+        """(seconds per step, additional seconds per token); with steps of one size only, the first is 0."""
         if self.weight == 0:
             return 0.0, 0.0
         spread = self.weight * self.squares - self.tokens**2
@@ -301,8 +305,8 @@ class StepTimes:
         slope = max((self.weight * self.products - self.tokens * self.seconds) / spread, 0.0)
         return max((self.seconds - slope * self.tokens) / self.weight, 0.0), slope
 
-    def budget(self, target: float, least: int, most: int) -> int:
-        """Tokens of a step that takes no longer than this, as far as is known."""
+    def tokens_within(self, target: float, least: int, most: int) -> int:
+        """Tokens of a step that is predicted to take no longer than ``target`` seconds, from ``least`` to ``most``."""
         base, slope = self.line
         if slope <= 0:
             return most
@@ -310,23 +314,23 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """How long texts become: the mean of those that ended, of prompts about as long (by powers of two).
+class LengthPredictor:
+    """Predictor of completion lengths: the mean of those that ended, by prompt length in powers of two.
 
     Attributes:
-        sums: (texts, tokens) by power.
-        unknown: tokens where nothing is known.
+        sums: (completions, tokens) by power of two.
+        unknown: prediction without data, in tokens.
     """
 
     sums: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     unknown: float = 64.0
 
     def predict(self, prompt: int, most: int) -> float:
-        """Tokens of a text that may have ``most``."""
-        texts, tokens = self.sums.get(prompt.bit_length(), (0, 0))
-        return min(float(most), (tokens + self.unknown) / (texts + 1))
+        """Predicted number of generated tokens, at most ``most``."""
+        count, tokens = self.sums.get(prompt.bit_length(), (0, 0))
+        return min(float(most), (tokens + self.unknown) / (count + 1))
 
-    def after(self, prompt: int, made: int) -> Lengths:
-        """With one more text that ended."""
-        texts, tokens = self.sums.get(prompt.bit_length(), (0, 0))
-        return Lengths({**self.sums, prompt.bit_length(): (texts + 1, tokens + made)}, self.unknown)
+    def with_completion(self, prompt: int, generated: int) -> LengthPredictor:
+        """Predictor with one more completion that ended."""
+        count, tokens = self.sums.get(prompt.bit_length(), (0, 0))
+        return LengthPredictor({**self.sums, prompt.bit_length(): (count + 1, tokens + generated)}, self.unknown)

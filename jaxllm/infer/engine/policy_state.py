@@ -1,4 +1,4 @@
-"""What policies need to know, kept for a scheduler: arrivals, shares, predictions, how long steps take."""
+"""Policy state: arrival times, served tokens, predictions and step times that scheduling policies need."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxllm.infer.engine import sequence
-from jaxllm.infer.engine.policies import MADE, Job, Lengths, Policy, StepTimes, View, lifted
+from jaxllm.infer.engine.policies import (
+    GENERATED_TOKEN_COST,
+    Job,
+    LengthPredictor,
+    Policy,
+    StepTimes,
+    View,
+    raise_new_key,
+)
 
 Sequences = Sequence["sequence.Sequence"]
 
 
-class Ranking:
-    """The order of an engine's sequences.
+class PolicyState:
+    """Policy of a scheduler with the state that it needs; ranks the scheduler's sequences.
 
     Args:
-        policy: who is next; None: first come, first served.
-        tpot: seconds that a token of a text is to take at most, which the tokens of a step are cut down to while texts
-            are written; None: any.
-        clock: seconds.
-        predict: tokens that a text is likely to have, of the length of its prompt and the most it may have; None: the
-            mean of those that ended.
+        policy: scheduling policy; None: first come, first served.
+        tpot: target time per output token in seconds: while sequences decode, the token budget of steps is reduced to
+            meet it; None: no target.
+        clock: returns seconds.
+        predict: predicts the number of generated tokens from prompt length and max_tokens; None: the mean of the
+            completions that ended.
 
     Attributes:
-        times: of steps, as the engine tells.
-        lengths: of texts that ended.
-        served: what each key has had.
+        step_times: model of step durations, updated by the engine.
+        lengths: lengths of the completions that ended.
+        served: tokens served so far for each key, see ``GENERATED_TOKEN_COST``.
     """
 
     def __init__(
@@ -36,46 +44,47 @@ class Ranking:
         predict: Callable[[int, int], float] | None = None,
     ):
         self.policy, self.tpot, self.clock, self._predict = policy, tpot, clock, predict
-        self.times, self.lengths, self.served = StepTimes(), Lengths(), dict[str, float]()
+        self.step_times, self.lengths, self.served = StepTimes(), LengthPredictor(), dict[str, float]()
 
     @property
-    def saves(self) -> bool:
-        """Whether those who wait hold pages, see ``Policy``."""
+    def holds_prefixes(self) -> bool:
+        """Whether waiting sequences hold pages of their prefix, see ``Policy``."""
         return hasattr(self.policy, "holds")
 
-    def come(self, new: sequence.Sequence, others: Sequences) -> None:
-        """A sequence has come."""
+    def add(self, new: sequence.Sequence, others: Sequences) -> None:
+        """Records the arrival of a sequence."""
         new.rank, new.arrived = new.order, self.clock()
         request = new.request
         new.predicted = (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
         active = {one.request.service.key for one in others}
         if self.policy is not None and request.service.key not in active:
-            self.served = lifted(self.served, request.service.key, sorted(active))
+            self.served = raise_new_key(self.served, request.service.key, sorted(active))
 
-    def go(self, old: sequence.Sequence) -> None:
-        """A sequence has ended."""
+    def finish(self, old: sequence.Sequence) -> None:
+        """Records the length of a sequence that has ended."""
         if old.finish in ("stop", "length"):
-            self.lengths = self.lengths.after(len(old.request.prompt), old.made)
+            self.lengths = self.lengths.with_completion(len(old.request.prompt), old.generated)
 
-    def charge(self, one: sequence.Sequence, prompt: int, made: int) -> None:
-        """A sequence gets tokens of its prompt computed and others made."""
+    def charge(self, one: sequence.Sequence, prompt: int, generated: int) -> None:
+        """Charges a sequence's key for prompt tokens and generated tokens."""
         if self.policy is not None:
             key = one.request.service.key
-            self.served[key] = self.served.get(key, 0.0) + prompt + MADE * made
+            self.served[key] = self.served.get(key, 0.0) + prompt + GENERATED_TOKEN_COST * generated
 
     def rank(self, running: Sequences, waiting: Sequences, page_size: int) -> int:
-        """Sets everybody's rank; how many of those who wait may come in."""
+        """Sets the rank of every sequence; returns how many of the waiting ones may be admitted."""
         if self.policy is None:
             for one in running:
                 one.rank = one.order
             return len(waiting)
         jobs = [
             Job(
-                s.order, s.arrived, s.request.prompt, s.computed, s.made, s.predicted, s.slot >= 0, s.request.service
+                s.order, s.arrived, s.request.prompt, s.computed, s.generated, s.predicted, s.slot >= 0,
+                s.request.service,
             )
             for s in (*running, *waiting)
         ]  # fmt: skip
-        view = View(self.clock(), jobs, self.served, self.times.line[1], page_size)
+        view = View(self.clock(), jobs, self.served, self.step_times.line[1], page_size)
         order, holds = self.policy.order(view), set(getattr(self.policy, "holds", lambda view: ())(view))
         ranks = {number: rank for rank, number in enumerate(order)}
         for one in (*running, *waiting):
@@ -83,10 +92,10 @@ class Ranking:
             one.holds = one.order in holds
         return sum(one.order in ranks for one in waiting)
 
-    def budget(self, decodes: int, sizes: Sequence[int], piece: int | None) -> int:
-        """Tokens of the next step: a size that steps are padded to, unless the texts alone need more than it."""
+    def token_budget(self, decodes: int, sizes: Sequence[int], chunk: int | None) -> int:
+        """Token budget of the next step: the largest padded size that meets ``tpot``, but enough for all decodes."""
         if self.tpot is None or not decodes:
             return sizes[-1]
-        least = min(decodes + (piece or 1), sizes[-1])
-        found = self.times.budget(self.tpot, least, sizes[-1])
+        least = min(decodes + (chunk or 1), sizes[-1])
+        found = self.step_times.tokens_within(self.tpot, least, sizes[-1])
         return max(least, *(size for size in (0, *sizes) if size <= found))

@@ -1,134 +1,146 @@
-"""One scheduler for several replicas of a model, each with sequences and pages of its own.
+"""Schedulers of data-parallel replicas: one queue for all; each replica has its own sequences and pages.
 
-A request waits in one line for all, and is handed to a replica when that has a place for it: to one that knows its
-beginning, unless that has clearly more to do than another. All run one program, so all make as many tokens a step.
+A request waits in the common queue and is assigned to a replica when that has a free slot: to the one with the longest
+cached prefix, unless that one has clearly more load than another. All replicas run the same program, so all decode
+equally many tokens per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxllm.infer.engine.page_allocator import Pages
-from jaxllm.infer.engine.policy_state import Ranking
+import numpy as np
+
+from jaxllm.infer.engine.page_allocator import PageAllocator
+from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import Plan
+from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 
 
-class Replicas:
-    """What ``Scheduler`` is, for several of them.
+class ReplicaSchedulers:
+    """Scheduler of an engine with several replicas, see ``StepScheduler``.
 
     Args:
-        config: of the engine.
-        each: makes the scheduler of a replica.
-        count: of them.
-        ranking: who is next, of all.
+        config: configuration of the engine.
+        make: makes the scheduler of one replica.
+        count: number of replicas.
+        policy_state: scheduling policy of all replicas.
+
+    Attributes:
+        schedulers: scheduler of each replica.
+        unassigned: sequences that have no replica yet.
     """
 
-    def __init__(self, config: EngineConfig, each: Callable[[], Scheduler], count: int, ranking: Ranking):
-        self.config, self.ranking = config, ranking
-        self.each = [each() for _ in range(count)]
-        self.lobby: list[Sequence] = []  # handed to no replica yet
+    def __init__(self, config: EngineConfig, make: Callable[[], Scheduler], count: int, policy_state: PolicyState):
+        self.config, self.policy_state = config, policy_state
+        self.schedulers = [make() for _ in range(count)]
+        self.unassigned: list[Sequence] = []
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.lobby and all(one.idle for one in self.each)
+        """Whether there is no sequence to work on."""
+        return not self.unassigned and all(one.idle for one in self.schedulers)
 
     @property
-    def pages(self) -> list[Pages]:
-        """Of all replicas' pools."""
-        return [pages for one in self.each for pages in one.pages]
+    def pages(self) -> list[PageAllocator]:
+        """Page allocators of all replicas."""
+        return [pages for one in self.schedulers for pages in one.pages]
+
+    @property
+    def page_tables(self) -> list[list[np.ndarray]]:
+        """Page tables by replica and layer group, int32[R, J]."""
+        return [one.tables for one in self.schedulers]
 
     @property
     def running(self) -> list[Sequence]:
-        """That have slots."""
-        return [s for one in self.each for s in one.running]
+        """Sequences in the batches of all replicas."""
+        return [s for one in self.schedulers for s in one.running]
 
     @property
     def waiting(self) -> list[Sequence]:
-        """That have none."""
-        return [*self.lobby, *(s for one in self.each for s in one.waiting)]
+        """Sequences that wait for a slot."""
+        return [*self.unassigned, *(s for one in self.schedulers for s in one.waiting)]
 
     @property
     def forks(self) -> list[Sequence]:
-        """That wait for the first of their request."""
-        return [s for one in self.each for s in one.forks]
+        """Further completions of requests, which wait for the prefill of their request's first."""
+        return [s for one in self.schedulers for s in one.forks]
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens of prompts that were found computed."""
-        return sum(one.hit_tokens for one in self.each)
+        """Prompt tokens found in the prefix cache."""
+        return sum(one.hit_tokens for one in self.schedulers)
 
     @property
     def preemptions(self) -> int:
-        """How often one gave way."""
-        return sum(one.preemptions for one in self.each)
+        """Number of preemptions so far."""
+        return sum(one.preemptions for one in self.schedulers)
 
     def sequences(self) -> list[Sequence]:
-        """All that have not ended."""
-        return [*self.lobby, *(s for one in self.each for s in one.sequences())]
+        """All sequences that have not ended."""
+        return [*self.unassigned, *(s for one in self.schedulers for s in one.sequences())]
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence in."""
-        self.ranking.come(sequence, self.sequences())
-        self.lobby.append(sequence)
+        """Adds a new sequence to the common queue."""
+        self.policy_state.add(sequence, self.sequences())
+        self.unassigned.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forgets a sequence."""
-        if sequence in self.lobby:
-            self.lobby.remove(sequence)
+        """Removes a sequence that has ended, and frees its slot and pages."""
+        if sequence in self.unassigned:
+            self.unassigned.remove(sequence)
         else:
-            self.each[sequence.replica].finish(sequence)
+            self.schedulers[sequence.replica].finish(sequence)
 
     def restart(self) -> None:
-        """Forgets all that is computed; nothing may be on its way."""
-        for one in self.each:
+        """Drops the KV cache of all replicas and queues all sequences again; no step may be in flight."""
+        for one in self.schedulers:
             one.restart()
 
-    def plans(self) -> list[Plan]:
-        """What each replica does next, perhaps nothing; none at all where nobody can do anything now."""
-        self._hand_out()
-        # One that has to stop after a step stops all; one that can go on has no prompts to read and nobody waiting.
-        most = 1 if self.lobby else min((one.ahead for one in self.each if not one.idle), default=1)
+    def plans(self) -> list[StepPlan]:
+        """Plan of each replica, possibly empty; no plans if no replica can compute anything now."""
+        self._assign()
+        # All replicas run equally many decode steps: as many as the one that can run the fewest.
+        most = 1 if self.unassigned else min((one.next_steps for one in self.schedulers if not one.idle), default=1)
         found = []
-        for one in self.each:
-            one.most = most
-            found.append(one.plan() or Plan(copies=[[] for _ in one.pages]))
-        return found if any(plan.entries or plan.leaving for plan in found) else []
+        for one in self.schedulers:
+            one.max_steps = most
+            found.append(one.plan() or StepPlan(copies=[[] for _ in one.pages]))
+        return found if any(plan.chunks or plan.swap_out for plan in found) else []
 
-    def _hand_out(self) -> None:
-        """Gives those who are next, with all of their request, to replicas that have free slots."""
-        if self.lobby and self.ranking.policy is not None:
-            others = self.waiting[len(self.lobby) :]
-            many = len(self.lobby) + len(others) + len(self.running)
-            self.ranking.rank(self.running, self.waiting, self.each[0].page_size)
-            self.lobby.sort(key=lambda s: s.rank)
-            coming = [s for s in self.lobby if s.rank < many]  # the policy lets these in
+    def _assign(self) -> None:
+        """Assigns the next requests, each with all its completions, to replicas with free slots."""
+        if self.unassigned and self.policy_state.policy is not None:
+            others = self.waiting[len(self.unassigned) :]
+            many = len(self.unassigned) + len(others) + len(self.running)
+            self.policy_state.rank(self.running, self.waiting, self.schedulers[0].page_size)
+            self.unassigned.sort(key=lambda s: s.rank)
+            admissible = [s for s in self.unassigned if s.rank < many]  # the others are held back by the policy
         else:
-            coming = list(self.lobby)
-        while coming and (replica := self._place(coming[0])) is not None:
-            for sequence in [s for s in self.lobby if s.request is coming[0].request]:
+            admissible = list(self.unassigned)
+        while admissible and (replica := self._choose_replica(admissible[0])) is not None:
+            for sequence in [s for s in self.unassigned if s.request is admissible[0].request]:
                 sequence.replica = replica
-                self.lobby.remove(sequence)
-                self.each[replica].enter(sequence)
-            coming = [s for s in coming if s in self.lobby]
+                self.unassigned.remove(sequence)
+                self.schedulers[replica].enqueue(sequence)
+            admissible = [s for s in admissible if s in self.unassigned]
 
-    def _place(self, sequence: Sequence) -> int | None:
-        """The replica for a sequence; None where all are full."""
-        loads, slots = [len(one.sequences()) for one in self.each], self.config.sequences
-        there = [r for r, load in enumerate(loads) if load < slots and load - min(loads) <= max(1, slots // 4)]
-        return min(there, key=lambda r: (-self._known(self.each[r], sequence), loads[r]), default=None)
+    def _choose_replica(self, sequence: Sequence) -> int | None:
+        """Replica for a sequence; None if all are full."""
+        loads, slots = [len(one.sequences()) for one in self.schedulers], self.config.max_sequences
+        free = [r for r, load in enumerate(loads) if load < slots and load - min(loads) <= max(1, slots // 4)]
+        return min(free, key=lambda r: (-self._cached_columns(self.schedulers[r], sequence), loads[r]), default=None)
 
-    def _known(self, one: Scheduler, sequence: Sequence) -> int:
-        """Pages of its beginning that a replica has."""
+    def _cached_columns(self, one: Scheduler, sequence: Sequence) -> int:
+        """Number of pages of the sequence's prefix that a replica has in its prefix cache."""
         if not self.config.prefix_cache:
             return 0
         whole = [pages for pages, window in zip(one.pages, one.windows, strict=True) if window is None]
         columns = len(sequence.tokens) // one.page_size if whole else 0
         for column in range(columns):
-            digest = sequence.hash_of(column, one.page_size)
+            digest = sequence.page_hash(column, one.page_size)
             if any(pages.find(digest) is None for pages in whole):
                 return column
         return columns

@@ -1,10 +1,11 @@
-"""What the next step computes: decoded tokens first, then pieces of prompts, in one budget of tokens.
+"""Continuous-batching scheduler: chunked prefill and decode share one token budget per step.
 
-Decodes never wait for a prompt: prompts are cut into pieces that fill what decodes leave (Sarathi, arXiv:2403.02310).
-Who comes first is a policy's to say (``jaxllm.infer.engine.policies``); where pages run out, the last gives way, and is computed
-again later or waits on the host (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs: it knows
-how many tokens that makes, not which. Only a text with a grammar waits for its last token, which decides what may come
-next.
+Decode never waits for prefill: prompts are split into chunks that fill the budget that decode leaves (chunked prefill,
+Sarathi, arXiv:2403.02310). A policy (``jaxllm.infer.engine.policies``) decides which sequence is next. Preemption: when
+the KV cache has no free page, the sequence of the lowest priority leaves the batch; its KV cache is recomputed later
+(recompute) or copied to the host (swap) (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs:
+it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding) waits for
+its last token, which determines its next token mask.
 """
 
 from __future__ import annotations
@@ -13,24 +14,32 @@ from collections import deque
 
 import numpy as np
 
-from jaxllm.infer.engine.page_allocator import NONE, Pages
-from jaxllm.infer.engine.policy_state import Ranking
-from jaxllm.infer.engine.prefix_cache import Prefixes
+from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
+from jaxllm.infer.engine.policy_state import PolicyState
+from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import Entry, Plan
+from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 
 
 class Scheduler:
-    """Chooses what is computed, and keeps the books of pages and slots.
+    """Scheduler of one replica: decides what each step computes, and keeps its slots, page tables and pages.
 
     Args:
-        config: of the engine.
-        windows: of each group of layers: its sliding window, or None.
-        counts: pages of each group's pool.
+        config: configuration of the engine.
+        windows: sliding window of each layer group, or None.
+        counts: number of pages of each group's pool.
         page_size: positions of a page.
-        columns: pages of the longest sequence.
-        ranking: who is next; None: first come, first served.
+        columns: columns of a page table: pages of the longest sequence.
+        policy_state: scheduling policy; None: first come, first served.
+
+    Attributes:
+        running: sequences in the batch.
+        waiting: sequences that wait for a slot, preempted ones included.
+        forks: further completions of a request; they wait until the request's first has its prompt in pages.
+        preemptions: number of preemptions so far.
+        hit_tokens: prompt tokens found in the prefix cache so far.
+        max_steps: upper limit of decode steps in the next plan; the replicas of an engine run equally many.
     """
 
     def __init__(
@@ -40,94 +49,101 @@ class Scheduler:
         counts: list[int],
         page_size: int,
         columns: int,
-        ranking: Ranking | None = None,
+        policy_state: PolicyState | None = None,
     ):
-        self.ranking = ranking or Ranking()
+        self.policy_state = policy_state or PolicyState()
         self.config, self.windows, self.page_size = config, windows, page_size
-        self.pages = [Pages(count) for count in counts]
-        self.tables = [np.zeros((config.sequences, columns), np.int32) for _ in counts]
+        self.pages = [PageAllocator(count) for count in counts]
+        self.tables = [np.zeros((config.max_sequences, columns), np.int32) for _ in counts]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.forks: list[Sequence] = []  # wait for the first of their request to have the prompt in pages
+        self.forks: list[Sequence] = []
         self.preemptions = self.hit_tokens = 0
-        self._prefixes = Prefixes(config, windows, self.pages, page_size)
-        self._slots = list(range(config.sequences - 1, -1, -1))
-        self.most = config.loop  # steps on the device at once, where others have to make as many
-        self._spare = max(1, min(counts) // 64)  # pages that admission leaves to those who run
+        self._prefix_cache = PrefixCache(config, windows, self.pages, page_size)
+        self._slots = list(range(config.max_sequences - 1, -1, -1))
+        self.max_steps = config.decode_steps
+        self._spare = max(1, min(counts) // 64)  # pages that admission leaves to running sequences
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether there is no sequence to work on."""
         return not (self.waiting or self.running or self.forks)
 
+    @property
+    def page_tables(self) -> list[list[np.ndarray]]:
+        """Page tables by replica (there is one) and layer group, int32[R, J]."""
+        return [self.tables]
+
     def sequences(self) -> list[Sequence]:
-        """All that have not ended."""
+        """All sequences that have not ended."""
         return [*self.running, *self.waiting, *self.forks]
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence in."""
-        self.ranking.come(sequence, self.sequences())
-        self.enter(sequence)
+        """Adds a new sequence."""
+        self.policy_state.add(sequence, self.sequences())
+        self.enqueue(sequence)
 
-    def enter(self, sequence: Sequence) -> None:
-        """Queues a sequence; continuations of a request after its first share the first's prompt."""
+    def enqueue(self, sequence: Sequence) -> None:
+        """Queues a sequence; a request's further completions share the prompt of its first."""
         sequence.pages = [[] for _ in self.pages]
         (self.forks if sequence.number else self.waiting).append(sequence)
 
-    def plans(self) -> list[Plan]:
-        """``plan``, of the one replica that there is; see ``Replicas``."""
+    def plans(self) -> list[StepPlan]:
+        """Plan of the one replica, or none; see ``ReplicaSchedulers``."""
         return [plan] if (plan := self.plan()) else []
 
     @property
-    def ahead(self) -> int:
-        """Steps that the next plan can have."""
-        return self._steps(*self._parts(self.running))
+    def next_steps(self) -> int:
+        """Number of decode steps that the next plan can have."""
+        return self._decode_steps(*self._decodes_and_prefills(self.running))
 
-    def plan(self) -> Plan | None:
-        """What to do next, already entered into the books; None where nothing can be done now."""
-        plan = Plan(copies=[[] for _ in self.pages])
+    def plan(self) -> StepPlan | None:
+        """Plans the next step and updates all sequences as if it had run; None if nothing can be computed now."""
+        plan = StepPlan(copies=[[] for _ in self.pages])
         self._release: list[tuple[int, int]] = []
-        self._fork()
+        self._start_forks()
         for sequence in self.running:
-            self._prefixes.register(sequence)
-            self._trim(sequence)
-        self._coming = self.ranking.rank(self.running, self.waiting, self.page_size)
-        self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank)) if self.ranking.policy else self.waiting
-        for sequence in self.waiting if self.ranking.saves else ():
-            if sequence.saved is None and sequence.number == 0 and (sequence.holds or any(sequence.pages)):
-                self._drop(sequence)
+            self._prefix_cache.register(sequence)
+            self._free_behind_window(sequence)
+        self._admissible = self.policy_state.rank(self.running, self.waiting, self.page_size)
+        if self.policy_state.policy:
+            self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank))
+        for sequence in self.waiting if self.policy_state.holds_prefixes else ():
+            if sequence.swapped is None and sequence.number == 0 and (sequence.holds or any(sequence.pages)):
+                self._free(sequence)
                 if sequence.holds:
-                    self.hit_tokens += self._prefixes.find(sequence)  # more than before, where others have gone on
-        decodes, prompts = self._parts(sorted(self.running, key=lambda s: s.rank))
-        alone = not (prompts or self.waiting or self.forks) and all(s.guide for s in self.running)
+                    # It may find more than before, because other sequences have advanced.
+                    self.hit_tokens += self._prefix_cache.reuse(sequence)
+        decodes, prefills = self._decodes_and_prefills(sorted(self.running, key=lambda s: s.rank))
+        alone = not (prefills or self.waiting or self.forks) and all(s.guide for s in self.running)
         if alone and any(s.pending for s in self.running):
-            decodes = []  # a step for all of them costs what one for some does: the others' tokens are on their way
-        plan.steps = min(self.most, self._steps(decodes, prompts))
-        budget = self.ranking.budget(len(decodes), self.config.prompt_buckets, self.config.piece)
+            decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
+        plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
+        budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
         for sequence in decodes:
-            while sequence.slot >= 0 and not (taken := self._reserve(sequence, plan.steps, plan)):
+            while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
-            if sequence.slot >= 0 and taken:
-                self._enter(plan, sequence, 1)
+            if sequence.slot >= 0 and reserved:
+                self._schedule(plan, sequence, 1)
                 budget -= 1
-        for sequence in prompts:
-            while sequence.slot >= 0 and not (count := self._piece(sequence, budget, 0)) and not plan.entries:
+        for sequence in prefills:
+            while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
                 self._make_room(plan)
             if sequence.slot >= 0 and count and self._reserve(sequence, count, plan):
-                self._enter(plan, sequence, count)
+                self._schedule(plan, sequence, count)
                 budget -= count
-        while self._coming and self._slots and budget > 0 and not plan.leaving:
+        while self._admissible and self._slots and budget > 0 and not plan.swap_out:
             if count := self._admit(self.waiting[0], budget, plan):
                 budget -= count
-                self._coming -= 1
-            elif self.running or not self._drop_holder(1):
+                self._admissible -= 1
+            elif self.running or not self._free_waiting(1):
                 break
         for group, page in self._release:
             self.pages[group].release(page)
-        return plan if plan.entries or plan.leaving else None
+        return plan if plan.chunks or plan.swap_out else None
 
     def finish(self, sequence: Sequence) -> None:
-        """Forgets a sequence; its pages may still be found by others."""
+        """Removes a sequence and frees its slot and pages; its pages stay in the prefix cache."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -135,51 +151,51 @@ class Scheduler:
         elif sequence in self.forks:
             self.forks.remove(sequence)
         else:
-            return  # of a search, which has requests of its own here
-        self.ranking.go(sequence)
-        self._prefixes.register(sequence)
-        self._drop(sequence)
-        sequence.saved = None
+            return  # result of a beam search, whose rounds are requests of their own
+        self.policy_state.finish(sequence)
+        self._prefix_cache.register(sequence)
+        self._free(sequence)
+        sequence.swapped = None
 
     def restart(self) -> None:
-        """Forgets all that is computed; nothing may be on its way. Everybody comes in again, in the same order."""
+        """Drops the whole KV cache and queues all sequences again in the same order; no step may be in flight."""
         for sequence in sorted(self.running, key=lambda s: -s.order):
             self.waiting.appendleft(sequence)
         self.running.clear()
         for sequence in self.sequences():
-            self._drop(sequence)
-            sequence.saved = None
+            self._free(sequence)
+            sequence.swapped = None
         for pages in self.pages:
-            pages.forget()
+            pages.clear_cache()
 
-    # How much
+    # Token counts
 
-    def _parts(self, running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that make a token next, and those that still read."""
-        decodes = [s for s in running if s.length - s.computed == 1 and s.room > 0 and not (s.guide and s.pending)]
+    def _decodes_and_prefills(self, running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Splits running sequences into those that decode next and those whose prefill is not complete."""
+        decodes = [s for s in running if s.length - s.computed == 1 and s.remaining > 0 and not (s.guide and s.pending)]
         return decodes, [s for s in running if s.length - s.computed > 1]
 
-    def _steps(self, decodes: list[Sequence], prompts: list[Sequence]) -> int:
-        """Tokens a sequence makes before the host looks: many where nobody waits and pages suffice."""
-        if prompts or self.waiting or self.forks or not decodes or self.config.batch_invariant:
+    def _decode_steps(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
+        """Decode steps on the device before the host looks: several if no sequence waits and the pages suffice."""
+        if prefills or self.waiting or self.forks or not decodes or self.config.batch_invariant:
             return 1
         if any(s.guide for s in decodes):
             return 1
-        steps = min(self.config.loop, *(s.room for s in decodes))
+        steps = min(self.config.decode_steps, *(s.remaining for s in decodes))
         while steps > 1:
-            needs = np.sum([self._need(s, steps) for s in decodes], axis=0)
+            needs = np.sum([self._pages_needed(s, steps) for s in decodes], axis=0)
             if all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True)):
                 return steps
             steps //= 2
         return 1
 
-    def _piece(self, sequence: Sequence, budget: int, spare: int) -> int:
-        """How much of a prompt fits into the budget and the free pages."""
+    def _chunk(self, sequence: Sequence, budget: int, spare: int) -> int:
+        """Length of the next prefill chunk that fits into the budget and the free pages; ``spare`` pages stay free."""
         left = sequence.length - sequence.computed
-        if (piece := self.config.piece) is not None:
-            count = min(left, piece - sequence.computed % piece)
+        if (chunk := self.config.prefill_chunk) is not None:
+            count = min(left, chunk - sequence.computed % chunk)
             fits = count <= budget and all(
-                n <= p.available - spare for n, p in zip(self._need(sequence, count), self.pages, strict=True)
+                n <= p.available - spare for n, p in zip(self._pages_needed(sequence, count), self.pages, strict=True)
             )
             return count if fits else 0
         count = min(left, budget)
@@ -188,8 +204,8 @@ class Scheduler:
             count = min(count, (len(own) + max(free, 0)) * self.page_size - sequence.computed if free >= 0 else 0)
         return max(count, 0)
 
-    def _need(self, sequence: Sequence, count: int) -> list[int]:
-        """Pages of each group to take for ``count`` more tokens."""
+    def _pages_needed(self, sequence: Sequence, count: int) -> list[int]:
+        """Pages of each group to allocate for ``count`` more tokens."""
         columns = -(-(sequence.computed + count) // self.page_size)
         return [
             max(0, columns - len(own)) + self._copies(pages, own, sequence.computed)
@@ -197,68 +213,72 @@ class Scheduler:
         ]
 
     def _fits_whole(self, sequence: Sequence) -> bool:
-        """Whether there are pages for the rest of its text, and for those of all who run: nobody will give way."""
-        needs = np.sum([self._need(s, s.length - s.computed + s.room) for s in (*self.running, sequence)], axis=0)
+        """Whether all running sequences and this one can complete without a preemption."""
+        needs = np.sum(
+            [self._pages_needed(s, s.length - s.computed + s.remaining) for s in (*self.running, sequence)], axis=0
+        )
         return all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True))
 
-    def _copies(self, pages: Pages, own: list[int], position: int) -> int:
-        """1 where the page to be written is somebody else's too."""
+    def _copies(self, pages: PageAllocator, own: list[int], position: int) -> int:
+        """1 if the page of this position is shared, so that it has to be copied before a write; else 0."""
         column = position // self.page_size
         return int(column < len(own) and not pages.writable(own[column]))
 
-    # Pages
+    # Pages and preemption
 
-    def _reserve(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Takes the pages for ``count`` more tokens, copying one that others hold; False and nothing if too few."""
-        needs = self._need(sequence, count)
+    def _reserve(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
+        """Allocates pages for ``count`` more tokens, copying a shared one; if there are too few, changes nothing."""
+        needs = self._pages_needed(sequence, count)
         if any(need > pages.available for need, pages in zip(needs, self.pages, strict=True)):
             return False
         column = sequence.computed // self.page_size
         for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
             first = len(own)
             if self._copies(pages, own, sequence.computed):
-                page = pages.take()
+                page = pages.allocate()
                 plan.copies[group].append((own[column], page))
-                # Held until the plan is made: nothing else of this step may be written there before it is copied.
+                # Released after planning: nothing else in this step may write to the page before it is copied.
                 self._release.append((group, own[column]))
                 own[column], first = page, column
             while len(own) * self.page_size < sequence.computed + count:
-                own.append(pages.take())
+                own.append(pages.allocate())
             if sequence.slot >= 0:
                 self.tables[group][sequence.slot, first : len(own)] = own[first:]
         return True
 
-    def _make_room(self, plan: Plan) -> None:
-        """Frees pages: of one who waits and holds a prompt it was to share, else of the last to come."""
-        if not self._drop_holder(0):
+    def _make_room(self, plan: StepPlan) -> None:
+        """Frees pages: those that a waiting sequence holds, else by preempting the sequence of lowest priority."""
+        if not self._free_waiting(0):
             self._preempt(max(self.running, key=lambda s: s.rank), plan)
 
-    def _drop_holder(self, after: int) -> bool:
+    def _free_waiting(self, after: int) -> bool:
+        """Frees the pages of the last waiting sequence that has any, after the first ``after``; whether one had."""
         holder = next((s for s in reversed(list(self.waiting)[after:]) if any(s.pages)), None)
         if holder is not None:
-            self._drop(holder)
+            self._free(holder)
         return holder is not None
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+        """Preempts a running sequence: swaps its KV cache out, or frees it to be recomputed."""
         self.preemptions += 1
         self.running.remove(victim)
         self.waiting.appendleft(victim)
         swap = self.config.preemption == "swap"
         if swap:
             held = [
-                ([c for c, page in enumerate(own) if page != NONE], [page for page in own if page != NONE])
+                ([c for c, page in enumerate(own) if page != NO_PAGE], [page for page in own if page != NO_PAGE])
                 for own in victim.pages
             ]
-            plan.leaving.append((victim, held))
-            victim.saved = []  # the engine puts them here
-        self._drop(victim, keep=swap)
+            plan.swap_out.append((victim, held))
+            victim.swapped = []  # filled by the engine
+        self._free(victim, keep=swap)
 
-    def _drop(self, sequence: Sequence, keep: bool = False) -> None:
-        """Gives back slot and pages; ``keep``: what was computed is kept elsewhere."""
+    def _free(self, sequence: Sequence, keep: bool = False) -> None:
+        """Frees slot and pages of a sequence; ``keep``: its KV cache is on the host."""
         for pages, own in zip(self.pages, sequence.pages, strict=True):
-            # The first pages are the likeliest to be found again: they become the youngest.
+            # Released last to first, so that the first pages, the most likely to be reused, are evicted last.
             for page in reversed(own):
-                if page != NONE:
+                if page != NO_PAGE:
                     pages.release(page)
             own.clear()
         if sequence.slot >= 0:
@@ -267,97 +287,99 @@ class Scheduler:
         if not keep:
             sequence.computed = sequence.registered = 0
 
-    def _trim(self, sequence: Sequence) -> None:
-        """Gives back pages that lie before all that a window still reaches."""
+    def _free_behind_window(self, sequence: Sequence) -> None:
+        """Frees the pages that lie entirely behind the sliding window."""
         for pages, own, window in zip(self.pages, sequence.pages, self.windows, strict=True):
             if window is None:
                 continue
             for column in range(max(0, sequence.computed - window + 1) // self.page_size - 1, -1, -1):
-                if own[column] == NONE:
+                if own[column] == NO_PAGE:
                     break
                 pages.release(own[column])
-                own[column] = NONE
+                own[column] = NO_PAGE
 
-    # Coming in
+    # Admission
 
-    def _enter(self, plan: Plan, sequence: Sequence, count: int) -> None:
-        """Adds an entry and moves the sequence's books on, as if the step had run."""
+    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+        """Adds a chunk to the plan and updates the sequence as if the step had run."""
         start = sequence.computed
         samples = start + count == sequence.length
-        read = min(count, max(0, len(sequence.request.prompt) - start))
-        self.ranking.charge(sequence, read, plan.steps * samples)
-        plan.entries.append(Entry(sequence, start, count, samples))
+        prefilled = min(count, max(0, len(sequence.request.prompt) - start))
+        self.policy_state.charge(sequence, prefilled, plan.steps * samples)
+        plan.chunks.append(ScheduledChunk(sequence, start, count, samples))
         sequence.computed += count + plan.steps - 1
         sequence.pending += plan.steps if samples else 0
 
-    def _fork(self) -> None:
-        """Continuations whose prompt is in the pages of their request's first: they hold those pages too.
+    def _start_forks(self) -> None:
+        """Queues further completions whose request's first has its prompt in pages; they share those pages.
 
-        The last token of the prompt is computed again by each, for the token that comes after it.
+        Each computes the last token of the prompt again, to sample a token after it.
         """
         for sequence in list(self.forks):
             first, last = sequence.request.sequences[0], len(sequence.request.prompt) - 1
             if first.finish is None and first.slot >= 0 and first.computed <= last:
                 continue
-            if first.finish is None and first.slot < 0 and first.computed == 0 and first.saved is None:
-                continue  # it waits to be admitted
+            if first.finish is None and first.slot < 0 and first.computed == 0 and first.swapped is None:
+                continue  # the first waits for admission
             self.forks.remove(sequence)
             self.waiting.append(sequence)
             if first.slot >= 0 and first.computed > last > 0:
-                sequence.computed = last if self.config.piece is None else last // self.config.piece * self.config.piece
+                chunk = self.config.prefill_chunk
+                sequence.computed = last if chunk is None else last // chunk * chunk
                 for pages, own, theirs in zip(self.pages, sequence.pages, first.pages, strict=True):
                     own += theirs[: -(-sequence.computed // self.page_size)]
                     for page in own:
-                        if page != NONE:
-                            pages.hold(page)
+                        if page != NO_PAGE:
+                            pages.share(page)
 
-    def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> int:
-        """Lets the first who waits in, with as many tokens as there is room for; 0 if there is none."""
+    def _admit(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """Admits the first waiting sequence with a chunk that fits; returns its length, 0 if nothing fits."""
         if sequence.pending:
-            return 0  # tokens it made before it gave way are still to come
-        if sequence.saved is not None:
-            return self._return(sequence, budget, plan)
+            return 0  # tokens that it generated before its preemption have not reached the host yet
+        if sequence.swapped is not None:
+            return self._swap_in(sequence, budget, plan)
         if found := not any(sequence.pages):
-            self.hit_tokens += self._prefixes.find(sequence)
-        if self.ranking.saves and not self._fits_whole(sequence):
+            self.hit_tokens += self._prefix_cache.reuse(sequence)
+        if self.policy_state.holds_prefixes and not self._fits_whole(sequence):
             return 0
         spare = self._spare if self.running else 0
-        count = self._piece(sequence, budget, spare)
+        count = self._chunk(sequence, budget, spare)
         if not count or not self._reserve(sequence, count, plan):
             if found:
-                self._drop(sequence)
+                self._free(sequence)
             return 0
-        self._seat(sequence, plan)
-        self._enter(plan, sequence, count)
+        self._take_slot(sequence, plan)
+        self._schedule(plan, sequence, count)
         return count
 
-    def _seat(self, sequence: Sequence, plan: Plan) -> None:
+    def _take_slot(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Moves the first waiting sequence into a slot."""
         self.waiting.popleft()
-        plan.seated.append(sequence)
+        plan.admitted.append(sequence)
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
         for table, own in zip(self.tables, sequence.pages, strict=True):
             table[sequence.slot, : len(own)] = own
 
-    def _return(self, sequence: Sequence, budget: int, plan: Plan) -> int:
-        """Swaps a sequence in: new pages for what is on the host."""
-        assert sequence.saved is not None
+    def _swap_in(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """Admits a swapped-out sequence: allocates pages for its KV cache on the host; 0 if nothing fits."""
+        assert sequence.swapped is not None
         columns = -(-(sequence.computed + 1) // self.page_size)
-        needs = [len(held) + columns - (held[-1] + 1 if held else 0) for held, _ in sequence.saved]
+        needs = [len(held) + columns - (held[-1] + 1 if held else 0) for held, _ in sequence.swapped]
         spare = self._spare if self.running else 0
         if any(need > pages.available - spare for need, pages in zip(needs, self.pages, strict=True)):
             return 0
         places = []
-        for pages, own, (held, _) in zip(self.pages, sequence.pages, sequence.saved, strict=True):
-            own += [NONE] * (held[-1] + 1 if held else 0)
+        for pages, own, (held, _) in zip(self.pages, sequence.pages, sequence.swapped, strict=True):
+            own += [NO_PAGE] * (held[-1] + 1 if held else 0)
             for column in held:
-                own[column] = pages.take()
+                own[column] = pages.allocate()
             places.append((list(held), [own[column] for column in held]))
-        count = self._piece(sequence, budget, 0)
+        count = self._chunk(sequence, budget, 0)
         if not count or not self._reserve(sequence, count, plan):
-            self._drop(sequence, keep=True)
+            self._free(sequence, keep=True)
             return 0
-        plan.returning.append((sequence, places))
-        self._seat(sequence, plan)
-        self._enter(plan, sequence, count)
+        plan.swap_in.append((sequence, places))
+        self._take_slot(sequence, plan)
+        self._schedule(plan, sequence, count)
         return count

@@ -1,4 +1,4 @@
-"""What the device is told of a plan: the numbers of one transfer, and what a request leaves in its slot."""
+"""Step inputs: packs a step's plan into one array, and a request's logits-processor state into its slot's."""
 
 from __future__ import annotations
 
@@ -7,60 +7,60 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import Plan
+from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.engine_step import STOPS, Shape
+from jaxllm.infer.runner.engine_step import DEVICE_STOP_TOKENS, StepShape
 
 
-def fill(plan: Plan, shape: Shape, tables: Iterable[np.ndarray], x: Mapping[str, np.ndarray]) -> None:
-    """Fills the views of a step's inputs, all of them zero.
+def fill(plan: StepPlan, shape: StepShape, tables: Iterable[np.ndarray], x: Mapping[str, np.ndarray]) -> None:
+    """Fills the views of a step's input buffer, all of them zero.
 
     Args:
-        plan, shape: of the step; a replica that has nothing to do has a plan without entries.
-        tables: int32[R, J], the page table of every slot, by group of layers.
+        plan, shape: plan and program of the step; a replica with nothing to do has a plan without chunks.
+        tables: int32[R, J], page table of every slot, per layer group.
         x: ``shape.inputs.views(...)``.
     """
-    entries, many = plan.entries, len(plan.entries)
-    counts = np.fromiter((e.count for e in entries), np.int32, many)
+    chunks, many = plan.chunks, len(plan.chunks)
+    counts = np.fromiter((c.count for c in chunks), np.int32, many)
     ends = np.cumsum(counts, dtype=np.int32)
     x["starts"][1 : many + 1], x["starts"][many + 1 :] = ends, ends[-1:].sum()
-    x["kv_lens"][:many] = [e.start + e.count for e in entries]
-    slots = [e.sequence.slot for e in entries]
+    x["kv_lens"][:many] = [c.start + c.count for c in chunks]
+    slots = [c.sequence.slot for c in chunks]
     x["slots"][:many], x["slots"][many:] = slots, shape.slots
     for own, table in zip(x["tables"], tables, strict=True):
         own[:many] = table[slots]
     for group, copies in enumerate(plan.copies):
         x["copied"][group] = len(copies)
         x["copies"][group, : len(copies)] = np.asarray(copies).reshape(-1, 2)
-    x["seeds"][:many] = [e.sequence.seed for e in entries]
-    x["temperature"][:many] = [e.sequence.request.params.temperature for e in entries]
+    x["seeds"][:many] = [c.sequence.seed for c in chunks]
+    x["temperature"][:many] = [c.sequence.request.params.temperature for c in chunks]
     tokens = x["tokens"]
     if shape.decode:
-        tokens[:many] = [s.tokens[e.start] if e.start < len((s := e.sequence).tokens) else -1 for e in entries]
+        tokens[:many] = [s.tokens[c.start] if c.start < len((s := c.sequence).tokens) else -1 for c in chunks]
         x["steps"][...] = plan.steps
         x["stops"][...] = -1
-        for row, entry in zip(x["stops"], entries, strict=False):
-            if stops := entry.sequence.request.stop_ids:
-                row[: min(STOPS, len(stops))] = sorted(stops)[:STOPS]
+        for row, chunk in zip(x["stops"], chunks, strict=False):
+            if stops := chunk.sequence.request.stop_ids:
+                row[: min(DEVICE_STOP_TOKENS, len(stops))] = sorted(stops)[:DEVICE_STOP_TOKENS]
     else:
-        for entry, end in zip(entries, ends, strict=True):
-            known = entry.sequence.tokens[entry.start : entry.start + entry.count]
-            tokens[end - entry.count : end] = known or -1
+        for chunk, end in zip(chunks, ends, strict=True):
+            known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+            tokens[end - chunk.count : end] = known or -1
     if shape.full:
         _fill_full(plan, x)
     if shape.full and not shape.decode:
         x["targets"][...] = -1
-        for entry, end in zip(entries, ends, strict=True):
-            request = entry.sequence.request
-            if request.params.prompt_logprobs is not None and entry.sequence.number == 0:
-                after = request.prompt[entry.start + 1 : entry.start + entry.count + 1]
-                x["targets"][end - entry.count : end - entry.count + len(after)] = after
+        for chunk, end in zip(chunks, ends, strict=True):
+            request = chunk.sequence.request
+            if request.params.prompt_logprobs is not None and chunk.sequence.number == 0:
+                after = request.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+                x["targets"][end - chunk.count : end - chunk.count + len(after)] = after
 
 
-def _fill_full(plan: Plan, x: Mapping[str, np.ndarray]) -> None:
-    """All that the plain sampler does without; rows that are none get what changes nothing."""
-    entries, many = plan.entries, len(plan.entries)
-    requests = [e.sequence.request for e in entries]
+def _fill_full(plan: StepPlan, x: Mapping[str, np.ndarray]) -> None:
+    """Fills the inputs of the full sampler; rows without a request get neutral values."""
+    chunks, many = plan.chunks, len(plan.chunks)
+    requests = [c.sequence.request for c in chunks]
     for name, neutral in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("typical_p", 1)):
         x[name][...] = neutral
         x[name][:many] = [getattr(r.params, name) for r in requests]
@@ -68,58 +68,58 @@ def _fill_full(plan: Plan, x: Mapping[str, np.ndarray]) -> None:
         x[name][...] = neutral
         x[name][:many] = [getattr(r.params, f"{name}_penalty") for r in requests]
     x["kind"][:many] = [
-        logits_processors.SHAPED * e.sequence.request.params.shapes
-        + logits_processors.SAMPLES * e.samples
-        + logits_processors.MASKED * (e.sequence.guide is not None)
-        for e in entries
+        logits_processors.SHAPED * c.sequence.request.params.changes_logits
+        + logits_processors.SAMPLES * c.samples
+        + logits_processors.MASKED * (c.sequence.guide is not None)
+        for c in chunks
     ]
     x["earliest"][:many] = [len(r.prompt) + r.params.min_tokens for r in requests]
 
 
-def masks(plans: list[Plan], shape: Shape, width: int) -> np.ndarray | None:
-    """int32[B, S, U]: the tokens that texts with grammars may go on with; None where there are none."""
-    if not any(entry.sequence.guide for plan in plans for entry in plan.entries):
+def grammar_masks(plans: list[StepPlan], shape: StepShape, width: int) -> np.ndarray | None:
+    """Token masks of sequences with grammars (guided decoding), int32[B, S, U]; None if no sequence has one."""
+    if not any(chunk.sequence.guide for plan in plans for chunk in plan.chunks):
         return None
     out = np.full((len(plans), shape.requests, width), -1, np.int32)
     for rows, plan in zip(out, plans, strict=True):
-        for row, entry in zip(rows, plan.entries, strict=False):
-            if entry.sequence.guide is not None and entry.sequence.guide.mask is not None:
-                row[:] = entry.sequence.guide.mask
+        for row, chunk in zip(rows, plan.chunks, strict=False):
+            if chunk.sequence.guide is not None and chunk.sequence.guide.mask is not None:
+                row[:] = chunk.sequence.guide.mask
     return out
 
 
-def seat_row(sequence: Sequence, vocab: int) -> np.ndarray:
-    """What ``shaping.seat`` is told of a sequence, all of whose tokens are known.
+def slot_row(sequence: Sequence, vocab: int) -> np.ndarray:
+    """Packed buffer of ``logits_processors.seat`` for a sequence, all of whose tokens are known.
 
     Args:
-        sequence: that has got a slot.
-        vocab: of the model.
+        sequence: sequence that was admitted to a slot.
+        vocab: size of the model's vocabulary.
     """
-    layout, request = logits_processors.row_layout(vocab), sequence.request
-    packed = np.zeros(layout.size, np.int32)
-    x = layout.views(packed)
+    buffer, request = logits_processors.slot_buffer(vocab), sequence.request
+    packed = np.zeros(buffer.size, np.int32)
+    x = buffer.views(packed)
     x["slot"][...] = sequence.slot
-    logits_processors.fill_row(
+    logits_processors.fill_slot(
         x,
         request.prompt,
         sequence.tokens[len(request.prompt) :],
         bias=dict(request.params.logit_bias),
         allowed=request.params.allowed_tokens,
-        words=request.words,
+        words=request.bad_words,
         stops=sorted(request.stop_ids),
     )
     return packed
 
 
-def needs(plans: list[Plan]) -> dict[str, bool]:
-    """Which program the plans of all replicas can run on."""
-    entries = [entry for plan in plans for entry in plan.entries]
-    params = [entry.sequence.request.params for entry in entries]
+def program_kind(plans: list[StepPlan]) -> dict[str, bool]:
+    """Kind of program that the plans of all replicas need: decode-only or not, full sampler or not."""
+    chunks = [chunk for plan in plans for chunk in plan.chunks]
+    params = [chunk.sequence.request.params for chunk in chunks]
     scores = any(
-        e.sequence.number == 0 and p.prompt_logprobs is not None and e.start < len(e.sequence.request.prompt) - 1
-        for e, p in zip(entries, params, strict=True)
+        c.sequence.number == 0 and p.prompt_logprobs is not None and c.start < len(c.sequence.request.prompt) - 1
+        for c, p in zip(chunks, params, strict=True)
     )
     return {
-        "decode": not scores and all(entry.count == 1 for entry in entries),
+        "decode": not scores and all(chunk.count == 1 for chunk in chunks),
         "full": any(p.needs_full for p in params),
     }

@@ -1,4 +1,4 @@
-"""What a step has made, entered into the requests it was made for."""
+"""Step outputs: records sampled tokens and log-probabilities in the sequences they belong to."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxllm.infer.engine.sequence import Finish, Sequence
-from jaxllm.infer.engine.step_plan import Entry
+from jaxllm.infer.engine.step_plan import ScheduledChunk
 
 
-def score(entry: Entry, made: Mapping[str, np.ndarray], at: int) -> None:
-    """Log-probabilities of a piece of a prompt, whose rows begin at ``at``."""
-    request = entry.sequence.request
-    many = min(entry.count, len(request.prompt) - 1 - entry.start)
+def record_prompt_scores(chunk: ScheduledChunk, made: Mapping[str, np.ndarray], at: int) -> None:
+    """Records the prompt log-probabilities of a prefill chunk, whose rows begin at ``at``."""
+    request = chunk.sequence.request
+    many = min(chunk.count, len(request.prompt) - 1 - chunk.start)
     if many > 0:
         pairs = zip(made["scores"][at : at + many].tolist(), made["ranks"][at : at + many].tolist(), strict=True)
-        request.prompt_scores[entry.start : entry.start + many] = list(pairs)
-    for row, place in enumerate(range(entry.start, entry.start + many), at):
+        request.prompt_scores[chunk.start : chunk.start + many] = list(pairs)
+    for row, place in enumerate(range(chunk.start, chunk.start + many), at):
         best = zip(made["prompt_ids"][row].tolist(), made["prompt_top"][row].tolist(), strict=True)
         request.prompt_top[place] = tuple(itertools.islice(best, request.params.prompt_logprobs))
 
 
-def gain(
+def append_tokens(
     sequence: Sequence, fresh: list[int], made: Mapping[str, np.ndarray], row: int, version: int
 ) -> tuple[tuple[int, ...], str, Finish | None]:
-    """Adds tokens to a continuation, up to where it ends.
+    """Appends sampled tokens to a sequence, up to its end.
 
     Args:
-        fresh: tokens that the device has made of it.
-        made, row: where their log-probabilities are.
-        version: of the weights.
+        fresh: tokens that the device has sampled for it.
+        made, row: outputs of the step, and the sequence's row in them.
+        version: version of the weights.
 
     Returns:
-        The tokens that were added, their text, and how it ended.
+        the tokens that were appended, their text, and the finish reason.
     """
     params = sequence.request.params
     before = len(sequence.tokens)
@@ -46,7 +46,7 @@ def gain(
             break
         sequence.tokens.append(token)
         sequence.versions.append(version)
-        if params.scores:
+        if params.needs_logprobs:
             sequence.logprobs.append(float(made["logprobs"][number, row]))
             ids, values = made["top_ids"][number, row], made["top_logprobs"][number, row]
             best = zip(ids.tolist(), values.tolist(), strict=True)
@@ -58,9 +58,9 @@ def gain(
             finish = "length"
         if sequence.guide is not None and not ended and not sequence.guide.advance(token):
             finish = "error" if sequence.guide.error else "stop"
-        if sequence.reader is not None and not ended:
-            piece, stopped = sequence.reader.push(token)
-            text += piece
+        if sequence.detokenizer is not None and not ended:
+            new_text, stopped = sequence.detokenizer.push(token)
+            text += new_text
             finish = "stop" if stopped else finish
         if finish is not None:
             break

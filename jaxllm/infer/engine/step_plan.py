@@ -1,15 +1,28 @@
-"""What a step does, as the scheduler says and the engine carries out."""
+"""Step plan: what the scheduler decides for one step, and the protocol that all schedulers have."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from jaxllm.infer.engine.page_allocator import PageAllocator
+from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A sequence's part of a step: ``count`` tokens from position ``start``; ``samples`` if a token is made after."""
+class ScheduledChunk:
+    """Chunk of a sequence in a step: a prefill chunk of ``count`` tokens, or one token to decode.
+
+    Attributes:
+        sequence: the sequence.
+        start: position of the first token.
+        count: number of tokens.
+        samples: whether a token is sampled after the chunk.
+    """
 
     sequence: Sequence
     start: int
@@ -18,26 +31,94 @@ class Entry:
 
 
 @dataclass
-class Plan:
-    """A step.
+class StepPlan:
+    """Plan of one step of one replica.
 
     Attributes:
-        entries: in the order of the flat batch.
-        steps: tokens that each entry makes on the device before the host hears of them; 1 where prompts are read.
-        copies: by group: (page, its copy), one after the other, before anything is computed.
-        leaving: swapped out before anything else: (sequence, by group: columns and pages).
-        returning: swapped in after that: the same.
-        seated: that have got a slot.
+        chunks: in the order of the flat batch.
+        steps: tokens that each chunk decodes on the device before the host reads them; 1 if there is prefill.
+        copies: per layer group: (page, its copy), made in order before anything is computed (copy-on-write).
+        swap_out: preempted sequences to copy to the host first: (sequence, per group: columns and pages).
+        swap_in: sequences to copy back after that: the same.
+        admitted: sequences that got a slot.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     steps: int = 1
     copies: list[list[tuple[int, int]]] = field(default_factory=list)
-    leaving: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
-    returning: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
-    seated: list[Sequence] = field(default_factory=list)
+    swap_out: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
+    swap_in: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Rows of the flat batch."""
-        return sum(entry.count for entry in self.entries)
+        """Number of rows of the flat batch."""
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@runtime_checkable
+class StepScheduler(Protocol):
+    """Scheduler of an engine: ``Scheduler`` for one replica, ``ReplicaSchedulers`` for several."""
+
+    policy_state: PolicyState
+    """Scheduling policy and its state."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no sequence to work on."""
+        ...
+
+    @property
+    def pages(self) -> list[PageAllocator]:
+        """Page allocators of all pools."""
+        ...
+
+    @property
+    def page_tables(self) -> list[list[np.ndarray]]:
+        """Page tables by replica and layer group, int32[R, J]."""
+        ...
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences in the batch."""
+        ...
+
+    @property
+    def waiting(self) -> list[Sequence] | deque[Sequence]:
+        """Sequences that wait for a slot."""
+        ...
+
+    @property
+    def forks(self) -> list[Sequence]:
+        """Further completions of requests, which wait for the prefill of their request's first."""
+        ...
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        ...
+
+    @property
+    def preemptions(self) -> int:
+        """Number of preemptions so far."""
+        ...
+
+    def sequences(self) -> list[Sequence]:
+        """All sequences that have not ended."""
+        ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a new sequence."""
+        ...
+
+    def finish(self, sequence: Sequence) -> None:
+        """Removes a sequence that has ended, and frees its slot and pages."""
+        ...
+
+    def restart(self) -> None:
+        """Drops the whole KV cache and queues all sequences again; no step may be in flight."""
+        ...
+
+    def plans(self) -> list[StepPlan]:
+        """Plans of the next step, one per replica; none if nothing can be computed now."""
+        ...

@@ -1,4 +1,4 @@
-"""What an engine gives out, bit by bit."""
+"""Streaming output: the tokens and text that a step adds to a completion."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from jaxllm.infer.engine.sequence import Finish, Request, Sequence
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a continuation has gained.
+class OutputDelta:
+    """Output delta: tokens and text that a completion has gained since its last delta.
 
     Attributes:
-        request, number: which continuation of which request; the best first where there was a choice.
-        tokens: made since the last piece.
-        text: of them; empty without a tokenizer. Text that may begin a stop text comes later; what is echoed, first.
-        logprobs: of the tokens, where asked for.
-        top: the likeliest tokens at each place and their log-probabilities, where asked for.
-        finish: "stop", "length", "cancelled", "error" (its grammar took too much work); None while it goes on.
+        request, number: request, and index of the completion; best first if the best were selected.
+        tokens: generated tokens.
+        text: their text; empty without a tokenizer. Text that may start a stop string is held back; an echoed prompt
+            comes first.
+        logprobs: log-probabilities of the tokens, if requested.
+        top: top tokens at each position and their log-probabilities, if requested.
+        finish: "stop", "length", "cancelled", "error" (its grammar exceeded its work limit); None while it runs.
     """
 
     request: Request
@@ -29,12 +30,12 @@ class Piece:
     finish: Finish | None = None
 
 
-def piece_of(sequence: Sequence, tokens: tuple[int, ...], text: str, finish: Finish | None = None) -> Piece:
-    """The last tokens of a continuation, with what belongs to them; the echo first, if it is still to come."""
+def output_delta(sequence: Sequence, tokens: tuple[int, ...], text: str, finish: Finish | None = None) -> OutputDelta:
+    """Delta of a sequence's last tokens with their log-probabilities; the echo first, if it is still due."""
     wanted = sequence.request.params.logprobs is not None
     first = len(sequence.logprobs) - len(tokens)
     text, sequence.echo = sequence.echo + text, ""
-    return Piece(
+    return OutputDelta(
         sequence.request,
         sequence.number,
         tokens,

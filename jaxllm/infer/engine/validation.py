@@ -1,20 +1,20 @@
-"""Requests that an engine cannot do are refused before anything is begun."""
+"""Request validation: requests that the engine cannot serve are refused when they are submitted."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from jaxllm.infer.engine_config import EngineConfig
-from jaxllm.infer.runner import logits_processors
+from jaxllm.infer.runner.logits_processors import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.text import Tokenizer
 
 
-def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """``params.bad_words`` as token ids: a text as it is written at a beginning and after a space.
+def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Token ids of ``params.bad_words``: each string as tokenized at the start of a text and after a space.
 
     Raises:
-        ValueError: a text, and no tokenizer.
+        ValueError: a bad word is a string, and there is no tokenizer.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
@@ -22,42 +22,42 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tupl
             found[tuple(word)] = None
             continue
         if tokenizer is None:
-            raise ValueError("bad_words that are texts need an engine with a tokenizer; give token ids.")
+            raise ValueError("bad_words that are strings need an engine with a tokenizer; give token ids.")
         for text in (word, f" {word.lstrip()}"):
             found[tuple(int(i) for i in tokenizer.encode(text))] = None
     return tuple(found)
 
 
-def check(
+def check_request(
     prompt: list[int],
     params: SamplingParams,
-    words: tuple[tuple[int, ...], ...],
+    bad_words: tuple[tuple[int, ...], ...],
     stops: Collection[int],
     config: EngineConfig,
     vocab_size: int,
     max_len: int,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Refuses what cannot be done.
+    """Checks that an engine can serve a request.
 
     Args:
-        prompt, params: of the request.
-        words, stops: as the engine understands them.
-        config, vocab_size, max_len, tokenizer: of the engine.
+        prompt, params: prompt and sampling parameters of the request.
+        bad_words, stops: its bad words and stop tokens as token ids.
+        config, vocab_size, max_len, tokenizer: configuration and limits of the engine.
 
     Raises:
-        ValueError: says what, and what can be done.
+        ValueError: names the parameter that is illegal, and what is legal.
     """
     if not prompt:
         raise ValueError("a prompt is empty; generation starts from at least one token.")
-    told = {
+    token_fields = {
         "a prompt": prompt,
         "stop_ids": params.stop_ids,
         "logit_bias": params.logit_bias,
         "allowed_tokens": params.allowed_tokens or (),
-        "bad_words": [token for word in words for token in word],
+        "bad_words": [token for word in bad_words for token in word],
     }
-    for what, tokens in told.items():
+    for what, tokens in token_fields.items():
         wrong = [token for token in tokens if not 0 <= token < vocab_size]
         if wrong:
             raise ValueError(f"{what} holds token {wrong[0]}, but the vocabulary has {vocab_size} tokens.")
@@ -68,20 +68,18 @@ def check(
             f"have {max_len} at most. Give a shorter prompt or fewer new tokens."
         )
     if tokenizer is None and params.stop:
-        raise ValueError("stop texts need an engine with a tokenizer; give stop_ids.")
+        raise ValueError("stop strings need an engine with a tokenizer; give stop_ids.")
     if tokenizer is None and params.echo:
-        raise ValueError("echo needs an engine with a tokenizer; the prompt's tokens are known.")
-    if (
-        max(map(len, words), default=0) > logits_processors.WORD
-        or sum(len(word) > 1 for word in words) > logits_processors.WORDS
-    ):
+        raise ValueError("echo needs an engine with a tokenizer; without one, the caller has the prompt's tokens.")
+    longest, long_words = max(map(len, bad_words), default=0), sum(len(word) > 1 for word in bad_words)
+    if longest > MAX_BAD_WORD_TOKENS or long_words > MAX_BAD_WORDS:
         raise ValueError(
-            f"bad_words: the longest may have {logits_processors.WORD} tokens, and {logits_processors.WORDS} may have more than one, each "
-            "as the tokenizer writes it at a beginning and after a space."
+            f"bad_words: the longest may have {MAX_BAD_WORD_TOKENS} tokens, and {MAX_BAD_WORDS} may have more than "
+            "one, each as tokenized at the start of a text and after a space."
         )
     if params.needs_full and "full" not in config.samplers:
         raise ValueError(
-            "this engine was built with the plain sampler alone, which knows temperature and seed: add 'full' to "
+            "this engine was built with the plain sampler only, which supports temperature and seed: add 'full' to "
             f"samplers = {config.samplers}."
         )
     for name in ("logprobs", "prompt_logprobs"):

@@ -1,12 +1,15 @@
-"""One step on the device: a flat batch of prompts' pieces and decoded tokens, or several decoded tokens of each.
+"""Engine step on the device: one program for a flat batch of prefill chunks and decode tokens.
 
-All that the host says to a step is one array of 32-bit numbers, all that it hears is one; in between, the tokens made
-last stay on the device, so that the next step can begin before the host has seen them.
+Decode-only steps run a loop that decodes several tokens of each sequence.
 
-Where a mesh has replicas, each has its own array of numbers, requests and slots, and all run one program.
+The host sends one packed array of 32-bit elements per step and gets one back. The last token of each slot stays on the
+device, so that the next step can start before the host has read the result of this one.
 
-Legend: B replicas, T rows of the flat batch, S requests of a step, R sequences (slots) there are, J columns of a page
-table, N steps of the device's loop, V vocab, D embed, K likeliest tokens, U pieces of a mask; of pools as in ``paged``.
+If a mesh has data-parallel replicas, each has its own packed array, requests and slots, and all run the same program.
+
+Legend: B replicas, T rows of the flat batch, S requests of a step, R slots (running sequences), J columns of a page
+table, N decode steps per call, V vocab, D embed, K top log-probabilities, U 32-bit words of a token mask; pools as in
+``paged_cache``.
 """
 
 from __future__ import annotations
@@ -21,34 +24,35 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import sharding
 from jaxllm.infer.runner import logits_processors, sampler
-from jaxllm.infer.runner.packed_buffer import Layout
-from jaxllm.infer.runner.paged_cache import HELD_AXES, NUMBERS, POOL_AXES, TABLES, LayerGroup, PagedCache
+from jaxllm.infer.runner.packed_buffer import PackedBuffer
+from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, TRANSFER_AXES, LayerGroup, PagedCache
 from jaxllm.models import Functional
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.pages import empty_slots
-from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch
 
-STOPS = 8
-"""Stop tokens of a request that the device looks for, to end its loop early; the host looks for all."""
-SCORED = 64
-"""Rows of a prompt whose logits are in memory at a time."""
+DEVICE_STOP_TOKENS = 8
+"""Stop tokens per request that the device checks, to end its decode loop early; the host checks all."""
+SCORED_ROWS = 64
+"""Rows of a prompt whose logits are in memory at a time, for prompt log-probabilities."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a program is for.
+class StepShape:
+    """Shape of a step's program: the sizes that it is compiled for.
 
     Attributes:
         tokens: T.
         requests: S, at most T.
-        decode: T = S sequences that make ``loop`` tokens or fewer; otherwise pieces of any lengths, and one token each.
-        full: with all of ``SamplingParams``; without, seed and temperature.
+        decode: decode-only: T = S sequences that decode up to ``decode_steps`` tokens each; otherwise prefill chunks
+            of any lengths mixed with decode tokens, and one sampled token each.
+        full: supports all of ``SamplingParams``; otherwise only seed and temperature.
         slots: R.
         columns: J.
-        groups: of layers.
-        loop: N.
-        top: K.
-        real: dtype of log-probabilities.
+        groups: number of groups of layers, see ``LayerGroup``.
+        decode_steps: N.
+        top_logprobs: K.
+        logprob_dtype: dtype of log-probabilities.
     """
 
     tokens: int
@@ -58,21 +62,22 @@ class Shape:
     slots: int
     columns: int
     groups: int
-    loop: int
-    top: int
-    real: str
+    decode_steps: int
+    top_logprobs: int
+    logprob_dtype: str
 
     @property
     def name(self) -> str:
-        """Such as decode-16-plain."""
+        """Name of the program, such as decode-16-plain."""
         return f"{'decode' if self.decode else 'prompt'}-{self.tokens}-{'full' if self.full else 'plain'}"
 
     @property
-    def inputs(self) -> Layout:
-        """What the host says.
+    def inputs(self) -> PackedBuffer:
+        """Packed buffer of the inputs that the host sends.
 
-        ``tokens`` are -1 where the device knows them; ``slots`` is R where there is no request; a ``copies`` beyond
-        ``copied`` is not done; ``targets`` are the tokens to be scored, -1 for none.
+        ``tokens`` are -1 where only the device knows them (the slot's last token); ``slots`` is R in rows without a
+        request; ``copies`` after the first ``copied`` are not done; ``targets`` are the tokens to be scored, -1 for
+        none.
         """
         s = self.requests
         fields = [
@@ -87,40 +92,44 @@ class Shape:
             ("temperature", (s,), "float32"),
         ]
         if self.decode:
-            fields += [("steps", (), "int32"), ("stops", (s, STOPS), "int32")]
+            fields += [("steps", (), "int32"), ("stops", (s, DEVICE_STOP_TOKENS), "int32")]
         if self.full:
             fields += [(name, (s,), "int32") for name in ("top_k", "kind", "earliest")]
             fields += [(name, (s,), "float32") for name in ("top_p", "min_p", "typical_p", *PENALTIES)]
         if self.full and not self.decode:
             fields += [("targets", (self.tokens,), "int32")]
-        return Layout(tuple(fields))
+        return PackedBuffer(tuple(fields))
 
     @property
-    def outputs(self) -> Layout:
-        """What the host hears."""
-        n, s = (self.loop if self.decode else 1), self.requests
+    def outputs(self) -> PackedBuffer:
+        """Packed buffer of the outputs that the host gets."""
+        n, s = (self.decode_steps if self.decode else 1), self.requests
         fields = [("tokens", (n, s), "int32")]
         if self.full:
-            top = (n, s, self.top)
-            fields += [("logprobs", (n, s), self.real), ("top_ids", top, "int32"), ("top_logprobs", top, self.real)]
+            top = (n, s, self.top_logprobs)
+            fields += [
+                ("logprobs", (n, s), self.logprob_dtype),
+                ("top_ids", top, "int32"),
+                ("top_logprobs", top, self.logprob_dtype),
+            ]
         if self.full and not self.decode:
-            t, top = self.tokens, (self.tokens, self.top)
-            fields += [("scores", (t,), self.real), ("ranks", (t,), "int32")]
-            fields += [("prompt_ids", top, "int32"), ("prompt_top", top, self.real)]
-        return Layout(tuple(fields))
+            t, top = self.tokens, (self.tokens, self.top_logprobs)
+            fields += [("scores", (t,), self.logprob_dtype), ("ranks", (t,), "int32")]
+            fields += [("prompt_ids", top, "int32"), ("prompt_top", top, self.logprob_dtype)]
+        return PackedBuffer(tuple(fields))
 
 
 Pools = tuple[Slots, ...]
 PENALTIES = ("repetition", "presence", "frequency")
 
 
-class Batch(NamedTuple):
-    """What the forward pass is told.
+class StepBatch(NamedTuple):
+    """Inputs of the forward pass.
 
     Attributes:
-        tokens, positions: of the flat batch.
+        tokens, positions: token ids and positions of the flat batch.
         starts, kv_lens: see ``PagedCache``.
-        tables: of each group.
+        tables: page table of each group of layers.
     """
 
     tokens: Int[Array, "*B T"]
@@ -131,22 +140,22 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """A step of one shape, as a pure function.
+class EngineStep:
+    """Engine step of one shape, as a pure function.
 
     Attributes:
-        model: whose parameters these are, and whose head is run.
-        reader: the same model, whose forward is run; its rules may split the tokens of the step.
-        groups: of its layers.
-        shape: of the step.
-        vocab_size: tokens from there on are never made.
+        model: served model; its head computes the logits.
+        forward_model: the same model, for the forward pass; its rules may shard the step's tokens.
+        groups: groups of the model's layers.
+        shape: shape of the step.
+        vocab_size: tokens from here on are never sampled.
         invariant: see ``PagedCache``.
     """
 
     model: Functional
-    reader: Functional
+    forward_model: Functional
     groups: tuple[LayerGroup, ...]
-    shape: Shape
+    shape: StepShape
     vocab_size: int
     invariant: bool = False
 
@@ -155,119 +164,128 @@ class Step:
         params: Any,
         pools: Pools,
         last: Int[Array, "B R"],
-        packed: Int[Array, "B numbers"],
+        packed: Int[Array, "B elements"],
         state: tuple[Array, ...] | None = None,
         masks: Int[Array, "B S U"] | None = None,
     ) -> tuple[Any, ...]:
-        """Pools and each slot's last token after the step, what the host hears, and of a full step the slots' state."""
-        slots = None if state is None else logits_processors.State(*state)
+        """Runs the step.
+
+        Returns:
+            the pools, each slot's last token, the packed outputs; with the full sampler its slot state too.
+        """
+        slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.model.rules):
-            run = self._loop if self.shape.decode else self._once
-            pools, last, out, slots = run(params, self._copied(pools, packed), last, packed, slots, masks)
-            # Whole on every device: the host asks one of them.
+            run = self._decode_loop if self.shape.decode else self._prefill_step
+            pools, last, out, slots = run(params, self._copy_shared_pages(pools, packed), last, packed, slots, masks)
+            # Replicated on every device: the host reads it from one of them.
             made = pools, last, sharding.constrain(out, None, None)
         return made if slots is None else (*made, tuple(slots))
 
-    def _copied(self, pools: Pools, packed: Int[Array, "B numbers"]) -> Pools:
-        """The pools with the pages copied that are to be written to and have other readers."""
+    def _copy_shared_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> Pools:
+        """Copy-on-write: copies the shared pages that the step is going to write to."""
 
         def pairs(packed: Array) -> tuple[Array, Array]:
             x = self.shape.inputs.unpack(packed)
             return x["copies"], x["copied"]
 
         every, counts = sharding.per_shard(pairs, "batch")(packed)
-        run = sharding.shard_map(copied, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
+        run = sharding.shard_map(copy_pages, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
         return tuple(
             jax.tree.map(lambda x, group=group: run(x, every[:, group], counts[:, group]), pool)
             for group, pool in enumerate(pools)
         )
 
-    def _once(
+    def _prefill_step(
         self,
         params: Any,
         pools: Pools,
         last: Array,
         packed: Array,
-        state: logits_processors.State | None,
+        state: logits_processors.LogitsState | None,
         masks: Array | None,
-    ) -> tuple[Pools, Array, Array, logits_processors.State | None]:
-        """Pieces of prompts and decoded tokens, and the token after each."""
+    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
+        """Runs prefill chunks and decode tokens as one flat batch, and samples one token after each."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
 
-        def read(packed: Array, last: Array) -> Batch:
+        def read(packed: Array, last: Array) -> StepBatch:
             x = inputs.unpack(packed)
-            return self._batch(x, self._known(last, x), x["kv_lens"])
+            return self._step_batch(x, self._input_tokens(last, x), x["kv_lens"])
 
         def sampled(packed: Array, hidden: Array) -> Array:
             return hidden[jnp.maximum(inputs.unpack(packed)["starts"][1:] - 1, 0)]
 
         def choose(packed: Array, logits: Array, last: Array, state: Any, masks: Any, scores: dict[str, Array]) -> Any:
             x = inputs.unpack(packed)
-            out, state = self._choose(logits, x, x["kv_lens"], state, masks)
+            with jax.named_scope("sample"):
+                out, state = self._sample(logits, x, x["kv_lens"], state, masks)
             last = last.at[x["slots"]].set(out["tokens"], mode="drop")
             return last, self.shape.outputs.pack(out | scores), state
 
         pools, hidden = self._forward(params, pools, each(read)(packed, last))
         logits = self._logits(params, each(sampled)(packed, hidden))
-        scores = self._scores(params, hidden, packed) if self.shape.full else {}
+        scores = self._prompt_scores(params, hidden, packed) if self.shape.full else {}
         last, out, state = each(choose)(packed, logits, last, state, masks, scores)
         return pools, last, out, state
 
-    def _known(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
-        """The tokens of the flat batch: the host's, or each request's last one."""
+    def _input_tokens(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
+        """Token ids of the flat batch: from the host, or the last token of the request's slot."""
         rows = jnp.arange(self.shape.tokens, dtype=jnp.int32)
         request = jnp.clip(jnp.searchsorted(x["starts"], rows, side="right") - 1, 0, self.shape.requests - 1)
         made = last[jnp.minimum(x["slots"][request], self.shape.slots - 1)]
         return jnp.where(x["tokens"] >= 0, x["tokens"], made)
 
-    def _batch(self, x: dict[str, Array], tokens: Int[Array, " T"], kv_lens: Int[Array, " S"]) -> Batch:
+    def _step_batch(self, x: dict[str, Array], tokens: Int[Array, " T"], kv_lens: Int[Array, " S"]) -> StepBatch:
         tables = tuple(x["tables"])
-        rows = Ragged(tables[0], x["starts"], kv_lens).tokens(self.shape.tokens)
-        return Batch(tokens, jnp.where(rows.real, rows.position, 0), x["starts"], kv_lens, tables)
+        rows = RaggedBatch(tables[0], x["starts"], kv_lens).tokens(self.shape.tokens)
+        return StepBatch(tokens, jnp.where(rows.real, rows.position, 0), x["starts"], kv_lens, tables)
 
-    def _forward(self, params: Any, pools: Pools, batch: Batch) -> tuple[Pools, Float[Array, "B T D"]]:
-        """The training forward over the flat batches."""
+    def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
+        """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
         tables, starts, kv_lens = batch.tables, batch.starts, batch.kv_lens
         ctx = PagedCache(pools, tables, starts, kv_lens, self.groups, self.shape.decode, self.invariant)
-        with sharding.use_rules(self.reader.rules):
+        with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
-        hidden, ctx = self.reader.forward(params, tokens, positions, ctx)
+        hidden, ctx = self.forward_model.forward(params, tokens, positions, ctx)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, sharding.constrain(hidden, "batch", "residual_seq", "act_embed")
 
     def _logits(self, params: Any, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Of a replica's rows, all on each of its devices."""
+        """Logits of a replica's rows, replicated on its devices."""
         return sharding.constrain(self.model.head(params, hidden), "batch", None, None)
 
-    def _choose(
+    def _sample(
         self,
         logits: Float[Array, "S V"],
         x: dict[str, Array],
         kv_lens: Int[Array, " S"],
-        state: logits_processors.State | None,
+        state: logits_processors.LogitsState | None,
         masks: Int[Array, "S U"] | None,
-    ) -> tuple[dict[str, Array], logits_processors.State | None]:
-        """The next token of each request, which fills the position after its last; the slots' state after it."""
+    ) -> tuple[dict[str, Array], logits_processors.LogitsState | None]:
+        """Samples the next token of each request; returns the outputs and the updated slot state."""
         filters = (x[n] if self.shape.full else None for n in ("top_k", "top_p", "min_p", "typical_p"))
-        rows = sampler.Rows(x["seeds"], kv_lens, x["temperature"], *filters)
+        rows = sampler.SamplerRows(x["seeds"], kv_lens, x["temperature"], *filters)
         known = jnp.where(jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
         if state is None or masks is None:
             return {"tokens": sampler.sample(known, rows)}, None
-        asked = logits_processors.Asked(x["slots"], x["kind"], kv_lens, x["earliest"], *(x[n] for n in PENALTIES))
-        tokens = sampler.sample(logits_processors.shaped(known, state, asked, masks), rows)
-        own, ids, top = sampler.logprobs(logits, tokens, self.shape.top)
+        params = logits_processors.LogitsParams(
+            x["slots"], x["kind"], kv_lens, x["earliest"], *(x[n] for n in PENALTIES)
+        )
+        tokens = sampler.sample(logits_processors.process_logits(known, state, params, masks), rows)
+        own, ids, top = sampler.logprobs(logits, tokens, self.shape.top_logprobs)
         out = {"tokens": tokens, "logprobs": own, "top_ids": ids, "top_logprobs": top}
-        return out, logits_processors.grown(state, asked, tokens)
+        return out, logits_processors.record_tokens(state, params, tokens)
 
-    def _scores(self, params: Any, hidden: Float[Array, "B T D"], packed: Int[Array, "B numbers"]) -> dict[str, Array]:
-        """Of the token after each row of a prompt log-probability and rank, and the likeliest there, if asked for."""
-        t, top, real = self.shape.tokens, self.shape.top, self.shape.real
-        size = math.gcd(SCORED, t)
+    def _prompt_scores(
+        self, params: Any, hidden: Float[Array, "B T D"], packed: Int[Array, "B elements"]
+    ) -> dict[str, Array]:
+        """Log-probability and rank of each next prompt token, and the top tokens there, if requested."""
+        t, top, dtype = self.shape.tokens, self.shape.top_logprobs, self.shape.logprob_dtype
+        size = math.gcd(SCORED_ROWS, t)
 
         def score(logits: Array, wanted: Array) -> tuple[Array, ...]:
             wanted = jnp.maximum(wanted, 0)
             own, ids, best = sampler.logprobs(logits, wanted, top)
-            return own.astype(real), sampler.ranks(logits, wanted), ids, best.astype(real)
+            return own.astype(dtype), sampler.ranks(logits, wanted), ids, best.astype(dtype)
 
         def some(i: Array) -> tuple[Array, ...]:
             rows, wanted = (jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1) for x in (hidden, targets))
@@ -282,39 +300,39 @@ class Step:
 
         def nothing() -> tuple[Array, ...]:
             def zeros(targets: Array) -> tuple[Array, ...]:
-                likely, ids = jnp.zeros((t, top), real), jnp.zeros((t, top), jnp.int32)
+                likely, ids = jnp.zeros((t, top), dtype), jnp.zeros((t, top), jnp.int32)
                 return likely[:, 0], ids[:, 0], ids, likely
 
             return sharding.per_shard(zeros, "batch")(targets)
 
         targets = sharding.per_shard(lambda packed: self.shape.inputs.unpack(packed)["targets"], "batch")(packed)
-        # All replicas, or none: their logits are computed together.
+        # All replicas or none: the logits of all are computed together.
         found = jax.lax.cond(jnp.any(targets >= 0), compute, nothing)
         return dict(zip(("scores", "ranks", "prompt_ids", "prompt_top"), found, strict=True))
 
-    def _loop(
+    def _decode_loop(
         self,
         params: Any,
         pools: Pools,
         last: Array,
         packed: Array,
-        state: logits_processors.State | None,
+        state: logits_processors.LogitsState | None,
         masks: Array | None,
-    ) -> tuple[Pools, Array, Array, logits_processors.State | None]:
-        """``steps`` tokens of each request, fewer if all of its replica have made one of their stop tokens."""
+    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
+        """Decodes ``steps`` tokens of each request; ends early when all of a replica have sampled a stop token."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
-        real, slots = self.shape, self.shape.slots
+        slots = self.shape.slots
 
         def begin(packed: Array, last: Array) -> Any:
             x = inputs.unpack(packed)
-            last = last.at[x["slots"]].set(self._known(last, x), mode="drop")
-            made = {name: jnp.zeros(shape, dtype) for name, shape, dtype in real.outputs.fields}
+            last = last.at[x["slots"]].set(self._input_tokens(last, x), mode="drop")
+            made = {name: jnp.zeros(shape, dtype) for name, shape, dtype in self.shape.outputs.fields}
             return (jnp.int32(0), x["slots"] >= slots), last, made
 
-        def read(packed: Array, last: Array, turn: Any) -> Batch:
+        def read(packed: Array, last: Array, turn: Any) -> StepBatch:
             (i, done), x = turn, inputs.unpack(packed)
             there = (x["slots"] < slots) & going(x, i, done)
-            return self._batch(x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(there, x["kv_lens"] + i, 0))
+            return self._step_batch(x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(there, x["kv_lens"] + i, 0))
 
         def going(x: dict[str, Array], i: Array, done: Array) -> Array:
             return (i < x["steps"]) & ~jnp.all(done)
@@ -324,8 +342,9 @@ class Step:
             here = going(x, i, done)
             places = jnp.where(here, x["slots"], slots)
             kv_lens = jnp.where(places < slots, x["kv_lens"] + i, 0)
-            out, state = self._choose(logits, x | {"slots": places}, kv_lens, state, masks)
-            at = jnp.where(here, i, real.loop)
+            with jax.named_scope("sample"):
+                out, state = self._sample(logits, x | {"slots": places}, kv_lens, state, masks)
+            at = jnp.where(here, i, self.shape.decode_steps)
             made = {name: made[name].at[at].set(out[name].astype(made[name].dtype), mode="drop") for name in made}
             last = last.at[places].set(out["tokens"], mode="drop")
             done = done | jnp.any(out["tokens"][:, None] == x["stops"], axis=1)
@@ -346,10 +365,10 @@ class Step:
         return pools, last, each(self.shape.outputs.pack)(made), state
 
 
-def copied(
+def copy_pages(
     pool: Shaped[Array, "L P K _ _"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
 ) -> Shaped[Array, "L P K _ _"]:
-    """A replica's pool with ``count`` pages copied, from the first of each pair to the second, in place."""
+    """Copies ``count`` pages of a replica's pool, from the first of each pair to the second, in place."""
 
     def one(i: Array, pool: Array) -> Array:
         page = jax.lax.dynamic_slice_in_dim(pool, pairs[0, i, 0], 1, axis=1)
@@ -359,7 +378,7 @@ def copied(
 
 
 def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> Slots:
-    """Some pages of one replica, to be taken to the host; the others are told of pages that are not there."""
+    """Gathers pages of one replica for the host; the other replicas get page numbers out of range."""
 
     def local(pool: Array, pages: Array) -> Array:
         here = (pages[0] < pool.shape[1])[:, None, None, None]
@@ -368,23 +387,23 @@ def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> 
 
     with sharding.use_rules(rules):
         replicas = sharding.axis_names("batch")
-        run = sharding.shard_map(local, (POOL_AXES, NUMBERS), HELD_AXES)
+        run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST), TRANSFER_AXES)
         return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool)
 
 
 def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], held: Slots) -> Slots:
-    """The pool with some pages as the host had them; a page that is not there is written nowhere."""
+    """Writes pages from the host into the pool; page numbers out of range are ignored."""
 
     def local(pool: Array, pages: Array, held: Array) -> Array:
         return pool.at[:, pages[0]].set(held, mode="drop")
 
     with sharding.use_rules(rules):
-        run = sharding.shard_map(local, (POOL_AXES, NUMBERS, HELD_AXES), POOL_AXES)
+        run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST, TRANSFER_AXES), POOL_AXES)
         return jax.tree.map(lambda x, more: run(x, pages, more), pool, held)
 
 
-def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B numbers"]) -> tuple[Array, ...]:
-    """``shaping.seat`` in each replica; a slot that is not there is left out."""
+def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B elements"]) -> tuple[Array, ...]:
+    """Runs ``logits_processors.seat`` in each replica; a slot out of range is ignored."""
     with sharding.use_rules(rules):
         return sharding.per_shard(logits_processors.seat, "batch")(state, packed)
 
@@ -392,7 +411,7 @@ def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B 
 def empty_pools(
     rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int
 ) -> Pools:
-    """Pools that hold nothing yet, placed by the rules; ``counts`` are of a replica."""
+    """Empty page pools, sharded by the rules; ``counts`` are pages per replica."""
     with sharding.use_rules(rules):
         shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
         pools = (

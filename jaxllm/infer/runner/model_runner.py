@@ -1,4 +1,7 @@
-"""The device's side of an engine: programs, pools of pages, the last token of each slot."""
+"""Model runner: the device side of the engine. It owns the weights, the compiled programs and the paged KV cache.
+
+For tensor parallel serving over a mesh, weights, page pools and steps are sharded by ``serving_mesh``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +22,38 @@ import numpy as np
 import sharding
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
-from jaxllm.infer.length_limits import settle_length
+from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.engine_step import Pools, Shape, Step, empty_pools, read_pages, seat, write_pages
-from jaxllm.infer.runner.paged_cache import HELD_AXES, POOL_AXES, LayerGroup, layer_groups
-from jaxllm.infer.runner.program_cache import Manifest, Program, config_key, describe
-from jaxllm.infer.runner.runner_protocol import Runner as Runner
-from jaxllm.infer.runner.runner_protocol import Spec as Spec
+from jaxllm.infer.runner.engine_step import EngineStep, Pools, StepShape, empty_pools, read_pages, seat, write_pages
+from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups
+from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe
+from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
 
-MOVED = 16
-"""Pages that one program takes to the host or back."""
-SHARE = 0.9
-"""Of an accelerator's memory that parameters, pools and a step's temporaries may take together."""
-CPU_SHARE = 0.25
-"""Of a computer's memory that pools may take."""
+PAGES_PER_TRANSFER = 16
+"""Pages that one program copies between device and host when a sequence is swapped."""
+ACCELERATOR_MEMORY_SHARE = 0.9
+"""Fraction of an accelerator's memory that weights, page pools and a step's temporaries may use together."""
+CPU_MEMORY_SHARE = 0.25
+"""Fraction of the host's memory that page pools may use on CPU."""
 
 
-class Device:
-    """A ``Runner`` of a real model; arguments as those of ``Engine.of``.
+class ModelRunner:
+    """Runner of a model on the devices of this process, or its part of a mesh over several processes.
+
+    Compiles all programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``.
 
     Attributes:
-        spec: the sizes.
-        manifest: of its programs, with counts of what was compiled.
-        spans: its devices are of several processes, see ``together``.
+        spec: sizes, all settled.
+        program_cache: cache of the compiled programs, with counts of compilations.
+        spans_processes: the mesh has devices of several processes, see ``multihost``.
+        follows: always False, see ``Runner``.
     """
+
+    follows = False
 
     def __init__(
         self,
@@ -60,13 +68,14 @@ class Device:
         strict: bool = False,
     ):
         self.config, self.vocab_size = config, vocab_size
-        self.model, self._reader = serving_model(model), serving_model(model, split=True)
+        self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
-        latent = any(block.attention.cached.latent for block in model.config.blocks)
+        latent = any(block.attention.kv_spec.latent for block in model.config.blocks)
         check_mesh(self.mesh, invariant=config.batch_invariant, latent=latent)
-        self.spans = spans_processes(self.mesh)
+        self.spans_processes = spans_processes(self.mesh)
         replicas = 1
-        if self.mesh is None:  # a mesh of one device would be part of their types, and not of those that programs make
+        if self.mesh is None:
+            # The type of an array on a one-device mesh would differ from the type of the programs' outputs.
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
         else:
             params = jax.tree.map(put, params, placements(self.model, params, self.mesh))
@@ -75,11 +84,11 @@ class Device:
         self.params = params
         self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         groups = layer_groups(model.config, config.kv_dtype)
-        max_len = settle_length(model.config, config.max_len, longest)
+        max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
-        own = [jax.process_index()] if self.spans else []
+        own = [jax.process_index()] if self.spans_processes else []
         key = [
             *own,
             *config_key(model.config, config),
@@ -88,43 +97,45 @@ class Device:
             vocab_size,
             max_len,
         ]
-        self.manifest = Manifest(manifest, key, devices, strict)
+        self.program_cache = ProgramCache(manifest, key, devices, strict)
         least = (columns + 1,) * len(groups)
-        self.spec = Spec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
-        if config.pages is not None or (pages := self.manifest.note("pages")) is None:
-            pages = self._pages(config.pages or self._agreed(self._room()))
-            self.manifest.note("pages", list(pages))
+        self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
+        if config.pages is not None or (pages := self.program_cache.saved_value("pages")) is None:
+            pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
+            self.program_cache.saved_value("pages", list(pages))
         self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
-        self._moves = config.preemption == "swap"
-        self.programs = self.manifest.make(self._programs())
+        self._swaps = config.preemption == "swap"
+        self.programs = self.program_cache.compile_all(self._programs())
         with self._on_mesh():
             self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
-            self.last = put(np.zeros((replicas, config.sequences), np.int32), self._each)
+            self.last = put(np.zeros((replicas, config.max_sequences), np.int32), self._per_replica)
             if self._full:
-                state = logits_processors.empty_state(config.sequences, model.config.vocab_size)
-                self.state = tuple(put(np.broadcast_to(x, (replicas, *x.shape)), self._each) for x in state)
+                state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
+                self.state = tuple(put(np.broadcast_to(x, (replicas, *x.shape)), self._per_replica) for x in state)
                 sizes = {shape.requests for shape in self._shapes() if shape.full}
                 width = mask_width(model.config.vocab_size)
-                self._all_tokens = {n: put(np.full((replicas, n, width), -1, np.int32), self._each) for n in sizes}
-        self.manifest.ready = True
+                self._all_tokens = {
+                    n: put(np.full((replicas, n, width), -1, np.int32), self._per_replica) for n in sizes
+                }
+        self.program_cache.ready = True
 
     # Steps
 
-    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Shape:
-        """The smallest program that a step fits."""
+    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
+        """Shape of the smallest compiled program that a step fits into, see ``Runner``."""
         full = full or "plain" not in self.config.samplers
         sizes = self.config.decode_buckets
         if decode and sizes:
             return self.shape(next(size for size in sizes if size >= requests), True, full)
         return self.shape(next(size for size in self.config.prompt_buckets if size >= tokens), False, full)
 
-    def run(self, shape: Shape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
-        """Sends a step; what it gives is on its way to the host."""
+    def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
+        """Starts a step; the copy of its result to the host has begun when this returns."""
         program = self.programs[shape.name]
         with self._on_mesh():
-            arguments = self.params, self.pools, self.last, put(packed, self._each)
+            arguments = self.params, self.pools, self.last, put(packed, self._per_replica)
             if shape.full:
-                legal = self._all_tokens[shape.requests] if masks is None else put(masks, self._each)
+                legal = self._all_tokens[shape.requests] if masks is None else put(masks, self._per_replica)
                 self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
             else:
                 self.pools, self.last, out = program(*arguments)
@@ -132,133 +143,146 @@ class Device:
         return out
 
     def seat(self, replica: int, packed: np.ndarray) -> None:
-        """Puts what a request asks for into its slot."""
+        """Writes a request's logits-processor state into its slot."""
         every = np.zeros((self.spec.replicas, packed.size), np.int32)
         for row in every:
-            logits_processors.row_layout(self.spec.vocab).views(row)["slot"][...] = self.config.sequences  # nowhere
+            # A slot out of range: nothing is written in the other replicas.
+            logits_processors.slot_buffer(self.spec.vocab).views(row)["slot"][...] = self.config.max_sequences
         every[replica] = packed
         with self._on_mesh():
-            self.state = self.programs["seat"](self.state, put(every, self._each))
+            self.state = self.programs["seat"](self.state, put(every, self._per_replica))
 
     def check(self, params: Any) -> None:
-        """Whether ``swap`` takes them.
+        """Checks that weights can replace those in use.
 
         Raises:
-            ValueError: names what differs.
+            ValueError: names the weight whose structure, shape or dtype differs.
         """
         want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (self._abstract, params))
         if [path for path, _ in want] != [path for path, _ in got]:
-            raise ValueError("the weights have another structure than those that this engine was built for.")
+            raise ValueError("the weights have another structure than those this engine was built for; give that tree.")
         for (path, w), (_, g) in zip(want, got, strict=True):
             if (w.shape, w.dtype) != (g.shape, g.dtype):
                 raise ValueError(
                     f"weights{jax.tree_util.keystr(path)} are {g.dtype}{list(g.shape)}; this engine was built for "
-                    f"{w.dtype}{list(w.shape)}. Give them in that form."
+                    f"{w.dtype}{list(w.shape)}. Convert them to that dtype and shape."
                 )
 
     def swap(self, params: Any) -> None:
-        """Puts other weights in the place of those there are, for the same programs.
+        """Replaces the weights, for the same programs.
 
         Args:
-            params: that ``check`` takes; on the same devices or others.
+            params: weights that ``check`` accepts; on the same devices or others.
         """
         self.check(params)
         if self.mesh is None:
             params = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, params)
-        # Copied where they already lie right: a training step gives its buffers away.
+        # Always copied, even if the sharding is right already: a training step donates its buffers.
         self.params = jax.tree.map(lambda x, there: put(x, there.sharding, may_alias=False), params, self._abstract)
 
-    # Pages on the host
+    def follow(self, weights: Callable[[], Any] | None = None) -> None:
+        """Not supported in an engine of one process; see ``MultihostRunner``.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a runner of one process has no process 0 to follow; build the engine on a mesh of several.")
+
+    def close(self) -> None:
+        """Does nothing: no other process follows."""
+
+    # Swapping pages to the host
 
     def read(self, replica: int, group: int, pages: list[int]) -> Slots:
-        """Pages of a replica's pool, on the host."""
+        """Copies pages of a replica's pool to the host."""
         parts = []
-        for at in range(0, len(pages), MOVED):
-            some = pages[at : at + MOVED]
+        for at in range(0, len(pages), PAGES_PER_TRANSFER):
+            some = pages[at : at + PAGES_PER_TRANSFER]
             with self._on_mesh():
                 found = self.programs[f"read-{group}"](self.pools[group], self._padded(replica, some, group))
             parts.append(jax.tree.map(lambda x, some=some: np.asarray(x)[:, : len(some)], found))
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts) if parts else Slots(np.empty(0))
 
     def write(self, replica: int, group: int, pages: list[int], content: Slots) -> None:
-        """Puts pages from the host into a replica's pool."""
-        for at in range(0, len(pages), MOVED):
-            some = pages[at : at + MOVED]
-            rest = ((0, 0), (0, MOVED - len(some)), *((0, 0),) * 3)
-            held = jax.tree.map(lambda x, at=at, rest=rest: np.pad(x[:, at : at + MOVED], rest), content)
+        """Copies pages from the host into a replica's pool."""
+        for at in range(0, len(pages), PAGES_PER_TRANSFER):
+            some = pages[at : at + PAGES_PER_TRANSFER]
+            rest = ((0, 0), (0, PAGES_PER_TRANSFER - len(some)), *((0, 0),) * 3)
+            held = jax.tree.map(lambda x, at=at, rest=rest: np.pad(x[:, at : at + PAGES_PER_TRANSFER], rest), content)
             with self._on_mesh():
-                placed = jax.tree.map(lambda x: put(x, self._place(*HELD_AXES)), held)
+                placed = jax.tree.map(lambda x: put(x, self._sharding(*TRANSFER_AXES)), held)
                 pool = self.programs[f"write-{group}"](self.pools[group], self._padded(replica, some, group), placed)
             self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
 
     def _padded(self, replica: int, pages: list[int], group: int) -> Any:
-        padded = np.full((self.spec.replicas, MOVED), self.spec.pages[group], np.int32)  # beyond the last: nowhere
+        # Page numbers out of range stand for no page.
+        padded = np.full((self.spec.replicas, PAGES_PER_TRANSFER), self.spec.pages[group], np.int32)
         padded[replica, : len(pages)] = pages
-        return put(padded, self._each)
+        return put(padded, self._per_replica)
 
     # Sizes
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token in all layers and on all shards, scales included."""
+        """Bytes of KV cache per token, in all layers and on all shards, scales included."""
         return sum(group.token_bytes(self._shards) for group in self.spec.groups)
 
     @property
     def _shards(self) -> int:
-        """Of kv heads."""
+        """Number of shards of the kv heads."""
         with self._on_mesh(), sharding.use_rules(self.model.rules):
             return sharding.axis_size("attn_kv_heads")
 
-    def _room(self) -> int:
-        """Pages that the memory has room for, beside the parameters and the largest program's temporaries."""
+    def _pages_that_fit(self) -> int:
+        """Pages that fit into memory beside the weights and the temporaries of the largest program."""
         memory = _device_of(self.params).memory_stats()
         if memory is None or "bytes_limit" not in memory:
             devices = 1 if self.mesh is None else self.mesh.size
-            room = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
-            most = (
-                self.config.sequences + 1
-            ) * self.spec.columns  # no more than can be in use, and one to be found again
+            room = CPU_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+            # As many as can be in use, and one sequence's for the prefix cache.
+            most = (self.config.max_sequences + 1) * self.spec.columns
         else:
-            largest = self._step(self.shape(self.config.budget, False, "full" in self.config.samplers))
-            temporaries = self.manifest.make([largest])[largest.name].memory.temp_size_in_bytes
-            self.manifest.counts.compiled = self.manifest.counts.loaded = 0
+            largest = self._step(self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers))
+            temporaries = self.program_cache.compile_all([largest])[largest.name].memory.temp_size_in_bytes
+            self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
             weights, slots = map(_bytes_of, (self._abstract, self._abstract_state() if self._full else ()))
-            room = SHARE * memory["bytes_limit"] - weights - temporaries - slots
+            room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - weights - temporaries - slots
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
 
         def taken(pages: int) -> int:
-            return sum(n * self._page_bytes(g) for n, g in zip(self._pages(pages), self.spec.groups, strict=True))
+            return sum(n * self._page_bytes(g) for n, g in zip(self._pool_sizes(pages), self.spec.groups, strict=True))
 
         if taken(least) > room:
             raise ValueError(
-                f"the device has room for {max(room, 0) / 2**30:.2f} GiB of keys and values, and a sequence of "
-                f"{self.spec.max_len} tokens needs {taken(least) / 2**30:.2f}: give a smaller max_len or budget."
+                f"the device has room for {max(room, 0) / 2**30:.2f} GiB of KV cache, and a sequence of "
+                f"{self.spec.max_len} tokens needs {taken(least) / 2**30:.2f}: give a smaller max_len or "
+                "max_batched_tokens."
             )
         pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
         return max(pages, least)
 
-    def _agreed(self, room: int) -> int:
-        """The least of all processes."""
-        if not self.spans:
+    def _minimum_over_processes(self, room: int) -> int:
+        """Smallest number of pages that any process has room for."""
+        if not self.spans_processes:
             return room
         said = distributed.group().gather("room for pages", str(room))
-        return int(distributed.group().tell("pages", str(min(map(int, said))) if said else ""))
+        return int(distributed.group().broadcast("pages", str(min(map(int, said))) if said else ""))
 
-    def _pages(self, most: int) -> tuple[int, ...]:
-        """Pages of each group: those with windows need no more than the windows of all sequences reach."""
+    def _pool_sizes(self, most: int) -> tuple[int, ...]:
+        """Pages of each pool; with a sliding window, no more than the windows of all sequences cover."""
         spec = self.spec
         if most < spec.columns + 1:
             raise ValueError(
                 f"engine: pages = {most}, but one sequence of {spec.max_len} tokens needs {spec.columns + 1} of "
                 f"{spec.page_size}: give more pages or a smaller max_len."
             )
-        ahead = max(self.config.budget, self.config.loop)
+        ahead = max(self.config.max_batched_tokens, self.config.decode_steps)
         reach = [
             spec.columns if g.window is None else -(-(g.window + ahead) // spec.page_size) + 2 for g in spec.groups
         ]
         return tuple(
-            most if g.window is None else min(most, self.config.sequences * min(n, spec.columns) + spec.columns + 1)
+            most if g.window is None else min(most, self.config.max_sequences * min(n, spec.columns) + spec.columns + 1)
             for n, g in zip(reach, spec.groups, strict=True)
         )
 
@@ -268,41 +292,43 @@ class Device:
 
     # Programs
 
-    def shape(self, tokens: int, decode: bool, full: bool) -> Shape:
-        """A step's."""
-        return Shape(
+    def shape(self, tokens: int, decode: bool, full: bool) -> StepShape:
+        """Shape of a step with ``tokens`` rows."""
+        return StepShape(
             tokens=tokens,
-            requests=min(tokens, self.config.sequences),
+            requests=min(tokens, self.config.max_sequences),
             decode=decode,
             full=full,
-            slots=self.config.sequences,
+            slots=self.config.max_sequences,
             columns=self.spec.columns,
             groups=len(self.spec.groups),
-            loop=self.config.loop,
-            top=min(self.config.top_logprobs, self.model.config.vocab_size),
-            real=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
+            decode_steps=self.config.decode_steps,
+            top_logprobs=min(self.config.top_logprobs, self.model.config.vocab_size),
+            logprob_dtype=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
         )
 
-    def _programs(self) -> list[Program]:
-        """All of them, the ones that take longest to compile first."""
+    def _programs(self) -> list[EngineProgram]:
+        """All programs of the engine, those that take longest to compile first."""
         programs = [self._step(shape) for shape in self._shapes()]
         if self._full:
-            row = logits_processors.row_layout(self.model.config.vocab_size)
+            row = logits_processors.slot_buffer(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
-            programs.append(Program("seat", self._by_rules(seat), arguments, donated=("state",)))
-        for group in range(len(self.spec.groups)) if self._moves else ():
-            pool, pages = self._abstract_pools()[group], self._abstract_ints(MOVED)
-            place = self._place(*HELD_AXES)
+            programs.append(EngineProgram("seat", self._by_rules(seat), arguments, donated=("state",)))
+        for group in range(len(self.spec.groups)) if self._swaps else ():
+            pool, pages = self._abstract_pools()[group], self._abstract_ints(PAGES_PER_TRANSFER)
+            place = self._sharding(*TRANSFER_AXES)
             held = jax.tree.map(
-                lambda x, place=place: jax.ShapeDtypeStruct((x.shape[0], MOVED, *x.shape[2:]), x.dtype, sharding=place),
+                lambda x, place=place: jax.ShapeDtypeStruct(
+                    (x.shape[0], PAGES_PER_TRANSFER, *x.shape[2:]), x.dtype, sharding=place
+                ),
                 pool,
             )
-            programs.append(Program(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
+            programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
-            programs.append(Program(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
+            programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
         return programs
 
-    def _shapes(self) -> list[Shape]:
+    def _shapes(self) -> list[StepShape]:
         return [
             self.shape(tokens, decode, sampler == "full")
             for decode, sizes in ((False, self.config.prompt_buckets), (True, self.config.decode_buckets))
@@ -314,7 +340,7 @@ class Device:
     def _full(self) -> bool:
         return "full" in self.config.samplers
 
-    def _step(self, shape: Shape) -> Program:
+    def _step(self, shape: StepShape) -> EngineProgram:
         arguments = {
             "params": self._abstract,
             "pools": self._abstract_pools(),
@@ -325,30 +351,33 @@ class Device:
             width = mask_width(self.model.config.vocab_size)
             arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(shape.requests, width)}
         ways = 1 if self.mesh is None else self.mesh.shape.get("context", 1)
-        reader = self._reader if ways > 1 and not shape.decode and shape.tokens % ways == 0 else self.model
-        step = Step(self.model, reader, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant)
-        return Program(shape.name, step.__call__, arguments, donated=("pools", "last", "state"))
+        forward_model = self._split_model if ways > 1 and not shape.decode and shape.tokens % ways == 0 else self.model
+        step = EngineStep(
+            self.model, forward_model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant
+        )
+        return EngineProgram(shape.name, step.__call__, arguments, donated=("pools", "last", "state"))
 
     def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         state = jax.eval_shape(
-            lambda: logits_processors.empty_state(self.config.sequences, self.model.config.vocab_size)
+            lambda: logits_processors.empty_state(self.config.max_sequences, self.model.config.vocab_size)
         )
         shapes = ((self.spec.replicas, *x.shape) for x in state)
         return tuple(
-            jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._each) for shape, x in zip(shapes, state, strict=True)
+            jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._per_replica)
+            for shape, x in zip(shapes, state, strict=True)
         )
 
     def _abstract_pools(self) -> Pools:
         with self._on_mesh():
             shapes = jax.eval_shape(self._empty_pools)
-        place = self._place(*POOL_AXES)
+        place = self._sharding(*POOL_AXES)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
-        """Numbers of each replica."""
-        return jax.ShapeDtypeStruct((self.spec.replicas, *sizes), jnp.int32, sharding=self._each)
+        """Abstract int32 array with a leading replica dimension."""
+        return jax.ShapeDtypeStruct((self.spec.replicas, *sizes), jnp.int32, sharding=self._per_replica)
 
-    # Places
+    # Sharding
 
     def _empty_pools(self) -> Pools:
         return empty_pools(self.model.rules, self.spec.groups, self.spec.pages, self.spec.page_size)
@@ -360,11 +389,11 @@ class Device:
         return functools.partial(function, self.model.rules)
 
     @functools.cached_property
-    def _each(self) -> jax.sharding.Sharding:
-        """Of arrays whose first dim is replicas."""
-        return self._place("batch")
+    def _per_replica(self) -> jax.sharding.Sharding:
+        """Sharding of arrays whose first dimension is replicas."""
+        return self._sharding("batch")
 
-    def _place(self, *logical: str | None) -> jax.sharding.Sharding:
+    def _sharding(self, *logical: str | None) -> jax.sharding.Sharding:
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(_device_of(self.params))
         with self._on_mesh(), sharding.use_rules(self.model.rules):
@@ -376,6 +405,6 @@ def _device_of(params: Any) -> Any:
 
 
 def _bytes_of(tree: Any) -> int:
-    """On one device."""
+    """Bytes of a tree of arrays on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

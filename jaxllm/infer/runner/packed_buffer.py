@@ -1,4 +1,4 @@
-"""Many small arrays as one, so that the host sends and gets one a step."""
+"""Packed buffer: many small arrays in one, so that a step needs one transfer to the device and one back."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from jaxtyping import Array, Int
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Named arrays of 32-bit numbers, one behind the other in one.
+class PackedBuffer:
+    """Layout of named arrays of 32-bit elements, one after the other in one int32 array.
 
     Attributes:
-        fields: (name, shape, dtype: int32, uint32, float32 or float64, which takes two numbers).
+        fields: (name, shape, dtype); dtype is int32, uint32, float32, or float64, which takes two elements.
     """
 
     fields: tuple[tuple[str, tuple[int, ...], str], ...]
 
     @property
     def size(self) -> int:
-        """Numbers in all."""
-        return sum(self._numbers(shape, dtype) for _, shape, dtype in self.fields)
+        """Number of int32 elements of the buffer."""
+        return sum(self._elements(shape, dtype) for _, shape, dtype in self.fields)
 
     @staticmethod
-    def _numbers(shape: tuple[int, ...], dtype: str) -> int:
+    def _elements(shape: tuple[int, ...], dtype: str) -> int:
         return math.prod(shape) * np.dtype(dtype).itemsize // 4
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays, on the host, as views."""
+        """Views of the named arrays in a buffer on the host."""
         out, at = {}, 0
         for name, shape, dtype in self.fields:
-            end = at + self._numbers(shape, dtype)
+            end = at + self._elements(shape, dtype)
             out[name] = packed[at:end].view(dtype).reshape(shape)
             at = end
         return out
 
-    def unpack(self, packed: Int[Array, " numbers"]) -> dict[str, Array]:
-        """The arrays, on the device."""
+    def unpack(self, packed: Int[Array, " elements"]) -> dict[str, Array]:
+        """Named arrays of a buffer on the device."""
         out, at = {}, 0
         for name, shape, dtype in self.fields:
-            end = at + self._numbers(shape, dtype)
+            end = at + self._elements(shape, dtype)
             part = packed[at:end].reshape(*shape, *((2,) if dtype == "float64" else ()))
             out[name] = part if dtype == "int32" else jax.lax.bitcast_convert_type(part, dtype)
             at = end
         return out
 
-    def pack(self, arrays: dict[str, Array]) -> Int[Array, " numbers"]:
-        """One array of them, on the device."""
+    def pack(self, arrays: dict[str, Array]) -> Int[Array, " elements"]:
+        """Buffer of named arrays, on the device."""
         parts = []
         for name, shape, dtype in self.fields:
             array = arrays[name].astype(dtype).reshape(shape)

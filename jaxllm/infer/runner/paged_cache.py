@@ -1,13 +1,13 @@
-"""Keys and values in pages, as the forward pass sees them: a context whose requests share one pool.
+"""Paged KV cache: the attention context used for serving. All requests share one page pool per layer group.
 
-Layers that are alike in kv heads, head dim and window keep their pages together, in a pool and with a page table of
-their own, so that a window's pages can be given back while other layers keep theirs.
+Layers with equal kv heads, head dim and sliding window form a group with a page pool and a page table of its own, so
+that pages behind a window are freed while other layers keep theirs (paged attention, arXiv:2309.06180).
 
-A mesh may have replicas: each has a row of the batch, requests, tables and pages of its own, and only the experts of a
-mixture are shared by them.
+A mesh may have data-parallel replicas: each has a row of the batch, requests, page tables and pages of its own; only
+the experts of a mixture of experts are shared.
 
-Legend: B replicas, L layers of a group, P pages of all replicas, K kv heads, C slots of a page, W numbers of a slot, Z
-scales of a slot, R requests, J columns of a page table, T tokens, N query heads, H head dim of keys, V of values.
+Legend: B replicas, L layers of a group, P pages of all replicas, K kv heads, C slots of a page, W elements of a slot,
+Z scales of a slot, R requests, J columns of a page table, T tokens, N query heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from jaxtyping import Array, Bool, Float, Int
 
 import sharding
 from jaxllm.models import DecoderConfig, Segments
-from jaxllm.models.attention_context import SINK_AXES, Cached, LayerIndex, Scoring, share_kv_heads
+from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
 from pallas_kernels.paged_attention.encoding import SCALED
-from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import write
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
 KV_HEADS = ("batch", None, "attn_kv_heads", None)
 POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
-HELD_AXES = ("layers", None, "attn_kv_heads", None, None)
-TABLES, NUMBERS = ("batch", None, None), ("batch", None)
+TRANSFER_AXES = ("layers", None, "attn_kv_heads", None, None)
+TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep their pages together.
+    """Group of layers that share a page table and a page pool.
 
     Attributes:
-        cached, window: what they have in common.
-        layers: their numbers in the model.
-        dtype: of what is kept: a floating-point type, or an encoding of ``PageFormat``.
-        rounded: what is read again is not what was computed.
+        kv_spec, window: shape of keys and values, and sliding window, of all layers of the group.
+        layers: indices of the layers in the model.
+        dtype: dtype of the KV cache: a floating-point dtype, or an encoding of ``PageFormat``.
+        lossy: the stored values differ from the computed ones.
     """
 
-    cached: Cached
+    kv_spec: KVSpec
     window: int | None
     layers: tuple[int, ...]
     dtype: str = "float32"
-    rounded: bool = False
+    lossy: bool = False
 
     def format(self, shards: int = 1) -> PageFormat:
-        """What a slot holds; few kv heads are repeated up to the number of shards, as ``share_kv_heads`` does."""
-        one = self.cached
+        """Format of a slot; few kv heads are repeated up to the number of shards, as ``replicate_kv_heads`` does."""
+        one = self.kv_spec
         kv = shards if one.kv_heads < shards and shards % one.kv_heads == 0 else one.kv_heads
         platform = target_device().platform
         multiple = 128 if platform == "tpu" else 1
@@ -66,43 +66,43 @@ class LayerGroup:
         return PageFormat(kv, one.key_dim, one.value_dim, one.latent, encoding, multiple)
 
     def token_bytes(self, shards: int = 1) -> int:
-        """Of a token in all its layers, on all shards."""
+        """Bytes of KV cache per token, in all layers of the group and on all shards."""
         form = self.format(shards)
         return len(self.layers) * form.kv_heads * form.slot_bytes(self.plain)
 
     @property
     def plain(self) -> str:
-        """What a pool is asked to hold, whatever the encoding makes of it."""
+        """Floating-point dtype of the group's values before encoding."""
         return "float32" if self.dtype in SCALED else self.dtype
 
 
 def layer_groups(config: DecoderConfig, kv_dtype: str = "auto") -> tuple[LayerGroup, ...]:
-    """The groups of a model's layers; those without a window first. ``kv_dtype`` as of ``EngineConfig``."""
+    """Layer groups of a model, those without a sliding window first; ``kv_dtype`` as in ``EngineConfig``."""
     dtype = config.dtype if kv_dtype == "auto" else kv_dtype
-    rounded = dtype in SCALED or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
-    found: dict[tuple[Cached, int | None], list[int]] = {}
+    lossy = dtype in SCALED or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
+    found: dict[tuple[KVSpec, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
-        found.setdefault((block.attention.cached, block.attention.window), []).append(number)
-    groups = [LayerGroup(*key, tuple(layers), dtype, rounded) for key, layers in found.items()]
+        found.setdefault((block.attention.kv_spec, block.attention.window), []).append(number)
+    groups = [LayerGroup(*key, tuple(layers), dtype, lossy) for key, layers in found.items()]
     return tuple(sorted(groups, key=lambda g: g.window or 0))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """A step's requests and their pages; see ``paged_attention`` for the arrays.
+    """Paged KV cache of a step: page pools and page tables of its requests; see ``paged_attention`` for the arrays.
 
-    The forward pass is given each replica's flat batch as a row of T tokens.
+    The forward pass gets each replica's flat batch as a row of T tokens.
 
     Attributes:
-        pools: of each group, ``Slots``: numbers [L, P, K, C, W] and scales [L, P, K, Z, C], if any; a replica has as
-            many pages as the others, next to each other.
-        tables: of each group, Int[Array, "B R J"], of pages by their numbers in the replica.
-        starts: Int[Array, "B R1"], where each request's tokens begin in the row, and their count.
+        pools: ``Slots`` of each group: data [L, P, K, C, W] and, if encoded, scales [L, P, K, Z, C]; the replicas'
+            pages are next to each other, equally many of each.
+        tables: page table of each group, Int[Array, "B R J"], by page numbers of the replica.
+        starts: Int[Array, "B R1"], first row of each request's tokens in the flat batch, and the number of rows.
         kv_lens: Int[Array, "B R"], tokens of each request, those of this step included.
-        groups: the model's.
+        groups: layer groups of the model.
         decode_only: no request has more than one token in this step.
-        invariant: one way of computing, whatever the step's other requests are.
+        invariant: batch-invariant: the computation does not depend on the step's other requests.
     """
 
     pools: tuple[Any, ...]
@@ -112,7 +112,7 @@ class PagedCache:
     groups: tuple[LayerGroup, ...] = field(metadata={"static": True})
     decode_only: bool = field(default=False, metadata={"static": True})
     invariant: bool = field(default=False, metadata={"static": True})
-    keeps: ClassVar[bool] = True
+    is_kv_cache: ClassVar[bool] = True
 
     def attend(
         self,
@@ -121,13 +121,13 @@ class PagedCache:
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K V"] | None,
         positions: Int[Array, "B T"],
-        scoring: Scoring,
+        params: AttentionParams,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B T N V"], PagedCache]:
-        """Writes k, v to their pages, in place where the pools are a loop's carry, then attends."""
-        value_dim = scoring.latent if v is None else v.shape[3]
-        which = Cached(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), scoring.window
-        index = next(i for i, g in enumerate(self.groups) if (g.cached, g.window) == which)
+        """Paged attention: writes k, v to their pages, in place if the pools are a loop's carry, then attends."""
+        value_dim = params.latent if v is None else v.shape[3]
+        which = KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window
+        index = next(i for i, g in enumerate(self.groups) if (g.kv_spec, g.window) == which)
         place, whole = self._place(index, layer)
         split = sharding.axis_names("attn_seq")
 
@@ -144,71 +144,71 @@ class PagedCache:
             sinks: Array | None,
         ) -> tuple[Array, ...]:
             form = dataclasses.replace(whole, kv_heads=rows.shape[2])
-            ragged, held = Ragged(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
+            ragged, held = RaggedBatch(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
             q, k, v = q[0], k[0], None if v is None else v[0]
-            if split:  # each device has its part of the queries, and writes all keys and values to its own pages
+            if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
                 held = write(held, form.pack(k, v, rows.dtype), place, ragged, ragged.tokens(len(k)))
                 first, many = jax.lax.axis_index(split) * len(q), len(q)
                 k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, many), (k, v))
                 ragged = ragged.part(first, many)
             out, pool = paged_attention(
-                q, k, v, PagePool(held.numbers, form, held.scales), place, ragged.page_table, ragged.starts,
-                ragged.kv_lens, sinks=sinks, scale=scoring.scale, window=scoring.window, softcap=scoring.softcap,
+                q, k, v, PagePool(held.data, form, held.scales), place, ragged.page_table, ragged.starts,
+                ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window, softcap=params.softcap,
                 decode_only=self.decode_only,
             )  # fmt: skip
-            return out[None], *_there(pool.slots)
+            return out[None], *_arrays(pool.slots)
 
         slots = self.pools[index]
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, NUMBERS, NUMBERS, SINK_AXES),
-            (HEADS, *(POOL_AXES for _ in _there(slots))),
-            check=not split,  # that the devices of a row write the same
+            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, PER_REQUEST, PER_REQUEST, SINK_AXES),
+            (HEADS, *(POOL_AXES for _ in _arrays(slots))),
+            check=not split,  # with split queries, the devices of a row write the same pages
         )
-        held = (None if x is None else share_kv_heads(x) for x in (k, v))
+        held = (None if x is None else replicate_kv_heads(x) for x in (k, v))
         out, *slots = run(q, *held, *slots, place, self.tables[index], self.starts, self.kv_lens, sinks)
         return out, self._with(index, Slots(*slots))
 
-    def begins(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:
-        """Whether every request's tokens so far are those of this step; None where that must make no difference."""
-        if self.decode_only or self.invariant or any(group.rounded for group in self.groups):
+    def is_fresh_prefill(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:
+        """Whether this step holds every token of all its requests; None if the computation must not depend on that."""
+        if self.decode_only or self.invariant or any(group.lossy for group in self.groups):
             return None
         lengths = self.starts[:, 1:] - self.starts[:, :-1]
         return jnp.all((lengths == 0) | (self.kv_lens == lengths))
 
-    def own(self, tokens: int) -> Segments:
-        """Each request a document."""
+    def self_segments(self, tokens: int) -> Segments:
+        """Segments of the flat batch: each request is a document."""
 
         def local(table: Array, starts: Array, kv_lens: Array) -> Array:
-            rows = Ragged(table, starts, kv_lens).tokens(tokens)
+            rows = RaggedBatch(table, starts, kv_lens).tokens(tokens)
             return jnp.where(rows.real, rows.request + 1, 0)
 
         return Segments(sharding.per_shard(local, "batch")(self.tables[0], self.starts, self.kv_lens))
 
-    def keep(self, layer: LayerIndex, k: Float[Array, "B T 1 H"], positions: Int[Array, "B T"]) -> PagedCache:
-        """Writes latents to their pages."""
-        index = next(i for i, g in enumerate(self.groups) if g.cached.latent and g.cached.key_dim == k.shape[3])
+    def write_latents(self, layer: LayerIndex, k: Float[Array, "B T 1 H"], positions: Int[Array, "B T"]) -> PagedCache:
+        """Writes MLA latents to their pages."""
+        index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
         place, whole = self._place(index, layer)
 
         def local(
             k: Array, rows: Array, scales: Array | None, place: Array, table: Array, starts: Array, kv_lens: Array
         ) -> tuple[Array, ...]:
-            ragged, held = Ragged(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
+            ragged, held = RaggedBatch(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
             form = dataclasses.replace(whole, kv_heads=rows.shape[2])
             new = form.pack(k[0], None, rows.dtype)
-            return _there(write(held, new, place, ragged, ragged.tokens(k.shape[1])))
+            return _arrays(write(held, new, place, ragged, ragged.tokens(k.shape[1])))
 
         slots = self.pools[index]
         run = sharding.shard_map(
             local,
-            (KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, NUMBERS, NUMBERS),
-            tuple(POOL_AXES for _ in _there(slots)),
+            (KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, PER_REQUEST, PER_REQUEST),
+            tuple(POOL_AXES for _ in _arrays(slots)),
         )
-        slots = run(share_kv_heads(k), *slots, place, self.tables[index], self.starts, self.kv_lens)
+        slots = run(replicate_kv_heads(k), *slots, place, self.tables[index], self.starts, self.kv_lens)
         return self._with(index, Slots(*slots))
 
     def _place(self, index: int, layer: LayerIndex) -> tuple[Int[Array, ""], PageFormat]:
-        """Where in a group's pool a layer is, and what its slots hold."""
+        """Index of a layer in its group's pool, and the format of its slots."""
         group = self.groups[index]
         places = np.zeros(max(group.layers) + 1, np.int32)
         places[list(group.layers)] = np.arange(len(group.layers))
@@ -218,6 +218,6 @@ class PagedCache:
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-def _there(slots: Slots) -> tuple[Array, ...]:
-    """The arrays that there are."""
+def _arrays(slots: Slots) -> tuple[Array, ...]:
+    """Arrays of the slots that exist."""
     return tuple(x for x in slots if x is not None)

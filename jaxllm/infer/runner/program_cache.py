@@ -1,9 +1,9 @@
-"""Programs made ahead: compiled in threads before the first request, kept on disk, and never again while serving.
+"""Program cache: compiles the engine's programs ahead of time, in threads, and keeps the executables on disk.
 
-An executable is native code, so a file of them is as trustworthy as a library: what runs it can run anything. Each file
-is therefore signed with a key that only this user can read (HMAC-SHA256), and one that was not signed with it is not
-opened; see docs/decisions/0006-engine.md. A folder is for one key: the programs' source, versions of jax and of the
-compiler's runtime, the device, the model and the engine's sizes.
+Nothing is compiled while serving. An executable is native code, so a file of one is as dangerous as a library: whoever
+writes it can run anything. Each file is therefore signed with a key that only this user can read (HMAC-SHA256), and a
+file without a valid signature is not opened; see docs/decisions/0006-engine.md. A folder is for one key: the programs'
+source, versions of jax and of the compiler's runtime, the device, the model and the engine's sizes.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from jaxllm.files import atomic, cache_root, digest, read_json, write_json
 from pallas_kernels.paged_attention import Slots
 
 SOURCES = ("jaxllm.models", "jaxllm.infer", "pallas_kernels", "sharding")
+"""Packages whose source the programs are compiled from."""
 
 
 class RecompileError(RuntimeError):
-    """A program was called with other arguments than it was compiled for, after the engine was ready."""
+    """A program was called with arguments that it was not compiled for, after the engine was ready."""
 
 
 @dataclass(frozen=True)
-class Program:
-    """A function to be compiled.
+class EngineProgram:
+    """Program of the engine, to be compiled.
 
     Attributes:
-        name: of its file.
-        function: pure.
-        arguments: trees of ``jax.ShapeDtypeStruct`` with shardings, by the name of the parameter.
-        donated: which of them.
+        name: name, of its file too.
+        function: pure function.
+        arguments: trees of ``jax.ShapeDtypeStruct`` with shardings, by parameter name.
+        donated: names of the donated parameters.
     """
 
     name: str
@@ -56,19 +57,19 @@ class Program:
     donated: tuple[str, ...] = ()
 
     def jit(self) -> Any:
-        """The function, to be lowered."""
+        """Jitted function, to be lowered."""
         numbers = tuple(i for i, name in enumerate(self.arguments) if name in self.donated)
         return jax.jit(self.function, donate_argnums=numbers, keep_unused=True)
 
 
 @dataclass
-class Counts:
-    """What making programs has taken.
+class CompileCounts:
+    """Counts of compiled and loaded programs.
 
     Attributes:
         compiled, loaded: programs, before the engine was ready.
-        late: programs compiled after that.
-        seconds: until all were ready.
+        late: programs that were compiled after that.
+        seconds: time until all were ready.
     """
 
     compiled: int = 0
@@ -78,24 +79,24 @@ class Counts:
 
 
 class Executable:
-    """A compiled program that says so when it is called with anything else.
+    """Compiled program that checks its arguments: a call with others is an error or is counted.
 
     Args:
-        program: what it was made of.
-        compiled: what was made of it.
-        counts: hears of calls that do not fit.
-        strict: such a call raises; otherwise another program is compiled for it.
+        program: source of the executable.
+        compiled: executable.
+        counts: counts recompilations.
+        strict: a recompilation raises; otherwise it happens.
     """
 
-    def __init__(self, program: Program, compiled: Any, counts: Counts, strict: bool):
+    def __init__(self, program: EngineProgram, compiled: Any, counts: CompileCounts, strict: bool):
         self.program, self.compiled, self.counts, self.strict = program, compiled, counts, strict
         self._late: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it.
+        """Runs the program.
 
         Raises:
-            RecompileError: the arguments are others; names those that differ.
+            RecompileError: the arguments differ from those it was compiled for; names those that differ.
         """
         try:
             return self.compiled(*arguments)
@@ -106,19 +107,20 @@ class Executable:
             self.counts.late += 1
             if self.strict:
                 raise RecompileError(
-                    f"program {self.program.name} would be compiled again: {'; '.join(wrong)}."
+                    f"program {self.program.name} would be compiled again: {'; '.join(wrong)}. Call it with the "
+                    "arguments it was compiled for, or build the engine with strict=False."
                 ) from error
             self._late = self._late or self.program.jit()
             return self._late(*arguments)
 
     @property
     def memory(self) -> Any:
-        """The compiler's memory analysis."""
+        """Memory analysis of the compiler."""
         return self.compiled.memory_analysis()
 
 
 def differences(expected: Mapping[str, Any], arguments: Sequence[Any]) -> list[str]:
-    """What is wrong with arguments, each by its path: structure, shape, dtype, sharding."""
+    """Differences of the arguments from the expected ones, by path: structure, shape, dtype, sharding."""
     found = []
     for (name, want), got in zip(expected.items(), arguments, strict=True):
         wants, gots = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (want, got))
@@ -134,33 +136,33 @@ def differences(expected: Mapping[str, Any], arguments: Sequence[Any]) -> list[s
     return found
 
 
-class Manifest:
-    """The programs of one engine.
+class ProgramCache:
+    """Cache of the compiled programs of one engine, in memory and on disk.
 
     Args:
-        folder: where to keep them; None: nowhere.
-        key: JSON-able: all that decides them besides sources and versions.
-        devices: that run them.
+        folder: where executables are kept; None: nowhere.
+        key: JSON-able value of everything that determines the programs besides sources and versions.
+        devices: devices that run them.
         strict: see ``Executable``.
     """
 
     def __init__(self, folder: Path | None, key: Any, devices: Sequence[Any], strict: bool):
         self.devices, self.strict = list(devices), strict
-        self.folder = None if folder is None else folder / digest([key, surroundings(self.devices)])[:32]
-        self.counts = Counts()
+        self.folder = None if folder is None else folder / digest([key, compile_environment(self.devices)])[:32]
+        self.counts = CompileCounts()
         self.ready = False
 
-    def make(self, programs: Sequence[Program]) -> dict[str, Executable]:
-        """Loads those that are kept, and compiles and keeps the others, as many at a time as there are cores."""
+    def compile_all(self, programs: Sequence[EngineProgram]) -> dict[str, Executable]:
+        """Loads the programs that are on disk; compiles and saves the others, one per core at a time."""
         started = time.monotonic()
-        cached = contextlib.nullcontext() if self.folder is None else _uncached()
+        cached = contextlib.nullcontext() if self.folder is None else _without_jax_cache()
         with cached, ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            made = list(pool.map(self._one, programs))
+            made = list(pool.map(self._compile_or_load, programs))
         self.counts.seconds += time.monotonic() - started
         return {program.name: one for program, one in zip(programs, made, strict=True)}
 
-    def note(self, name: str, value: Any = None) -> Any:
-        """Keeps a JSON value by this name, or gives the one that is kept; None if there is none."""
+    def saved_value(self, name: str, value: Any = None) -> Any:
+        """Saves a JSON value under a name, or without a value returns the saved one; None if there is none."""
         if self.folder is None:
             return None
         path = self.folder / f"{name}.json"
@@ -169,33 +171,33 @@ class Manifest:
             return value
         return read_json(path) if path.exists() else None
 
-    def _one(self, program: Program) -> Executable:
+    def _compile_or_load(self, program: EngineProgram) -> Executable:
         compiled = None if self.folder is None else self._load(program)
         if compiled is None:
             with _mesh_of(program):
                 compiled = program.jit().lower(*program.arguments.values()).compile()
             self.counts.compiled += 1
             if self.folder is not None:
-                self._keep(program, compiled)
+                self._save(program, compiled)
         else:
             self.counts.loaded += 1
         return Executable(program, compiled, self.counts, self.strict)
 
-    def _path(self, program: Program) -> Path:
+    def _path(self, program: EngineProgram) -> Path:
         assert self.folder is not None
         return self.folder / f"{program.name}-{digest(describe(dict(program.arguments)))[:8]}.xla"
 
-    def _keep(self, program: Program, compiled: Any) -> None:
+    def _save(self, program: EngineProgram, compiled: Any) -> None:
         data, _, out = serialize_executable.serialize(compiled)
         with _mesh_of(program):
             shape = jax.eval_shape(program.function, *program.arguments.values())
-        kept = _to_json(shape)
-        assert jax.tree.structure(shape) == jax.tree.structure(_from_json(kept)) == out
-        write_json(self._path(program).with_suffix(".out.json"), kept)
+        stored = _to_json(shape)
+        assert jax.tree.structure(shape) == jax.tree.structure(_from_json(stored)) == out
+        write_json(self._path(program).with_suffix(".out.json"), stored)
         with atomic(self._path(program)) as file:
             file.write(_sign(self._path(program).name, data) + data)
 
-    def _load(self, program: Program) -> Any:
+    def _load(self, program: EngineProgram) -> Any:
         path = self._path(program)
         out = path.with_suffix(".out.json")
         if not path.exists() or not out.exists():
@@ -209,8 +211,8 @@ class Manifest:
         return serialize_executable.deserialize_and_load(data, in_tree, out_tree, execution_devices=self.devices)
 
 
-def surroundings(devices: Sequence[Any]) -> list[Any]:
-    """What a compiled program depends on besides its own text."""
+def compile_environment(devices: Sequence[Any]) -> list[Any]:
+    """Everything besides its source that a compiled program depends on: versions, devices, settings."""
     first = devices[0]
     settings = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
     return [
@@ -224,7 +226,7 @@ def surroundings(devices: Sequence[Any]) -> list[Any]:
 
 
 def source_digest() -> str:
-    """Of the files that programs are made of."""
+    """Hash of the source files that programs are compiled from."""
     found = hashlib.sha256()
     for name in SOURCES:
         spec = importlib.util.find_spec(name)
@@ -236,7 +238,7 @@ def source_digest() -> str:
 
 
 def describe(tree: Any) -> Any:
-    """A JSON-able description of abstract arrays."""
+    """JSON-able description of abstract arrays."""
     return [
         [jax.tree_util.keystr(path), str(x.dtype), list(x.shape), str(getattr(x, "sharding", ""))]
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -244,7 +246,7 @@ def describe(tree: Any) -> Any:
 
 
 def _to_json(tree: Any) -> Any:
-    """A tree of tuples, slots and arrays as lists, objects and zeros."""
+    """Structure of a tree of tuples, slots and arrays, as lists, objects and zeros."""
     if isinstance(tree, Slots):
         return {"slots": [_to_json(x) for x in tree]}
     return [_to_json(x) for x in tree] if isinstance(tree, tuple) else None if tree is None else 0
@@ -256,7 +258,7 @@ def _from_json(value: Any) -> Any:
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 
-def _mesh_of(program: Program) -> Any:
+def _mesh_of(program: EngineProgram) -> Any:
     for x in jax.tree.leaves(dict(program.arguments)):
         mesh = getattr(getattr(x, "sharding", None), "mesh", None)
         if mesh is not None and not mesh.empty and mesh.size > 1:
@@ -268,8 +270,8 @@ _switch = threading.Lock()
 
 
 @contextlib.contextmanager
-def _uncached() -> Iterator[None]:
-    """Without jax's own cache of compiled programs: one that comes out of it cannot be kept again (CPU, jax 0.10)."""
+def _without_jax_cache() -> Iterator[None]:
+    """Disables jax's compilation cache: an executable from it cannot be serialised again (CPU, jax 0.10)."""
     with _switch:
         before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_enable_compilation_cache", False)
@@ -282,11 +284,11 @@ def _uncached() -> Iterator[None]:
 
 
 def _sign(name: str, data: bytes) -> bytes:
-    return hmac.digest(_key(), name.encode() + b"\0" + data, "sha256")
+    return hmac.digest(_signing_key(), name.encode() + b"\0" + data, "sha256")
 
 
-def _key() -> bytes:
-    """32 bytes that only this user can read; made when they are first needed."""
+def _signing_key() -> bytes:
+    """Signing key: 32 bytes that only this user can read; created on first use."""
     path = cache_root("") / "engine.key"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,12 +301,11 @@ def _key() -> bytes:
     held = path.stat()
     if held.st_uid != os.getuid() or held.st_mode & 0o077:
         raise PermissionError(
-            f"{path} can be read by others than you, so it proves nothing about the programs signed with it. "
-            "Delete it; it is made anew."
+            f"{path} can be read by others than you, so its signatures prove nothing. Delete it; a new key is created."
         )
     return path.read_bytes()
 
 
 def config_key(*configs: Any) -> list[Any]:
-    """JSON-able data of frozen configurations."""
+    """JSON-able values of frozen configurations."""
     return [json.loads(json.dumps(dataclasses.asdict(c), sort_keys=True, default=str)) for c in configs]

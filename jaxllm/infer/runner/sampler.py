@@ -1,10 +1,11 @@
-"""From logits to tokens and log-probabilities, on the device.
+"""Sampler: from logits to tokens and log-probabilities, on the device.
 
-A draw takes two uniform numbers whose key is folded from the request's seed and the position that is filled, so it does
-not depend on the other rows of a step: the first chooses a block of the vocabulary by its share, the second a token of
-it. Filters are thresholds, found by halving the ordered integers that floats are, without sorting the vocabulary.
+Sampling a token uses two uniform random values whose key is folded from the request's seed and the token's position,
+so it does not depend on the other rows of a step: the first selects a block of the vocabulary by its probability, the
+second a token of the block. Filters (top-k, top-p, ...) are thresholds, found by bisection over the integers that
+order floats, without sorting the vocabulary.
 
-Legend: S sampled rows, V vocab, B blocks of the vocabulary, K likeliest tokens that are reported.
+Legend: S sampled rows, V vocab, B blocks of the vocabulary, K top tokens that are reported.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ BLOCK = 128
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
-class Rows(NamedTuple):
-    """Of each sampled row: its request's parameters and the position it fills.
+class SamplerRows(NamedTuple):
+    """Sampling parameters and position of each sampled row.
 
     Attributes:
-        seeds: of the draws.
-        positions: of the token that is chosen.
-        temperature: 0 for the likeliest token.
-        top_k, top_p, min_p, typical_p: see ``SamplingParams``; None where the sampler is the plain one.
+        seeds: seeds of the random keys.
+        positions: positions of the sampled tokens.
+        temperature: 0 for greedy decoding.
+        top_k, top_p, min_p, typical_p: see ``SamplingParams``; None for the plain sampler.
     """
 
     seeds: UInt[Array, " S"]
@@ -39,8 +40,8 @@ class Rows(NamedTuple):
     typical_p: Float[Array, " S"] | None = None
 
 
-def sample(logits: Float[Array, "S V"], rows: Rows) -> Int[Array, " S"]:
-    """A token of each row, drawn from ``softmax(logits / temperature)``, filtered if the rows have filters."""
+def sample(logits: Float[Array, "S V"], rows: SamplerRows) -> Int[Array, " S"]:
+    """Samples a token per row from ``softmax(logits / temperature)``, with the rows' filters applied first."""
     highest = jnp.max(logits, axis=-1, keepdims=True)
     scaled = logits - jnp.where(jnp.isfinite(highest), highest, 0)
     scaled = (scaled / jnp.maximum(rows.temperature, 1e-6)[:, None].astype(logits.dtype)).astype(jnp.float32)
@@ -50,7 +51,7 @@ def sample(logits: Float[Array, "S V"], rows: Rows) -> Int[Array, " S"]:
         assert rows.typical_p is not None
         cuts = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.typical_p < 1)
         filtering = (rows.temperature > 0) & cuts
-        scaled = jax.lax.cond(jnp.any(filtering), lambda x: filtered(x, rows), lambda x: x, scaled)
+        scaled = jax.lax.cond(jnp.any(filtering), lambda x: filter_logits(x, rows), lambda x: x, scaled)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = jax.lax.cond(
         jnp.any(rows.temperature > 0),
@@ -62,61 +63,63 @@ def sample(logits: Float[Array, "S V"], rows: Rows) -> Int[Array, " S"]:
 
 
 def draw(weights: Float[Array, " V"], seed: UInt[Array, ""], position: Int[Array, ""]) -> Int[Array, ""]:
-    """A token with probability by its weight; one of weight zero never."""
+    """Samples a token with probability proportional to its weight; a token of weight zero is never sampled."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
     first, second = jax.random.uniform(key, (2,), jnp.float32)
     blocks = jnp.pad(weights, (0, -weights.shape[0] % BLOCK)).reshape(-1, BLOCK)
-    block = _place(blocks.sum(axis=1), first)
-    return (block * BLOCK + _place(blocks[block], second)).astype(jnp.int32)
+    block = _inverse_cdf(blocks.sum(axis=1), first)
+    return (block * BLOCK + _inverse_cdf(blocks[block], second)).astype(jnp.int32)
 
 
-def _place(weights: Float[Array, " B"], at: Float[Array, ""]) -> Int[Array, ""]:
-    """The first index whose cumulated weight exceeds this part of the whole, ``at`` < 1: its own weight is positive."""
+def _inverse_cdf(weights: Float[Array, " B"], at: Float[Array, ""]) -> Int[Array, ""]:
+    """First index whose cumulative weight exceeds the fraction ``at`` < 1 of the total; its own weight is positive."""
     cumulated = jnp.cumsum(weights)
     return jnp.argmax(cumulated > at * cumulated[-1])
 
 
-def filtered(scaled: Float[Array, "S V"], rows: Rows) -> Float[Array, "S V"]:
-    """Logits over temperature, -inf where a filter leaves a token out; the highest is 0."""
+def filter_logits(scaled: Float[Array, "S V"], rows: SamplerRows) -> Float[Array, "S V"]:
+    """Logits over temperature, with -inf for tokens that a filter removes; the highest is 0."""
     assert rows.top_k is not None
     assert rows.top_p is not None
     assert rows.min_p is not None
     assert rows.typical_p is not None
-    order = _order(scaled)
+    order = _sortable_ints(scaled)
     k = jnp.where(rows.top_k > 0, rows.top_k, scaled.shape[1])
-    least = _highest(lambda t: jnp.sum(order >= t[:, None], axis=1) >= k, k)
+    least = _largest_true(lambda t: jnp.sum(order >= t[:, None], axis=1) >= k, k)
     weights = jnp.where(order >= least[:, None], jnp.exp(scaled), 0)
     enough = rows.top_p * jnp.sum(weights, axis=1)
-    nucleus = _highest(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, k)
+    nucleus = _largest_true(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, k)
     least = jnp.maximum(least, jnp.where(rows.top_p < 1, nucleus, LOWEST))
     keep = (order >= least[:, None]) & (scaled >= jnp.log(rows.min_p)[:, None])
     kept = jnp.where(keep, scaled, -jnp.inf)
     mass = rows.typical_p
-    return jax.lax.cond(jnp.any(mass < 1), lambda x: _typical(x, mass), lambda x: x, kept)
+    return jax.lax.cond(jnp.any(mass < 1), lambda x: _filter_typical(x, mass), lambda x: x, kept)
 
 
-def _typical(scaled: Float[Array, "S V"], mass: Float[Array, " S"]) -> Float[Array, "S V"]:
-    """Those whose surprise is closest to the entropy, up to this mass."""
+def _filter_typical(scaled: Float[Array, "S V"], mass: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Keeps the tokens whose surprisal is closest to the entropy, up to this probability mass."""
     weights = jnp.exp(scaled)
     whole = jnp.sum(weights, axis=1, keepdims=True)
     surprise = jnp.where(weights > 0, jnp.log(whole) - scaled, 0)
     entropy = jnp.sum(weights * surprise, axis=1, keepdims=True) / whole
-    order = _order(jnp.where(weights > 0, -jnp.abs(surprise - entropy), -jnp.inf))
+    order = _sortable_ints(jnp.where(weights > 0, -jnp.abs(surprise - entropy), -jnp.inf))
     enough = mass * whole[:, 0]
-    least = _highest(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, mass)
+    least = _largest_true(lambda t: jnp.sum(jnp.where(order >= t[:, None], weights, 0), axis=1) >= enough, mass)
     keep = (order >= least[:, None]) | (mass >= 1)[:, None]
     return jnp.where(keep, scaled, -jnp.inf)
 
 
-def _order(values: Float[Array, "S V"]) -> Int[Array, "S V"]:
-    """Integers in the order of the floats."""
+def _sortable_ints(values: Float[Array, "S V"]) -> Int[Array, "S V"]:
+    """Integers that order like the floats."""
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    bits = jnp.where(bits == LOWEST, 0, bits)  # minus zero is zero
+    bits = jnp.where(bits == LOWEST, 0, bits)  # minus zero equals zero
     return jnp.where(bits < 0, bits ^ HIGHEST, bits)
 
 
-def _highest(holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Shaped[Array, " S"]) -> Int[Array, " S"]:
-    """The highest integer of each row at which this still holds; it holds at the lowest."""
+def _largest_true(
+    holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Shaped[Array, " S"]
+) -> Int[Array, " S"]:
+    """Largest integer of each row for which ``holds`` is true, by bisection; it is true for the lowest integer."""
 
     def halve(_: Int[Array, ""], ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
@@ -131,7 +134,7 @@ def _highest(holds: Callable[[Int[Array, " S"]], Bool[Array, " S"]], like: Shape
 def logprobs(
     logits: Float[Array, "S V"], tokens: Int[Array, " S"], count: int
 ) -> tuple[Float[Array, " S"], Int[Array, "S K"], Float[Array, "S K"]]:
-    """Log-probabilities of the tokens; the likeliest ``count`` tokens and theirs. The model's own distribution."""
+    """Log-probabilities of the tokens, and the ``count`` top tokens with theirs, of the model's own distribution."""
     whole = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - whole
     top, ids = jax.lax.top_k(logits, count)
@@ -139,6 +142,6 @@ def logprobs(
 
 
 def ranks(logits: Float[Array, "S V"], tokens: Int[Array, " S"]) -> Int[Array, " S"]:
-    """How many tokens are likelier."""
+    """Number of tokens that are more likely."""
     there = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     return jnp.sum(logits > there, axis=1).astype(jnp.int32)

@@ -1,11 +1,11 @@
-"""Where a served model lives on a mesh: by the rules of training, less what only training needs.
+"""Serving mesh: how a served model is sharded, for tensor parallel serving and for data-parallel replicas.
 
 axis      splits
-tensor    heads and their pages, feed-forward width, vocabulary
-data      replicas of the parameters, each with sequences and pages of its own
-fsdp      the same; parameters are also stored split over it, and gathered a layer at a time
-expert    the same; experts are split over it, and tokens travel to theirs
-context   the tokens of a step that reads prompts; pages are on all its devices
+tensor    heads and their KV cache pages, feed-forward width, vocabulary
+data      replicas of the weights, each with sequences and pages of its own
+fsdp      like data; weights are also stored split over it, and all-gathered one layer at a time
+expert    like data; experts are split over it, and tokens are dispatched to them by all-to-all
+context   tokens of a prefill step; pages are replicated over it
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from jaxllm.models import Functional, functional
 from sharding import Rules, ShardingError
 
 SERVED = ("data", "fsdp", "expert", "tensor", "context")
-"""Mesh axes that a model is served over."""
+"""Mesh axes that a model can be served over."""
 _WHY = {
-    "stage": "a token would wait for all stages, one after the other; split heads over tensor instead",
-    "ulysses": "the heads of a long prompt are not exchanged for its tokens; use context instead",
+    "stage": "a decoded token would pass all stages one after the other; split heads over tensor instead",
+    "ulysses": "the all-to-all between heads and tokens is not supported; use context instead",
 }
 
 
 def mesh_of(text: str) -> Mesh:
-    """A mesh over all devices, such as ``data=2,tensor=4``, to load a model on and serve it.
+    """Builds a serving mesh over all devices from a spec such as ``data=2,tensor=4``.
 
     Raises:
-        ShardingError: the text is no mesh, the sizes do not multiply to the number of devices, see ``check_mesh``.
+        ShardingError: the spec is invalid, the sizes do not multiply to the number of devices, see ``check_mesh``.
     """
     mesh = sharding.MeshSpec.parse(text).build()
     check_mesh(mesh)
@@ -41,11 +41,11 @@ def mesh_of(text: str) -> Mesh:
 
 
 def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False) -> None:
-    """Refuses meshes that an engine cannot serve on.
+    """Checks that an engine can serve on a mesh.
 
     Args:
         mesh: None for one device.
-        invariant: the same bits are asked for whatever a request's neighbours are.
+        invariant: the engine is batch-invariant.
         latent: the model has multi-head latent attention.
 
     Raises:
@@ -53,8 +53,8 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = Fal
     """
     if mesh is not None and invariant and mesh.shape.get("expert", 1) > 1:
         raise ShardingError(
-            "batch_invariant does not go with expert: an expert's rows are those of all replicas, whatever they serve. "
-            "Split experts over tensor, or leave batch_invariant out."
+            "batch_invariant does not go with expert: an expert's batch has rows of all replicas. Split experts over "
+            "tensor, or leave batch_invariant out."
         )
     if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent):
         what = "batch_invariant" if invariant else "multi-head latent attention"
@@ -69,12 +69,12 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = Fal
 
 
 def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
-    """A model's rules for flat batches, one for each replica, and for weights that have no optimizer.
+    """Sharding rules for serving: flat batches, one per replica, and weights without an optimizer.
 
-    With ``split`` a batch's tokens lie split over ``context``; each of its devices has all keys and values.
+    With ``split`` a batch's tokens are split over ``context``; each of its devices has all keys and values.
 
-    Where training stores a weight split over all that splits tokens, serving does so over ``fsdp`` alone: a gather
-    before each use, for every token that is made, is asked for and not met with.
+    Training stores a weight split over all axes that split tokens; serving splits it over ``fsdp`` only, so that the
+    all-gather before each use, which is repeated for every decoded token, is always an explicit choice.
     """
     stored = dict.fromkeys(rules.storage, ("fsdp",))
     tokens = ("context",) if split else ()
@@ -82,15 +82,15 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
 
 
 def serving_model(model: Functional, *, split: bool = False) -> Functional:
-    """The model by ``serving_rules``, and nothing kept for a backward pass."""
+    """Model with ``serving_rules``, without gradient checkpointing."""
     return functional(
-        dataclasses.replace(model.config, remat="none", products="plain", embed_grad=1.0),
+        dataclasses.replace(model.config, remat="none", matmul_precision="plain", embed_grad=1.0),
         serving_rules(model.rules, split=split),
     )
 
 
 def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
-    """The sharding of every parameter, in the form that ``params`` have: layers in stacks, or apart.
+    """Sharding of every parameter, in the structure of ``params``: layers stacked, or apart.
 
     Raises:
         ShardingError: a dimension does not divide over the mesh, names it and what would; experts are packed.
@@ -101,17 +101,17 @@ def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
             one = jax.tree.map(lambda x: NamedSharding(mesh, jax.P(*x.spec[1:])), tree["segments"][name])
             tree["segments"][name] = (one,) * len(segment)
     if jax.tree.structure(tree) != jax.tree.structure(params):
-        raise ShardingError("packed experts are for one device; load the model with its experts unpacked for a mesh.")
+        raise ShardingError("packed experts are for one device; to serve on a mesh, load the model with plain weights.")
     return tree
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
-    """Whether its devices are of several processes."""
+    """Whether a mesh has devices of several processes."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def put(value: Any, place: Any, *, may_alias: bool | None = None) -> Any:
-    """An array on its devices; where these are of several processes, each has the whole of it or of all a part."""
+    """Places an array on its devices; with several processes, each has the whole array or all of its shards."""
     if place.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return jax.device_put(value, place, may_alias=may_alias)
     array = np.asarray(value)

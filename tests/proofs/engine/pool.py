@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.runner.engine_step import Shape
+from jaxllm.infer.runner.engine_step import StepShape
 from jaxllm.infer.runner.paged_cache import LayerGroup
-from jaxllm.models.attention_context import Cached
+from jaxllm.models.attention_context import KVSpec
 from tests.infer import engines
-from tests.infer.paper import PaperDevice
+from tests.infer.paper import PaperRunner
 from tests.proofs.harness import proof
 
 
@@ -48,19 +48,22 @@ def usage(scheduler: Any) -> tuple[int, int, int]:
 @proof("engine", count=1000, sample=25, chunk=50, strategy=pools())
 def pages_are_never_lost_or_shared_by_mistake(example: dict[str, Any]) -> None:
     """Random traces of taking, giving back, sharing, copying, swapping: each step reads its own, none is lost."""
-    fields = {name: example[name] for name in ("sequences", "budget", "loop", "preemption", "prefix_cache")}
-    config = EngineConfig(max_len=engines.LONGEST, page_size=example["page_size"], pages=example["pages"], **fields)
-    groups = tuple(LayerGroup(Cached(1, 1, 1), window, (0,)) for window in example["windows"])
+    config = EngineConfig(
+        max_sequences=example["sequences"], max_batched_tokens=example["budget"], decode_steps=example["loop"],
+        max_len=engines.LONGEST, page_size=example["page_size"], pages=example["pages"],
+        preemption=example["preemption"], prefix_cache=example["prefix_cache"],
+    )  # fmt: skip
+    groups = tuple(LayerGroup(KVSpec(1, 1, 1), window, (0,)) for window in example["windows"])
     rng = np.random.default_rng(example["seed"])
-    device = PaperDevice(config, groups, example["pages"])
-    engine = Engine(device, config, engines.VOCAB)
+    runner = PaperRunner(config, groups, example["pages"])
+    engine = Engine(runner, config, engines.VOCAB)
     asked = engines.traffic(rng, dataclasses.replace(config, top_logprobs=1), example["many"])
     for a in asked:
         old = a["params"]
         a["params"] = SamplingParams(old.max_tokens, 0.0, seed=old.seed, n=old.n, stop_ids=old.stop_ids)
     for request in engines.serve(engine, asked):
         for s in request.sequences:
-            device.check(request.prompt, s.tokens)
+            runner.check(request.prompt, s.tokens)
 
 
 @proof("engine", count=100, sample=3, bound=0.04)
@@ -70,21 +73,23 @@ def pages_are_in_use_while_requests_wait(seed: int) -> float:
     Slots of held pages that have no token yet are another figure: at most a page and a loop of a sequence.
     """
     rng = np.random.default_rng(seed)
-    config = EngineConfig(sequences=160, budget=2048, max_len=engines.LONGEST, page_size=4, pages=1000, loop=4)
+    config = EngineConfig(
+        max_sequences=160, max_batched_tokens=2048, max_len=engines.LONGEST, page_size=4, pages=1000, decode_steps=4
+    )
     idle = []
 
-    class Watched(PaperDevice):
-        def run(self, shape: Shape, packed: np.ndarray) -> np.ndarray:
+    class Watched(PaperRunner):
+        def run(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
             held, there, empty = usage(engine.scheduler)
             spare = (
-                shape.inputs.views(packed[0])["starts"][-1] < config.budget
+                shape.inputs.views(packed[0])["starts"][-1] < config.max_batched_tokens
             )  # tokens that the step still had room for
-            if engine.scheduler.waiting and len(engine.scheduler.running) < config.sequences and spare:
+            if engine.scheduler.waiting and len(engine.scheduler.running) < config.max_sequences and spare:
                 idle.append((there - held) / there)
-                assert empty <= len(engine.scheduler.running) * (config.page_size + config.loop)
+                assert empty <= len(engine.scheduler.running) * (config.page_size + config.decode_steps)
             return super().run(shape, packed)
 
-    engine = Engine(Watched(config, (LayerGroup(Cached(1, 1, 1), None, (0,)),), 1000), config, engines.VOCAB)
+    engine = Engine(Watched(config, (LayerGroup(KVSpec(1, 1, 1), None, (0,)),), 1000), config, engines.VOCAB)
     for _ in range(400):
         prompt = rng.integers(0, engines.VOCAB, rng.integers(10, 40)).tolist()
         engine.submit(prompt, SamplingParams(int(rng.integers(10, 24)), 0.0))

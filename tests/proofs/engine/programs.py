@@ -49,7 +49,7 @@ def nothing_is_compiled_after_ready(case: tuple[str, str]) -> None:
             rng = np.random.default_rng([seed, *model.encode(), *way.encode()])
             engines.serve(engine, engines.traffic(rng, engine.config, 12), check=False)
     assert counter.names == []
-    assert engine.device.manifest.counts.late == 0  # type: ignore[attr-defined]
+    assert engine.runner.program_cache.counts.late == 0  # type: ignore[attr-defined]
     with counter:
         jax.jit(lambda x: x + case.index(way))(np.float32(1))
     assert counter.names, "the counter sees a compilation"
@@ -59,7 +59,7 @@ def nothing_is_compiled_after_ready(case: tuple[str, str]) -> None:
 def a_second_start_compiles_nothing(seed: int) -> float:
     """Programs kept by the first start: processor time until the second is
     ready over that of the first, none compiled."""
-    sizes = EngineConfig(sequences=2, budget=8, max_len=32, page_size=8, pages=16, preemption="swap")
+    sizes = EngineConfig(max_sequences=2, max_batched_tokens=8, max_len=32, page_size=8, pages=16, preemption="swap")
     prompt = np.random.default_rng(seed).integers(0, engines.VOCAB, 7).tolist()
     with tempfile.TemporaryDirectory() as folder:
         seconds, texts, counts = [], [], []
@@ -67,12 +67,12 @@ def a_second_start_compiles_nothing(seed: int) -> float:
             start = time.process_time()
             engine = engines.build(sizes, manifest=Path(folder))
             seconds.append(time.process_time() - start)
-            counts.append(engine.device.manifest.counts)  # type: ignore[attr-defined]
+            counts.append(engine.runner.program_cache.counts)  # type: ignore[attr-defined]
             request = engine.submit(prompt, SamplingParams(max_tokens=12, seed=seed, top_k=5, n=2))
             while engine.busy:
                 engine.step()
             texts.append([s.tokens for s in request.sequences])
     assert texts[0] == texts[1]
     assert (counts[0].loaded, counts[1].compiled) == (0, 0)
-    assert counts[1].loaded == counts[0].compiled == len(engine.device.programs) > 8  # type: ignore[attr-defined]
+    assert counts[1].loaded == counts[0].compiled == len(engine.runner.programs) > 8  # type: ignore[attr-defined]
     return seconds[1] / seconds[0]

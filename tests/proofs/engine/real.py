@@ -24,7 +24,13 @@ PROMPTS, OUTPUTS = (3.91, 1.78), (5.24, 1.18)
 @functools.cache
 def smollm2() -> LLM:
     sizes = EngineConfig(
-        sequences=64, budget=256, max_len=512, pages=200, buckets=(64, 256), samplers=("full",), loop=4
+        max_sequences=64,
+        max_batched_tokens=256,
+        max_len=512,
+        pages=200,
+        buckets=(64, 256),
+        samplers=("full",),
+        decode_steps=4,
     )
     return LLM("smollm2", sizes, strict=True, manifest=environment.ROOT / ".cache" / "jaxllm" / "engine")
 

@@ -57,7 +57,7 @@ def bits_do_not_depend_on_neighbours(seed: int) -> None:
     for asked, request in zip(crowd, together, strict=True):
         if rng.random() < 0.5:  # the other half may still find each other's pages
             for pages in engine.scheduler.pages:
-                pages.forget()
+                pages.clear_cache()
         (alone,) = engines.serve(engine, [dict(asked, at=0)])
         assert alone.prompt_scores == request.prompt_scores
         for one, other in zip(alone.sequences, request.sequences, strict=True):

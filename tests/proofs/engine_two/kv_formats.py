@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm.data import corpus
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
-from jaxllm.infer.decode_benchmark import token_bytes
+from jaxllm.infer.decode_benchmark import kv_bytes_per_token
 from jaxllm.infer.engine_config import KvDtype
 from pallas_kernels.paged_attention import PageFormat, Slots
 from tests import environment
@@ -30,7 +30,14 @@ READ, ROW = 1024, 512
 def nll(kv: KvDtype, text: str) -> float:
     """Mean over a text's tokens, as an engine scores prompts: in chunks of 256, each over the pages of those before."""
     sizes = EngineConfig(
-        sequences=2, budget=256, max_len=ROW + 32, pages=40, buckets=(256,), samplers=("full",), loop=1, kv_dtype=kv
+        max_sequences=2,
+        max_batched_tokens=256,
+        max_len=ROW + 32,
+        pages=40,
+        buckets=(256,),
+        samplers=("full",),
+        decode_steps=1,
+        kv_dtype=kv,
     )
     llm = LLM("smollm2", sizes, strict=True, manifest=ROOT / ".cache" / "jaxllm" / "engine")
     files = {"plays": corpus.path("heldout"), "documentation": ROOT / "docs" / "pipeline.md"}
@@ -77,7 +84,8 @@ def kv_format_bytes(case: tuple[str, KvDtype, int, str]) -> dict[str, float]:
     made = []
     for pages in (40, 90):
         sizes = EngineConfig(
-            sequences=1, budget=8, max_len=32, page_size=page, pages=pages, buckets=(8,), samplers=("plain",), loop=2,
+            max_sequences=1, max_batched_tokens=8, max_len=32, page_size=page, pages=pages,
+            buckets=(8,), samplers=("plain",), decode_steps=2,
             kv_dtype=kv,
         )  # fmt: skip
         device: Any = meshes.over(mesh, model, sizes).device
@@ -89,7 +97,7 @@ def kv_format_bytes(case: tuple[str, KvDtype, int, str]) -> dict[str, float]:
         grown += (after - before) * page * group.token_bytes(shards)
     assert grown > 0
     if mesh == "tensor=1":
-        assert few.token_bytes == token_bytes(engines.model_of(model, "float32"), kv)
+        assert few.token_bytes == kv_bytes_per_token(engines.model_of(model, "float32"), kv)
     worst = {"bytes": 0.0, "temporaries": 0.0}
     for name in few.programs:
         if name.split("-")[0] in ("prompt", "decode"):
@@ -117,7 +125,7 @@ def kv_round_trip(seed: int) -> dict[str, float]:
         sizes = 10.0 ** rng.uniform(-15, 15, many) * (rng.random(many) > 0.1)
         k, v = (jnp.asarray(sizes * rng.standard_t(2, (*many[:2], n)), dtype) for n in (key, value))
         kept = form.pack(k, None if latent else v, dtype)
-        read = form.unpack(Slots(kept.numbers[:, :, None], kept.scales[..., None]), "float32")[:, :, 0]
+        read = form.unpack(Slots(kept.data[:, :, None], kept.scales[..., None]), "float32")[:, :, 0]
         want = np.asarray(k if latent else jnp.concatenate([k, v], -1), np.float64)
         got, scales = np.asarray(read, np.float64)[..., : want.shape[-1]], np.asarray(kept.scales, np.float64)
         scale = np.repeat(scales, form.parts, axis=-1)

@@ -36,7 +36,9 @@ def split_prompts_are_shared_work(model: str) -> dict[str, float]:
     ``share``: how far the shared part by the one differs from that by the other. ``whole``: the part of one device's
     products that every device does, the output head.
     """
-    sizes = EngineConfig(sequences=2, budget=32, max_len=64, pages=40, page_size=8, samplers=("plain",), buckets=(32,))
+    sizes = EngineConfig(
+        max_sequences=2, max_batched_tokens=32, max_len=64, pages=40, page_size=8, samplers=("plain",), buckets=(32,)
+    )
     taken = {}
     for ways in (1, 2, 4):
         made = engines.build(sizes, model, "float32") if ways == 1 else meshes.over(f"context={ways}", model, sizes)

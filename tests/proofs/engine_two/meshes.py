@@ -56,12 +56,12 @@ def sharded_is_unsharded(case: tuple[str, str, str]) -> float:
     worst = 0.0
     for seed in range(2):
         rng = np.random.default_rng([seed, *mesh.encode(), *model.encode()])
-        asked = engines.traffic(rng, engine.config, 8 + 3 * engine.device.spec.replicas)
+        asked = engines.traffic(rng, engine.config, 8 + 3 * engine.runner.spec.replicas)
         with heard:
             made = engines.serve(engine, asked)
         assert heard.names == []
         worst = max(worst, engines.error(model, "float64", made))
-    assert engine.device.manifest.counts.late == 0  # type: ignore[attr-defined]
+    assert engine.runner.program_cache.counts.late == 0  # type: ignore[attr-defined]
     return worst
 
 
@@ -99,7 +99,7 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
     engine, heard = meshes.over(served, model, engines.ENGINES["tight, recompute"], "float64"), Compilations()
     rng = np.random.default_rng([*over.encode(), *served.encode()])
     requests, weights = [], [whole]
-    for asked in engines.traffic(rng, engine.config, 10 * engine.device.spec.replicas):
+    for asked in engines.traffic(rng, engine.config, 10 * engine.runner.spec.replicas):
         params = dataclasses.replace(asked["params"], logprobs=0, prompt_logprobs=None)
         requests.append(engine.submit(asked["prompt"], params, salt=asked["salt"]))
     for batch in batches[1:]:
@@ -126,5 +126,5 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
                 worst = max(worst, *gaps)
                 seen.add(version)
     assert len(seen) > 2
-    assert engine.device.manifest.counts.late == 0  # type: ignore[attr-defined]
+    assert engine.runner.program_cache.counts.late == 0  # type: ignore[attr-defined]
     return worst

@@ -8,7 +8,16 @@ import dataclasses
 import numpy as np
 
 from jaxllm.infer import Engine
-from jaxllm.infer.engine.policies import MADE, Deadline, Fair, FirstCome, Grouped, Policy, Priority, Shortest
+from jaxllm.infer.engine.policies import (
+    GENERATED_TOKEN_COST,
+    Deadline,
+    Fair,
+    FirstCome,
+    Grouped,
+    Policy,
+    Priority,
+    Shortest,
+)
 from tests.infer import traces
 from tests.infer.engines import VOCAB
 from tests.infer.traces import SIZES, Arrival
@@ -59,12 +68,12 @@ def keys_get_equal_shares(seed: int) -> None:
 
         def watch(engine: Engine, apart: list[float] = apart) -> None:
             if len({s.request.service.key for s in engine.scheduler.waiting}) == 2:
-                served = engine.scheduler.ranking.served
+                served = engine.scheduler.policy_state.served
                 apart.append(abs(served["much"] - served["little"]))
 
         traces.play(copy.deepcopy(trace), policy, watch=watch)
         worst.append(max(apart))
-    bound = 40 + MADE * SIZES.sequences * 20
+    bound = 40 + GENERATED_TOKEN_COST * SIZES.max_sequences * 20
     assert worst[0] <= bound < worst[1]
 
 

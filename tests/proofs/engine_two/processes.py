@@ -34,7 +34,7 @@ def four_processes(case: tuple[str, str, str]) -> float:
         "JAXLLM_COORDINATOR": address,
         "JAXLLM_PROCESSES": str(PROCESSES),
     }
-    command = [sys.executable, "-m", "tests.infer.together_serve", *case, str(environment.seed())]
+    command = [sys.executable, "-m", "tests.infer.multihost_serve", *case, str(environment.seed())]
     running = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=environment.ROOT,
