@@ -159,11 +159,11 @@ def test_a_second_signal_of_a_kind_acts_as_usual():
 RECIPE = """
 import time
 from pathlib import Path
-from jaxllm.train.records.live_view import View
+from jaxllm.train.records.live_view import LiveView
 from tests.train.runs import run_config
 
-show = View.step
-View.step = lambda *args: (time.sleep(0.3), show(*args))  # time for a signal to come between two steps
+show = LiveView.step
+LiveView.step = lambda *args: (time.sleep(0.3), show(*args))  # time for a signal to come between two steps
 
 def tiny():
     return run_config(Path({text!r}), out={out!r})
