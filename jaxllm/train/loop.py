@@ -78,22 +78,27 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResu
         DistributedError: the processes of the run differ; the message says in what.
     """
     began = time.time()
+    # Processes with different settings or data would hang or diverge later, so they compare them first.
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also)
     run.group.agree("the devices and data", device_fingerprint(run.mesh, run.data.train.fingerprint))
     files = run.directory
     events = EventLog(files.events if files.writes else None, began)
     with run.saver() as saver:
+        # Restore the newest checkpoint, or initialise.
         events.started(**(start_facts(run) if files.writes else {}))
         state, first = start_state(run, saver)
         jax.block_until_ready(state.params)
         events.write("restored" if first else "initialised", step=first)
+
+        # The run directory describes this start; rows of metrics after the restored step are written again.
         files.write_json(files.config, to_dict(config))
         if files.writes:
             run.data.tokenizer.save(files.tokenizer)
             if run.init_model is not None and run.init_model.template is not None:
                 run.init_model.template.save(files.tokenizer)
         files.drop_metrics_after(first)
+
         with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:
             view = recorder.view
             announce_run(run, view, first)
