@@ -42,6 +42,7 @@ class HostStub:
         )
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Any:
+        """The smallest step shape that fits."""
         from jaxllm.infer.runner.engine_step import StepShape
 
         sizes = self.config.decode_buckets if decode else self.config.prompt_buckets
@@ -52,25 +53,32 @@ class HostStub:
         )
 
     def run(self, shape: Any, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
+        """Pretends to run a step: its result is ready ``seconds`` after the previous one."""
         self.free = max(self.free, time.perf_counter()) + self.seconds
         return _PendingResult(self.free, shape.outputs.size)
 
     def seat(self, replica: int, packed: np.ndarray) -> None:
+        """Refused: the stub keeps no state of a sequence."""
         raise NotImplementedError("the stub keeps nothing for a slot.")
 
     def read(self, replica: int, group: int, pages: list[int]) -> np.ndarray:
+        """Refused: the stub has no pages."""
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")
 
     def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
+        """Refused: the stub has no pages."""
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")
 
     def swap(self, params: Any) -> None:
+        """Refused: the stub has no weights."""
         raise NotImplementedError("the stub has no weights.")
 
     def follow(self, weights: Any = None) -> None:
+        """Refused: the stub is a single process."""
         raise NotImplementedError("the stub follows no process.")
 
     def close(self) -> None:
+        """Does nothing."""
         pass
 
 

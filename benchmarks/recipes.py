@@ -68,7 +68,7 @@ def predicted(recipe: Callable[[], RunConfig], on: str) -> Row:
     """The row of a table, by formula and records."""
     run, cluster = recipe(), Cluster.parse(on)
     mesh = fitting_mesh(run, functional(run.model, run.parallel.rules()), cluster.devices)
-    layout = layout_search.predicted(run, mesh, cluster)
+    layout = layout_search.predict_layout(run, mesh, cluster)
     share = compiled().get((recipe.__name__, on))
     hbm = cluster.hardware.hbm_bytes
     return Row(

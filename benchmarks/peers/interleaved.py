@@ -149,7 +149,7 @@ class Restarted:
         self.about: dict[str, Any] = {}
 
     def ask(self, what: str, **details: Any) -> dict[str, Any]:
-        """As ``Worker.ask``; what is measured is the second time, when all is compiled."""
+        """Same as ``Worker.ask``, run twice: the second run, with everything compiled, is measured."""
         with self.contender.started() as worker:
             self.about = worker.about
             worker.ask(what, **details)
