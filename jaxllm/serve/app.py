@@ -1,10 +1,10 @@
-"""The server's routes.
+"""HTTP application: routes of the OpenAI-compatible API, health checks, metrics and the chat page.
 
     app = create_app(ServeConfig(name="tiny"))
     async with AsyncEngine(engine) as running:
         app.state.service.open_for(EngineBackend(running, template))
 
-The routes are there before the engine is: until it is ready they answer 503, and ``/ready`` says so.
+Routes exist before the engine is loaded; until it is ready they answer 503, and ``/ready`` says so.
 """
 
 from __future__ import annotations
@@ -46,37 +46,38 @@ from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.server_metrics import ServerMetrics
 
-_WORDS = {
-    400: "The request is not legal.", 401: "The key is missing or wrong.", 404: "There is no such thing.",
-    405: "There is no such method.", 408: "It took too long.", 413: "It is too long.",
-    429: "Too many requests wait.", 503: "The engine is not ready.",
+_STATUS_TEXT = {
+    400: "The request is invalid.", 401: "The API key is missing or wrong.", 404: "The model or path does not exist.",
+    405: "The method is not supported.", 408: "The request took too long.", 413: "The body is too long.",
+    429: "The queue is full.", 503: "The engine is not ready.",
 }  # fmt: skip
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors that a route answers with, for the schema; some are every route's."""
-    return {s: {"model": shapes.ErrorResponse, "description": _WORDS[s]} for s in (400, 401, 405, 413, *statuses)}
+    """Error responses of a route for the OpenAPI schema: the given statuses, and those of every route."""
+    return {s: {"model": shapes.ErrorResponse, "description": _STATUS_TEXT[s]} for s in (400, 401, 405, 413, *statuses)}
 
 
-# The page needs itself and its server, and is nobody's frame.
-_POLICY = (
+# Content security policy of the chat page: inline code and this server only, never inside a frame.
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-_MAKING = _errors(404, 408, 429, 503)
+_INFERENCE_ERRORS = _errors(404, 408, 429, 503)
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_STREAMS: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+_EVENT_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 class ApiService:
-    """What the routes of one server share.
+    """State that the routes of one server share.
 
     Attributes:
-        config: of the server.
-        name: of the model.
-        metrics: what is counted.
-        dispatcher: lets requests to the engine; None until it is ready.
-        draining: the server is about to stop.
+        config: settings of the server.
+        name: name of the model.
+        metrics: Prometheus metrics.
+        dispatcher: passes requests to the engine; None until the engine is ready.
+        draining: the server is stopping and takes no new requests.
+        failure: message for ``/health`` if the model could not be loaded.
     """
 
     def __init__(self, config: ServeConfig):
@@ -88,15 +89,15 @@ class ApiService:
         self._began = int(time.time())
 
     def open_for(self, backend: Backend) -> None:
-        """From now on requests are answered."""
+        """Makes the server ready: from now on requests go to ``backend``."""
         self.metrics.attach(backend)
         self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
 
     def ready(self) -> RequestDispatcher:
-        """The dispatcher.
+        """The dispatcher of a ready server.
 
         Raises:
-            ApiError: 503, not yet or no longer.
+            ApiError: 503; the model is still being loaded, or the server is stopping.
         """
         if self.dispatcher is None or self.draining:
             why = "the server is stopping" if self.draining else "the model is still being loaded"
@@ -104,15 +105,19 @@ class ApiService:
         return self.dispatcher
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for the name of another model."""
+        """Checks the model name of a request.
+
+        Raises:
+            ApiError: 404; it is another model's.
+        """
         if name is not None and name != self.name:
             raise ApiError(
-                404, f"there is no model {name[:100]!r}; this server has {self.name!r}.", param="model",
+                404, f"there is no model {name[:100]!r}; this server serves {self.name!r}.", param="model",
                 code="model_not_found",
             )  # fmt: skip
 
     def card(self) -> dict[str, Any]:
-        """The model, for lists of models."""
+        """Entry of the model for ``/v1/models``."""
         return {
             "id": self.name,
             "object": "model",
@@ -128,21 +133,21 @@ class ApiService:
         kind: Callable[..., ChatCompletionHandler | TextCompletionHandler],
         prefix: str,
     ) -> Response:
-        """Runs a chat or a completion, streamed or whole."""
+        """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
         dispatcher = self.ready()
         self.check_model(body.model)
         record = request.scope["jaxllm.record"]
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
         head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
-        # Templates and tokenizers take their time over long texts.
-        asked = await asyncio.to_thread(kind, dispatcher, body, head, record)
+        # In a thread: rendering and tokenizing a long prompt would block the event loop.
+        handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         if self.config.log_prompts:
-            record["prompts"] = [dispatcher.backend.tokenizer.decode(job.prompt, specials=True) for job in asked.jobs]
-        release = dispatcher.admit(sum(job.places for job in asked.jobs))
+            record["prompts"] = [dispatcher.backend.tokenizer.decode(job.prompt, specials=True) for job in handler.jobs]
+        release = dispatcher.admit(sum(job.sequences for job in handler.jobs))
         if body.stream:
-            return EventStream(asked.events(), self.config.write_seconds, release)
+            return EventStream(handler.events(), self.config.write_seconds, release)
         try:
-            return _json(await cancel_on_disconnect(request.receive, asked.whole()))
+            return _json(await cancel_on_disconnect(request.receive, handler.whole()))
         finally:
             release()
 
@@ -150,22 +155,22 @@ class ApiService:
 def create_app(
     config: ServeConfig, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]] | None = None
 ) -> FastAPI:
-    """The server's application; ``app.state.service`` is its ``ApiService``."""
+    """Creates the server's ASGI application; ``app.state.service`` is its ``ApiService``."""
     app = FastAPI(
         title="jaxllm", version=importlib.metadata.version("jaxllm"), docs_url=None, redoc_url=None, lifespan=lifespan,
         redirect_slashes=False,
     )  # fmt: skip
     service = app.state.service = ApiService(config)
-    _handle_errors(app)
-    _add_making(app, service)
-    _add_looking(app, service)
+    _add_error_handlers(app)
+    _add_inference_routes(app, service)
+    _add_status_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    _publish(app, service)
+    _adjust_openapi(app, service)
     return app
 
 
@@ -173,20 +178,22 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(dumps(value), status, media_type="application/json")
 
 
-def _add_making(app: FastAPI, service: ApiService) -> None:
-    @app.post("/v1/chat/completions", response_model=shapes.ChatCompletion, responses={**_STREAMS, **_MAKING})
+def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
+    @app.post(
+        "/v1/chat/completions", response_model=shapes.ChatCompletion, responses={**_EVENT_STREAM, **_INFERENCE_ERRORS}
+    )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """A conversation goes on."""
+        """Chat completion: the assistant's next message of a conversation."""
         return await service.answer(request, body, ChatCompletionHandler, "chatcmpl")
 
-    @app.post("/v1/completions", response_model=shapes.TextCompletion, responses={**_STREAMS, **_MAKING})
+    @app.post("/v1/completions", response_model=shapes.TextCompletion, responses={**_EVENT_STREAM, **_INFERENCE_ERRORS})
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Texts go on."""
+        """Text completion of one or several prompts."""
         return await service.answer(request, body, TextCompletionHandler, "cmpl")
 
-    @app.post("/v1/embeddings", response_model=shapes.Embeddings, responses=_MAKING)
+    @app.post("/v1/embeddings", response_model=shapes.Embeddings, responses=_INFERENCE_ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        """Texts as vectors."""
+        """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_model(body.model)
         record = request.scope["jaxllm.record"]
@@ -196,15 +203,15 @@ def _add_making(app: FastAPI, service: ApiService) -> None:
 
     @app.post("/tokenize", response_model=shapes.Tokenized, responses=_errors(404, 503))
     async def tokenize(body: TokenizeRequest) -> Response:
-        """Tokens of a text or of a conversation."""
+        """Token ids of a text or of a conversation."""
         backend = service.ready().backend
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give a prompt or messages, one of them.", param="prompt")
+            raise ApiError(400, "give either prompt or messages.", param="prompt")
         if body.messages is not None:
             text = await asyncio.to_thread(
                 render_chat, service.ready().chat_format, body.messages, variables=body.chat_template_kwargs,
-                begins=body.add_generation_prompt,
+                generation_prompt=body.add_generation_prompt,
             )  # fmt: skip
             ids = await asyncio.to_thread(encode_chat, backend.tokenizer, text)
         else:
@@ -213,7 +220,7 @@ def _add_making(app: FastAPI, service: ApiService) -> None:
 
     @app.post("/detokenize", response_model=shapes.Detokenized, responses=_errors(404, 503))
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """Text of tokens, special ones by their names."""
+        """Text of token ids; special tokens are written by name."""
         tokenizer = service.ready().backend.tokenizer
         service.check_model(body.model)
         try:
@@ -222,46 +229,46 @@ def _add_making(app: FastAPI, service: ApiService) -> None:
             raise ApiError(400, str(error), param="tokens") from None
 
 
-def _add_looking(app: FastAPI, service: ApiService) -> None:
+def _add_status_routes(app: FastAPI, service: ApiService) -> None:
     @app.get("/v1/models", response_model=shapes.ModelList, responses=_errors(503))
     async def models() -> Response:
-        """The model that is served."""
+        """List of models: the one that this server serves."""
         return _json({"object": "list", "data": [service.card()]})
 
     @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=_errors(404, 503))
     async def model(name: str) -> Response:
-        """One model."""
+        """Model by name."""
         service.check_model(name)
         return _json(service.card())
 
     @app.get("/health", response_model=shapes.Status, responses=_errors(503))
     async def health() -> Response:
-        """Whether the server lives."""
+        """Liveness check: 200 while the process runs and loading has not failed."""
         if service.failure is not None:
             raise ApiError(503, service.failure, code="failed")
         return _json({"status": "ok"})
 
     @app.get("/ready", response_model=shapes.Status, responses=_errors(503))
     async def ready() -> Response:
-        """Whether requests are answered: all programs are loaded, and the server is not stopping."""
+        """Readiness check: 200 once all programs are loaded and until the server stops."""
         service.ready()
         return _json({"status": "ready"})
 
     @app.get("/version", response_model=shapes.Version, responses=_errors())
     async def version() -> Response:
-        """What runs here."""
+        """Versions of jaxllm and jax."""
         return _json({"version": app.version, "jax": importlib.metadata.version("jax")})
 
     @app.get("/config", response_model=shapes.Settings, responses=_errors(503))
     async def settings() -> Response:
-        """What is in effect: sizes, types, devices, bytes; no keys."""
+        """Effective settings: sizes, dtypes, devices, bytes of weights and cache; no keys."""
         backend = service.ready().backend
         own = {**dataclasses.asdict(service.config), "name": service.name, "api_keys": len(service.config.api_keys)}
         return _json({"server": own, "backend": await asyncio.to_thread(backend.describe)})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_errors())
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain")
 
 
@@ -270,11 +277,11 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        """A page to talk to the model."""
-        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+        """Chat page."""
+        return HTMLResponse(page, headers={"Content-Security-Policy": _CONTENT_SECURITY_POLICY})
 
 
-def _handle_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         return error_response(error)
@@ -285,30 +292,32 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
-        words = str(error.detail)
+        message = str(error.detail)
         if error.status_code == 404:
-            words = f"there is no {request.url.path[:200]!r} here."
+            message = f"there is no path {request.url.path[:200]!r}."
         elif error.status_code == 400:
-            words = "the body is not JSON that can be read: nested too deeply, a number too long, or no UTF-8."
+            message = (
+                "the body cannot be read as JSON: it is nested too deeply, has too long a number, or is not UTF-8."
+            )
         elif error.status_code == 405:
-            words = f"{request.url.path[:200]} has no method {request.method[:20]}."
-        return error_response(ApiError(error.status_code, words, headers=error.headers))
+            message = f"{request.url.path[:200]} does not support the method {request.method[:20]}."
+        return error_response(ApiError(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(ClientDisconnected)
     async def gone(request: Request, error: ClientDisconnected) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # nginx's status for a closed connection; nobody reads the response
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server has made a mistake; its log says more.", code="internal_error"))
+        return error_response(ApiError(500, "internal error; the server's log has the details.", code="internal_error"))
 
 
-def _publish(app: FastAPI, service: ApiService) -> None:
-    """The schema with the model's name and tokens, and without FastAPI's own error shape, which is not ours."""
-    made = app.openapi
+def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
+    """Adjusts the OpenAPI schema: adds model name and vocabulary size, removes FastAPI's own error schemas."""
+    generated = app.openapi
 
     def openapi() -> dict[str, Any]:
-        schema = copy.deepcopy(made())
+        schema = copy.deepcopy(generated())
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

@@ -1,4 +1,4 @@
-"""How a server is run: where it listens, whom it lets in, and what it takes on."""
+"""Server configuration: address, API keys, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Settings of a server.
+    """Settings of the HTTP server.
 
     Attributes:
-        host: address to listen on; the default is reached from this computer only.
-        port: 0 for any free one.
-        name: of the model, as clients ask for it; None: the last part of what it was loaded from.
-        api_keys: requests must carry one of them (``Authorization: Bearer KEY``); none: nobody is asked.
-        origins: web pages of these origins may call the server (CORS); ("*",) for all.
-        tool_parser: how the model writes calls of functions, a name of ``TOOL_CALL_FORMATS``; None: as its template says.
-        queue: continuations that may wait beside those the engine works on; more are refused with 429.
-        max_body: bytes of a request at most.
-        max_prompts: prompts of one request at most.
-        body_seconds: in which a request must have arrived.
-        request_seconds: that a request may take; None: as long as it needs.
-        write_seconds: that a reader may leave a piece of its stream unread.
-        grace_seconds: that requests have to end after SIGTERM.
-        log_prompts: texts of requests and answers are logged too.
+        host: address to listen on; the default is reachable from this computer only.
+        port: port to listen on; 0 for any free one.
+        name: model name in requests; None: "model".
+        api_keys: legal API keys (``Authorization: Bearer KEY``); empty: no key is required.
+        origins: origins whose web pages may call the server (CORS); ("*",) for all.
+        tool_parser: tool-call format, a name of ``TOOL_CALL_FORMATS``; None: detected from the chat template.
+        queue: sequences that may wait beside those that run; further requests are refused with 429.
+        max_body: maximum size of a request body in bytes.
+        max_prompts: maximum number of prompts in one request.
+        body_seconds: time in which a request body must arrive.
+        request_seconds: maximum duration of a request; None: unlimited.
+        write_seconds: time that a client may leave a chunk of its stream unread before it is disconnected.
+        grace_seconds: time that running requests have to end after SIGTERM.
+        log_prompts: write prompts to the log too.
     """
 
     host: str = "127.0.0.1"
@@ -59,4 +59,4 @@ class ServeConfig:
                 f"serve: tool_parser = {self.tool_parser!r}; give one of {', '.join(TOOL_CALL_FORMATS)}, or None."
             )
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise ValueError("serve: an API key is empty or has characters that no header can carry; give ASCII text.")
+            raise ValueError("serve: an API key is empty or has characters that are illegal in a header; give ASCII.")

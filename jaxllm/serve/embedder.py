@@ -1,4 +1,4 @@
-"""A text as one vector: the model's last hidden states, pooled and of length 1."""
+"""Text embeddings: the model's last hidden states, pooled over tokens and normalised to length 1."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _SHORTEST = 16
 
 
 class Embedder:
-    """Vectors of token ids, one text at a time; lengths are padded to powers of two, each compiled when first met.
+    """Computes embeddings, one text at a time. Lengths are padded to powers of two; each is compiled at its first use.
 
     Args:
-        model, params: the model.
-        longest: tokens of a text at most.
-        mesh: where the parameters live; None for one device.
+        model, params: model and its parameters.
+        max_len: maximum length of a text in tokens.
+        mesh: mesh of the parameters; None for one device.
     """
 
-    def __init__(self, model: Functional, params: Any, longest: int, mesh: jax.sharding.Mesh | None = None):
-        self._params, self._longest, self._mesh = params, longest, mesh
+    def __init__(self, model: Functional, params: Any, max_len: int, mesh: jax.sharding.Mesh | None = None):
+        self._params, self._max_len, self._mesh = params, max_len, mesh
         self._pool = jax.jit(functools.partial(_pooled, serving_model(model)), static_argnames="pooling")
-        self._lock = threading.Lock()  # one at a time: they share the device with the engine
+        self._lock = threading.Lock()  # one text at a time, because the engine uses the same device
 
     def __call__(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
-        """Float32[D] of length 1."""
+        """Embedding of a text's token ids, float32 [D] of norm 1."""
         size = _SHORTEST
         while size < len(ids):
             size *= 2
@@ -50,10 +50,10 @@ def _pooled(
     model: Functional, params: Any, tokens: Int[Array, "1 S"], count: Int[Array, ""], pooling: Pooling
 ) -> Float[Array, " D"]:
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    with sharding.use_rules(model.rules):  # every replica of a mesh does the same
+    with sharding.use_rules(model.rules):  # every replica of the mesh computes the same row
         rows, axes = (sharding.axis_size("batch"), tokens.shape[1]), ("batch", None)
         every, places = (sharding.constrain(jnp.broadcast_to(x, rows), *axes) for x in (tokens, positions))
-        # What is padded comes last, where nothing before it looks.
+        # Padding comes last, so causal attention of the real tokens never sees it.
         hidden, _ = model.forward(params, every, places, Segments())
         hidden = sharding.constrain(hidden, None, None, None)[:1]
         states = model.unembed(params, hidden)[0][0].astype(jnp.float32)

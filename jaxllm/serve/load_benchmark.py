@@ -1,7 +1,7 @@
-"""Load for any server that speaks OpenAI's API, and what its readers see.
+"""Load test of any server with OpenAI's API: throughput, latencies and goodput.
 
-Closed: so many clients, each asking again when it is answered. Open: requests come when they come, at random (Poisson),
-all at once (burst), or as a trace says, however slow the server is: what waits is measured too.
+Closed loop: a number of clients, each sending its next request when the last is answered. Open loop: requests arrive at
+random (Poisson), all at once (burst) or from a trace, however slow the server is, so queueing time is measured too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm.files import DataError
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request of a load: when, in seconds from the beginning; its prompt; how many tokens."""
+    """Request of a load test: arrival time in seconds from the start, prompt, and ``max_tokens``."""
 
     at: float
     prompt: str
@@ -32,64 +32,67 @@ class LoadRequest:
 
 @dataclass
 class RequestResult:
-    """What a reader saw, in seconds from the beginning.
+    """Timing of one request as its client saw it, in seconds from the start of the test.
 
     Attributes:
-        due, sent: when it was to be sent, and was.
-        pieces: when each piece of the text came.
-        tokens: made, as the server counts.
-        end: when the answer was whole.
-        error: what went wrong; empty otherwise.
+        due, sent: when it was to be sent, and when it was sent.
+        chunks: arrival time of each chunk of text.
+        tokens: number of generated tokens, as the server counts.
+        end: when the response ended.
+        error: description of a failure; empty for success.
     """
 
     due: float
     sent: float
-    pieces: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)
     tokens: int = 0
     end: float = 0.0
     error: str = ""
 
     @property
-    def first(self) -> float:
-        """Seconds to the first piece."""
-        return self.pieces[0] - self.due
+    def ttft(self) -> float:
+        """Time to the first token in seconds, from when the request was due."""
+        return self.chunks[0] - self.due
 
     @property
-    def pace(self) -> float:
-        """Seconds a token after the first."""
-        return (self.pieces[-1] - self.pieces[0]) / max(1, self.tokens - 1)
+    def tpot(self) -> float:
+        """Time per output token after the first, in seconds."""
+        return (self.chunks[-1] - self.chunks[0]) / max(1, self.tokens - 1)
 
 
 class LoadClient:
-    """Streams completions over a connection of its own for each.
+    """Client that streams completions, each over a connection of its own.
 
     Args:
-        url: of the server, with or without /v1.
-        model: what to ask for.
-        key: of the API.
+        url: URL of the server, with or without /v1.
+        model: model name in requests.
+        key: API key.
+
+    Raises:
+        DataError: the URL is malformed.
     """
 
     def __init__(self, url: str, model: str, key: str = ""):
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise DataError(f"{url} is no address of a server; give http://HOST:PORT.")
+            raise DataError(f"{url} is not the URL of a server; give http://HOST:PORT.")
         self.model, self._key, self._host = model, key, parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = parts.path.rstrip("/").removesuffix("/v1")
 
     async def models(self) -> list[str]:
-        """What the server has."""
+        """Names of the server's models."""
         text = "".join([line async for line in self._lines("GET", "/v1/models", b"")])
         return [one["id"] for one in json.loads(text)["data"]]
 
-    async def ask(self, ask: LoadRequest, clock: Callable[[], float]) -> RequestResult:
-        """Sends a request and reads its answer; what fails is in the result."""
-        seen = RequestResult(ask.at, clock())
+    async def send(self, request: LoadRequest, clock: Callable[[], float]) -> RequestResult:
+        """Sends a request and reads its response; a failure is recorded in the result."""
+        result = RequestResult(request.at, clock())
         body = {
             "model": self.model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.tokens,
+            "prompt": request.prompt,
+            "max_tokens": request.tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -101,18 +104,18 @@ class LoadClient:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise DataError(str(event["error"]))
-                seen.tokens = (event.get("usage") or {}).get("completion_tokens", seen.tokens)
+                result.tokens = (event.get("usage") or {}).get("completion_tokens", result.tokens)
                 if any(choice["text"] or choice["finish_reason"] for choice in event["choices"]):
-                    seen.pieces.append(clock())
-            seen.tokens = seen.tokens or len(seen.pieces)
-            seen.error = "" if seen.pieces else "nothing came"
+                    result.chunks.append(clock())
+            result.tokens = result.tokens or len(result.chunks)
+            result.error = "" if result.chunks else "empty response"
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            seen.error = f"{type(error).__name__}: {error}"[:200]
-        seen.end = clock()
-        return seen
+            result.error = f"{type(error).__name__}: {error}"[:200]
+        result.end = clock()
+        return result
 
     async def _lines(self, method: str, path: str, body: bytes) -> AsyncIterator[str]:
-        """Lines of a response's body as they come."""
+        """Lines of a response's body as they arrive."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=2**20)
         try:
             key = f"authorization: Bearer {self._key}\r\n" if self._key else ""
@@ -148,55 +151,55 @@ async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
             return
 
 
-def random_requests(many: int, rate: float, prompt: int, tokens: int, seed: int) -> list[LoadRequest]:
-    """Requests with random words that come as a Poisson process does; all at once where the rate is infinite."""
+def random_requests(count: int, rate: float, prompt: int, tokens: int, seed: int) -> list[LoadRequest]:
+    """Requests with random prompts that arrive as a Poisson process of ``rate`` per second; inf: all at once."""
     rng = np.random.default_rng(seed)
-    times = np.zeros(many) if np.isinf(rate) else np.cumsum(rng.exponential(1 / rate, many))
-    # Different beginnings, so that no prefix is found again.
-    words = (" ".join(map(str, rng.integers(0, 1000, max(1, prompt // 2)))) for _ in range(many))
+    times = np.zeros(count) if np.isinf(rate) else np.cumsum(rng.exponential(1 / rate, count))
+    # The prompts differ from their first token on, so that the prefix cache never hits.
+    words = (" ".join(map(str, rng.integers(0, 1000, max(1, prompt // 2)))) for _ in range(count))
     return [LoadRequest(float(at), text, tokens) for at, text in zip(times, words, strict=True)]
 
 
 def read_trace(path: Path) -> list[LoadRequest]:
-    """A trace: lines of {"at": seconds, "prompt": text, "max_tokens": n}.
+    """Requests of a trace file: lines of {"at": seconds, "prompt": text, "max_tokens": n}.
 
     Raises:
-        DataError: a line is not that; names it.
+        DataError: the file is empty or a line is malformed; names the line.
     """
-    asks = []
+    requests = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             found = json.loads(line)
-            asks.append(LoadRequest(float(found["at"]), str(found["prompt"]), int(found["max_tokens"])))
+            requests.append(LoadRequest(float(found["at"]), str(found["prompt"]), int(found["max_tokens"])))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'{path}:{number}: {error!r}; legal: {{"at": 0.5, "prompt": "...", "max_tokens": 16}}'
             ) from None
-    if not asks:
+    if not requests:
         raise DataError(f"{path} has no requests.")
-    return sorted(asks, key=lambda ask: ask.at)
+    return sorted(requests, key=lambda request: request.at)
 
 
-async def run_open_loop(client: LoadClient, asks: Sequence[LoadRequest]) -> list[RequestResult]:
-    """Sends each when it is due."""
+async def run_open_loop(client: LoadClient, requests: Sequence[LoadRequest]) -> list[RequestResult]:
+    """Open loop: sends each request when it is due."""
     clock = _clock()
 
-    async def one(ask: LoadRequest) -> RequestResult:
-        await asyncio.sleep(max(0.0, ask.at - clock()))
-        return await client.ask(ask, clock)
+    async def one(request: LoadRequest) -> RequestResult:
+        await asyncio.sleep(max(0.0, request.at - clock()))
+        return await client.send(request, clock)
 
-    return list(await asyncio.gather(*map(one, asks)))
+    return list(await asyncio.gather(*map(one, requests)))
 
 
-async def run_closed_loop(client: LoadClient, asks: Sequence[LoadRequest], clients: int) -> list[RequestResult]:
-    """So many at a time, each followed by the next."""
-    clock, left, out = _clock(), iter(asks), []
+async def run_closed_loop(client: LoadClient, requests: Sequence[LoadRequest], clients: int) -> list[RequestResult]:
+    """Closed loop: a number of concurrent clients, each sending its next request when the last is answered."""
+    clock, queue, out = _clock(), iter(requests), []
 
-    async def live(asks: Iterator[LoadRequest]) -> None:
-        for ask in asks:
-            out.append(await client.ask(LoadRequest(clock(), ask.prompt, ask.tokens), clock))
+    async def one_client(queue: Iterator[LoadRequest]) -> None:
+        for request in queue:
+            out.append(await client.send(LoadRequest(clock(), request.prompt, request.tokens), clock))
 
-    await asyncio.gather(*(live(left) for _ in range(clients)))
+    await asyncio.gather(*(one_client(queue) for _ in range(clients)))
     return out
 
 
@@ -205,34 +208,39 @@ def _clock() -> Callable[[], float]:
     return lambda: time.perf_counter() - began
 
 
-def summary(seen: Sequence[RequestResult], first: float, pace: float) -> dict[str, Any]:
-    """Figures of a load.
+def summary(results: Sequence[RequestResult], ttft: float, tpot: float) -> dict[str, Any]:
+    """Summary of a load test: throughput, latency percentiles and goodput.
 
     Args:
-        seen: all its requests.
-        first, pace: what a good answer keeps: seconds to the first token, and for each token after it.
+        results: results of all its requests.
+        ttft, tpot: service-level objective in seconds: time to the first token, and per output token after it.
+
+    Raises:
+        DataError: no request succeeded.
     """
-    good = [one for one in seen if not one.error]
+    good = [one for one in results if not one.error]
     if not good:
-        raise DataError(f"no request was answered; the first says: {seen[0].error if seen else 'there is none'}")
-    seconds = max(one.end for one in seen) - min(one.sent for one in seen)
-    kept = [one for one in good if one.first <= first and one.pace <= pace]
-    gaps = np.concatenate([np.diff(one.pieces) for one in good])
-    errors: Mapping[str, int] = {e: sum(one.error == e for one in seen) for e in sorted({s.error for s in seen} - {""})}
+        raise DataError(f"no request succeeded; the first error: {results[0].error if results else 'no requests'}")
+    seconds = max(one.end for one in results) - min(one.sent for one in results)
+    kept = [one for one in good if one.ttft <= ttft and one.tpot <= tpot]
+    gaps = np.concatenate([np.diff(one.chunks) for one in good])
+    errors: Mapping[str, int] = {
+        e: sum(one.error == e for one in results) for e in sorted({s.error for s in results} - {""})
+    }
     return {
-        "requests": len(seen),
-        "failed": len(seen) - len(good),
+        "requests": len(results),
+        "failed": len(results) - len(good),
         "errors": errors,
         "seconds": seconds,
         "requests_per_second": len(good) / seconds,
         "tokens_per_second": sum(one.tokens for one in good) / seconds,
-        "ttft": _spread([one.first for one in good]),
+        "ttft": _spread([one.ttft for one in good]),
         "itl": _spread(gaps) if len(gaps) else None,
-        "tpot": _spread([one.pace for one in good]),
+        "tpot": _spread([one.tpot for one in good]),
         "latency": _spread([one.end - one.due for one in good]),
-        "slo": {"ttft": first, "tpot": pace},
+        "slo": {"ttft": ttft, "tpot": tpot},
         "goodput": len(kept) / seconds,
-        "within_slo": len(kept) / len(seen),
+        "within_slo": len(kept) / len(results),
     }
 
 
@@ -242,12 +250,12 @@ def _spread(values: Any) -> dict[str, float]:
 
 
 def show(figures: Mapping[str, Any]) -> str:
-    """The figures as a table."""
+    """Table of a summary, as text."""
     lines = [
         f"{figures['requests']} requests in {figures['seconds']:.2f} s, {figures['failed']} failed; "
         f"{figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.1f} tokens/s",
         f"goodput {figures['goodput']:.2f} requests/s: {figures['within_slo']:.0%} within "
-        f"{figures['slo']['ttft']} s to the first token and {figures['slo']['tpot']} s a token",
+        f"{figures['slo']['ttft']} s to the first token and {figures['slo']['tpot']} s per output token",
         f"{'seconds':10}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     for name in ("ttft", "itl", "tpot", "latency"):
@@ -256,16 +264,16 @@ def show(figures: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"{many} x {error}" for error, many in figures["errors"].items())])
 
 
-def plot(seen: Sequence[RequestResult], path: Path) -> None:
-    """Shares of requests over seconds to the first token, a token, and in all; written as an image."""
+def plot(results: Sequence[RequestResult], path: Path) -> None:
+    """Draws the cumulative distributions of TTFT, TPOT and latency over requests, as an image file."""
     from matplotlib.figure import Figure
 
-    good = [one for one in seen if not one.error]
+    good = [one for one in results if not one.error]
     figure = Figure(figsize=(9, 3), layout="constrained")
     columns = {
-        "to the first token": [one.first for one in good],
-        "a token after it": [one.pace for one in good],
-        "in all": [one.end - one.due for one in good],
+        "to the first token": [one.ttft for one in good],
+        "per output token": [one.tpot for one in good],
+        "per request": [one.end - one.due for one in good],
     }
     for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), columns.items(), strict=True):
         axes.step(np.sort(values), np.arange(1, len(values) + 1) / len(values), where="post")

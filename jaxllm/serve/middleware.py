@@ -1,4 +1,4 @@
-"""What every request passes before it is looked at: keys, size, shape; and the line it leaves in the log."""
+"""Middleware for every request: API keys, size limits, protocol checks, request ids, and the access log."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from jaxllm.serve.api.errors import ApiError, dumps
 from jaxllm.serve.config import ServeConfig
 
 PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/openapi.json")
-"""Paths that need no key."""
+"""Paths that need no API key."""
 MAX_HEADERS = 32 * 1024
 _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
 def error_response(error: ApiError) -> Response:
-    """An error as a response."""
+    """JSON response of an API error."""
     return Response(dumps(error.body()), error.status, {**error.headers}, "application/json")
 
 
 class RequestMiddleware:
-    """ASGI middleware.
+    """ASGI middleware that checks requests before the application sees them, and logs each as a line of JSON.
 
     Args:
-        app: what is behind it.
-        config: of the server.
+        app: application behind it.
+        config: settings of the server.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig):
@@ -80,15 +80,19 @@ class RequestMiddleware:
             _LOG.info(json.dumps(record))
 
     def _check(self, scope: Scope, headers: dict[bytes, list[bytes]], record: dict[str, Any]) -> None:
-        """Refuses what need not be read."""
+        """Checks headers, HTTP version, API key and announced length, before the body is read.
+
+        Raises:
+            ApiError: 400, 401, 413 or 431.
+        """
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
             raise ApiError(431, f"the request's headers are longer than {MAX_HEADERS:,} bytes.")
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise ApiError(400, "this server speaks HTTP/1.1.", headers={"Connection": "close"})
+            raise ApiError(400, "the HTTP version is not supported; use HTTP/1.1.", headers={"Connection": "close"})
         if len(headers.get(b"content-length", ())) > 1 or (
             b"transfer-encoding" in headers and b"content-length" in headers
         ):
-            raise ApiError(400, "the request says more than once how long it is.", headers={"Connection": "close"})
+            raise ApiError(400, "the request states its length more than once.", headers={"Connection": "close"})
         if scope["path"] not in PUBLIC_PATHS and self._keys and scope["method"] != "OPTIONS":
             record["key"] = self._key(headers.get(b"authorization", ()))
         length = headers.get(b"content-length", [b"0"])[0]
@@ -96,7 +100,7 @@ class RequestMiddleware:
             raise self._too_long()
 
     def _key(self, given: Any) -> int:
-        """The number of a request's key; all are compared, each in constant time: how long it takes says nothing."""
+        """Index of a request's API key. All keys are compared, each in constant time, so timing reveals nothing."""
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, own) for own in self._keys]
@@ -116,7 +120,11 @@ class RequestMiddleware:
         )  # fmt: skip
 
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads the body, and gives what reads it again."""
+        """Reads the whole body; returns a ``receive`` that replays it.
+
+        Raises:
+            ApiError: 413 or 408; the body is too long or does not arrive in time.
+        """
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return receive
         parts: list[bytes] = []
@@ -134,12 +142,12 @@ class RequestMiddleware:
                         raise self._too_long()
         except TimeoutError:
             raise ApiError(
-                408, f"the request's body has not come within {self._config.body_seconds} s.",
+                408, f"the request's body did not arrive within {self._config.body_seconds} s.",
                 headers={"Connection": "close"},
             ) from None  # fmt: skip
         whole = iter([{"type": "http.request", "body": b"".join(parts), "more_body": False}])
 
-        async def again() -> Message:
+        async def replay() -> Message:
             return next(whole, None) or await receive()
 
-        return again
+        return replay

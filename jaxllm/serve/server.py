@@ -1,4 +1,4 @@
-"""A server from its start to its end: loading beside the open door, draining on SIGTERM."""
+"""Server lifecycle: the model is loaded while the server already answers; SIGTERM drains running requests."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.embedder import Embedder
 
 BackendFactory = Callable[[], AbstractAsyncContextManager[Backend]]
-"""Loads the model and runs its engine as long as the context is open."""
+"""Context manager that loads the model and runs its engine while it is open."""
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's, with errors in our shape; streams can end a connection whose client does not read."""
+    """HTTP/1.1 connection of uvicorn with errors in OpenAI's shape, and its transport in the request's state."""
 
     def connection_made(self, transport: Any) -> None:
+        """Stores the transport, so that a stream can abort a connection whose client does not read."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "transport": transport}
 
     def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP."""
+        """Answers bytes that are not HTTP with an API error, and closes the connection."""
         body = dumps(ApiError(400, msg).body()).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
@@ -40,16 +41,19 @@ class HttpConnection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, that says when it stops.
+    """Uvicorn server that loads its engine in the background and stops if loading fails.
 
     Args:
-        config: how it is run.
-        opener: gives the engine.
+        config: settings of the server.
+        factory: opens the backend.
+
+    Attributes:
+        failure: exception that kept the model from being loaded, or None.
     """
 
-    def __init__(self, config: ServeConfig, opener: BackendFactory):
+    def __init__(self, config: ServeConfig, factory: BackendFactory):
         self.failure: BaseException | None = None
-        self._opener = opener
+        self._factory = factory
         self.app = create_app(config, self._lifespan)
         self.service: ApiService = self.app.state.service
         super().__init__(
@@ -70,24 +74,24 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """A signal: no new requests; what runs may end."""
+        """Starts draining: no new requests are accepted, running ones may end."""
         self.service.draining = True
         super().handle_exit(sig, frame)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         stop = asyncio.Event()
-        task = asyncio.create_task(self._keep(stop))
+        task = asyncio.create_task(self._run_backend(stop))
         try:
             yield
         finally:
             stop.set()
             await task
 
-    async def _keep(self, stop: asyncio.Event) -> None:
-        """The engine, from loading to the end."""
+    async def _run_backend(self, stop: asyncio.Event) -> None:
+        """Opens the backend and keeps it open until ``stop`` is set."""
         try:
-            async with self._opener() as backend:
+            async with self._factory() as backend:
                 self.service.open_for(backend)
                 await stop.wait()
         except BaseException as error:
@@ -97,7 +101,7 @@ class Server(uvicorn.Server):
 
 
 def backend_factory(load: Callable[[], LLM]) -> BackendFactory:
-    """Opens a model with its engine; it is loaded in a thread, while the server already answers."""
+    """Factory of a backend over an ``LLM``; ``load`` runs in a thread, so that the server answers meanwhile."""
 
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Backend]:
@@ -110,13 +114,13 @@ def backend_factory(load: Callable[[], LLM]) -> BackendFactory:
     return opened
 
 
-def serve(config: ServeConfig, opener: BackendFactory) -> None:
-    """Serves until a signal ends it.
+def serve(config: ServeConfig, factory: BackendFactory) -> None:
+    """Runs a server until a signal stops it.
 
     Raises:
-        Exception: what kept the model from being loaded.
+        Exception: the one that kept the model from being loaded.
     """
-    server = Server(config, opener)
+    server = Server(config, factory)
     server.run()
     if server.failure is not None:
         raise server.failure

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text format, under names that users of vLLM know."""
+"""Prometheus metrics of the server, under vLLM's names with the prefix ``jaxllm:``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1,
 _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 PREFIX = "jaxllm:"
-_OF_PROGRAMS: dict[str, Any] = {
-    "step_seconds": (CounterMetricFamily, "That steps of a program took."),
-    "model_flops": (CounterMetricFamily, "Of the model, that they made use of."),
-    "model_moved": (CounterMetricFamily, "Bytes of weights, keys and values that they read and wrote."),
-    "mfu": (GaugeMetricFamily, "Share of the devices' FLOP/s, 1 is all, since the server began."),
-    "mbu": (GaugeMetricFamily, "Share of the devices' bytes/s, likewise."),
+_PROGRAM_METRICS: dict[str, Any] = {
+    "step_seconds": (CounterMetricFamily, "Seconds in steps of a compiled program."),
+    "model_flops": (CounterMetricFamily, "Model FLOPs of the steps."),
+    "model_moved": (CounterMetricFamily, "Bytes of weights and KV cache that the steps read and wrote."),
+    "mfu": (GaugeMetricFamily, "Model FLOPs utilisation since the start, 0 to 1."),
+    "mbu": (GaugeMetricFamily, "Memory bandwidth utilisation since the start, 0 to 1."),
 }
 
 
 class ServerMetrics:
-    """Counts of one server.
+    """Prometheus metrics of one server.
 
     Args:
-        name: of the model, the label ``model_name``.
+        name: name of the model, the label ``model_name``.
     """
 
     def __init__(self, name: str):
@@ -35,43 +35,44 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._backend: Backend | None = None
 
-        def histogram(what: str, words: str, buckets: tuple[float, ...]) -> Any:
-            return Histogram(PREFIX + what, words, ["model_name"], registry=self.registry, buckets=buckets).labels(name)
+        def histogram(metric: str, help_: str, buckets: tuple[float, ...]) -> Any:
+            family = Histogram(PREFIX + metric, help_, ["model_name"], registry=self.registry, buckets=buckets)
+            return family.labels(name)
 
-        self.first_token = histogram("time_to_first_token_seconds", "From a request to its first token.", _SECONDS)
-        self.gap = histogram("inter_token_latency_seconds", "Between pieces of one continuation, a token.", _GAPS)
-        self.latency = histogram("e2e_request_latency_seconds", "From a request to its end.", _SECONDS)
-        self.prompt = histogram("request_prompt_tokens", "Tokens of a request's prompts.", _TOKENS)
-        self.made = histogram("request_generation_tokens", "Tokens made for a request.", _TOKENS)
+        self.first_token = histogram("time_to_first_token_seconds", "Time to the first token of a request.", _SECONDS)
+        self.inter_token = histogram("inter_token_latency_seconds", "Time per token after the first.", _GAPS)
+        self.latency = histogram("e2e_request_latency_seconds", "Duration of a request.", _SECONDS)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.generated_tokens = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self._ended = Counter(
-            PREFIX + "request_success", "Requests by how they ended.", ["model_name", "finished_reason"],
+            PREFIX + "request_success", "Requests by finish reason.", ["model_name", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
         self.refused = Counter(
-            PREFIX + "requests_refused", "Requests for which the queue had no room.", ["model_name"],
+            PREFIX + "requests_refused", "Requests refused because the queue was full.", ["model_name"],
             registry=self.registry,
         ).labels(name)  # fmt: skip
-        self.streams = Gauge(
-            PREFIX + "requests_open", "Requests under way.", ["model_name"], registry=self.registry
+        self.open_requests = Gauge(
+            PREFIX + "requests_open", "Requests in progress.", ["model_name"], registry=self.registry
         ).labels(name)
         self.registry.register(self)  # type: ignore[arg-type]
 
     def attach(self, backend: Backend) -> None:
-        """From now on the engine's own numbers are given too."""
+        """Adds the metrics of an engine."""
         self._backend = backend
 
     def collect(self) -> Any:
-        """The engine's numbers, read when they are asked for."""
+        """Metrics of the engine, read when Prometheus scrapes (``prometheus_client`` collector)."""
         if self._backend is None:
             return
         load = self._backend.load()
         gauges = {
-            "num_requests_running": ("Continuations that are worked on.", load.running),
-            "num_requests_waiting": ("Continuations that wait.", load.waiting),
-            "kv_cache_usage_perc": ("Share of pages in use, 1 is all.", load.pages_held / max(1, load.pages)),
+            "num_requests_running": ("Running sequences.", load.running),
+            "num_requests_waiting": ("Queued sequences.", load.waiting),
+            "kv_cache_usage_perc": ("Share of KV cache pages in use, 0 to 1.", load.pages_held / max(1, load.pages)),
         }
-        for name, (words, value) in gauges.items():
-            family = GaugeMetricFamily(PREFIX + name, words, labels=["model_name"])
+        for name, (help_, value) in gauges.items():
+            family = GaugeMetricFamily(PREFIX + name, help_, labels=["model_name"])
             family.add_metric([self.name], value)
             yield family
         for name, value in load.counters.items():
@@ -80,8 +81,8 @@ class ServerMetrics:
             )
             family.add_metric([self.name], value)
             yield family
-        for field, (kind, words) in _OF_PROGRAMS.items():
-            family = kind(PREFIX + field, words, labels=["model_name", "bucket"])
+        for field, (kind, help_) in _PROGRAM_METRICS.items():
+            family = kind(PREFIX + field, help_, labels=["model_name", "bucket"])
             for bucket, use in sorted(load.programs.items()):
                 if (value := getattr(use, field.removeprefix("step_").removeprefix("model_"))) is not None:
                     family.add_metric([self.name, bucket], value)
@@ -89,52 +90,52 @@ class ServerMetrics:
                 yield family
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def watch(self, prompt_tokens: int) -> RequestTimer:
-        """Watches one request from now on; to be closed."""
+    def start_request(self, prompt_tokens: int) -> RequestTimer:
+        """Starts the timer of a request; the caller closes it."""
         return RequestTimer(self, prompt_tokens)
 
     def end(self, reason: str) -> None:
-        """Counts a request that has ended."""
+        """Counts an ended request by its finish reason."""
         self._ended.labels(self.name, reason).inc()
 
 
 class RequestTimer:
-    """One request's times.
+    """Measures one request for the latency histograms.
 
     Attributes:
-        ended: how: "stop", "length", "timeout", "error"; "abort" where the client has left.
+        ended: finish reason: "stop", "length", "timeout", "error", or "abort" if the client has disconnected.
     """
 
     def __init__(self, metrics: ServerMetrics, prompt_tokens: int):
-        self._metrics, self._prompt, self._made = metrics, prompt_tokens, 0
+        self._metrics, self._prompt_tokens, self._generated = metrics, prompt_tokens, 0
         self._began = time.perf_counter()
         self._last: dict[Any, float] = {}
         self.ended = "abort"
-        metrics.streams.inc()
+        metrics.open_requests.inc()
 
-    def piece(self, which: Any, tokens: int, finish: str | None) -> None:
-        """A continuation has gained tokens, or ended."""
+    def output(self, sequence: Any, tokens: int, finish: str | None) -> None:
+        """Records that a sequence, named by any key, has gained tokens or ended."""
         if tokens:
             now = time.perf_counter()
-            before = self._last.get(which)
+            before = self._last.get(sequence)
             if before is None:
                 if not self._last:
                     self._metrics.first_token.observe(now - self._began)
             else:
-                self._metrics.gap.observe((now - before) / tokens)
-            self._last[which] = now
-            self._made += tokens
+                self._metrics.inter_token.observe((now - before) / tokens)
+            self._last[sequence] = now
+            self._generated += tokens
         if finish is not None and finish != "cancelled":
             self.ended = finish
 
     def close(self) -> None:
-        """Counts it."""
+        """Records the ended request in the metrics."""
         metrics = self._metrics
-        metrics.streams.dec()
+        metrics.open_requests.dec()
         metrics.latency.observe(time.perf_counter() - self._began)
-        metrics.prompt.observe(self._prompt)
-        metrics.made.observe(self._made)
+        metrics.prompt_tokens.observe(self._prompt_tokens)
+        metrics.generated_tokens.observe(self._generated)
         metrics.end(self.ended)

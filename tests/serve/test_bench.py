@@ -33,11 +33,11 @@ def test_every_request_is_sent_and_counted(way, tmp_path, capsys, monkeypatch):
 
 def test_figures():
     seen = [
-        RequestResult(due=0, sent=0, pieces=[1.0, 1.5, 2.0], tokens=3, end=2.0),
-        RequestResult(due=1, sent=2, pieces=[4.0, 4.1], tokens=2, end=4.0),
+        RequestResult(due=0, sent=0, chunks=[1.0, 1.5, 2.0], tokens=3, end=2.0),
+        RequestResult(due=1, sent=2, chunks=[4.0, 4.1], tokens=2, end=4.0),
         RequestResult(due=0, sent=0, error="refused", end=0.1),
     ]
-    figures = summary(seen, first=2, pace=1)
+    figures = summary(seen, ttft=2, tpot=1)
     assert figures["ttft"]["mean"] == 2
     assert figures["tpot"]["mean"] == pytest.approx(0.3)
     assert figures["itl"]["p50"] == pytest.approx(0.5)

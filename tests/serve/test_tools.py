@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from jaxllm.infer.engine.detokenizer import Reader
+from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.grammar import Grammar, Grammars
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.api import request_schemas
@@ -58,28 +58,34 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_what_is_written_is_read(name):
     form, rng = TOOL_CALL_FORMATS[name], random.Random(environment.derive(environment.seed(), name))
-    text = form.write(CALLS)
+    text = form.render(CALLS)
     for given in (None, rng):
         for forced in (True, False):
             message = read(ParserOptions(form, FUNCTIONS, forced), text, given)
             assert calls_of(message) == CALLS
             assert set(message) == {"tool_calls"}
-        one = read(ParserOptions(form, FUNCTIONS, many=False), text, given)
+        one = read(ParserOptions(form, FUNCTIONS, parallel=False), text, given)
         assert calls_of(one) == CALLS[:1]
-        if not form.alone:
+        if not form.exclusive:
             said = read(ParserOptions(form, FUNCTIONS), f"I look < it up.\n{text}\n", given)
             assert (said["content"], calls_of(said)) == ("I look < it up.", CALLS)
         thought = read(
-            ParserOptions(form, FUNCTIONS, thinks="may"), f"\n<think>\nHm. {{}} </thin\n</think>\n\n{text}", given
+            ParserOptions(form, FUNCTIONS, reasoning="optional"),
+            f"\n<think>\nHm. {{}} </thin\n</think>\n\n{text}",
+            given,
         )
         assert (thought["reasoning_content"], calls_of(thought)) == ("Hm. {} </thin", CALLS)
         assert "content" not in thought
     # However it is spaced; the order of names in an object says nothing.
-    loose = text.replace("\n", " ") if form.bare is None else text.replace("\n", "\n\n")
+    loose = text.replace("\n", " ") if form.name_separator is None else text.replace("\n", "\n\n")
     assert calls_of(read(ParserOptions(form, FUNCTIONS), loose, rng)) == CALLS
-    if form.bare is None:
+    if form.name_separator is None:
         turned = (
-            form.begin + form.open + json.dumps({form.key: {}, "name": "stop-all"}, indent=1) + form.close + form.end
+            form.begin
+            + form.open
+            + json.dumps({form.arguments_key: {}, "name": "stop-all"}, indent=1)
+            + form.close
+            + form.end
         )
         assert calls_of(read(ParserOptions(form, FUNCTIONS), turned, rng)) == CALLS[1:]
 
@@ -87,24 +93,24 @@ def test_what_is_written_is_read(name):
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_what_is_no_call_is_said(name):
     form, rng = TOOL_CALL_FORMATS[name], random.Random(environment.derive(environment.seed(), name))
-    whole = form.write([("weather", {"city": "x"})])
+    whole = form.render([("weather", {"city": "x"})])
     broken = [
-        form.write([("other", {})]),
-        form.write([("weather", [1])]),
+        form.render([("other", {})]),
+        form.render([("weather", [1])]),
         whole.replace('"x"', "x"),
         whole.replace('"x"', '"x'),
-        *(whole[:cut] for cut in rng.sample(range(1, len(whole) - len(form.end) - len(form.tail)), 5)),
-        form.mark,
-        f"{form.mark} is how calls begin",
-        form.mark * 300,
+        *(whole[:cut] for cut in rng.sample(range(1, len(whole) - len(form.end) - len(form.call_suffix)), 5)),
+        form.start_marker,
+        f"{form.start_marker} is how calls begin",
+        form.start_marker * 300,
         "no call at all, \n\n ",
         "",
     ]
     for text in broken:
         for given in (None, rng):
             assert read(ParserOptions(form, FUNCTIONS), text, given) == ({"content": text} if text else {})
-    if not form.alone:
-        after = read(ParserOptions(form, FUNCTIONS), form.write([("other", {})]) + " " + whole, rng)
+    if not form.exclusive:
+        after = read(ParserOptions(form, FUNCTIONS), form.render([("other", {})]) + " " + whole, rng)
         assert calls_of(after) == [("weather", {"city": "x"})]
         assert "other" in after["content"]
 
@@ -115,7 +121,7 @@ def test_the_grammar_allows_what_the_parser_reads(name):
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
 
     def follows(text: str, **fields: Any) -> bool:
-        rules = form.rules(FUNCTIONS, tokenizer, **{"many": True, "thinks": None, **fields})
+        rules = form.rules(FUNCTIONS, tokenizer, **{"parallel": True, "reasoning_end": None, **fields})
         guide = grammars.guide(Grammar.ebnf(rules))
         for byte in text.encode():
             if guide.mask is None or not guide.mask[byte // 32] >> byte % 32 & 1:
@@ -123,30 +129,30 @@ def test_the_grammar_allows_what_the_parser_reads(name):
             guide.advance(byte)
         return guide.accepts
 
-    text = form.write(CALLS).replace('"city": ', '"city":').replace(', "days": [1, 2]', ',"days":[1,2]')
-    one = form.write([("stop-all", {})])
+    text = form.render(CALLS).replace('"city": ', '"city":').replace(', "days": [1, 2]', ',"days":[1,2]')
+    one = form.render([("stop-all", {})])
     assert follows(text)
-    assert follows(one, many=False)
-    assert follows(f"Hm. <think> {{\n</think>\n\n{text}", thinks="</think>")
-    assert not follows(text, many=False)
-    assert not follows(text, thinks="</think>")
+    assert follows(one, parallel=False)
+    assert follows(f"Hm. <think> {{\n</think>\n\n{text}", reasoning_end="</think>")
+    assert not follows(text, parallel=False)
+    assert not follows(text, reasoning_end="</think>")
     assert not follows("I say: " + text)
-    assert not follows(form.write([("stop-all", {"city": "x"})]).replace(": ", ":"))
-    assert not follows(form.write([("weather", {})]))
-    assert not follows(form.write([("other", {})]))
+    assert not follows(form.render([("stop-all", {"city": "x"})]).replace(": ", ":"))
+    assert not follows(form.render([("weather", {})]))
+    assert not follows(form.render([("other", {})]))
     assert not follows("")
     # Free text, in which only a call follows a mark.
-    between = "" if form.alone else "I look < it up.\n"
+    between = "" if form.exclusive else "I look < it up.\n"
     for said in ("", "no call", between + text, between + one):
-        assert follows(said, free=True)
-        assert follows(f"Hm.</think>{said}", free=True, thinks="</think>")
-    assert not follows(between + form.write([("weather", {})]), free=True)
-    assert not follows(between + form.mark, free=True)
-    assert not follows(between + one.replace("stop-all", "other"), free=True)
-    if not form.alone:
-        assert follows(f"{between}{one} and\n{one} again", free=True)
-        assert follows(f"{between}{one} again", free=True, many=False)
-        assert not follows(f"{between}{one} and\n{one} again", free=True, many=False)
+        assert follows(said, allow_text=True)
+        assert follows(f"Hm.</think>{said}", allow_text=True, reasoning_end="</think>")
+    assert not follows(between + form.render([("weather", {})]), allow_text=True)
+    assert not follows(between + form.start_marker, allow_text=True)
+    assert not follows(between + one.replace("stop-all", "other"), allow_text=True)
+    if not form.exclusive:
+        assert follows(f"{between}{one} and\n{one} again", allow_text=True)
+        assert follows(f"{between}{one} again", allow_text=True, parallel=False)
+        assert not follows(f"{between}{one} and\n{one} again", allow_text=True, parallel=False)
 
 
 def test_special_tokens_that_mark_calls_are_forced_as_tokens(monkeypatch):
@@ -154,7 +160,7 @@ def test_special_tokens_that_mark_calls_are_forced_as_tokens(monkeypatch):
     names = {**tokenizer.special_names, 258: "[TOOL_CALLS]"}
     monkeypatch.setitem(tokenizer.__dict__, "special_names", names)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    rules = TOOL_CALL_FORMATS["mistral"].rules(FUNCTIONS, tokenizer, many=True, thinks=None)
+    rules = TOOL_CALL_FORMATS["mistral"].rules(FUNCTIONS, tokenizer, parallel=True, reasoning_end=None)
     guide = grammars.guide(Grammar.ebnf(rules))
     assert guide.mask is not None
     assert [i for i in range(tokenizer.vocab_size) if guide.mask[i // 32] >> i % 32 & 1] == [258]
@@ -177,7 +183,7 @@ def test_special_tokens_that_are_marks_are_spelt_out():
             .params.spelt
             == spelt
         )
-    reader = Reader(backend.tokenizer, spelt=(259,))
+    reader = Detokenizer(backend.tokenizer, spelt=(259,))
     assert [reader.push(token)[0] for token in (97, 259, 260, 98)] == ["a", "<think>", "", "b"]
 
 
@@ -191,7 +197,7 @@ def test_templates_say_how_calls_are_written(family):
         {"id": "123456789", "type": "function", "function": function}
     ]}]  # fmt: skip
     text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
-    begins = text.index(form.begin + form.head)
+    begins = text.index(form.begin + form.name_prefix)
     assert calls_of(read(ParserOptions(form, FUNCTIONS), text[begins:].split(EOS)[0].split("<|")[0])) == CALLS[:1]
 
 
@@ -210,8 +216,8 @@ QWEN = ChatTemplate(TEMPLATES["qwen3"])
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_calls_among_free_text_reach_the_client(name):
     form = TOOL_CALL_FORMATS[name]
-    text = form.write([(name, json.loads(arguments)) for name, arguments in SAID])
-    backend = servers.FixedRate(0, says=("" if form.alone else "Let me see.\n") + text)
+    text = form.render([(name, json.loads(arguments)) for name, arguments in SAID])
+    backend = servers.FixedRate(0, says=("" if form.exclusive else "Let me see.\n") + text)
     config = ServeConfig(port=0, name="tiny", tool_parser=name)
     with (
         servers.running(servers.opener(backend), config) as (_, url),
@@ -219,7 +225,7 @@ def test_calls_among_free_text_reach_the_client(name):
     ):
         choice, calls = answered(client, **HELLO, tools=TOOLS)
         assert (calls, choice.finish_reason) == (SAID, "tool_calls")
-        assert choice.message.content == (None if form.alone else "Let me see.")
+        assert choice.message.content == (None if form.exclusive else "Let me see.")
         assert answered(client, **HELLO, tools=TOOLS, parallel_tool_calls=False)[1] == SAID[:1]
         plain, none = answered(client, **HELLO, tools=TOOLS, tool_choice="none")
         assert (plain.message.content, none, plain.finish_reason) == (backend.says, [], "stop")
@@ -256,7 +262,7 @@ def test_a_thought_that_the_prompt_begins():
     tokenizer = ByteTokenizer()
     for fields, text in (
         ({"response_format": form}, "12"),
-        ({"tools": TOOLS, "tool_choice": "required"}, TOOL_CALL_FORMATS["hermes"].write([("check", {"ok": True})])),
+        ({"tools": TOOLS, "tool_choice": "required"}, TOOL_CALL_FORMATS["hermes"].render([("check", {"ok": True})])),
     ):
         chat = asked(opened, **fields)
         grammar = chat.jobs[0].params.grammar
@@ -287,7 +293,7 @@ def test_a_template_without_words_for_tools_is_told_of_them():
     for name, form in TOOL_CALL_FORMATS.items():
         text = bytes(asked(bare, name, messages=called, tools=TOOLS).jobs[0].prompt).decode()
         assert all(json.dumps(tool["function"]) in text for tool in TOOLS)
-        assert form.write([("say", {"word": "yes"})]) in text
+        assert form.render([("say", {"word": "yes"})]) in text
         assert text.startswith("<system>")
         assert "done" in text
 

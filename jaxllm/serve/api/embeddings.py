@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: texts as vectors."""
+"""Embeddings, `POST /v1/embeddings`: pooled hidden states of texts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxllm.serve.generation import RequestDispatcher
 async def embed(
     dispatcher: RequestDispatcher, body: EmbeddingRequest, prompts: list[list[int]], record: dict[str, Any]
 ) -> dict[str, Any]:
-    """The answer to a request.
+    """Response body of an embedding request.
 
     Raises:
-        ApiError: too many or too long texts, other dimensions than the model's, a full queue.
+        ApiError: too many or too long inputs, ``dimensions`` other than the model's, or a full queue.
     """
-    dispatcher.check_many(prompts, "input")
+    dispatcher.check_prompt_count(prompts, "input")
     for ids in prompts:
         remaining_tokens(dispatcher.backend, ids, "input")
     release = dispatcher.admit(1)
@@ -31,8 +31,9 @@ async def embed(
         for index, ids in enumerate(prompts):
             vector = await asyncio.to_thread(dispatcher.backend.embed, ids, body.pooling or "mean")
             if body.dimensions not in (None, len(vector)):
-                raise ApiError(400, f"this model's vectors have {len(vector)} dimensions.", param="dimensions")
-            data.append({"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)})
+                message = f"this model's embeddings have {len(vector)} dimensions; give that or leave the field out."
+                raise ApiError(400, message, param="dimensions")
+            data.append({"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)})
     finally:
         release()
     count = record["prompt_tokens"] = sum(map(len, prompts))
@@ -40,8 +41,8 @@ async def embed(
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
 
-def _written(vector: np.ndarray, form: str | None) -> Any:
-    """As numbers, or as OpenAI's client asks for them: bytes in base64."""
+def _encoded(vector: np.ndarray, form: str | None) -> Any:
+    """Embedding as a list of floats, or as base64 of little-endian float32, which OpenAI's client requests."""
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()

@@ -1,4 +1,4 @@
-"""Every refusal in the shape that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}."""
+"""API errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request is not answered.
+    """Error response to a request.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong, what is legal, what to do.
-        param: the field it is about.
-        code: for programs.
-        headers: of the response.
+        param: path of the request field at fault.
+        code: machine-readable error code.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """JSON body of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def dumps(value: Any) -> str:
-    """JSON in ASCII: a client's text may hold half a surrogate pair, which UTF-8 cannot."""
+    """JSON in ASCII, because a client's text may contain a lone surrogate, which UTF-8 cannot encode."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
-    """What pydantic found wrong with a body: the first problem's field and words."""
+    """API error for pydantic's validation errors: field and message of the first of them."""
     if not problems:
         return ApiError(400, "the request's body cannot be read.")
     first = problems[0]
@@ -71,7 +71,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]], body: Any = None) ->
 
 
 def _path(parts: Sequence[Any], body: Any) -> str:
-    """messages, 0, user, content -> messages[0].content: names of alternatives are no part of the body."""
+    """Field path: (messages, 0, user, content) -> messages[0].content, without pydantic's names of union members."""
     out = ""
     for number, part in enumerate(parts):
         inside = (isinstance(body, dict) and part in body) or (

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client goes away."""
+"""Server-sent events, and cancellation of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DONE = "data: [DONE]\n\n"
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected, so its request is cancelled."""
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives; it is cancelled when the client goes away.
+    """Awaits ``work`` and returns its result; cancels it when the client disconnects.
 
     Raises:
-        ClientDisconnected: it has.
+        ClientDisconnected: the client disconnected first.
     """
 
     async def gone() -> None:
@@ -44,17 +44,17 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
 
 def event(data: Any) -> str:
-    """One event."""
+    """Text of one server-sent event with a JSON payload."""
     return f"data: {dumps(data)}\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they are made; a failure is the last of them.
+    """Streaming response that sends events as they are generated; an error is sent as the last event.
 
     Args:
-        events: texts of events, closed in any case.
-        write_seconds: that the client may leave a piece unread; then it counts as gone.
-        ended: called in the end.
+        events: texts of the events; the generator is always closed.
+        write_seconds: time that the client may leave a chunk unread before it counts as disconnected.
+        ended: called when the response has ended, however it ends.
     """
 
     media_type = "text/event-stream"
@@ -68,7 +68,7 @@ class EventStream(Response):
         try:
             await cancel_on_disconnect(receive, self._send(send))
         except ClientDisconnected:
-            # What is still unread would keep a closed connection open for as long as nobody reads it.
+            # Closing gracefully would wait for the client to read the buffered bytes.
             if (transport := scope.get("state", {}).get("transport")) is not None:
                 transport.abort()
         finally:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as OpenAI writes them."""
+"""Log-probabilities in OpenAI's response formats of chat and text completions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jaxllm.text import Tokenizer
 
 TopTokens = Sequence[tuple[int, float]]
 LOWEST_LOGPROB = -9999.0
-"""What minus infinity is written as; JSON has none."""
+"""Value that replaces minus infinity, which JSON cannot represent."""
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """A token's bytes; of a special token, those of its name."""
+    """Bytes of a token; for a special token, the bytes of its name."""
     return tokenizer.decode_bytes([token], specials=True)
 
 
 def display_text(raw: bytes) -> str:
-    """The bytes as text, or spelt out where they are a part of a character: texts of different tokens differ."""
+    """Bytes as text, or as ``bytes:\\xNN`` where they are part of a character, so that different tokens differ."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -26,7 +26,7 @@ def display_text(raw: bytes) -> str:
 
 
 def chat_logprob(tokenizer: Tokenizer, token: int, value: float, best: TopTokens) -> dict[str, Any]:
-    """One entry of ``choices[i].logprobs.content``."""
+    """Entry of ``choices[i].logprobs.content`` of a chat completion."""
 
     def one(token: int, value: float) -> dict[str, Any]:
         raw = token_bytes(tokenizer, token)
@@ -36,12 +36,12 @@ def chat_logprob(tokenizer: Tokenizer, token: int, value: float, best: TopTokens
 
 
 class TextLogprobsBuilder:
-    """``choices[i].logprobs`` of completions, grown token by token.
+    """Incremental builder of ``choices[i].logprobs`` of a text completion.
 
     Args:
-        tokenizer: for texts of tokens.
-        offset: characters that the text has before the first token.
-        best: whether the likeliest tokens are listed.
+        tokenizer: tokenizer of the model.
+        offset: number of characters of the text before the first token.
+        best: whether to list the most likely tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, best: bool, offset: int = 0):
@@ -50,11 +50,11 @@ class TextLogprobsBuilder:
     def take(
         self, tokens: Sequence[int], values: Sequence[float | None], best: Sequence[TopTokens | None]
     ) -> dict[str, Any]:
-        """The columns of some more tokens."""
+        """Columns of the next tokens: ``tokens``, ``token_logprobs``, ``top_logprobs`` and ``text_offset``."""
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for number, (token, value) in enumerate(zip(tokens, values, strict=True)):
             raw = token_bytes(self._tokenizer, token)
-            # Rounded in two ways it may be less than itself; who compares it with the likeliest must find it equal.
+            # The token's value and its value among the top tokens may round differently; clients expect equality.
             value = dict(best[number] or ()).get(token, value)
             out["tokens"].append(display_text(raw))
             out["token_logprobs"].append(None if value is None else max(value, LOWEST_LOGPROB))

@@ -1,4 +1,4 @@
-"""From what a client wrote to tokens, and from its fields to the engine's parameters."""
+"""Prompt encoding: token ids of prompts and conversations, and sampling parameters from request fields."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from jaxllm.serve.tools.tool_choice import ChatFormat
 from jaxllm.text import Tokenizer
 
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Chat-template variables that ``chat_template_kwargs`` must not set."""
 
 
 def encode_text(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -> list[int]:
-    """Tokens of a prompt, which begins as the model's documents do.
+    """Token ids of a prompt; with ``begin``, preceded by the token that begins a document for this model.
 
     Raises:
-        ApiError: the text is empty, and nothing begins a document.
+        ApiError: the vocabulary cannot spell the text.
     """
     try:
         ids = [int(i) for i in tokenizer.encode(text or "", bos=begin and tokenizer.adds_bos)]
@@ -35,10 +36,10 @@ def encode_text(tokenizer: Tokenizer, text: str | None, *, begin: bool = True) -
 
 
 def encode_prompts(tokenizer: Tokenizer, given: Any, param: str) -> list[list[int]]:
-    """Tokens of one prompt or of several, which are texts or tokens already.
+    """Token ids of one or several prompts, each given as text or as token ids.
 
     Raises:
-        ApiError: one is empty, or has a token that there is not.
+        ApiError: a prompt is empty, or a token id is outside the vocabulary; ``param`` is the field at fault.
     """
     if given is None or isinstance(given, str):
         found = [encode_text(tokenizer, given)]
@@ -49,9 +50,10 @@ def encode_prompts(tokenizer: Tokenizer, given: Any, param: str) -> list[list[in
     else:
         found = [list(ids) for ids in given]
     if not all(found):
-        raise ApiError(400, "a text is empty, and this tokenizer has no token to begin one with.", param=param)
+        raise ApiError(400, f"{param} is empty, and this tokenizer has no token that begins a text.", param=param)
     if wrong := [token for ids in found for token in ids if token >= tokenizer.vocab_size]:
-        raise ApiError(400, f"there is no token {wrong[0]}; there are {tokenizer.vocab_size}.", param=param)
+        message = f"token id {wrong[0]} is outside the vocabulary of {tokenizer.vocab_size} tokens."
+        raise ApiError(400, message, param=param)
     return found
 
 
@@ -61,27 +63,29 @@ def render_chat(
     *,
     variables: Mapping[str, Any] | None = None,
     tools: list[dict[str, Any]] | None = None,
-    begins: bool = True,
+    generation_prompt: bool = True,
 ) -> str:
-    """A conversation as the model reads it, up to where its answer begins.
+    """Renders a conversation with the chat template; with ``generation_prompt``, up to the assistant's turn.
 
     Raises:
-        ApiError: the model has no template, or the template refuses the conversation.
+        ApiError: the model has no chat template, or the template refuses the conversation.
     """
     if (template := chat_format.backend.template) is None:
         raise ApiError(
-            400, "this model has no chat template, so it was not trained to converse; use /v1/completions.",
+            400, "this model has no chat template; use /v1/completions.",
             param="messages",
         )  # fmt: skip
     if taken := [name for name in variables or {} if name in RESERVED_VARIABLES]:
         raise ApiError(
-            400, f"chat_template_kwargs has {taken[0]!r}, which has a field of its own.", param="chat_template_kwargs"
+            400,
+            f"chat_template_kwargs must not set {taken[0]!r}; use the request's fields.",
+            param="chat_template_kwargs",
         )
     try:
         return template.render(
             chat_format.messages([template_message(m) for m in messages], tools),
-            tools if chat_format.knows_tools else None,
-            add_generation_prompt=begins,
+            tools if chat_format.template_has_tools else None,
+            add_generation_prompt=generation_prompt,
             **(variables or {}),
         )
     except DataError as error:
@@ -89,22 +93,22 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of what ``render_chat`` gives.
+    """Token ids of a rendered conversation, in which names of special tokens are those tokens.
 
     Raises:
-        ApiError: there are none, or it cannot be spelt.
+        ApiError: the vocabulary cannot spell the text, or there are no tokens.
     """
     try:
         ids = [int(i) for i in tokenizer.encode(text, specials=True)]
     except DataError as error:
         raise ApiError(400, str(error), param="messages") from None
     if not ids:
-        raise ApiError(400, "the template makes an empty prompt of this conversation.", param="messages")
+        raise ApiError(400, "the chat template renders an empty prompt for this conversation.", param="messages")
     return ids
 
 
 def template_message(message: Any) -> dict[str, Any]:
-    """A message as templates read it: one text, arguments as an object; developers speak as the system."""
+    """Message in the form chat templates read: one text, tool-call arguments as an object, role developer as system."""
     out = message.model_dump(exclude_none=True)
     if out["role"] == "developer":
         out["role"] = "system"
@@ -115,15 +119,16 @@ def template_message(message: Any) -> dict[str, Any]:
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except (ValueError, RecursionError):
-            raise ApiError(400, f"the arguments of the call {call['id']!r} are not JSON.", param="messages") from None
+            message_ = f"the arguments of the tool call {call['id']!r} are not JSON."
+            raise ApiError(400, message_, param="messages") from None
     return out
 
 
 def sampling_params(body: SamplingFields, max_tokens: int, **fields: Any) -> SamplingParams:
-    """The engine's parameters of a request.
+    """Sampling parameters of the engine from a request's fields; ``fields`` override them.
 
     Raises:
-        ApiError: values that do not go together.
+        ApiError: a value is illegal, or values exclude each other.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given: dict[str, Any] = {
@@ -158,24 +163,24 @@ def sampling_params(body: SamplingFields, max_tokens: int, **fields: Any) -> Sam
 
 
 def scheduling_of(body: SamplingFields, backend: Backend, record: Mapping[str, Any]) -> Service:
-    """What a request is to get before others: its priority; whose it is, by the number of its key.
+    """Scheduling hints of a request: its priority, and the index of its API key.
 
     Raises:
-        ApiError: a priority, of a server that has none.
+        ApiError: a priority is given, and the scheduling policy ignores priorities.
     """
     if body.priority and not backend.supports_priority:
         raise ApiError(
-            400, "this server takes requests in another order than by priority; leave it out, or serve with "
-            "--policy priority.", param="priority",
+            400, "this server does not schedule by priority; leave the field out, or serve with --policy priority.",
+            param="priority",
         )  # fmt: skip
     return Service(priority=body.priority or 0, key=str(record.get("key", "")))
 
 
 def grammar_of(body: SamplingFields) -> Grammar | None:
-    """The grammar that a request asks for.
+    """Grammar that a request's ``structured_outputs`` or ``response_format`` asks for; None for neither.
 
     Raises:
-        ApiError: several, or none where one is announced.
+        ApiError: several grammars are given, or ``structured_outputs`` is empty.
     """
     forms = []
     if (asked := body.structured_outputs) is not None:
@@ -188,20 +193,21 @@ def grammar_of(body: SamplingFields) -> Grammar | None:
         schema = {"type": "object"} if given.type == "json_object" else given.json_schema.schema_ or {}
         forms.append(Grammar.json_schema(schema))
     if len(forms) > 1:
-        raise ApiError(400, "response_format and structured_outputs ask for two forms.", param="structured_outputs")
+        message = "give one of response_format and structured_outputs."
+        raise ApiError(400, message, param="structured_outputs")
     return forms[0] if forms else None
 
 
 def remaining_tokens(backend: Backend, prompt: Sequence[int], param: str) -> int:
-    """How many tokens may follow a prompt.
+    """Number of tokens that can be generated after a prompt before the model's context is full.
 
     Raises:
-        ApiError: none.
+        ApiError: the prompt fills the context (``context_length_exceeded``).
     """
     if len(prompt) >= backend.max_len:
         raise ApiError(
             400,
-            f"the prompt has {len(prompt)} tokens; this model's context has {backend.max_len}, answer included.",
+            f"the prompt has {len(prompt)} tokens; prompt and completion together have at most {backend.max_len}.",
             param=param,
             code="context_length_exceeded",
         )

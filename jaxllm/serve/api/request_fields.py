@@ -1,4 +1,4 @@
-"""What the fields of requests have in common: strict types, and fields that are refused by name."""
+"""Request fields: strict base model, common field types, and published fields that are refused by name."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic_core import PydanticCustomError, core_schema
 
 
 class RequestModel(BaseModel):
-    """A part of a request: no field is converted, none is unknown, no number is nan."""
+    """Base of all request schemas: types are strict, unknown fields and NaN are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 @dataclass(frozen=True)
 class UnsupportedField:
-    """A published field that is not honoured here: ``name: Annotated[Any, UnsupportedField("why", neutral, ...)] = None``.
+    """Marker of a published field that is not supported: ``Annotated[Any, UnsupportedField("why", neutral, ...)]``.
 
-    Null and the neutral values, which ask for nothing, are taken; all else is refused.
+    Null and the neutral values, which request nothing, are accepted; every other value is refused.
     """
 
     why: str
@@ -31,7 +31,11 @@ class UnsupportedField:
         object.__setattr__(self, "neutral", neutral)
 
     def check(self, value: Any) -> Any:
-        """The value, if it asks for nothing."""
+        """Returns the value if it is null or neutral.
+
+        Raises:
+            PydanticCustomError: it is not.
+        """
         if value is None or any(_same(value, one) for one in self.neutral):
             return value
         legal = " or ".join(json.dumps(one) for one in (None, *self.neutral))
@@ -41,26 +45,26 @@ class UnsupportedField:
         return core_schema.no_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None, *self.neutral], "description": f"Not served: {self.why}."}
+        return {"enum": [None, *self.neutral], "description": f"Not supported: {self.why}."}
 
 
 def _same(value: Any, other: Any) -> bool:
-    """As JSON has it: 0 is 0.0 and not false."""
+    """Equality of JSON values: 0 equals 0.0 but not false."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def unsupported_fields(model: type[BaseModel]) -> set[str]:
-    """Fields of a model that are refused by name."""
+    """Names of a schema's fields that are marked ``UnsupportedField``."""
     return {name for name, f in model.model_fields.items() if any(isinstance(m, UnsupportedField) for m in f.metadata)}
 
 
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 2.0 is as whole as 2."""
+def _as_integer(value: Any) -> Any:
+    """JSON has one kind of number, so 2.0 is the integer 2."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-WHOLE_NUMBER = BeforeValidator(_whole)
-"""Comes after an integer's bounds, which the published schema would lose otherwise."""
+WHOLE_NUMBER = BeforeValidator(_as_integer)
+"""Validator that accepts 2.0 as an integer. It follows the bounds, which the published schema would lose otherwise."""
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE_NUMBER]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]

@@ -1,4 +1,4 @@
-"""What clients may ask: every field that OpenAI publishes, honoured or refused by name, and some of our own."""
+"""Request schemas: every field that OpenAI publishes, honoured or refused by name, and extensions of this server."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class StreamOptions(RequestModel):
-    """Of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, UnsupportedField("chunks are not padded", False)] = None
 
 
 class StructuredOutputs(RequestModel):
-    """The form of a text, one of these; not OpenAI's."""
+    """Constraint on the generated text, exactly one of these. An extension of OpenAI's API."""
 
     json_: dict[str, Any] | None = Field(default=None, alias="json")
     regex: GrammarText | None = None
@@ -45,19 +45,19 @@ class StructuredOutputs(RequestModel):
 
 
 class TextFormat(RequestModel):
-    """Any text."""
+    """Response format: unconstrained text."""
 
     type: Literal["text"]
 
 
 class JsonObject(RequestModel):
-    """A JSON object."""
+    """Response format: any JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchema(RequestModel):
-    """A schema with a name; it is held to strictly, whatever ``strict`` says."""
+    """Named JSON schema. The generated text always validates, whatever ``strict`` says."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -66,14 +66,14 @@ class JsonSchema(RequestModel):
 
 
 class JsonSchemaFormat(RequestModel):
-    """JSON that a schema validates."""
+    """Response format: JSON that a schema validates."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class SamplingFields(RequestModel):
-    """What chat and completions share."""
+    """Sampling fields that chat completions and text completions share."""
 
     model: Name
     n: Annotated[int, Field(ge=1, le=128), WHOLE_NUMBER] | None = None
@@ -87,7 +87,7 @@ class SamplingFields(RequestModel):
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     user: Name | None = Field(default=None, description="Written to the log.")
-    # Not OpenAI's:
+    # Extensions of OpenAI's API:
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Fraction | None = None
@@ -102,15 +102,15 @@ class SamplingFields(RequestModel):
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE_NUMBER] | None = Field(
-        default=None, description="Higher goes first, 0 by default; of servers with that policy."
+        default=None, description="Higher is scheduled first, 0 by default; needs --policy priority."
     )
     cache_salt: Name | None = Field(
-        default=None, description="What was computed is shared only with requests of the same."
+        default=None, description="The prefix cache is shared only with requests of the same cache_salt."
     )
 
 
 class TextPart(RequestModel):
-    """Text of a message."""
+    """Text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -118,14 +118,14 @@ class TextPart(RequestModel):
 
 
 class Function(RequestModel):
-    """A call that the model made."""
+    """Function and arguments (JSON) of a tool call."""
 
     name: Name
     arguments: str
 
 
 class ToolCall(RequestModel):
-    """A call that the model made, with its number."""
+    """Tool call of an earlier assistant message."""
 
     id: Name
     type: Literal["function"]
@@ -136,7 +136,7 @@ Content = str | list[TextPart]
 
 
 class SystemMessage(RequestModel):
-    """How the model is to behave."""
+    """System (or developer) message: instructions to the model."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -144,7 +144,7 @@ class SystemMessage(RequestModel):
 
 
 class UserMessage(RequestModel):
-    """What a person says."""
+    """User message."""
 
     role: Literal["user"]
     content: Content
@@ -152,7 +152,7 @@ class UserMessage(RequestModel):
 
 
 class AssistantMessage(RequestModel):
-    """What the model said."""
+    """Assistant message: an earlier answer of the model."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -165,7 +165,7 @@ class AssistantMessage(RequestModel):
 
 
 class ToolMessage(RequestModel):
-    """What a tool gave back."""
+    """Tool message: the result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -173,48 +173,48 @@ class ToolMessage(RequestModel):
 
 
 class FunctionDefinition(RequestModel):
-    """What the model may call."""
+    """Definition of a function that the model may call."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
-        default=None, description="A JSON schema of an object; none: no arguments."
+        default=None, description="JSON schema of the arguments, an object; by default there are no arguments."
     )
     strict: bool | None = Field(
         default=None,
-        description="Arguments keep to the schema; of calls that are forced they do whatever this says.",
+        description="Hold the arguments to the schema. Forced calls always are.",
     )
 
 
 class Tool(RequestModel):
-    """A function that the model may call."""
+    """Tool that the model may call: a function."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionReference(RequestModel):
-    """One of the functions."""
+    """Name of one of the given functions."""
 
     name: FunctionName
 
 
 class NamedTool(RequestModel):
-    """The function that is to be called."""
+    """Tool choice: the function that must be called."""
 
     type: Literal["function"]
     function: FunctionReference
 
 
 class AllowedSet(RequestModel):
-    """Functions, and whether one must be called."""
+    """Subset of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
 
 
 class AllowedTools(RequestModel):
-    """The functions that may be called, of all that the model is told of."""
+    """Tool choice: a subset of the tools in the prompt may be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedSet
@@ -224,7 +224,7 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 class ChatRequest(SamplingFields):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
@@ -232,16 +232,19 @@ class ChatRequest(SamplingFields):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Not OpenAI's: variables of the chat template, such as enable_thinking."
+        default=None, description="Extension: variables of the chat template, such as enable_thinking."
     )
-    add_generation_prompt: bool | None = Field(default=None, description="Not OpenAI's: the template's; true.")
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="Extension: end the prompt with the beginning of the assistant's turn; true by default.",
+    )
     audio: Annotated[Any, UnsupportedField("this model writes text")] = None
     modalities: Annotated[Any, UnsupportedField("this model writes text", ["text"])] = None
     function_call: Annotated[Any, UnsupportedField("it was replaced by tool_choice", "none")] = None
     functions: Annotated[Any, UnsupportedField("they were replaced by tools", [])] = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="True by default; false: one call at most.")
+    parallel_tool_calls: bool | None = Field(default=None, description="True by default; false: at most one call.")
     response_format: Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
     metadata: Annotated[Any, UnsupportedField(_STORES, {})] = None
     store: Annotated[Any, UnsupportedField(_STORES, False)] = None
@@ -266,7 +269,7 @@ Prompts = str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list
 
 
 class CompletionRequest(SamplingFields):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: Prompts | None
     echo: bool | None = None
@@ -275,24 +278,24 @@ class CompletionRequest(SamplingFields):
         default=None, description="16 by default."
     )
     best_of: Annotated[int, Field(ge=1, le=20), WHOLE_NUMBER] | None = None
-    suffix: Annotated[Any, UnsupportedField("this model writes on from a prompt only", "")] = None
+    suffix: Annotated[Any, UnsupportedField("this model does not fill in the middle", "")] = None
 
 
 class EmbeddingRequest(RequestModel):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     model: Name
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Count | None = Field(default=None, description="The model's own number; it has no other.")
+    dimensions: Count | None = Field(default=None, description="Must be the model's own dimension.")
     user: Name | None = Field(default=None, description="Written to the log.")
     pooling: Literal["mean", "last"] | None = Field(
-        default=None, description="Not OpenAI's: the mean of all tokens' states, the default, or the last token's."
+        default=None, description="Extension: mean of the hidden states of all tokens (default), or the last token's."
     )
 
 
 class TokenizeRequest(RequestModel):
-    """`POST /tokenize`: of a text, or of a conversation."""
+    """Body of `POST /tokenize`: a text, or a conversation."""
 
     model: Name | None = None
     prompt: str | None = None
@@ -303,7 +306,7 @@ class TokenizeRequest(RequestModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: Name | None = None
     tokens: list[Token]

@@ -1,4 +1,4 @@
-"""The shapes of answers, for the published schema; a test holds answers to it."""
+"""Response schemas of the published OpenAPI document; a test validates responses against them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ResponseModel(BaseModel):
-    """A part of an answer."""
+    """Base of all response schemas: no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ErrorDetail(ResponseModel):
-    """What is wrong."""
+    """Error: message, type, field at fault and machine-readable code."""
 
     message: str
     type: str
@@ -23,13 +23,13 @@ class ErrorDetail(ResponseModel):
 
 
 class ErrorResponse(ResponseModel):
-    """A refusal."""
+    """Error response."""
 
     error: ErrorDetail
 
 
 class UsageCounts(ResponseModel):
-    """Tokens read and made."""
+    """Token counts of a request: prompt and completion."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -37,7 +37,7 @@ class UsageCounts(ResponseModel):
 
 
 class TopLogprob(ResponseModel):
-    """One of the likeliest tokens."""
+    """One of the most likely tokens and its log-probability."""
 
     token: str
     logprob: float
@@ -45,27 +45,27 @@ class TopLogprob(ResponseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that was made."""
+    """Generated token, its log-probability, and the most likely alternatives."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ResponseModel):
-    """Of an answer."""
+    """Log-probabilities of a chat completion."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class CalledFunction(ResponseModel):
-    """A function and its arguments, JSON."""
+    """Function and arguments (JSON) of a generated tool call."""
 
     name: str
     arguments: str
 
 
 class AnswerCall(ResponseModel):
-    """A call that the model asks for."""
+    """Tool call that the model generated."""
 
     id: str
     type: Literal["function"]
@@ -73,7 +73,7 @@ class AnswerCall(ResponseModel):
 
 
 class AnswerMessage(ResponseModel):
-    """What the model said; ``reasoning_content`` of models that mark their thoughts, ``tool_calls`` where it calls."""
+    """Generated message; ``reasoning_content`` for models that mark their reasoning, ``tool_calls`` for calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -83,7 +83,7 @@ class AnswerMessage(ResponseModel):
 
 
 class ChatChoice(ResponseModel):
-    """One answer."""
+    """One completion of a chat."""
 
     index: int
     message: AnswerMessage
@@ -92,7 +92,7 @@ class ChatChoice(ResponseModel):
 
 
 class ChatCompletion(ResponseModel):
-    """Answers to a conversation."""
+    """Response of `POST /v1/chat/completions`."""
 
     id: str
     created: int
@@ -103,7 +103,7 @@ class ChatCompletion(ResponseModel):
 
 
 class TextLogprobs(ResponseModel):
-    """Of a text, token by token."""
+    """Log-probabilities of a text completion, one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -112,7 +112,7 @@ class TextLogprobs(ResponseModel):
 
 
 class TextChoice(ResponseModel):
-    """One continuation."""
+    """One completion of a text."""
 
     index: int
     text: str
@@ -121,7 +121,7 @@ class TextChoice(ResponseModel):
 
 
 class TextCompletion(ResponseModel):
-    """Continuations of texts."""
+    """Response of `POST /v1/completions`."""
 
     id: str
     created: int
@@ -132,7 +132,7 @@ class TextCompletion(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """A model that is served."""
+    """Model of this server."""
 
     id: str
     object: Literal["model"]
@@ -142,14 +142,14 @@ class ModelCard(ResponseModel):
 
 
 class ModelList(ResponseModel):
-    """All of them."""
+    """Response of `GET /v1/models`."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class EmbeddingObject(ResponseModel):
-    """Of one text; base64 of little-endian float32 where asked for."""
+    """Embedding of one input: floats, or base64 of little-endian float32 if requested."""
 
     object: Literal["embedding"]
     index: int
@@ -157,14 +157,14 @@ class EmbeddingObject(ResponseModel):
 
 
 class EmbeddingUsage(ResponseModel):
-    """Tokens read."""
+    """Token counts of an embedding request."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embeddings(ResponseModel):
-    """Of all texts."""
+    """Response of `POST /v1/embeddings`."""
 
     object: Literal["list"]
     data: list[EmbeddingObject]
@@ -173,7 +173,7 @@ class Embeddings(ResponseModel):
 
 
 class Tokenized(ResponseModel):
-    """Tokens of a text."""
+    """Response of `POST /tokenize`."""
 
     tokens: list[int]
     count: int
@@ -181,26 +181,26 @@ class Tokenized(ResponseModel):
 
 
 class Detokenized(ResponseModel):
-    """Text of tokens."""
+    """Response of `POST /detokenize`."""
 
     prompt: str
 
 
 class Status(ResponseModel):
-    """How the server is."""
+    """Response of `GET /health` and `GET /ready`."""
 
     status: str
 
 
 class Version(ResponseModel):
-    """What it runs."""
+    """Response of `GET /version`."""
 
     version: str
     jax: str
 
 
 class Settings(ResponseModel):
-    """What is in effect."""
+    """Response of `GET /config`: the effective settings."""
 
     server: dict[str, Any]
     backend: dict[str, Any]
