@@ -122,7 +122,8 @@ def sharded_loss_sums(
         return tuple(jax.lax.psum(x, token_axes) for x in sums) if token_axes else sums
 
     sums = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS), ((), (), (), ()))
-    return LossSums(*sums(hidden, head, targets))
+    with jax.named_scope("loss"):
+        return LossSums(*sums(hidden, head, targets))
 
 
 def value_and_grad(

@@ -112,11 +112,12 @@ def train_step(
         # Optimizer update.
         extra_args = {} if hooks.hessian is None else {"hessian": hooks.hessian(state, batch)}
         update = optax.with_extra_args_support(optimizer).update
-        updates, opt_state = update(grads, state.opt_state, state.params, **extra_args)
-        if lowers_rate and detector is not None:
-            factor = detector.rate
-            updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = update(grads, state.opt_state, state.params, **extra_args)
+            if lowers_rate and detector is not None:
+                factor = detector.rate
+                updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
+            params = optax.apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
             params = update_balance_biases(model, bias_rate)(params, sums.routing)
         if numerics is not None:
