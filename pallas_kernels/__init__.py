@@ -1,6 +1,6 @@
-"""Per-shard arithmetic: what runs inside one chip. Mesh axes are known by name only, where something must be reduced.
+"""JAX and Pallas kernels of one device's shard: attention, cross-entropy, grouped matmul, RMS norm, ring attention.
 
-Needs jax and jaxtyping only.
+Mesh axes appear only by name, where a kernel reduces or communicates over them. Needs only jax, numpy and jaxtyping.
 """
 
 from pallas_kernels._dispatch import explain as explain

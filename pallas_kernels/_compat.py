@@ -1,4 +1,4 @@
-"""What differs between JAX versions, the typing of values inside ``jax.shard_map``, and where a program will run."""
+"""Compatibility helpers: JAX versions, varying-axes typing inside ``jax.shard_map``, and the target device."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from jaxtyping import Array
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
 
 
-class Device(NamedTuple):
-    """What a program is traced for: ``"tpu"``, ``"gpu"`` or ``"cpu"``, and the ``device_kind`` where it is known."""
+class TargetDevice(NamedTuple):
+    """Device that a program is traced for.
+
+    Attributes:
+        platform: "tpu", "gpu" or "cpu".
+        kind: its ``device_kind``, where known.
+    """
 
     platform: str
     kind: str
 
 
-def target_device() -> Device:
-    """The device of the mesh in scope, which may be one that is compiled for from afar, or else jax's default."""
+def target_device() -> TargetDevice:
+    """Target device: that of the mesh in scope, which may be an AOT topology that is not attached, else jax's default
+    device.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh is None or mesh.empty else mesh.abstract_device
     if device is None:
-        return Device(_platform(jax.default_backend()), jax.devices()[0].device_kind)
+        return TargetDevice(_platform(jax.default_backend()), jax.devices()[0].device_kind)
     kind = device.device_kind
-    return Device("tpu" if kind.startswith("TPU") else "cpu" if kind.lower() == "cpu" else "gpu", kind)
+    return TargetDevice("tpu" if kind.startswith("TPU") else "cpu" if kind.lower() == "cpu" else "gpu", kind)
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """Axes of the mesh in scope over which JAX tracks shardings: no kernel can be called there."""
+    """Mesh axes in scope with explicit sharding types (``AxisType.Explicit``), under which no Pallas kernel can be
+    called.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty:
         return ()
@@ -47,9 +56,10 @@ def _platform(backend: str) -> str:
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Kernels traced inside run on any device, interpreted: TPU kernels with races detected and memory full of nan.
+    """Context manager in which kernels run in Pallas interpret mode on any device.
 
-    Slow: it is there to check values where the device is not.
+    TPU kernels run with race detection and with uninitialised memory filled with nan. Interpret mode is slow: it is
+    meant for checking values where the device is not available.
     """
     _simulate_tpu()
     token = _interpreting.set(True)
@@ -60,7 +70,9 @@ def interpreting() -> Iterator[None]:
 
 
 def _simulate_tpu() -> None:
-    """A pipeline inside a TPU kernel asks for the generation of the device, which JAX knows of TPUs only."""
+    """Registers the TPU v5e's parameters for "cpu": a pipeline inside a TPU kernel queries the device generation,
+    which JAX knows for TPUs only.
+    """
     from jax._src.pallas.mosaic import tpu_info
 
     chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1)
@@ -68,26 +80,26 @@ def _simulate_tpu() -> None:
 
 
 def is_interpreting() -> bool:
-    """Whether this is inside ``interpreting()``."""
+    """True inside ``interpreting()``."""
     return _interpreting.get()
 
 
 def varying_axes(*arrays: Array | None) -> frozenset[str]:
-    """Mesh axes over which any of the arrays may differ from device to device, inside a checked ``jax.shard_map``."""
+    """Mesh axes over which any of the arrays may differ between devices, inside a checked ``jax.shard_map``."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None)
     return frozenset().union(*axes)
 
 
 def vary_over(x: Array, axes: frozenset[str]) -> Array:
-    """``x``, varying at least over ``axes``. Without a mesh nothing happens.
+    """``x`` typed as varying over at least ``axes``; without a mesh, ``x`` itself.
 
-    A function with a hand-written derivative must see operands of one kind. The derivative of this widening is the sum
-    over the axes ``x`` was the same on, and JAX inserts it.
+    All operands of a function with a custom VJP must vary over the same axes. The derivative of this widening is a sum
+    over the axes on which ``x`` was replicated; JAX inserts it.
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def result_like(x: Array, shape: Sequence[int], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """A result of ``pallas_call`` that varies over the mesh axes that the operand ``x`` varies over."""
+    """Output shape of a ``pallas_call`` that varies over the same mesh axes as the operand ``x``."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -1,14 +1,14 @@
-"""Choosing an implementation of an operation, never silently.
+"""Dispatch: chooses the implementation of an operation, and never falls back silently from a named one.
 
 Every public operation takes ``implementation``:
 
-- ``None``: the operation's own order of preference, less those whose values were never verified on the platform
-  (``VERIFIED``); one that does not support the arguments gives way to the next. ``explain`` tells which it is.
-- a name: that one and no other; what it does not support, it refuses.
-- a sequence of names: those, in that order.
+- ``None``: the default order of preference, without the implementations whose values were never verified on the
+  platform (``VERIFIED``). If one does not support the arguments, the next one is tried. ``explain`` shows the order.
+- a name: only that implementation; it raises ``NotImplementedError`` for arguments it does not support.
+- a sequence of names: these implementations, in this order.
 
-An implementation says that it does not support its arguments by raising ``NotImplementedError`` with the shape and the
-limit in the message. Any other error is an error.
+An implementation reports unsupported arguments by raising ``NotImplementedError`` with the shape and the limit in the
+message. Any other exception propagates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPERATIONS = {
     "ring_attention": "pallas_kernels.ring_attention.api",
     "paged_attention": "pallas_kernels.paged_attention.api",
 }
-"""Where each operation's ``IMPLEMENTATIONS`` are."""
+"""Operation -> module that holds its ``IMPLEMENTATIONS``."""
 
 VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "flash_attention": {
@@ -50,15 +50,16 @@ VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "pallas_gpu": {},
     },
 }
-"""operation -> implementation written for some platforms -> platform on which its values were compared with the
-reference -> how. One that is not named here is plain JAX, verified wherever XLA is right; one that is named and lacks a
-platform is compile-only there, and ``None`` never chooses it."""
+"""Operation -> platform-specific implementation -> platform on which its values were compared with the reference ->
+method of the comparison. An implementation that is not listed is plain JAX and is correct wherever XLA is. A listed
+implementation without an entry for a platform is compile-only there: ``None`` never chooses it.
+"""
 
-FIRST: Mapping[str, Mapping[str, str]] = {"linear_cross_entropy": {"cpu": "xla"}}
-"""operation -> platform -> the implementation that is tried first there, where it is not the first of all."""
+PREFERRED: Mapping[str, Mapping[str, str]] = {"linear_cross_entropy": {"cpu": "xla"}}
+"""Operation -> platform -> implementation that is tried first there, where it differs from the default order."""
 
 Implementation = str | Sequence[str] | None
-"""Which implementation of an operation to use: a name, names in order, or None for the default order."""
+"""Implementation choice: a name, names in order of preference, or None for the default order."""
 
 
 def dispatch(
@@ -67,8 +68,8 @@ def dispatch(
     """Calls the chosen implementation of ``operation`` with the arguments.
 
     Args:
-        operation: its name, for messages.
-        implementations: by name, in the default order of preference.
+        operation: name of the operation, for messages.
+        implementations: implementations by name, in the default order of preference.
         choice: see the module's docstring.
 
     Raises:
@@ -91,11 +92,12 @@ def dispatch(
 
 
 def explain(operation: str, *, platform: str | None = None) -> str:
-    """What ``implementation=None`` would try for ``operation``, and why, one implementation a line.
+    """Text that says which implementations ``implementation=None`` tries for ``operation`` and why, one implementation
+    a line.
 
     Args:
-        operation: such as "flash_attention".
-        platform: "tpu", "gpu" or "cpu"; None for the one that programs are traced for here.
+        operation: name of the operation, such as "flash_attention".
+        platform: "tpu", "gpu" or "cpu"; None for the platform that programs are traced for here.
 
     Raises:
         ValueError: there is no such operation.
@@ -118,7 +120,7 @@ def explain(operation: str, *, platform: str | None = None) -> str:
 
 
 def _eligible(operation: str, implementations: Mapping[str, Callable[..., Any]], platform: str) -> tuple[str, ...]:
-    verified, first = VERIFIED.get(operation, {}), FIRST.get(operation, {}).get(platform)
+    verified, first = VERIFIED.get(operation, {}), PREFERRED.get(operation, {}).get(platform)
     names = sorted(implementations, key=lambda name: name != first)
     return tuple(name for name in names if name not in verified or platform in verified[name])
 

@@ -1,31 +1,38 @@
-"""What the Pallas kernels of several operations share."""
+"""Helpers shared by the Pallas kernels: support checks, mask value, dot in float32, padding, cost estimates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels._compat import explicit_axes, is_interpreting, target_device
 
+MASK_VALUE = -0.5 * float(np.finfo(np.float32).max)
+"""Finite stand-in for minus infinity in float32 masks, small enough that the difference of two stays finite."""
 
-def check(name: str, **arrays: Array) -> None:
-    """Refuses what no Pallas kernel here can do. ``name`` is "pallas_tpu" or "pallas_gpu".
+
+def check_supported(name: str, **arrays: Array) -> None:
+    """Raises for arguments that no Pallas kernel in this package supports.
+
+    Args:
+        name: the implementation, "pallas_tpu" or "pallas_gpu".
+        arrays: the array operands by name, for messages.
 
     Raises:
-        NotImplementedError: not traced for such a device and not interpreted, a mesh with explicit axes outside
-            ``jax.shard_map``, a dtype other than one of bfloat16 and float32, or an empty array.
+        NotImplementedError: the program is not traced for such a device and not interpreted, the mesh has explicit
+            axes outside ``jax.shard_map``, the dtypes are not all bfloat16 or all float32, or an array is empty.
     """
     platform, here = name.removeprefix("pallas_"), target_device()
     if here.platform != platform and not is_interpreting():
         raise NotImplementedError(
-            f"{name} needs a {platform.upper()}, not {here.kind}; to check values elsewhere, trace it inside "
+            f"{name} needs a {platform.upper()}, not {here.kind}; to check values on another device, trace it inside "
             "pallas_kernels._compat.interpreting()."
         )
     if axes := explicit_axes():
@@ -41,33 +48,46 @@ def check(name: str, **arrays: Array) -> None:
 
 
 def interpret_tpu() -> Any:
-    """For ``pl.pallas_call(interpret=...)`` of a TPU kernel."""
+    """``interpret=`` of a TPU kernel's ``pallas_call``: TPU interpret mode inside ``interpreting()``, else False."""
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if is_interpreting() else False
 
 
-def dot(a: Array, b: Array, over: tuple[int, int], product: Callable[..., Array] = jax.lax.dot_general) -> Array:
-    """Product over one dimension of each, in float32; float32 operands are multiplied as such, not rounded first."""
+def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    """Matmul that contracts one dimension of each operand and accumulates in float32; float32 operands are not rounded
+    first.
+
+    Args:
+        a, b: the operands.
+        over: contracted dimension of ``a`` and of ``b``.
+    """
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dims = (((over[0],), (over[1],)), ((), ()))
-    return product(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not less than ``n``."""
+    """Smallest multiple of ``multiple`` that is not less than ``n``."""
     return -(-n // multiple) * multiple
 
 
+def pad_to_multiple(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
+    """``x`` padded with ``value`` at the end of ``axis`` up to a multiple of ``multiple``."""
+    missing = -x.shape[axis] % multiple
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if missing else x
+
+
 def cost(flops: float, moved: float, exponentials: float = 0) -> pl.CostEstimate:
-    """What a kernel takes, for XLA's scheduler and for whoever reads its program (``jaxllm.compiler.program_walker``).
+    """Cost estimate of a kernel, for XLA's scheduler and for ``jaxllm.compiler.program_walker``.
 
     Args:
-        flops: of its products; where a mask that is data leaves some out, of all that may be left in.
-        moved: bytes, read and written in the device's memory.
-        exponentials: and the like.
+        flops: FLOPs of the matmuls; for a mask known only at run time, an upper bound.
+        moved: bytes read from and written to device memory.
+        exponentials: number of transcendental operations.
     """
     return pl.CostEstimate(flops=round(flops), bytes_accessed=round(moved), transcendentals=round(exponentials))
 
 
 def bytes_of(*arrays: Array | jax.ShapeDtypeStruct) -> int:
-    """Of all of them."""
+    """Total bytes of the arrays."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -1,4 +1,4 @@
-"""Cached attention in one softmax over the whole cache: the definition.
+"""Reference cached attention: one softmax over the whole KV cache; defines the operation.
 
 Legend: L layers, B batch, S new tokens, T cache slots, N query heads, K kv heads, G = N / K, H head dim.
 """
@@ -22,7 +22,10 @@ def cached_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Each query attends to the slots ``0 .. its position`` of its row; slot t holds the token at position t."""
+    """Reference attention to the KV cache: each query sees the slots ``0 .. its position`` of its row.
+
+    Slot t holds the token at position t. Softmax in at least float32; the result has ``q.dtype``.
+    """
     b, s, n, h = q.shape
     k, v = k_cache[layer], v_cache[layer]
     kv = k.shape[2]
@@ -38,6 +41,6 @@ def cached_attention_reference(
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)
-    # A weight of zero does not silence a nan in a slot that its row has not reached.
+    # Slots past a row's last token may hold nan, and 0 * nan is nan.
     v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0).astype(dtype)
     return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(q.shape).astype(q.dtype)

@@ -1,9 +1,8 @@
-"""Cached attention over chunks of slots, as far as the longest row reaches.
+"""Cached attention in plain JAX: online softmax over chunks of cache slots, up to the longest row.
 
-A layer's slice of the cache is never copied whole: each chunk is read from the stacked cache by its offset, so
-temporary memory does not grow with the cache, and work follows the tokens held (of a sliding window, those in reach)
-and not the slots reserved.
-The running maximum and sum are those of online softmax (arXiv:1805.02867).
+Each chunk is read from the stacked cache by its offset, so a layer's slice of the cache is never copied: temporary
+memory does not grow with the cache, and work follows the tokens held (for a sliding window, those inside it) rather
+than the slots reserved. Online softmax: arXiv:1805.02867.
 
 Legend: L layers, B batch, S new tokens, T cache slots, C chunk, N query heads, K kv heads, G = N / K, H head dim of
 keys, V of values.
@@ -32,17 +31,18 @@ def cached_attention(
     value_dim: int | None = None,
     chunk: int = 256,
 ) -> Float[Array, "B S N V"]:
-    """Each query attends to the slots ``0 .. its position`` of its row; slot t holds the token at position t.
+    """Attention to the KV cache: each query sees the slots ``0 .. its position`` of its row; slot t holds position t.
 
     Slots beyond a row's last position may hold anything, nan included.
 
     Args:
-        q: queries, already rotated.
-        k_cache, v_cache: stacked cache of all layers, this step's tokens already written.
-        layer: which layer of the stack.
+        q: queries, after RoPE.
+        k_cache, v_cache: stacked KV cache of all layers, with this step's tokens already written.
+        layer: index of the layer in the stack.
         positions: position of each query, >= 0 and < T.
         scale, window, softcap, sinks: as in ``flash_attention``.
-        value_dim: where there is no v_cache: values are this many numbers, the first of the keys.
+        value_dim: head dim of values when v_cache is None (MLA): the values are then the first ``value_dim`` elements
+            of the keys.
         chunk: slots read at a time; the last chunk overlaps its neighbour when T is not a multiple.
 
     Returns:
@@ -65,7 +65,7 @@ def cached_attention(
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
         first = i * chunk
-        # The last chunk is pulled back to end at the last slot; slots it shares with its neighbour count once.
+        # The last chunk is shifted back to end at the last slot; the slots it shares with its neighbour are masked.
         start = jnp.minimum(first, slots - chunk)
         slot = start + offsets
         visible = (slot <= positions[:, :, None]) & (slot >= first)  # B S C
@@ -76,17 +76,17 @@ def cached_attention(
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(visible[:, :, None, None], scores, -jnp.inf)
-        # Half the lowest number until a query has seen a slot: every weight before that is then zero.
+        # The running maximum starts at half the mask value, so masked scores get weight exp(mask / 2) = 0.
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         keep = jnp.exp(top - new_top)
         total = total * keep + weights.sum(-1)
-        # Slots beyond a row's last token may hold anything, and a weight of zero does not silence a nan.
+        # Slots past a row's last token may hold nan, and 0 * nan is nan.
         values = keys[..., :value_dim] if v_cache is None else read(v_cache, start)
         values = jnp.where((slot <= row_last)[:, :, None, None], values, 0.0)
         return new_top, total, out * keep[..., None] + read_values(weights, values)
 
-    zero = jnp.zeros_like(grouped[..., 0])  # shares grouped's device placement inside a manual shard_map
+    zero = jnp.zeros_like(grouped[..., 0])  # varies over the same mesh axes as grouped inside a manual shard_map
     v = v_cache.shape[-1] if v_cache is not None else value_dim or h
     top, total = zero + 0.5 * float(jnp.finfo(dtype).min), zero
     if sinks is not None:
@@ -105,8 +105,8 @@ def _values(weights: Float[Array, "B S K G C"], v: Float[Array, "B C K V"]) -> F
     return jnp.einsum("bskgc,bckh->bskgh", weights, v)
 
 
-# For one query a row, a product per kv head would first copy the chunk to B K C H, and cost more than it saves: the
-# arithmetic waits for memory. As a product and a sum, XLA reads the cache where it lies.
+# Decode (one query per row) is memory-bound. A batched matmul per kv head would first transpose the chunk to B K C H;
+# as a multiply and a reduction, XLA reads the cache in place.
 
 
 def _scores_in_place(q: Float[Array, "B 1 K G H"], k: Float[Array, "B C K H"]) -> Float[Array, "B 1 K G C"]:

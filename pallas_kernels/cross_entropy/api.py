@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head: the operation, whoever computes it.
+"""Fused linear cross-entropy: public operation and its implementations. Logits are never materialised as a whole.
 
 Legend: T tokens, D embed, V vocab (or this shard's slice of it).
 """
@@ -40,11 +40,11 @@ IMPLEMENTATIONS = {
 
 
 class CrossEntropyStats(NamedTuple):
-    """Weighted sums over tokens, in at least float32; no gradient flows through them.
+    """Loss statistics: weighted sums over tokens, in at least float32; no gradient flows through them.
 
     Attributes:
-        nll_sum: negative log-likelihood, nats.
-        z_sum: squared log-partition function (logsumexp of the logits).
+        nll_sum: sum of negative log-likelihoods, nats.
+        z_sum: sum of squared log-partition functions (logsumexp of the logits).
     """
 
     nll_sum: Float[Array, ""]
@@ -63,34 +63,34 @@ def linear_cross_entropy(
     chunk: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, ""], CrossEntropyStats]:
-    """``sum_t weights[t] * (nll[t] + z_loss * lse[t]^2)`` of the logits ``hidden @ head.T``.
+    """Fused cross-entropy loss ``sum_t weights[t] * (nll[t] + z_loss * lse[t]^2)`` of the logits ``hidden @ head.T``.
 
     ``lse`` is the logsumexp of a token's logits and ``nll = lse - logit of its target``. The z-loss term is that of
     arXiv:2204.02311, section 5.
 
     Args:
-        hidden: what the head reads.
+        hidden: hidden states, the input of the output head.
         head: output matrix; with ``vocab_axis``, this shard's rows of it, slices in the order of the axis.
-        targets: token ids. One outside [0, vocabulary) counts as a logit of zero: give it weight zero.
-        weights: of the tokens; zero for those without a target.
+        targets: token ids. A target outside [0, vocabulary) counts as a logit of zero: give it weight zero.
+        weights: loss weight of each token (loss mask); zero for tokens without a target.
         z_loss: weight of the squared log-partition function.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` (arXiv:2408.00118, section 2).
-        vocab_axis: mesh axis over which the vocabulary is split. Inside a ``jax.shard_map`` that checks varying axes
-            (its default), where ``head`` varies over it; the sums are the same on all its shards.
-        chunk: tokens whose logits are held at a time; None chooses.
+        softcap: soft cap: logits become ``softcap * tanh(logits / softcap)`` (arXiv:2408.00118, section 2).
+        vocab_axis: mesh axis over which the vocabulary is split. Requires a ``jax.shard_map`` that checks varying axes
+            (its default) in which ``head`` varies over that axis; the sums are replicated over its shards.
+        chunk: number of tokens whose logits are held at a time; None chooses.
         implementation: "xla_bands", "xla", "pallas_tpu", "pallas_gpu" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
-        The loss, and its two parts without their coefficients. Sums, like logits, are in at least float32. They cover
-        the tokens given: over mesh axes that split the tokens, the caller sums them. Differentiable in hidden, head
-        and weights; over axes that an operand is the same on, its gradient is summed.
+        The loss, and its two parts without their coefficients. Sums and logits are in at least float32. The sums cover
+        the given tokens; the caller sums them over mesh axes that split the tokens. Differentiable in hidden, head
+        and weights; an operand's gradient is summed over the axes on which the operand is replicated.
 
     Raises:
-        ValueError: ``vocab_axis`` is not an axis that ``head`` varies over, chunk < 1, or a cap that is not positive.
+        ValueError: ``head`` does not vary over ``vocab_axis``, chunk < 1, or the soft cap is not positive.
         NotImplementedError: the implementation does not support these arguments.
     """
     if chunk is not None and chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk = {chunk}; give at least one token, or None.")
+        raise ValueError(f"linear_cross_entropy: chunk = {chunk}; it must be at least 1 token, or None.")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"linear_cross_entropy: softcap = {softcap}; give a positive number, or None for none.")
     if vocab_axis is not None and vocab_axis in varying_axes(weights, targets):

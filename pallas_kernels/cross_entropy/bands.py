@@ -1,9 +1,9 @@
-"""Cross-entropy of a linear head in bands of the vocabulary, for devices with much arithmetic for each byte.
+"""Fused linear cross-entropy in plain JAX over vocabulary tiles (bands), for devices with high arithmetic intensity.
 
-The forward pass keeps a running maximum and sum of each token. The backward pass computes a band's logits again, now
-elementwise from known sums, so that only their gradient in the operands' own dtype passes through memory, and finishes
-the band's rows of the head's gradient. Four products instead of the three of ``xla.py``, which adds every chunk of
-tokens to a float32 gradient of the whole head.
+The forward pass keeps each token's running maximum and sum (online softmax). The backward pass recomputes a band's
+logits, elementwise from the known logsumexp, so that only the logit gradients in the operands' own dtype pass through
+memory, and finishes the band's rows of the head's gradient. Four matmuls instead of the three of ``xla.py``, which
+adds every chunk of tokens to a float32 gradient of the whole head.
 
 Legend: T tokens, C tokens of a chunk, D embed, V vocab (or this shard's slice of it), W vocab of a band.
 """
@@ -18,8 +18,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels._pallas import MASK_VALUE
 from pallas_kernels.cross_entropy import config
-from pallas_kernels.cross_entropy.blockwise import LOWEST, Options, Part, Slopes, cap, sums
+from pallas_kernels.cross_entropy.blockwise import (
+    LogitGradTerms,
+    LossOptions,
+    SoftmaxStats,
+    apply_softcap,
+    sums,
+)
 
 State = TypeVar("State")
 
@@ -35,70 +42,76 @@ def cross_entropy_bands(
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """See ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse)."""
-    chunk = chunk or config.tokens_of_a_chunk(hidden.shape[0])
-    bands = _Bands(chunk, config.vocab_of_a_band(chunk, head.shape[0]))
-    return sums(bands, Options(z_loss, softcap, vocab_axis), hidden, head, targets, weights)
+    """Fused cross-entropy over vocabulary bands: (loss, sum of nll, sum of lse^2); see ``linear_cross_entropy``."""
+    chunk = chunk or config.chunk_tokens(hidden.shape[0])
+    bands = _VocabBands(chunk, config.band_vocab(chunk, head.shape[0]))
+    return sums(bands, LossOptions(z_loss, softcap, vocab_axis), hidden, head, targets, weights)
 
 
 @dataclass(frozen=True)
-class _Bands:
-    """Kernels, see ``blockwise``, in plain JAX."""
+class _VocabBands:
+    """``CrossEntropyKernels`` in plain JAX, see ``blockwise``."""
 
     chunk: int
     band: int
 
-    def forward(self, options: Options, hidden: Array, head: Array, local: Array, gradients: bool) -> tuple[Part, None]:
+    def forward(
+        self, options: LossOptions, hidden: Array, head: Array, local: Array, gradients: bool
+    ) -> tuple[SoftmaxStats, None]:
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
-        def band(first: Any, size: int, part: Part) -> Part:
-            rows = _cut(head, first, size)
+        def band(first: Any, size: int, part: SoftmaxStats) -> SoftmaxStats:
+            rows = _slice(head, first, size)
 
-            def chunk(start: Any, count: int, part: Part) -> Part:
-                products = jnp.einsum("cd,wd->cw", _cut(hidden, start, count), rows, preferred_element_type=wide)
-                logits, _ = cap(products, options.softcap)
-                top, total, target = (_cut(x, start, count) for x in part)
+            def chunk(start: Any, count: int, part: SoftmaxStats) -> SoftmaxStats:
+                products = jnp.einsum("cd,wd->cw", _slice(hidden, start, count), rows, preferred_element_type=wide)
+                logits, _ = apply_softcap(products, options.softcap)
+                top, total, target = (_slice(x, start, count) for x in part)
                 highest = jnp.maximum(top, jnp.max(logits, axis=-1))
                 total = total * jnp.exp(top - highest) + jnp.sum(jnp.exp(logits - highest[:, None]), axis=-1)
-                target += jnp.sum(jnp.where(_hit(_cut(local, start, count), first, size), logits, 0.0), axis=-1)
-                return Part(*(_put(x, new, start) for x, new in zip(part, (highest, total, target), strict=True)))
+                target += jnp.sum(jnp.where(_is_target(_slice(local, start, count), first, size), logits, 0.0), axis=-1)
+                return SoftmaxStats(
+                    *(_update(x, new, start) for x, new in zip(part, (highest, total, target), strict=True))
+                )
 
-            return _over(hidden.shape[0], self.chunk, chunk, part)
+            return _fold_blocks(hidden.shape[0], self.chunk, chunk, part)
 
         zero = jnp.zeros_like(local, wide)
-        return _over(head.shape[0], self.band, band, Part(zero + LOWEST, zero, zero)), None
+        return _fold_blocks(head.shape[0], self.band, band, SoftmaxStats(zero + MASK_VALUE, zero, zero)), None
 
     def backward(
-        self, options: Options, hidden: Array, head: Array, local: Array, slopes: Slopes, saved: None
+        self, options: LossOptions, hidden: Array, head: Array, local: Array, slopes: LogitGradTerms, saved: None
     ) -> tuple[Array, Array]:
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
         def band(first: Any, size: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_head = state
-            rows = _cut(head, first, size)
+            rows = _slice(head, first, size)
 
             def chunk(start: Any, count: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
                 d_hidden, d_rows = state
-                here = _cut(hidden, start, count)
-                logits, slope = cap(jnp.einsum("cd,wd->cw", here, rows, preferred_element_type=wide), options.softcap)
-                lse, of_softmax, of_target = (_cut(x, start, count)[:, None] for x in slopes)
-                hit = _hit(_cut(local, start, count), first, size)
+                here = _slice(hidden, start, count)
+                logits, slope = apply_softcap(
+                    jnp.einsum("cd,wd->cw", here, rows, preferred_element_type=wide), options.softcap
+                )
+                lse, of_softmax, of_target = (_slice(x, start, count)[:, None] for x in slopes)
+                hit = _is_target(_slice(local, start, count), first, size)
                 d_logits = (of_softmax * jnp.exp(logits - lse) - jnp.where(hit, of_target, 0.0)) * slope
                 d_logits = d_logits.astype(hidden.dtype)
                 more = jnp.einsum("cw,wd->cd", d_logits, rows, preferred_element_type=wide)
                 d_rows += jnp.einsum("cw,cd->wd", d_logits, here, preferred_element_type=wide)
-                return _put(d_hidden, _cut(d_hidden, start, count) + more, start), d_rows
+                return _update(d_hidden, _slice(d_hidden, start, count) + more, start), d_rows
 
-            d_hidden, d_rows = _over(hidden.shape[0], self.chunk, chunk, (d_hidden, jnp.zeros_like(rows, wide)))
-            return d_hidden, _put(d_head, d_rows.astype(head.dtype), first)
+            d_hidden, d_rows = _fold_blocks(hidden.shape[0], self.chunk, chunk, (d_hidden, jnp.zeros_like(rows, wide)))
+            return d_hidden, _update(d_head, d_rows.astype(head.dtype), first)
 
         state = jnp.zeros_like(hidden, wide), jnp.zeros_like(head)
-        d_hidden, d_head = _over(head.shape[0], self.band, band, state)
+        d_hidden, d_head = _fold_blocks(head.shape[0], self.band, band, state)
         return d_hidden.astype(hidden.dtype), d_head
 
 
-def _over(total: int, size: int, step: Callable[[Any, int, State], State], state: State) -> State:
-    """``step(first, size, state)`` for each whole piece, then for what is left."""
+def _fold_blocks(total: int, size: int, step: Callable[[Any, int, State], State], state: State) -> State:
+    """Folds ``step(first, size, state)`` over the whole blocks of ``size``, then over the remainder."""
     whole, rest = divmod(total, size)
     if whole == 1:
         state = step(0, size, state)
@@ -107,13 +120,13 @@ def _over(total: int, size: int, step: Callable[[Any, int, State], State], state
     return step(whole * size, rest, state) if rest else state
 
 
-def _hit(local: Int[Array, " C"], first: Any, size: int) -> Array:
+def _is_target(local: Int[Array, " C"], first: Any, size: int) -> Array:
     return jnp.arange(size) == (local - first)[:, None]
 
 
-def _cut(x: Array, start: Any, size: int) -> Array:
+def _slice(x: Array, start: Any, size: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
-def _put(x: Array, part: Array, start: Any) -> Array:
+def _update(x: Array, part: Array, start: Any) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)

@@ -1,11 +1,11 @@
-"""Cross-entropy of a linear head on NVIDIA GPUs, through Pallas and Triton.
+"""Fused linear cross-entropy on NVIDIA GPUs: Pallas kernels through Triton.
 
-Registers hold a block of logits but no rows of an embedding. So the forward pass adds up a block's logits along the
-embedding and keeps what is needed of them, each program for a part of the vocabulary. The backward pass goes through
-the vocabulary in bands: a kernel makes the gradients of a band's logits, rounded as operands of the two products that
-follow, which are ordinary ones. Four products in all; what is held is tokens x one band.
+Registers hold a tile of logits but no whole rows of the embedding. The forward pass therefore accumulates a tile's
+logits along the embedding and keeps their online-softmax statistics; each program covers a part of the vocabulary. The
+backward pass goes through the vocabulary in bands: a kernel recomputes a band's logits and writes their gradients,
+rounded as operands of the two matmuls that follow, which XLA runs. Four matmuls in all; memory is tokens x one band.
 
-Arrays are masked at their edges as they are loaded, except that tokens are padded to whole blocks.
+Loads mask the edges of arrays, except that tokens are padded to whole blocks.
 
 Legend: T tokens, D embed, V vocab (or this shard's slice of it), C columns of a band.
 """
@@ -22,11 +22,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
-from pallas_kernels._pallas import check, dot, round_up
+from pallas_kernels._pallas import MASK_VALUE, check_supported, dot, pad_to_multiple, round_up
 from pallas_kernels.cross_entropy import blockwise, config
-from pallas_kernels.cross_entropy.blockwise import LOWEST, NOWHERE, Options, Part, Slopes, cap
+from pallas_kernels.cross_entropy.blockwise import (
+    NO_TARGET,
+    LogitGradTerms,
+    LossOptions,
+    SoftmaxStats,
+    apply_softcap,
+)
 
-MOST_ELEMENTS = 2**31
+MAX_ELEMENTS = 2**31
 """Offsets in an array are 32-bit integers."""
 
 
@@ -41,31 +47,33 @@ def cross_entropy_pallas_gpu(
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """See ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).
+    """Fused cross-entropy on GPUs; see ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).
 
     Raises:
-        NotImplementedError: ``chunk`` is given, an array of ``MOST_ELEMENTS`` or more, not traced for a GPU and not
-            interpreted, or see ``pallas_kernels._pallas.check``.
+        NotImplementedError: ``chunk`` is given, an array has ``MAX_ELEMENTS`` or more elements, or see
+            ``pallas_kernels._pallas.check_supported``.
     """
-    check("pallas_gpu", hidden=hidden, head=head)
+    check_supported("pallas_gpu", hidden=hidden, head=head)
     if chunk is not None:
-        raise NotImplementedError(f"pallas_gpu holds no tokens' logits; chunk = {chunk}.")
-    if max(hidden.size, head.size) >= MOST_ELEMENTS:
+        raise NotImplementedError(f"pallas_gpu never holds all tokens' logits; chunk = {chunk} must be None.")
+    if max(hidden.size, head.size) >= MAX_ELEMENTS:
         raise NotImplementedError(
             f"pallas_gpu takes arrays of fewer than 2^31 elements: hidden {list(hidden.shape)}, head "
             f"{list(head.shape)}."
         )
-    return blockwise.sums(_Kernels(), Options(z_loss, softcap, vocab_axis), hidden, head, targets, weights)
+    return blockwise.sums(_Kernels(), LossOptions(z_loss, softcap, vocab_axis), hidden, head, targets, weights)
 
 
 class _Kernels(NamedTuple):
-    """The GPU's part of ``blockwise.sums``."""
+    """GPU kernels of ``blockwise.sums``."""
 
-    def forward(self, options: Options, hidden: Array, head: Array, local: Array, gradients: bool) -> tuple[Part, None]:
+    def forward(
+        self, options: LossOptions, hidden: Array, head: Array, local: Array, gradients: bool
+    ) -> tuple[SoftmaxStats, None]:
         blocks = config.gpu_blocks(target_device().kind, hidden.dtype.itemsize)
         tokens, shape = hidden.shape[0], head.shape
         vocab = shape[0]
-        padded = _pad(hidden, blocks.tokens)
+        padded = pad_to_multiple(hidden, 0, blocks.tokens)
         across, down = -(-vocab // blocks.vocab), padded.shape[0] // blocks.tokens
         per_program = max(1, across * down // blocks.programs)
         parts = -(-across // per_program)
@@ -78,7 +86,7 @@ class _Kernels(NamedTuple):
             def more(j: Any, state: Any) -> Any:
                 top, total, target = state
                 products, column = _products(blocks, shape, hidden, head, i, j * blocks.vocab)
-                logits = jnp.where(column < vocab, cap(products, options.softcap)[0], LOWEST)
+                logits = jnp.where(column < vocab, apply_softcap(products, options.softcap)[0], MASK_VALUE)
                 highest = jnp.maximum(top, jnp.max(logits, axis=1))
                 exps = jnp.exp(logits - highest[:, None])
                 target = target + jnp.sum(jnp.where(column == here, logits, 0.0), axis=1)
@@ -86,30 +94,30 @@ class _Kernels(NamedTuple):
 
             zeros = jnp.zeros(blocks.tokens, jnp.float32)
             first = part * per_program
-            state = zeros + LOWEST, zeros, zeros
+            state = zeros + MASK_VALUE, zeros, zeros
             state = jax.lax.fori_loop(first, jnp.minimum(first + per_program, across), more, state)
             for ref, value in zip((top, total, target), state, strict=True):
                 plgpu.store(ref.at[part, rows], value)
 
         out = [result_like(hidden, (parts, padded.shape[0]), jnp.float32)] * 3
-        operands = padded, head, _pad(local, blocks.tokens, NOWHERE)
+        operands = padded, head, pad_to_multiple(local, 0, blocks.tokens, NO_TARGET)
         top, total, target = _call(body, (down, parts), operands, out, blocks, "cross_entropy")
         highest = jnp.max(top, axis=0)
         total = jnp.sum(total * jnp.exp(top - highest), axis=0)
-        return Part(highest[:tokens], total[:tokens], jnp.sum(target, axis=0)[:tokens]), None
+        return SoftmaxStats(highest[:tokens], total[:tokens], jnp.sum(target, axis=0)[:tokens]), None
 
     def backward(
-        self, options: Options, hidden: Array, head: Array, local: Array, slopes: Slopes, saved: None
+        self, options: LossOptions, hidden: Array, head: Array, local: Array, slopes: LogitGradTerms, saved: None
     ) -> tuple[Array, Array]:
         blocks = config.gpu_blocks(target_device().kind, hidden.dtype.itemsize)
         tokens, vocab = hidden.shape[0], head.shape[0]
-        padded, local = _pad(hidden, blocks.tokens), _pad(local, blocks.tokens, NOWHERE)
-        slopes = Slopes(*(_pad(x, blocks.tokens) for x in slopes))
+        padded, local = pad_to_multiple(hidden, 0, blocks.tokens), pad_to_multiple(local, 0, blocks.tokens, NO_TARGET)
+        slopes = LogitGradTerms(*(pad_to_multiple(x, 0, blocks.tokens) for x in slopes))
         most = min(blocks.band_logits // padded.shape[0], vocab // blocks.bands)
         band = min(round_up(max(most, blocks.least_band), blocks.vocab), vocab)
 
         def add(first: Any, size: int, d_hidden: Array, d_head: Array) -> tuple[Array, Array]:
-            # One band after the other: of a few the compiler makes straight code, and would hold all at once.
+            # The barrier orders the bands: XLA unrolls a loop of few bands and would hold all of them at once.
             lse, d_hidden = jax.lax.optimization_barrier((slopes.lse, d_hidden))
             mine = slopes._replace(lse=lse)
             d_logits = _d_logits(blocks, options, padded, head, local, mine, first, size)
@@ -127,25 +135,25 @@ class _Kernels(NamedTuple):
 
 
 def _d_logits(
-    blocks: config.GpuBlocks,
-    options: Options,
+    blocks: config.CrossEntropyGpuBlocks,
+    options: LossOptions,
     hidden: Array,
     head: Array,
     local: Array,
-    slopes: Slopes,
+    slopes: LogitGradTerms,
     first: Any,
     size: int,
 ) -> Float[Array, "T C"]:
-    """The gradients of a band's logits: ``size`` columns from ``first``."""
+    """Gradients of a band's logits: ``size`` columns from ``first``, recomputed from the logsumexp."""
     down, shape = hidden.shape[0] // blocks.tokens, head.shape
     together = min(blocks.together, down)
 
     def body(hidden: Any, head: Any, local: Any, lse: Any, softmax: Any, target: Any, first: Any, out: Any) -> None:
-        # Blocks of tokens beyond the last one do the last one's work again.
+        # Grid steps past the last block of tokens repeat the last one.
         i = jnp.minimum(pl.program_id(2) * together + pl.program_id(0), down - 1)
         rows, start = pl.ds(i * blocks.tokens, blocks.tokens), pl.program_id(1) * blocks.vocab
         products, column = _products(blocks, shape, hidden, head, i, first[0] + start)
-        logits, slope = cap(products, options.softcap)
+        logits, slope = apply_softcap(products, options.softcap)
         at, norm, of_softmax, of_target = (plgpu.load(x.at[rows])[:, None] for x in (local, lse, softmax, target))
         d_logits = (of_softmax * jnp.exp(logits - norm) - jnp.where(column == at, of_target, 0.0)) * slope
         mask = jnp.broadcast_to(column - first[0] < size, d_logits.shape)
@@ -158,11 +166,11 @@ def _d_logits(
 
 
 def _products(
-    blocks: config.GpuBlocks, head_shape: tuple[int, ...], hidden: Any, head: Any, i: Any, first: Any
+    blocks: config.CrossEntropyGpuBlocks, head_shape: tuple[int, ...], hidden: Any, head: Any, i: Any, first: Any
 ) -> tuple[Array, Array]:
-    """(hidden by head, [1 columns] where they are in the vocabulary), of block i of tokens and columns from ``first``.
+    """Uncapped logits of token block i and the columns from ``first``, with the [1 columns] vocabulary index of each.
 
-    Beyond the end of the vocabulary products are zero.
+    Logits beyond the end of the vocabulary are zero.
     """
     vocab, embed = head_shape
     rows, columns = pl.ds(i * blocks.tokens, blocks.tokens), pl.ds(first, blocks.vocab)
@@ -193,11 +201,11 @@ def _call(
     grid: tuple[int, ...],
     operands: tuple[Array, ...],
     out: list[jax.ShapeDtypeStruct],
-    blocks: config.GpuBlocks,
+    blocks: config.CrossEntropyGpuBlocks,
     name: str,
 ) -> Sequence[Array]:
     def whole(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        """An array; matrices in whole blocks, for the interpreter, which would shift a slice that leaves them."""
+        """Spec of a whole array, rounded up to whole blocks: the interpreter shifts slices that leave the array."""
         shape = x.shape
         if len(shape) == 2:
             shape = round_up(shape[0], blocks.vocab) + blocks.vocab, round_up(shape[1], max(blocks.vocab, blocks.embed))
@@ -214,10 +222,3 @@ def _call(
         name=name,
     )
     return call(*operands)
-
-
-def _pad(x: Array, multiple: int, value: int = 0) -> Array:
-    """Whole blocks of tokens."""
-    missing = -x.shape[0] % multiple
-    widths = [(0, missing), *((0, 0) for _ in x.shape[1:])]
-    return jnp.pad(x, widths, constant_values=value) if missing else x

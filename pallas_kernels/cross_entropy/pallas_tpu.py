@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head on TPUs, through Pallas and Mosaic.
+"""Fused linear cross-entropy on TPUs: Pallas kernels through Mosaic.
 
-Four products, and no logits in memory. The forward pass is attention with the head as keys and as values: where a
-gradient will be asked for, it also adds up the softmax's average of the head's rows, which is all that the gradient of
-hidden needs of the vocabulary. The backward pass computes the logits once more for the gradient of the head.
+Four matmuls, and no logits in HBM. The forward pass is flash attention with the head as keys and values: where a
+gradient will be needed, it also accumulates the softmax-weighted average of the head's rows, which is all that the
+gradient of hidden needs of the vocabulary. The backward pass recomputes the logits once for the gradient of the head.
 
 Legend: T tokens, D embed, V vocab (or this shard's slice of it).
 """
@@ -18,9 +18,24 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import result_like, target_device
-from pallas_kernels._pallas import bytes_of, check, cost, dot, interpret_tpu, round_up
+from pallas_kernels._pallas import (
+    MASK_VALUE,
+    bytes_of,
+    check_supported,
+    cost,
+    dot,
+    interpret_tpu,
+    pad_to_multiple,
+    round_up,
+)
 from pallas_kernels.cross_entropy import blockwise, config
-from pallas_kernels.cross_entropy.blockwise import LOWEST, NOWHERE, Options, Part, Slopes, cap
+from pallas_kernels.cross_entropy.blockwise import (
+    NO_TARGET,
+    LogitGradTerms,
+    LossOptions,
+    SoftmaxStats,
+    apply_softcap,
+)
 
 
 def cross_entropy_pallas_tpu(
@@ -34,33 +49,33 @@ def cross_entropy_pallas_tpu(
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """See ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).
+    """Fused cross-entropy on TPUs; see ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).
 
     Raises:
-        NotImplementedError: ``chunk`` is given, D is too large for the device's fast memory, not traced for a TPU and
-            not interpreted, or see ``pallas_kernels._pallas.check``.
+        NotImplementedError: ``chunk`` is given, D is too large for the device's VMEM, or see
+            ``pallas_kernels._pallas.check_supported``.
     """
-    check("pallas_tpu", hidden=hidden, head=head)
+    check_supported("pallas_tpu", hidden=hidden, head=head)
     if chunk is not None:
-        raise NotImplementedError(f"pallas_tpu holds no tokens' logits; chunk = {chunk}.")
+        raise NotImplementedError(f"pallas_tpu never holds all tokens' logits; chunk = {chunk} must be None.")
     if config.tpu_blocks(target_device().kind, hidden.shape[1], hidden.dtype.itemsize) is None:
         raise NotImplementedError(
             f"pallas_tpu: 128 rows of {hidden.shape[1]} columns of {hidden.dtype} (hidden {list(hidden.shape)}) do not "
             f"fit into the fast memory of {target_device().kind}."
         )
-    return blockwise.sums(_Kernels(), Options(z_loss, softcap, vocab_axis), hidden, head, targets, weights)
+    return blockwise.sums(_Kernels(), LossOptions(z_loss, softcap, vocab_axis), hidden, head, targets, weights)
 
 
 class _Kernels(NamedTuple):
-    """The TPU's part of ``blockwise.sums``."""
+    """TPU kernels of ``blockwise.sums``."""
 
     def forward(
-        self, options: Options, hidden: Array, head: Array, local: Array, gradients: bool
-    ) -> tuple[Part, tuple[Array, Part] | None]:
+        self, options: LossOptions, hidden: Array, head: Array, local: Array, gradients: bool
+    ) -> tuple[SoftmaxStats, tuple[Array, SoftmaxStats] | None]:
         blocks = _blocks(hidden)
         tokens, (vocab, embed) = hidden.shape[0], head.shape
         size, step = min(blocks.tokens, round_up(tokens, 128)), min(blocks.vocab, round_up(vocab, 128))
-        padded = _pad(hidden, size)
+        padded = pad_to_multiple(hidden, 0, size)
         rows = padded.shape[0]
 
         def body(hidden: Any, head: Any, local: Any, top: Any, total: Any, target: Any, *average: Any) -> None:
@@ -68,17 +83,17 @@ class _Kernels(NamedTuple):
 
             @pl.when(j == 0)
             def _() -> None:
-                top[...] = jnp.full_like(top, LOWEST)
+                top[...] = jnp.full_like(top, MASK_VALUE)
                 for ref in (total, target, *average):
                     ref[...] = jnp.zeros_like(ref)
 
             matrix = head[...]
-            if vocab % step:  # the last block reads beyond the end, whatever is there
+            if vocab % step:  # the last block reads undefined rows beyond the end
                 matrix = jnp.where(j * step + _iota((step, 1), 0) < vocab, matrix, 0)
-            logits, slope = cap(dot(hidden[...], matrix, (1, 1)), options.softcap)
+            logits, slope = apply_softcap(dot(hidden[...], matrix, (1, 1)), options.softcap)
             column = j * step + _iota(logits.shape, 1)
             if vocab % step:
-                logits = jnp.where(column < vocab, logits, LOWEST)
+                logits = jnp.where(column < vocab, logits, MASK_VALUE)
             highest = jnp.maximum(top[...], jnp.max(logits, axis=1, keepdims=True))
             exps, keep = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
             top[...], total[...] = highest, total[...] * keep + jnp.sum(exps, axis=1, keepdims=True)
@@ -105,26 +120,32 @@ class _Kernels(NamedTuple):
                 rows * vocab,
             ),
             name="cross_entropy",
-        )(padded, head, _pad(local, size, NOWHERE)[:, None])
-        part = Part(*(x[:tokens, 0] for x in (top, total, target)))
+        )(padded, head, pad_to_multiple(local, 0, size, NO_TARGET)[:, None])
+        part = SoftmaxStats(*(x[:tokens, 0] for x in (top, total, target)))
         return part, (average[0][:tokens], part) if gradients else None
 
     def backward(
-        self, options: Options, hidden: Array, head: Array, local: Array, slopes: Slopes, saved: tuple[Array, Part]
+        self,
+        options: LossOptions,
+        hidden: Array,
+        head: Array,
+        local: Array,
+        slopes: LogitGradTerms,
+        saved: tuple[Array, SoftmaxStats],
     ) -> tuple[Array, Array]:
         average, part = saved
         scale = slopes.softmax * jnp.exp(part.top - slopes.lse)
         slope = 1.0 if options.softcap is None else 1.0 - (part.target / options.softcap) ** 2
-        hit = jnp.where(local == NOWHERE, 0.0, slopes.target * slope)
+        hit = jnp.where(local == NO_TARGET, 0.0, slopes.target * slope)
         rows = jnp.take(head, jnp.maximum(local, 0), axis=0).astype(jnp.float32)
         d_hidden = scale[:, None] * average - hit[:, None] * rows
         return d_hidden.astype(hidden.dtype), self._d_head(options, hidden, head, local, slopes)
 
-    def _d_head(self, options: Options, hidden: Array, head: Array, local: Array, slopes: Slopes) -> Array:
+    def _d_head(self, options: LossOptions, hidden: Array, head: Array, local: Array, slopes: LogitGradTerms) -> Array:
         blocks = _blocks(hidden)
         vocab, embed = head.shape
         size, step = min(blocks.tokens_back, round_up(len(hidden), 128)), min(blocks.vocab_back, round_up(vocab, 128))
-        padded = _pad(hidden, size)
+        padded = pad_to_multiple(hidden, 0, size)
 
         def body(
             hidden: Any, head: Any, local: Any, lse: Any, softmax: Any, target: Any, d_head: Any, acc: Any
@@ -135,8 +156,8 @@ class _Kernels(NamedTuple):
             def _() -> None:
                 acc[...] = jnp.zeros_like(acc)
 
-            # What a row beyond the vocabulary's end gives is not written.
-            logits, slope = cap(dot(head[...], hidden[...], (1, 1)), options.softcap)
+            # Rows beyond the vocabulary's end are computed but not written.
+            logits, slope = apply_softcap(dot(head[...], hidden[...], (1, 1)), options.softcap)
             hit = i * step + _iota(logits.shape, 0) == local[...]
             d_logits = (softmax[...] * jnp.exp(logits - lse[...]) - jnp.where(hit, target[...], 0.0)) * slope
             acc[...] += dot(d_logits.astype(hidden.dtype), hidden[...], (1, 0))
@@ -162,16 +183,21 @@ class _Kernels(NamedTuple):
                 padded.shape[0] * vocab,
             ),
             name="cross_entropy_d_head",
-        )(padded, head, _pad(local, size, NOWHERE)[None], *(_pad(x, size)[None] for x in slopes))
+        )(
+            padded,
+            head,
+            pad_to_multiple(local, 0, size, NO_TARGET)[None],
+            *(pad_to_multiple(x, 0, size)[None] for x in slopes),
+        )
 
 
-def _blocks(hidden: Array) -> config.TpuBlocks:
+def _blocks(hidden: Array) -> config.CrossEntropyTpuBlocks:
     blocks = config.tpu_blocks(target_device().kind, hidden.shape[1], hidden.dtype.itemsize)
     assert blocks is not None
     return blocks
 
 
-def _params(blocks: config.TpuBlocks) -> pltpu.CompilerParams:
+def _params(blocks: config.CrossEntropyTpuBlocks) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"),
         vmem_limit_bytes=blocks.vmem_bytes,
@@ -180,10 +206,3 @@ def _params(blocks: config.TpuBlocks) -> pltpu.CompilerParams:
 
 def _iota(shape: tuple[int, ...], axis: int) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
-def _pad(x: Array, multiple: int, value: int = 0) -> Array:
-    """Whole blocks of tokens."""
-    missing = -x.shape[0] % multiple
-    widths = [(0, missing), *((0, 0) for _ in x.shape[1:])]
-    return jnp.pad(x, widths, constant_values=value) if missing else x

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head with all logits at once: the definition.
+"""Reference linear cross-entropy: all logits are materialised at once; defines the operation.
 
 Legend: T tokens, D embed, V vocab (or this shard's slice of it).
 """
@@ -21,7 +21,7 @@ def cross_entropy_reference(
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """See ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).
+    """Reference cross-entropy; see ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).
 
     Raises:
         NotImplementedError: ``chunk`` is given.

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head in chunks of tokens, for any backend.
+"""Fused linear cross-entropy in plain JAX over chunks of tokens, for any backend.
 
-A chunk's logits live only while its loss is computed. Where a gradient will be asked for, the forward pass also takes
-the chunk's gradients from those logits, so that nothing is computed twice: the loss is a scalar, so its incoming
-gradient is one number, applied at the end.
+A chunk's logits live only while its loss is computed. Where a gradient will be needed, the forward pass also computes
+the chunk's gradients from those logits, so nothing is recomputed: the loss is a scalar, so its incoming gradient is
+one factor, applied at the end.
 
 Legend: T tokens, C tokens of a chunk, D embed, V vocab (or this shard's slice of it).
 """
@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNKS = 8
-LEAST_CHUNK = 128
-MOST_LOGITS = 2**26
-"""A chunk holds at most this many logits (256 MiB in float32) unless that is fewer than LEAST_CHUNK tokens."""
+DEFAULT_CHUNKS = 8
+MIN_CHUNK = 128
+MAX_LOGITS = 2**26
+"""Most logits of a chunk (256 MiB in float32), unless that is fewer than MIN_CHUNK tokens."""
 
 
-class Options(NamedTuple):
-    """What does not change between traces."""
+class ChunkedLossOptions(NamedTuple):
+    """Static options of the chunked loss, the nondifferentiable argument of ``_sums``."""
 
     z_loss: float
     softcap: float | None
@@ -32,8 +32,8 @@ class Options(NamedTuple):
     chunk: int
 
 
-class Sums(NamedTuple):
-    """What the operation returns."""
+class BandSums(NamedTuple):
+    """Loss and its two statistics, as the operation returns them."""
 
     loss: Float[Array, ""]
     nll: Float[Array, ""]
@@ -51,48 +51,50 @@ def cross_entropy_xla(
     vocab_axis: str | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """See ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse)."""
+    """Fused cross-entropy over token chunks: (loss, sum of nll, sum of squared lse); see ``linear_cross_entropy``."""
     chunk = default_chunk(hidden.shape[0], head.shape[0]) if chunk is None else chunk
-    return tuple(_sums(Options(z_loss, softcap, vocab_axis, chunk), hidden, head, targets, weights))
+    return tuple(_sums(ChunkedLossOptions(z_loss, softcap, vocab_axis, chunk), hidden, head, targets, weights))
 
 
 def default_chunk(tokens: int, vocab: int) -> int:
-    """An eighth of the tokens, in multiples of LEAST_CHUNK, within MOST_LOGITS."""
-    want = min(-(-tokens // CHUNKS), MOST_LOGITS // vocab)
-    return max(LEAST_CHUNK, want // LEAST_CHUNK * LEAST_CHUNK)
+    """Default chunk size: an eighth of the tokens, in multiples of MIN_CHUNK, within MAX_LOGITS."""
+    want = min(-(-tokens // DEFAULT_CHUNKS), MAX_LOGITS // vocab)
+    return max(MIN_CHUNK, want // MIN_CHUNK * MIN_CHUNK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(options: Options, hidden: Array, head: Array, targets: Array, weights: Array) -> Sums:
-    def add(sums: Sums, hidden: Array, targets: Array, weights: Array) -> tuple[Sums, tuple[()]]:
-        return Sums(*map(jnp.add, sums, _chunk(options, hidden, head, targets, weights).sums)), ()
+def _sums(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array) -> BandSums:
+    def add(sums: BandSums, hidden: Array, targets: Array, weights: Array) -> tuple[BandSums, tuple[()]]:
+        return BandSums(*map(jnp.add, sums, _chunk(options, hidden, head, targets, weights).sums)), ()
 
     sums, _ = _over_chunks(add, _zero(weights), options.chunk, hidden, targets, weights)
     return sums
 
 
-def _forward(options: Options, hidden: Array, head: Array, targets: Array, weights: Array) -> tuple[Sums, Any]:
+def _forward(
+    options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array
+) -> tuple[BandSums, Any]:
     def add(
-        carry: tuple[Sums, Array], hidden: Array, targets: Array, weights: Array
+        carry: tuple[BandSums, Array], hidden: Array, targets: Array, weights: Array
     ) -> tuple[Any, tuple[Array, Array]]:
         sums, d_head = carry
         part = _chunk(options, hidden, head, targets, weights)
         d_logits = part.d_logits().astype(hidden.dtype)
         d_hidden = jnp.einsum("cv,vd->cd", d_logits, head)
-        # The small factor is transposed by hand and the sum kept transposed: as a product over its first dimension
-        # the large one would be copied transposed on CPU. The barrier keeps the compiler from undoing that.
+        # The small operand is transposed explicitly and the gradient kept transposed: contracting the first dimension
+        # of the large operand would copy it transposed on CPU. The barrier keeps XLA from undoing this.
         columns = jax.lax.optimization_barrier(hidden.T)
         d_head += jnp.einsum("dc,cv->dv", columns, d_logits, preferred_element_type=weights.dtype)
-        return (Sums(*map(jnp.add, sums, part.sums)), d_head), (d_hidden, part.losses)
+        return (BandSums(*map(jnp.add, sums, part.sums)), d_head), (d_hidden, part.losses)
 
     start = (_zero(weights), jnp.zeros_like(head.T, weights.dtype))
     (sums, d_head), (d_hidden, losses) = _over_chunks(add, start, options.chunk, hidden, targets, weights)
     return sums, (d_hidden, jax.lax.optimization_barrier(d_head).T.astype(head.dtype), losses)
 
 
-def _backward(options: Options, residuals: Any, d_sums: Sums) -> tuple[Array, Array, None, Array]:
+def _backward(options: ChunkedLossOptions, residuals: Any, d_sums: BandSums) -> tuple[Array, Array, None, Array]:
     d_hidden, d_head, losses = residuals
-    d_loss = d_sums.loss  # the other two are not differentiated
+    d_loss = d_sums.loss  # the two statistics are not differentiable
     return (d_hidden * d_loss).astype(d_hidden.dtype), (d_head * d_loss).astype(d_head.dtype), None, losses * d_loss
 
 
@@ -100,14 +102,14 @@ _sums.defvjp(_forward, _backward)
 
 
 class _Chunk(NamedTuple):
-    """One chunk of tokens: its sums, and what its gradient needs."""
+    """Loss sums of one chunk of tokens, and the closure that computes its logit gradients."""
 
-    sums: Sums
+    sums: BandSums
     losses: Float[Array, " C"]  # unweighted
     d_logits: Callable[[], Float[Array, "C V"]]
 
 
-def _chunk(options: Options, hidden: Array, head: Array, targets: Array, weights: Array) -> _Chunk:
+def _chunk(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array) -> _Chunk:
     axis, vocab = options.vocab_axis, head.shape[0]
     logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=weights.dtype)
     if options.softcap is not None:
@@ -128,19 +130,19 @@ def _chunk(options: Options, hidden: Array, head: Array, targets: Array, weights
     losses = nll + options.z_loss * z
 
     def d_logits() -> Array:
-        # A softmax times d loss / d lse, less one at the target.
+        # softmax * (d loss / d lse) - weight at the target.
         slope = weights * (1.0 + 2.0 * options.z_loss * lse) / total
         hit = jnp.arange(vocab) == local[:, None]
         slopes = exps * slope[:, None] - jnp.where(hit, weights[:, None], 0.0)
         return slopes if options.softcap is None else slopes * (1.0 - jnp.square(logits / options.softcap))
 
-    sums = Sums(jnp.sum(weights * losses), jnp.sum(weights * nll), jnp.sum(weights * z))
+    sums = BandSums(jnp.sum(weights * losses), jnp.sum(weights * nll), jnp.sum(weights * z))
     return _Chunk(sums, losses, d_logits)
 
 
-def _zero(weights: Array) -> Sums:
-    zero = jnp.sum(jnp.zeros_like(weights))  # varies over the mesh as the weights do
-    return Sums(zero, zero, zero)
+def _zero(weights: Array) -> BandSums:
+    zero = jnp.sum(jnp.zeros_like(weights))  # varies over the same mesh axes as the weights
+    return BandSums(zero, zero, zero)
 
 
 def _over_chunks(step: Callable[..., tuple[Any, Any]], carry: Any, chunk: int, *arrays: Array) -> tuple[Any, Any]:

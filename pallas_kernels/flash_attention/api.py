@@ -1,4 +1,6 @@
-"""Causal grouped-query attention: the operation, whoever computes it.
+"""Flash attention: public operation and its implementations.
+
+Causal grouped-query attention (GQA) with optional sliding window, segment ids, soft cap and attention sinks.
 
 Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -38,7 +40,7 @@ IMPLEMENTATIONS = {
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments of ``flash_attention_and_lse``, which explains them."""
+    """Keyword arguments of ``flash_attention_and_lse``, documented there."""
 
     sinks: Array | None
     q_positions: Array | None
@@ -57,7 +59,7 @@ def flash_attention(
     v: Float[Array, "B T K V"],
     **options: Unpack[AttentionOptions],
 ) -> Float[Array, "B S N V"]:
-    """``flash_attention_and_lse`` without the logsumexp: ``softmax(scale * q k^T + mask) v``."""
+    """Flash attention output ``softmax(scale * q k^T + mask) v``: ``flash_attention_and_lse`` without the logsumexp."""
     return flash_attention_and_lse(q, k, v, **options)[0]
 
 
@@ -76,39 +78,41 @@ def flash_attention_and_lse(
     softcap: float | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
-    """``softmax(scale * q k^T + mask) v`` for each head, query head n reading kv head ``n // (N / K)``.
+    """Flash attention ``softmax(scale * q k^T + mask) v`` for each head, and its logsumexp.
 
-    A key is visible to a query when it comes no later and, if segments are given, when both are in the same segment.
-    Segment 0 is padding: it sees nothing and is seen by nothing. A query that sees no key gets zeros.
+    Query head n reads kv head ``n // (N / K)`` (GQA). The mask is causal: a key is visible to a query when it comes no
+    later and, if segment ids are given, when both have the same segment id. Segment 0 is padding: it sees nothing and
+    is seen by nothing. A query that sees no key returns zeros.
 
-    "No later" is by array index when no positions are given (then S = T), and by position when they are. Packed rows
-    in their natural order need segments and no positions: what lies above the diagonal is then skipped, which with
-    positions cannot be known before run time.
+    "No later" is by array index without positions (then S = T), and by position with them. Packed sequences in their
+    natural order need segment ids but no positions: blocks above the diagonal are then skipped statically, which with
+    positions is unknown until run time.
 
     Args:
-        q: queries, rotated and not scaled.
+        q: queries, after RoPE, not scaled.
         k, v: keys and values; K divides N. The head dim of values may differ (MLA, arXiv:2405.04434).
-        sinks: a score that each head always sees and that has no value: a share of the softmax that goes nowhere
-            (arXiv:2309.17453; as gpt-oss has it).
-        q_positions, kv_positions: both or neither.
-        q_segment_ids, kv_segment_ids: both or neither.
-        scale: of the scores; ``1 / sqrt(H)`` when None.
-        window: a query sees its own position and the ``window - 1`` before it (arXiv:2004.05150).
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (arXiv:2408.00118, section 2).
+        sinks: attention sinks: one score per query head that is always visible and has no value, so it only takes a
+            share of the softmax (arXiv:2309.17453; as in gpt-oss).
+        q_positions, kv_positions: token positions; both or neither.
+        q_segment_ids, kv_segment_ids: segment ids; both or neither.
+        scale: factor of the scores; ``1 / sqrt(H)`` when None.
+        window: sliding window: a query sees its own position and the ``window - 1`` before it (arXiv:2004.05150).
+        softcap: soft cap: scores become ``softcap * tanh(scores / softcap)`` (arXiv:2408.00118, section 2).
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
-        The attended values in ``q.dtype``, and the logsumexp of each query's scores, sink included, in at least
-        float32, as the softmax is: minus infinity where a query sees nothing.
-        Differentiable in q, k, v and sinks. The gradient recomputes the scores from the logsumexp (arXiv:2205.14135).
+        The attention output in ``q.dtype``, and the logsumexp of each query's scores, sink included, in at least
+        float32 (as is the softmax): minus infinity where a query sees nothing. Differentiable in q, k, v and sinks.
+        The backward pass recomputes the probabilities from the logsumexp (arXiv:2205.14135).
 
     Raises:
-        ValueError: shapes that do not go together, half of a pair of arguments, a window or a cap that is not positive.
+        ValueError: the shapes do not match, one of a pair of arguments is missing, or a window or soft cap is not
+            positive.
         NotImplementedError: the implementation does not support these arguments.
     """
     _check(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
     if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(f"flash_attention: {sinks.shape} sinks for {q.shape[2]} query heads; give one a head.")
+        raise ValueError(f"flash_attention: {sinks.shape} sinks for {q.shape[2]} query heads; give one per head.")
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"flash_attention: {name} = {value}; give a positive number, or None for none.")
@@ -158,6 +162,6 @@ def _check(
             raise ValueError(f"flash_attention: {missing}_{what} is missing; give q_{what} and kv_{what}, or neither.")
     if q_positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"flash_attention: {q.shape[1]} queries and {k.shape[1]} keys do not say which keys come first; "
+            f"flash_attention: the causal mask of {q.shape[1]} queries and {k.shape[1]} keys is ambiguous; "
             "give q_positions and kv_positions."
         )

@@ -1,4 +1,4 @@
-"""Block sizes of the Pallas kernels, by kind of device; where they were measured, those of ``pallas_kernels.tuned``."""
+"""Block sizes of the flash attention kernels by device kind; measured ones come from ``pallas_kernels.tuned``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pallas_kernels.tuned import tuned
 
 
 @dataclass(frozen=True)
-class TpuBlocks:
-    """Sizes of one step of the grid on a TPU.
+class FlashTpuBlocks:
+    """Block sizes of one grid step on a TPU.
 
     Attributes:
-        rows: queries times the query heads that are folded into one product; at most, and a power of two.
-        kv: keys.
-        vmem_bytes: what a kernel may take of a core's VMEM; None for the compiler's default.
+        rows: most rows of a block: queries times the query heads folded into one matmul; a power of two.
+        kv: keys of a block.
+        vmem_bytes: VMEM limit of a kernel; None for the compiler's default.
     """
 
     rows: int = 1024
@@ -24,14 +24,14 @@ class TpuBlocks:
 
 
 @dataclass(frozen=True)
-class GpuBlocks:
-    """Sizes of one program on a GPU; powers of two, at least 16.
+class FlashGpuBlocks:
+    """Block sizes of one program on a GPU; powers of two, at least 16.
 
     Attributes:
         q, kv: queries and keys of a block, forward.
-        q_back, kv_back: backward.
-        warps, warps_back: of a program.
-        stages: of the software pipeline.
+        q_back, kv_back: queries and keys of a block, backward.
+        warps, warps_back: warps of a program.
+        stages: stages of the software pipeline.
     """
 
     q: int = 128
@@ -44,37 +44,37 @@ class GpuBlocks:
 
 
 _TPU = {
-    "TPU v4": TpuBlocks(rows=512),
-    "TPU v5 lite": TpuBlocks(vmem_bytes=64 * 2**20),
-    "TPU v5": TpuBlocks(vmem_bytes=64 * 2**20),
-    "TPU v6 lite": TpuBlocks(vmem_bytes=64 * 2**20),
-    "TPU7x": TpuBlocks(vmem_bytes=48 * 2**20),
+    "TPU v4": FlashTpuBlocks(rows=512),
+    "TPU v5 lite": FlashTpuBlocks(vmem_bytes=64 * 2**20),
+    "TPU v5": FlashTpuBlocks(vmem_bytes=64 * 2**20),
+    "TPU v6 lite": FlashTpuBlocks(vmem_bytes=64 * 2**20),
+    "TPU7x": FlashTpuBlocks(vmem_bytes=48 * 2**20),
 }
-_TPU_LEAST = {"rows": 128, "kv": 128}
-_GPU_LEAST = {"q": 16, "kv": 16, "q_back": 16, "kv_back": 16, "warps": 1, "warps_back": 1}
+_TPU_MIN = {"rows": 128, "kv": 128}
+_GPU_MIN = {"q": 16, "kv": 16, "q_back": 16, "kv_back": 16, "warps": 1, "warps_back": 1}
 
 
-def tpu_blocks(kind: str, item_bytes: int) -> TpuBlocks:
+def tpu_blocks(kind: str, item_bytes: int) -> FlashTpuBlocks:
     """Block sizes for a TPU's ``device_kind`` and elements of 2 or 4 bytes."""
-    blocks = _TPU.get(kind, TpuBlocks())
-    if item_bytes > 2:  # a product of float32 is six of bfloat16: programs grow, and compile for minutes
+    blocks = _TPU.get(kind, FlashTpuBlocks())
+    if item_bytes > 2:  # a float32 matmul is six bfloat16 passes: programs grow, and compile for minutes
         blocks = dataclasses.replace(blocks, rows=blocks.rows // 2, kv=blocks.kv // 2)
-    return tuned("flash_attention", kind, tpu_case(item_bytes), blocks, _TPU_LEAST)
+    return tuned("flash_attention", kind, tpu_case(item_bytes), blocks, _TPU_MIN)
 
 
-def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> GpuBlocks:
+def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> FlashGpuBlocks:
     """Block sizes for a GPU's ``device_kind``, the larger of the head dims, and elements of 2 or 4 bytes."""
-    blocks = GpuBlocks(warps=4) if head_dim <= 64 else GpuBlocks()
-    if head_dim > 128 or item_bytes > 2:  # what a block holds must fit into shared memory
-        blocks = GpuBlocks(q=64, kv=32, q_back=32, kv_back=32)
-    return tuned("flash_attention", kind, gpu_case(head_dim, item_bytes), blocks, _GPU_LEAST)
+    blocks = FlashGpuBlocks(warps=4) if head_dim <= 64 else FlashGpuBlocks()
+    if head_dim > 128 or item_bytes > 2:  # a block must fit into shared memory
+        blocks = FlashGpuBlocks(q=64, kv=32, q_back=32, kv_back=32)
+    return tuned("flash_attention", kind, gpu_case(head_dim, item_bytes), blocks, _GPU_MIN)
 
 
 def tpu_case(item_bytes: int) -> str:
-    """What block sizes are tuned for apart."""
+    """Case by which TPU block sizes are tuned: the bytes of an element."""
     return f"{item_bytes} bytes"
 
 
 def gpu_case(head_dim: int, item_bytes: int) -> str:
-    """Likewise; a head dim stands for those up to the next one."""
+    """Case by which GPU block sizes are tuned: head dim, rounded up to 64, 128 or 256, and bytes of an element."""
     return f"head dim {64 if head_dim <= 64 else 128 if head_dim <= 128 else 256}, {item_bytes} bytes"

@@ -1,11 +1,11 @@
-"""Causal grouped-query attention on NVIDIA GPUs, through Pallas and Triton.
+"""Flash attention on NVIDIA GPUs: Pallas kernels through Triton.
 
 Queries lie along rows: a block of scores is [queries, keys]. A program owns one block of queries of one query head
-(forward, gradient of q) or one block of keys of one kv head (gradients of k and v, for all query heads that read it, so
-that nothing is added up out of order). It loops over the blocks that the mask leaves; where everything in a block is
-visible, the mask is not computed.
+(forward, dq) or one block of keys of one kv head (dk and dv, for all query heads that read it, so that partial sums
+are added in a fixed order). It loops over the blocks that the mask leaves; where every pair in a block is visible, the
+mask is not computed.
 
-Lengths are padded to whole blocks outside; head dims are padded to powers of two as they are loaded.
+Lengths are padded to whole blocks outside the kernel; head dims are padded to powers of two on load.
 
 Legend: B batch, S queries, T keys, N query heads, K kv heads, G = N / K, H head dim of keys, V of values.
 """
@@ -22,9 +22,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
+from pallas_kernels._pallas import dot, pad_to_multiple
 from pallas_kernels.flash_attention import blockwise, config
-from pallas_kernels.flash_attention.blockwise import Places, dot
-from pallas_kernels.flash_attention.xla import Mask, Options
+from pallas_kernels.flash_attention.blockwise import PaddedMask
+from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
 
 
 def attention_pallas_gpu(
@@ -41,26 +42,21 @@ def attention_pallas_gpu(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
-    """See ``flash_attention``: (attended values, logsumexp).
+    """Flash attention on GPUs: (output, logsumexp); see ``flash_attention``.
 
     Raises:
-        NotImplementedError: not traced for a GPU and not interpreted, or see ``blockwise.check``.
+        NotImplementedError: see ``blockwise.check_supported``.
     """
-    if target_device().platform != "gpu" and not is_interpreting():
-        raise NotImplementedError(
-            f"pallas_gpu needs a GPU, not {target_device().kind}; to check values elsewhere, trace it inside "
-            "pallas_kernels._compat.interpreting()."
-        )
-    blockwise.check("pallas_gpu", q, k, v)
-    mask = Mask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    return blockwise.attend(_Kernels(), Options(scale, window, softcap), q, k, v, sinks, mask)
+    blockwise.check_supported("pallas_gpu", q, k, v)
+    mask = AttentionMask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    return blockwise.attend(_Kernels(), ScoreOptions(scale, window, softcap), q, k, v, sinks, mask)
 
 
 class _Kernels(NamedTuple):
-    """The GPU's part of ``blockwise.attend``."""
+    """GPU kernels of ``blockwise.attend``."""
 
     def forward(
-        self, options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+        self, options: ScoreOptions, q: Array, k: Array, v: Array, sinks: Array | None, mask: AttentionMask
     ) -> tuple[Array, Array]:
         blocks = config.gpu_blocks(target_device().kind, max(q.shape[3], v.shape[3]), q.dtype.itemsize)
         call = _Call.of(options, q, k, mask, blocks.q, blocks.kv, blocks.warps, blocks.stages)
@@ -73,11 +69,19 @@ class _Kernels(NamedTuple):
             "lse": result_like(q, (b, n, s), jnp.float32),
         }
         made = call.over_keys(_forward_kernel, operands, results)
-        out, lse = blockwise.named(made["out"], made["lse"])
+        out, lse = blockwise.name_residuals(made["out"], made["lse"])
         return out[:, : q.shape[1]], lse.swapaxes(1, 2)[:, : q.shape[1]]
 
     def backward(
-        self, options: Options, q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, mask: Mask
+        self,
+        options: ScoreOptions,
+        q: Array,
+        k: Array,
+        v: Array,
+        d_out: Array,
+        lse: Array,
+        delta: Array,
+        mask: AttentionMask,
     ) -> tuple[Array, Array, Array]:
         blocks = config.gpu_blocks(target_device().kind, max(q.shape[3], v.shape[3]), q.dtype.itemsize)
         call = _Call.of(options, q, k, mask, blocks.q_back, blocks.kv_back, blocks.warps_back, blocks.stages)
@@ -90,19 +94,19 @@ class _Kernels(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """How a kernel is run.
+    """Arguments of a kernel launch.
 
     Attributes:
-        options: of the operation.
-        places: positions and segments, padded to whole blocks.
-        live, whole: see ``Places.blocks``.
+        options: static options of the operation.
+        padded: positions and segment ids, padded to whole blocks.
+        live, whole: block masks, see ``PaddedMask.blocks``.
         group: query heads that read one kv head.
         q_block, kv_block: queries and keys of a block.
-        params: for the Triton compiler.
+        params: parameters of the Triton compiler.
     """
 
-    options: Options
-    places: Places
+    options: ScoreOptions
+    padded: PaddedMask
     live: Array
     whole: Array
     group: int
@@ -112,32 +116,40 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, options: Options, q: Array, k: Array, mask: Mask, q_block: int, kv_block: int, warps: int, stages: int
+        cls,
+        options: ScoreOptions,
+        q: Array,
+        k: Array,
+        mask: AttentionMask,
+        q_block: int,
+        kv_block: int,
+        warps: int,
+        stages: int,
     ) -> _Call:
-        places = Places.of(mask, q.shape[1], k.shape[1], q_block, kv_block)
-        live, whole = places.blocks(q_block, kv_block, options.window)
+        padded = PaddedMask.of(mask, q.shape[1], k.shape[1], q_block, kv_block)
+        live, whole = padded.blocks(q_block, kv_block, options.window)
         params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-        return cls(options, places, live, whole, q.shape[2] // k.shape[2], q_block, kv_block, params)
+        return cls(options, padded, live, whole, q.shape[2] // k.shape[2], q_block, kv_block, params)
 
     def queries(self, x: Array) -> Array:
-        """With whole blocks of queries."""
-        return blockwise.pad(x, 1, self.q_block)
+        """``x`` padded to whole blocks of queries."""
+        return pad_to_multiple(x, 1, self.q_block)
 
     def keys(self, x: Array) -> Array:
-        """With whole blocks of keys."""
-        return blockwise.pad(x, 1, self.kv_block)
+        """``x`` padded to whole blocks of keys."""
+        return pad_to_multiple(x, 1, self.kv_block)
 
     def over_keys(
         self, kernel: Callable[[_Program], None], operands: dict[str, Array], results: dict[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Array]:
-        """Runs a program for each block of queries of each query head."""
+        """Runs one program for each block of queries of each query head."""
         b, s, heads, _ = operands["q"].shape
         return self._run(kernel, operands, results, (s // self.q_block, b, heads), self.live, self.whole, 1)
 
     def over_queries(
         self, kernel: Callable[[_Program], None], operands: dict[str, Array], results: dict[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Array]:
-        """Runs a program for each block of keys of each kv head."""
+        """Runs one program for each block of keys of each kv head."""
         b, t, heads, _ = operands["k"].shape
         grid = t // self.kv_block, b, heads
         return self._run(kernel, operands, results, grid, self.live.mT, self.whole.mT, self.group)
@@ -152,9 +164,9 @@ class _Call(NamedTuple):
         whole: Array,
         heads: int,
     ) -> dict[str, Array]:
-        """``heads``: query heads of a program."""
-        operands = operands | {name: x for name, x in self.places._asdict().items() if x is not None}
-        operands["bounds"] = blockwise.ranges(live, whole).reshape(live.shape[0], -1)
+        """Launches the kernel over ``grid``; ``heads`` is the number of query heads of a program."""
+        operands = operands | {name: x for name, x in self.padded._asdict().items() if x is not None}
+        operands["bounds"] = blockwise.block_ranges(live, whole).reshape(live.shape[0], -1)
         shapes = {name: x.shape for name, x in (*operands.items(), *results.items())}
         dims = {name: shape[3] for name, shape in shapes.items() if len(shape) == 4}
 
@@ -175,7 +187,7 @@ class _Call(NamedTuple):
         return dict(zip(results, call(*operands.values()), strict=True))
 
     def _spec(self, name: str, shape: tuple[int, ...], heads: int) -> pl.BlockSpec:
-        """One row of the batch, and the ``heads`` of one program, or their kv head."""
+        """Block spec: one row of the batch, and the ``heads`` of one program, or their kv head."""
         of_keys = name in ("k", "v", "d_k", "d_v")
         one_kv_head = heads > 1 or self.group == 1
         if len(shape) == 4:
@@ -186,7 +198,9 @@ class _Call(NamedTuple):
             return pl.BlockSpec((None, heads, shape[2]), lambda i, b, h: (b, h, 0))
         if name == "sink":
             return pl.BlockSpec((1,), lambda i, b, h: (h,))
-        return pl.BlockSpec((None, shape[1]), lambda i, b, h: (b if shape[0] > 1 else 0, 0))  # positions and the like
+        return pl.BlockSpec(
+            (None, shape[1]), lambda i, b, h: (b if shape[0] > 1 else 0, 0)
+        )  # positions, segment ids and bounds
 
 
 class _Program(NamedTuple):
@@ -194,15 +208,15 @@ class _Program(NamedTuple):
 
     Attributes:
         refs: by name, one row of the batch of each array, and one head or a group's heads.
-        options: of the operation.
+        options: static options of the operation.
         dims: head dims; in ``refs`` they are padded to powers of two.
         q_block, kv_block: queries and keys of a block.
-        block: number of the block it owns.
-        bounds: its four of ``blockwise.ranges``.
+        block: index of the block that the program owns.
+        bounds: the block's four entries of ``blockwise.block_ranges``.
     """
 
     refs: dict[str, Any]
-    options: Options
+    options: ScoreOptions
     dims: dict[str, int]
     q_block: int
     kv_block: int
@@ -210,26 +224,28 @@ class _Program(NamedTuple):
     bounds: tuple[Array, ...]
 
     @classmethod
-    def of(cls, refs: dict[str, Any], options: Options, dims: dict[str, int], q_block: int, kv_block: int) -> _Program:
+    def of(
+        cls, refs: dict[str, Any], options: ScoreOptions, dims: dict[str, int], q_block: int, kv_block: int
+    ) -> _Program:
         block = pl.program_id(0)
         bounds = tuple(refs["bounds"][block * 4 + i] for i in range(4))
         return cls(refs, options, dims, q_block, kv_block, block, bounds)
 
     @property
     def heads(self) -> int:
-        """Query heads of this program."""
+        """Number of query heads of this program."""
         return self.refs["q"].shape[1]
 
     def load(self, name: str, block: Any, head: Any = 0) -> Array:
-        """A block of a head: [its queries or keys, head dim], or [its queries] of a statistic or a position."""
-        size = self.kv_block if name in ("k", "v", "kv_at", "kv_in") else self.q_block
+        """A block of a head: [queries or keys, head dim], or [queries] for a row statistic or a position."""
+        size = self.kv_block if name in ("k", "v", "kv_pos", "kv_seg") else self.q_block
         rows, ref, head = pl.ds(block * size, size), self.refs[name], jnp.asarray(head, jnp.int32)
         if name in self.dims:
             return plgpu.load(ref.at[rows, head, :], mask=self._inside(name, size), other=0.0)
         return plgpu.load(ref.at[head, rows] if len(ref.shape) == 2 else ref.at[rows])
 
     def store(self, name: str, value: Array) -> None:
-        """The block it owns of a result."""
+        """Stores the program's own block of a result."""
         size, ref = value.shape[0], self.refs[name]
         rows, head = pl.ds(self.block * size, size), jnp.int32(0)
         if name in self.dims:
@@ -242,15 +258,15 @@ class _Program(NamedTuple):
         return jax.lax.broadcasted_iota(jnp.int32, shape, 1) < self.dims[name]
 
     def seen(self, i: Any, j: Any) -> Array:
-        """Bool[queries, keys] of block i of queries and block j of keys."""
-        q_in, kv_in = None, None
-        if "q_in" in self.refs:
-            q_in, kv_in = self.load("q_in", i)[:, None], self.load("kv_in", j)[None]
-        q_at, kv_at = self.load("q_at", i)[:, None], self.load("kv_at", j)[None]
-        return blockwise.visible(q_at, kv_at, q_in, kv_in, self.options.window)
+        """Mask Bool[queries, keys] of query block i and key block j."""
+        q_seg, kv_seg = None, None
+        if "q_seg" in self.refs:
+            q_seg, kv_seg = self.load("q_seg", i)[:, None], self.load("kv_seg", j)[None]
+        q_pos, kv_pos = self.load("q_pos", i)[:, None], self.load("kv_pos", j)[None]
+        return blockwise.visibility_mask(q_pos, kv_pos, q_seg, kv_seg, self.options.window)
 
     def fold(self, step: Callable[[Any, Any, bool], Any], state: Any) -> Any:
-        """Folds ``step(inner block, state, masked)`` over the blocks that this one meets."""
+        """Folds ``step(inner block, state, masked)`` over the blocks in the program's live range."""
         first, stop, whole_first, whole_stop = self.bounds
         for begin, end, masked in (
             (first, whole_first, True),
@@ -264,28 +280,28 @@ class _Program(NamedTuple):
 def _forward_kernel(program: _Program) -> None:
     q = program.load("q", program.block)
     sink = program.refs["sink"][0] if "sink" in program.refs else None
-    top, total = blockwise.start(sink, (program.q_block, 1))
+    top, total = blockwise.init_softmax(sink, (program.q_block, 1))
     acc = jnp.zeros((program.q_block, program.refs["v"].shape[2]), jnp.float32)
 
     def step(j: Any, state: Any, masked: bool) -> Any:
         top, total, acc = state
         seen = program.seen(program.block, j) if masked else None
-        scores, _ = blockwise.score(dot(q, program.load("k", j), (1, 1)), seen, program.options)
-        top, total, weights, keep = blockwise.more_keys(top, total, scores, axis=1)
+        scores, _ = blockwise.masked_scores(dot(q, program.load("k", j), (1, 1)), seen, program.options)
+        top, total, weights, keep = blockwise.online_softmax_step(top, total, scores, axis=1)
         return top, total, acc * keep + dot(weights.astype(q.dtype), program.load("v", j), (1, 0))
 
     top, total, acc = program.fold(step, (top, total, acc))
-    safe, lse = blockwise.finish(top, total)
+    safe, lse = blockwise.finish_softmax(top, total)
     program.store("out", acc / safe)
     program.store("lse", lse[:, 0])
 
 
 def _weights(program: _Program, i: Any, j: Any, q: Array, k: Array, v: Array, d_out: Array, head: Any, masked: bool):
-    """(weights, gradient of the products), [queries, keys], as operands of the next products."""
+    """(recomputed probabilities, gradient of q k^T), [queries, keys], as operands of the next matmuls."""
     seen = program.seen(i, j) if masked else None
-    scores, slope = blockwise.score(dot(q, k, (1, 1)), seen, program.options)
+    scores, slope = blockwise.masked_scores(dot(q, k, (1, 1)), seen, program.options)
     lse, delta = (program.load(name, i, head)[:, None] for name in ("lse", "delta"))
-    both = blockwise.gradients(scores, slope, lse, dot(d_out, v, (1, 1)), delta)
+    both = blockwise.score_gradients(scores, slope, lse, dot(d_out, v, (1, 1)), delta)
     return both[0].astype(q.dtype), both[1].astype(q.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention on TPUs, through Pallas and Mosaic. How arrays are cut: ``tpu_grid``.
+"""Flash attention on TPUs: Pallas kernels through Mosaic; ``tpu_grid`` has the block layout and the grid.
 
 Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import is_interpreting, result_like, target_device
+from pallas_kernels._compat import result_like, target_device
+from pallas_kernels._pallas import dot
 from pallas_kernels.flash_attention import blockwise, config
-from pallas_kernels.flash_attention.blockwise import dot
-from pallas_kernels.flash_attention.tpu_grid import Grid, Layout, Step
-from pallas_kernels.flash_attention.xla import Mask, Options
+from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep
+from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
 
 
 def attention_pallas_tpu(
@@ -32,30 +32,25 @@ def attention_pallas_tpu(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
-    """See ``flash_attention``: (attended values, logsumexp).
+    """Flash attention on TPUs: (output, logsumexp); see ``flash_attention``.
 
     Raises:
-        NotImplementedError: not traced for a TPU and not interpreted, or see ``blockwise.check``.
+        NotImplementedError: see ``blockwise.check_supported``.
     """
-    if target_device().platform != "tpu" and not is_interpreting():
-        raise NotImplementedError(
-            f"pallas_tpu needs a TPU, not {target_device().kind}; to check values elsewhere, trace it inside "
-            "pallas_kernels._compat.interpreting()."
-        )
-    blockwise.check("pallas_tpu", q, k, v)
-    mask = Mask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    return blockwise.attend(_Kernels(), Options(scale, window, softcap), q, k, v, sinks, mask)
+    blockwise.check_supported("pallas_tpu", q, k, v)
+    mask = AttentionMask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    return blockwise.attend(_Kernels(), ScoreOptions(scale, window, softcap), q, k, v, sinks, mask)
 
 
 class _Kernels(NamedTuple):
-    """The TPU's part of ``blockwise.attend``."""
+    """TPU kernels of ``blockwise.attend``."""
 
     def forward(
-        self, options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+        self, options: ScoreOptions, q: Array, k: Array, v: Array, sinks: Array | None, mask: AttentionMask
     ) -> tuple[Array, Array]:
         blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
-        layout = Layout.of(q, k, blocks)
-        grid = Grid.over_keys(layout, mask, options)
+        layout = BlockLayout.of(q, k, blocks)
+        grid = BlockGrid.over_keys(layout, mask, options)
         operands = {"q": layout.to_rows(q), "k": layout.keys(k), "v_columns": layout.keys(v).mT}
         if sinks is not None:
             operands["sink"] = layout.sink_rows(sinks)
@@ -66,18 +61,26 @@ class _Kernels(NamedTuple):
         }
         scratch = {"top": (1, layout.rows), "total": (1, layout.rows), "acc": (v.shape[3], layout.rows)}
         made = grid.call(_forward_kernel, options, blocks, operands, results, scratch, q.shape[3] + v.shape[3])
-        out, lse = blockwise.named(made["out"], made["lse"])
+        out, lse = blockwise.name_residuals(made["out"], made["lse"])
         return layout.from_rows(out), layout.from_rows(lse)[..., 0]
 
     def backward(
-        self, options: Options, q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array, mask: Mask
+        self,
+        options: ScoreOptions,
+        q: Array,
+        k: Array,
+        v: Array,
+        d_out: Array,
+        lse: Array,
+        delta: Array,
+        mask: AttentionMask,
     ) -> tuple[Array, Array, Array]:
         blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
-        layout = Layout.of(q, k, blocks)
+        layout = BlockLayout.of(q, k, blocks)
         rows = [layout.to_rows(x) for x in (q, d_out, lse[..., None], delta[..., None])]
         operands = dict(zip(("q", "d_out", "lse", "delta"), rows, strict=True))
         operands |= {"k": layout.keys(k), "v": layout.keys(v)}
-        d_q = Grid.over_keys(layout, mask, options).call(
+        d_q = BlockGrid.over_keys(layout, mask, options).call(
             _d_q_kernel,
             options,
             blocks,
@@ -86,7 +89,7 @@ class _Kernels(NamedTuple):
             {"acc": (q.shape[3], layout.rows)},
             2 * q.shape[3] + v.shape[3],
         )["d_q"]
-        d_kv = Grid.over_queries(layout, mask, options).call(
+        d_kv = BlockGrid.over_queries(layout, mask, options).call(
             _d_kv_kernel,
             options,
             blocks,
@@ -99,23 +102,23 @@ class _Kernels(NamedTuple):
         return layout.from_rows(d_q), d_k, d_v
 
 
-def _forward_kernel(refs: dict[str, Any], options: Options, step: Step) -> None:
+def _forward_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
     top, total, acc = refs["top"], refs["total"], refs["acc"]
 
     @pl.when(step.first)
     def _() -> None:
-        top[...], total[...] = blockwise.start(refs["sink"][...] if "sink" in refs else None, top.shape)
+        top[...], total[...] = blockwise.init_softmax(refs["sink"][...] if "sink" in refs else None, top.shape)
         acc[...] = jnp.zeros_like(acc)
 
-    step.visit(refs, options, lambda seen: attend(refs, options, seen))
+    step.visit(refs, options, lambda seen: attend_block(refs, options, seen))
 
     @pl.when(step.last)
     def _() -> None:
-        safe, refs["lse"][...] = blockwise.finish(top[...], total[...])
+        safe, refs["lse"][...] = blockwise.finish_softmax(top[...], total[...])
         refs["out"][...] = (acc[...] / safe).astype(refs["out"].dtype)
 
 
-def _d_q_kernel(refs: dict[str, Any], options: Options, step: Step) -> None:
+def _d_q_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
     acc = refs["acc"]
 
     @pl.when(step.first)
@@ -129,7 +132,7 @@ def _d_q_kernel(refs: dict[str, Any], options: Options, step: Step) -> None:
         refs["d_q"][...] = acc[...].astype(refs["d_q"].dtype)
 
 
-def _d_kv_kernel(refs: dict[str, Any], options: Options, step: Step) -> None:
+def _d_kv_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
     d_k, d_v = refs["d_k_acc"], refs["d_v_acc"]
 
     @pl.when(step.first)
@@ -143,34 +146,34 @@ def _d_kv_kernel(refs: dict[str, Any], options: Options, step: Step) -> None:
         refs["d_k"][...], refs["d_v"][...] = d_k[...].astype(refs["d_k"].dtype), d_v[...].astype(refs["d_v"].dtype)
 
 
-# --- one block, of refs by name -------------------------------------------------------------------------------------
+# --- one block; refs are looked up by name --------------------------------------------------------------------------
 
 
-def attend(refs: dict[str, Any], options: Options, seen: Array | None) -> None:
-    """Takes a block of ``k`` and ``v_columns`` into the maximum ``top``, the sum ``total`` and the values ``acc``."""
+def attend_block(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> None:
+    """Forward step of a block: updates the running maximum ``top``, the sum ``total`` and the accumulator ``acc``."""
     top, total, acc, values = refs["top"], refs["total"], refs["acc"], refs["v_columns"][...]
-    scores, _ = blockwise.score(dot(refs["k"][...], refs["q"][...], (1, 0)), seen, options)
-    top[...], total[...], weights, keep = blockwise.more_keys(top[...], total[...], scores, axis=0)
+    scores, _ = blockwise.masked_scores(dot(refs["k"][...], refs["q"][...], (1, 0)), seen, options)
+    top[...], total[...], weights, keep = blockwise.online_softmax_step(top[...], total[...], scores, axis=0)
     acc[...] = acc[...] * keep + dot(values, weights.astype(values.dtype), (1, 0))
 
 
-def add_d_q(refs: dict[str, Any], options: Options, seen: Array | None) -> None:
-    """Adds a block's gradient of the queries to ``acc``."""
+def add_d_q(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> None:
+    """Backward step for dq: adds a block's gradient of the queries to ``acc``."""
     _, d_products = _weights(refs, options, seen)
     refs["acc"][...] += dot(refs["k_columns"][...], d_products, (1, 0))
 
 
-def add_d_kv(refs: dict[str, Any], options: Options, seen: Array | None) -> None:
-    """Adds a block's gradients of keys and values to ``d_k_acc`` and ``d_v_acc``."""
+def add_d_kv(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> None:
+    """Backward step for dk and dv: adds a block's gradients to ``d_k_acc`` and ``d_v_acc``."""
     weights, d_products = _weights(refs, options, seen)
     refs["d_k_acc"][...] += dot(d_products, refs["q"][...], (1, 1))
     refs["d_v_acc"][...] += dot(weights, refs["d_out"][...], (1, 1))
 
 
-def _weights(refs: dict[str, Any], options: Options, seen: Array | None) -> tuple[Array, Array]:
-    """(weights, gradient of the products), [keys, rows], as operands of the next products."""
+def _weights(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> tuple[Array, Array]:
+    """(recomputed probabilities, gradient of q k^T), [keys, rows], as operands of the next matmuls."""
     k, v, q, d_out = (refs[name][...] for name in ("k", "v", "q", "d_out"))
-    scores, slope = blockwise.score(dot(k, q, (1, 0)), seen, options)
+    scores, slope = blockwise.masked_scores(dot(k, q, (1, 0)), seen, options)
     d_weights = dot(v, d_out, (1, 0))
-    both = blockwise.gradients(scores, slope, refs["lse"][...], d_weights, refs["delta"][...])
+    both = blockwise.score_gradients(scores, slope, refs["lse"][...], d_weights, refs["delta"][...])
     return both[0].astype(q.dtype), both[1].astype(q.dtype)

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention in one softmax: the definition.
+"""Reference attention: causal GQA in one softmax over all scores; defines the operation.
 
 Legend: B batch, S queries, T keys, N query heads, K kv heads, G = N / K, H head dim of keys, V of values.
 """
@@ -23,7 +23,9 @@ def attention_reference(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
-    """See ``flash_attention``: (attended values, logsumexp). All scores are held at once, in at least float32."""
+    """Reference attention: (output, logsumexp); all scores are materialised, in at least float32. See
+    ``flash_attention``.
+    """
     b, s, n, h = q.shape
     t, kv = k.shape[1:3]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -41,7 +43,7 @@ def attention_reference(
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(dtype)) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    # A row that sees nothing keeps finite values on both sides of every where, so its gradient is zero and not nan.
+    # In a row that sees nothing, both branches of every where stay finite, so its gradient is zero and not nan.
     top = jnp.max(jnp.where(visible, scores, -jnp.inf), axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(dtype).reshape(1, kv, -1, 1, 1)
     if sink is not None:

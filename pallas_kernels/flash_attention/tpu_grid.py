@@ -1,14 +1,15 @@
-"""How the TPU kernels cut queries and keys into blocks, and the grid over the blocks that a mask leaves.
+"""Block layout and grid of the TPU flash attention kernels: only blocks that the mask leaves are visited.
 
-Queries lie along lanes: a block of scores is [keys, rows], where the rows of a block are its queries once for each of
-the query heads that read one kv head. So each block of keys is read once for all of them, a row's maximum and sum are
-[1, rows] in memory too, and every product has its operands as the matrix unit takes them.
+Queries lie along lanes: a block of scores is [keys, rows], where the rows are the block's queries, repeated for each
+query head that reads one kv head (GQA). So each block of keys is read once for all of these heads, a row's running
+maximum and sum are [1, rows] in memory too, and every matmul gets its operands in the orientation that the MXU takes.
 
-The grid's last dimension runs over the blocks that the mask leaves, which scalars in SMEM name before a block is
-fetched. Steps after the last one name that one again: it is not fetched again, and nothing is computed.
+The grid's last dimension runs over the blocks that the mask leaves; scalars prefetched to SMEM give their indices
+before a block is fetched. Steps after the last block repeat its index: it is not fetched again, and nothing is
+computed.
 
-Legend: B batch, S queries, T keys, N query heads, K kv heads, F query heads folded into a block, X = N / F, H head
-dim of keys, V of values, R = F x queries of a block, W rows of all blocks.
+Legend: B batch, S queries, T keys, N query heads, K kv heads, F query heads folded into a block, X = N / F, H head dim
+of keys, V of values, R = F x queries of a block, W rows of all blocks.
 """
 
 from __future__ import annotations
@@ -22,22 +23,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import is_interpreting
-from pallas_kernels._pallas import bytes_of, cost
+from pallas_kernels._pallas import bytes_of, cost, interpret_tpu, pad_to_multiple
 from pallas_kernels.flash_attention import blockwise, config
-from pallas_kernels.flash_attention.blockwise import Places
-from pallas_kernels.flash_attention.xla import Mask, Options
+from pallas_kernels.flash_attention.blockwise import PaddedMask
+from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
 
 LANES = 128
 
-# Arrays by how they are cut.
+# Names of arrays by block spec: along rows, along keys, and along keys transposed.
 _ROWS = ("q", "d_q", "d_out", "out", "lse", "delta", "top", "total", "acc")
 _KEYS = ("k", "v", "d_k", "d_v", "d_k_acc", "d_v_acc")
 _COLUMNS = ("k_columns", "v_columns")
 
 
-class Layout(NamedTuple):
-    """How queries and keys are cut into blocks."""
+class BlockLayout(NamedTuple):
+    """Block layout of queries and keys: sizes, and conversions between [B, S, N, H] and the kernels' layout."""
 
     batch: int
     s: int
@@ -49,7 +49,8 @@ class Layout(NamedTuple):
     kv_block: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, blocks: config.TpuBlocks) -> Layout:
+    def of(cls, q: Array, k: Array, blocks: config.FlashTpuBlocks) -> BlockLayout:
+        """Layout for these arrays: as many query heads folded as fit into ``blocks.rows``."""
         (b, s, n, _), (t, kv) = q.shape, k.shape[1:3]
         group = n // kv
         fold = max(f for f in range(1, group + 1) if group % f == 0 and f * LANES <= max(blocks.rows, LANES))
@@ -58,45 +59,48 @@ class Layout(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Rows of a block: queries times folded heads (R)."""
         return self.fold * self.q_block
 
     @property
     def q_blocks(self) -> int:
+        """Number of query blocks."""
         return -(-self.s // self.q_block)
 
     @property
     def kv_blocks(self) -> int:
+        """Number of key blocks."""
         return -(-self.t // self.kv_block)
 
     @property
     def splits(self) -> int:
-        """Blocks of heads that share a kv head."""
+        """Number of head blocks that share a kv head."""
         return self.heads // self.kv_heads // self.fold
 
     def to_rows(self, x: Float[Array, "B S N H"]) -> Float[Array, "B X H W"]:
-        """Queries along the last dimension: block by block, head by head of those folded together."""
-        x = blockwise.pad(x, 1, self.q_block).reshape(
+        """Queries along the last dimension: block by block, and inside a block folded head by folded head."""
+        x = pad_to_multiple(x, 1, self.q_block).reshape(
             self.batch, self.q_blocks, self.q_block, -1, self.fold, x.shape[3]
         )
         return x.transpose(0, 3, 5, 1, 4, 2).reshape(self.batch, x.shape[3], x.shape[5], -1)
 
     def from_rows(self, x: Float[Array, "B X H W"]) -> Float[Array, "B S N H"]:
-        """The inverse."""
+        """Inverse of ``to_rows``."""
         h = x.shape[2]
         x = x.reshape(self.batch, -1, h, self.q_blocks, self.fold, self.q_block).transpose(0, 3, 5, 1, 4, 2)
         return x.reshape(self.batch, -1, self.heads, h)[:, : self.s]
 
     def keys(self, x: Float[Array, "B T K H"]) -> Float[Array, "B K T2 H"]:
-        """Keys or values of whole blocks, head by head."""
-        return blockwise.pad(x, 1, self.kv_block).swapaxes(1, 2)
+        """Keys or values padded to whole blocks, kv heads first."""
+        return pad_to_multiple(x, 1, self.kv_block).swapaxes(1, 2)
 
     def per_row(self, x: Int[Array, "b S2"]) -> Int[Array, "b 1 W"]:
-        """What is the same for all heads of a query."""
+        """Per-query values repeated for each folded head."""
         x = x.reshape(x.shape[0], self.q_blocks, 1, self.q_block)
         return jnp.broadcast_to(x, (x.shape[0], self.q_blocks, self.fold, self.q_block)).reshape(x.shape[0], 1, -1)
 
     def sink_rows(self, sinks: Float[Array, " N"]) -> Float[Array, "X 1 R"]:
-        """Each row's sink."""
+        """Attention sink of each row."""
         return jnp.repeat(sinks.astype(jnp.float32).reshape(-1, 1, self.fold), self.q_block, axis=2)
 
 
@@ -104,86 +108,90 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class Grid(NamedTuple):
-    """The steps of a kernel. Outer blocks are of queries or of keys; for each, the inner ones that it meets.
+class BlockGrid(NamedTuple):
+    """Grid of a kernel: outer blocks of queries or of keys and, for each, the inner blocks that the mask leaves.
 
     Attributes:
-        layout: of blocks.
-        places: positions and segments.
-        bounds: ``blockwise.ranges`` of each outer block.
-        inner_queries: whether the inner blocks are those of queries.
-        steps: inner blocks that an outer one meets, at most.
+        layout: block layout.
+        padded: positions and segment ids.
+        bounds: ``blockwise.block_ranges`` of each outer block.
+        inner_queries: whether the inner blocks are blocks of queries.
+        steps: most inner blocks of an outer block.
     """
 
-    layout: Layout
-    places: Places
+    layout: BlockLayout
+    padded: PaddedMask
     bounds: Array
     inner_queries: bool
     steps: int
 
     @property
     def outer_blocks(self) -> int:
+        """Number of outer blocks."""
         return self.layout.kv_blocks if self.inner_queries else self.layout.q_blocks
 
     @property
     def bounds_per_row(self) -> bool:
-        """Whether the rows of the batch have bounds of their own."""
+        """True if each row of the batch has its own bounds."""
         return self.bounds.shape[0] > 4 * self.outer_blocks
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Rows of the batch, blocks of heads, outer blocks, inner blocks."""
+        """Grid shape: rows of the batch, blocks of heads, outer blocks, inner blocks."""
         layout = self.layout
         if self.inner_queries:
             return layout.batch, layout.kv_heads, self.outer_blocks, self.steps * layout.splits
         return layout.batch, layout.heads // layout.fold, self.outer_blocks, self.steps
 
     @classmethod
-    def over_keys(cls, layout: Layout, mask: Mask, options: Options) -> Grid:
+    def over_keys(cls, layout: BlockLayout, mask: AttentionMask, options: ScoreOptions) -> BlockGrid:
+        """Grid whose outer blocks are queries and whose inner blocks are keys (forward, dq)."""
         return cls._of(layout, mask, options, False)
 
     @classmethod
-    def over_queries(cls, layout: Layout, mask: Mask, options: Options) -> Grid:
+    def over_queries(cls, layout: BlockLayout, mask: AttentionMask, options: ScoreOptions) -> BlockGrid:
+        """Grid whose outer blocks are keys and whose inner blocks are queries (dk, dv)."""
         return cls._of(layout, mask, options, True)
 
     @classmethod
-    def _of(cls, layout: Layout, mask: Mask, options: Options, inner_queries: bool) -> Grid:
+    def _of(cls, layout: BlockLayout, mask: AttentionMask, options: ScoreOptions, inner_queries: bool) -> BlockGrid:
         sizes = layout.q_block, layout.kv_block
-        places = Places.of(mask, layout.s, layout.t, *sizes)
-        live, whole = places.blocks(*sizes, options.window)
+        padded = PaddedMask.of(mask, layout.s, layout.t, *sizes)
+        live, whole = padded.blocks(*sizes, options.window)
         if inner_queries:
             live, whole = live.mT, whole.mT
         steps = live.shape[2]
         if mask.q_positions is None and options.window is not None:
             inner, outer = sizes if inner_queries else sizes[::-1]
             steps = min(steps, (outer + options.window - 2) // inner + 2)
-        return cls(layout, places, blockwise.ranges(live, whole), inner_queries, steps)
+        return cls(layout, padded, blockwise.block_ranges(live, whole), inner_queries, steps)
 
     def mask_operands(self) -> dict[str, Array]:
-        """Positions and segments, as a kernel reads them."""
-        places = self.places
-        operands = {"q_at": self.layout.per_row(places.q_at), "kv_at": places.kv_at[:, None]}
-        if places.q_in is not None and places.kv_in is not None:
-            operands |= {"q_in": self.layout.per_row(places.q_in), "kv_in": places.kv_in[:, None]}
+        """Positions and segment ids as kernel operands."""
+        padded = self.padded
+        operands = {"q_pos": self.layout.per_row(padded.q_pos), "kv_pos": padded.kv_pos[:, None]}
+        if padded.q_seg is not None and padded.kv_seg is not None:
+            operands |= {"q_seg": self.layout.per_row(padded.q_seg), "kv_seg": padded.kv_seg[:, None]}
         return operands
 
-    def step(self, bounds: Any) -> Step:
-        """Where a kernel is, inside it; ``bounds`` are this grid's, in SMEM."""
-        return Step.at(bounds, self.bounds_per_row, self.outer_blocks, self.steps)
+    def step(self, bounds: Any) -> GridStep:
+        """Grid step that a kernel is at, for use inside the kernel; ``bounds`` is the grid's bounds in SMEM."""
+        return GridStep.at(bounds, self.bounds_per_row, self.outer_blocks, self.steps)
 
     def call(
         self,
         kernel: Callable[..., None],
-        options: Options,
-        blocks: config.TpuBlocks,
+        options: ScoreOptions,
+        blocks: config.FlashTpuBlocks,
         operands: dict[str, Array],
         results: dict[str, jax.ShapeDtypeStruct],
         scratch: dict[str, tuple[int, ...]],
         widths: int,
     ) -> dict[str, Array]:
-        """Runs ``kernel(refs, options, step)`` at every step; an array's name says how it is cut.
+        """Runs ``kernel(refs, options, step)`` at every grid step; an array's name selects its block spec.
 
-        ``widths``: head dims of its products, added up.
+        Args:
+            widths: sum of the head dims of the kernel's matmuls, for the cost estimate.
         """
         operands = operands | self.mask_operands()
         names = (*operands, *results, *scratch)
@@ -205,20 +213,18 @@ class Grid(NamedTuple):
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=blocks.vmem_bytes,
             ),
-            interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-            if is_interpreting()
-            else False,
+            interpret=interpret_tpu(),
             cost_estimate=self.cost(options, operands | results, widths),
             name=f"flash_attention{kernel.__name__.removesuffix('_kernel')}",
         )
         return dict(zip(results, call(self.bounds, *operands.values()), strict=True))
 
     def cost(
-        self, options: Options, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], widths: int
+        self, options: ScoreOptions, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], widths: int
     ) -> pl.CostEstimate:
-        """Of a kernel whose products have these ``widths`` in all; rows taken for one segment each."""
+        """Cost estimate of a kernel whose matmuls have head dims ``widths`` in all; each row counts as one segment."""
         layout = self.layout
-        pairs = visible(layout.s, layout.t, options.window)
+        pairs = visible_pairs(layout.s, layout.t, options.window)
         met = pairs / (layout.s * layout.t)
         again = {name: bytes_of(x) for name, x in arrays.items() if (name in _KEYS + _COLUMNS) != self.inner_queries}
         times = max(1.0, self.outer_blocks * met)
@@ -227,12 +233,12 @@ class Grid(NamedTuple):
         return cost(2 * products * widths, moved, products)
 
     def spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """How the array of that name is cut."""
+        """Block spec of the array with that name."""
         layout, steps, outer_blocks = self.layout, self.steps, self.outer_blocks
         bounds_per_row = self.bounds_per_row
 
         def at(b: Any, head: Any, outer: Any, step: Any, bounds: Any) -> tuple[Any, Any, Any, Any]:
-            """(block of heads, kv head, block of queries, block of keys) of a step."""
+            """(block of heads, kv head, block of queries, block of keys) of a grid step."""
             bound = _bound(b if bounds_per_row else 0, outer, outer_blocks)
             first, stop = bounds[bound], bounds[bound + 1]
             inner = jnp.clip(first + step % steps, 0, jnp.maximum(stop - 1, 0))
@@ -250,27 +256,27 @@ class Grid(NamedTuple):
             return pl.BlockSpec((None, None, keys, shape[3]), lambda b, *i: (b, at(b, *i)[1], at(b, *i)[3], 0))
         if name in _COLUMNS:
             return pl.BlockSpec((None, None, shape[2], keys), lambda b, *i: (b, at(b, *i)[1], 0, at(b, *i)[3]))
-        if name in ("q_at", "q_in"):
+        if name in ("q_pos", "q_seg"):
             return pl.BlockSpec((None, 1, rows), lambda b, *i: (row(b), 0, at(b, *i)[2]))
-        if name in ("kv_at", "kv_in"):
+        if name in ("kv_pos", "kv_seg"):
             return pl.BlockSpec((None, 1, keys), lambda b, *i: (row(b), 0, at(b, *i)[3]))
         return pl.BlockSpec((None, 1, rows), lambda b, *i: (at(b, *i)[0], 0, 0))  # sinks
 
 
-def visible(queries: int, keys: int, window: int | None) -> float:
-    """Pairs of a query and a key that a causal mask leaves, the last query at the last key; at most ``window`` each."""
+def visible_pairs(queries: int, keys: int, window: int | None) -> float:
+    """Number of (query, key) pairs that a causal sliding-window mask leaves; the last query is at the last key."""
     if queries == keys:
         reach = keys if window is None else min(window, keys)
         return reach * (reach + 1) / 2 + (keys - reach) * reach
     return queries * (keys if window is None else min(window, keys))
 
 
-class Step(NamedTuple):
-    """Where in its loop over inner blocks a kernel is.
+class GridStep(NamedTuple):
+    """Position of a grid step in its loop over inner blocks.
 
     Attributes:
-        first, last: whether it is the first or the last of its outer block.
-        masked, whole: whether something or everything in the inner block is visible.
+        first, last: whether it is the first or last step of its outer block.
+        masked, whole: whether some pair, or every pair, in the inner block is visible; at most one is true.
     """
 
     first: Array
@@ -279,7 +285,8 @@ class Step(NamedTuple):
     whole: Array
 
     @classmethod
-    def at(cls, bounds: Any, bounds_per_row: bool, outer_blocks: int, steps: int) -> Step:
+    def at(cls, bounds: Any, bounds_per_row: bool, outer_blocks: int, steps: int) -> GridStep:
+        """Current grid step, from the program ids and the bounds in SMEM."""
         row, outer, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
         bound = _bound(row if bounds_per_row else 0, outer, outer_blocks)
         first, stop, whole_first, whole_stop = (bounds[bound + i] for i in range(4))
@@ -287,8 +294,8 @@ class Step(NamedTuple):
         whole = (inner >= whole_first) & (inner < whole_stop)
         return cls(step == 0, step == pl.num_programs(3) - 1, (inner < stop) & ~whole, whole)
 
-    def visit(self, refs: dict[str, Any], options: Options, block: Callable[[Array | None], None]) -> None:
-        """Calls ``block(which keys are seen)``; with None where all are."""
+    def visit(self, refs: dict[str, Any], options: ScoreOptions, block: Callable[[Array | None], None]) -> None:
+        """Calls ``block(mask)`` if the inner block has visible pairs; the mask is None where all pairs are visible."""
 
         @pl.when(self.whole)
         def _() -> None:
@@ -296,8 +303,12 @@ class Step(NamedTuple):
 
         @pl.when(self.masked)
         def _() -> None:
-            q_in, kv_in = (refs["q_in"][...], column(refs["kv_in"][...])) if "q_in" in refs else (None, None)
-            block(blockwise.visible(refs["q_at"][...], column(refs["kv_at"][...]), q_in, kv_in, options.window))
+            q_seg, kv_seg = (refs["q_seg"][...], column(refs["kv_seg"][...])) if "q_seg" in refs else (None, None)
+            block(
+                blockwise.visibility_mask(
+                    refs["q_pos"][...], column(refs["kv_pos"][...]), q_seg, kv_seg, options.window
+                )
+            )
 
 
 def _bound(row: Any, outer: Any, outer_blocks: int) -> Any:
@@ -305,5 +316,5 @@ def _bound(row: Any, outer: Any, outer_blocks: int) -> Any:
 
 
 def column(x: Int[Array, "1 T"]) -> Int[Array, "T 1"]:
-    """From lanes to sublanes; what is transposed must be whole tiles of 8 x 128."""
+    """Transposes from lanes to sublanes; a transpose works on whole tiles of 8 x 128."""
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]

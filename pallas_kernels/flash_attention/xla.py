@@ -1,15 +1,15 @@
-"""Causal grouped-query attention in bands of queries and blocks of keys, for any backend.
+"""Flash attention in plain JAX, for any backend: static bands of queries, online softmax over blocks of keys.
 
-The query axis is cut into at most ``BANDS`` static bands. By array index a band sees a prefix of the keys, or of a
-window's width before it, so what lies outside is never computed. Within a band, blocks of ``BLOCK`` keys go through
-an online softmax (arXiv:1805.02867, arXiv:2205.14135). Scores in memory: B x N x band x min(T, BLOCK), linear in the
-sequence.
+The query axis is cut into at most ``QUERY_BANDS`` static bands. Without positions a band sees a prefix of the keys, or
+that of a sliding window, so keys outside it are never computed. Within a band, blocks of ``KV_BLOCK`` keys go through
+an online softmax (arXiv:1805.02867, arXiv:2205.14135). Memory for scores: B x N x band x min(T, KV_BLOCK), linear in
+the sequence length.
 
-Queries of one kv head are rows of one product (R = G x band), so kv heads are never repeated. Measured on CPU in a
-train step of 8 x 512 tokens: 3.4 s with one softmax over all scores, 2.7 s this way; smaller bands gain nothing.
+Queries that share a kv head are rows of one matmul (R = G x band), so kv heads are never repeated. Measured on CPU in
+a train step of 8 x 512 tokens: 3.4 s with one softmax over all scores, 2.7 s this way; smaller bands gain nothing.
 
-Legend: B batch, S queries, T keys, N query heads, K kv heads, G = N / K, H head dim of keys, V of values,
-R = G x queries of a band.
+Legend: B batch, S queries, T keys, N query heads, K kv heads, G = N / K, H head dim of keys, V of values, R = G x
+queries of a band.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-BANDS = 8
-LEAST_BAND = 128
-BLOCK = 1024
+QUERY_BANDS = 8
+MIN_BAND = 128
+KV_BLOCK = 1024
 FEW_QUERIES = 8
-"""Up to this many queries against more keys than that, keys and values are read in place (decoding)."""
+"""Decode: up to this many queries, against more keys than that, read keys and values in place."""
 
 RESIDUALS = tuple(f"flash_attention_{part}" for part in ("q", "k", "v", "out", "lse"))
-"""Names of what the backward pass reads, for ``jax.checkpoint`` policies."""
+"""Names of the backward pass's residuals, for ``jax.checkpoint`` policies."""
 
 
-class Options(NamedTuple):
-    """What does not change between traces."""
+class ScoreOptions(NamedTuple):
+    """Static options of the attention scores: scale, sliding window and soft cap."""
 
     scale: float
     window: int | None
     softcap: float | None
 
 
-class Mask(NamedTuple):
-    """What decides visibility; by array index where there are no positions."""
+class AttentionMask(NamedTuple):
+    """Mask operands: positions and segment ids; without positions the mask is by array index."""
 
     q_positions: Int[Array, "B S"] | None
     kv_positions: Int[Array, "B T"] | None
@@ -50,23 +50,25 @@ class Mask(NamedTuple):
     kv_segments: Int[Array, "B T"] | None
 
     def visible(self, window: int | None, first: int, rows: int, start: int | Array, size: int) -> Array:
-        """Bool[B or 1, rows, size]: which of the keys from ``start`` each of the queries from ``first`` sees."""
+        """Mask Bool[B or 1, rows, size]: which of ``size`` keys from ``start`` each of ``rows`` queries from ``first``
+        sees.
+        """
         if self.q_positions is None or self.kv_positions is None:
-            q_at, kv_at = first + jnp.arange(rows)[None], start + jnp.arange(size)[None]
+            q_pos, kv_pos = first + jnp.arange(rows)[None], start + jnp.arange(size)[None]
         else:
-            q_at, kv_at = _cut(self.q_positions, first, rows, 1), _cut(self.kv_positions, start, size, 1)
-        seen = kv_at[:, None, :] <= q_at[:, :, None]
+            q_pos, kv_pos = _slice(self.q_positions, first, rows, 1), _slice(self.kv_positions, start, size, 1)
+        seen = kv_pos[:, None, :] <= q_pos[:, :, None]
         if window is not None:
-            seen = seen & (kv_at[:, None, :] > q_at[:, :, None] - window)
+            seen = seen & (kv_pos[:, None, :] > q_pos[:, :, None] - window)
         if self.q_segments is not None and self.kv_segments is not None:
-            q_in = _cut(self.q_segments, first, rows, 1)[:, :, None]
-            kv_in = _cut(self.kv_segments, start, size, 1)[:, None, :]
-            seen = seen & (q_in == kv_in) & (q_in != 0)
+            q_seg = _slice(self.q_segments, first, rows, 1)[:, :, None]
+            kv_seg = _slice(self.kv_segments, start, size, 1)[:, None, :]
+            seen = seen & (q_seg == kv_seg) & (q_seg != 0)
         return seen
 
 
-class Band(NamedTuple):
-    """Queries ``first .. first + rows``, which see no key outside ``start .. reach``."""
+class QueryBand(NamedTuple):
+    """Band of queries ``first .. first + rows``, which sees no key outside ``start .. reach``."""
 
     first: int
     rows: int
@@ -76,10 +78,10 @@ class Band(NamedTuple):
     def of(self, x: Float[Array, "B K G S H"]) -> Float[Array, "B K R H"]:
         """This band of ``x``, its groups and queries merged into rows."""
         b, kv, g, _, h = x.shape
-        return _cut(x, self.first, self.rows, 3).reshape(b, kv, g * self.rows, h)
+        return _slice(x, self.first, self.rows, 3).reshape(b, kv, g * self.rows, h)
 
     def groups(self, x: Float[Array, "B K R H"]) -> Float[Array, "B K G rows H"]:
-        """The inverse for one band."""
+        """Inverse of ``of`` for one band."""
         return x.reshape(*x.shape[:2], -1, self.rows, x.shape[-1])
 
 
@@ -97,22 +99,22 @@ def attention_xla(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "B S N V"], Float[Array, "B S N"]]:
-    """See ``flash_attention``: (attended values, logsumexp)."""
-    mask = Mask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    options = Options(scale, window, softcap)
+    """Flash attention in plain JAX: (output, logsumexp); see ``flash_attention``."""
+    mask = AttentionMask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    options = ScoreOptions(scale, window, softcap)
     if q.shape[1] <= FEW_QUERIES < k.shape[1]:
-        return _few_queries(options, q, k, v, sinks, mask)
+        return _decode(options, q, k, v, sinks, mask)
     return _banded(options, q, k, v, sinks, mask)
 
 
-def _few_queries(
-    options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+def _decode(
+    options: ScoreOptions, q: Array, k: Array, v: Array, sinks: Array | None, mask: AttentionMask
 ) -> tuple[Array, Array]:
-    """One softmax, keys and values read as they lie.
+    """Decode attention: one softmax, keys and values read in place.
 
-    A batched product over kv heads would copy B T K H to B K T H first. Spreading each query over a row of zeros that
-    spans all kv heads makes it a plain product over K x H: more arithmetic, which waits for memory anyway. Measured on
-    CPU at 16 rows x 1,024 keys x 4 kv heads: 2.6 ms against 14.8.
+    A batched matmul over kv heads would first transpose B T K H to B K T H. Spreading each query over a row of zeros
+    that spans all kv heads makes it a plain matmul over K x H: more FLOPs, but decode is memory-bound anyway. Measured
+    on CPU at 16 rows x 1,024 keys x 4 kv heads: 2.6 ms against 14.8.
     """
     b, s, n, h = q.shape
     t, kv, hv = v.shape[1:]
@@ -123,7 +125,7 @@ def _few_queries(
     if options.softcap is not None:
         scores = options.softcap * jnp.tanh(scores / options.softcap)
     visible = jnp.repeat(mask.visible(options.window, 0, s, 0, t), n, axis=1)
-    # A row that sees nothing keeps finite values on both sides of every where, so its gradient is zero and not nan.
+    # In a row that sees nothing, both branches of every where stay finite, so its gradient is zero and not nan.
     top = jnp.max(jnp.where(visible, scores, -jnp.inf), axis=-1, keepdims=True)
     sink = None if sinks is None else jnp.tile(sinks.astype(dtype), s)[None, :, None]
     if sink is not None:
@@ -142,12 +144,14 @@ def _few_queries(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _banded(options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask) -> tuple[Array, Array]:
+def _banded(
+    options: ScoreOptions, q: Array, k: Array, v: Array, sinks: Array | None, mask: AttentionMask
+) -> tuple[Array, Array]:
     return _forward(options, q, k, v, sinks, mask)[0]
 
 
 def _forward(
-    options: Options, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+    options: ScoreOptions, q: Array, k: Array, v: Array, sinks: Array | None, mask: AttentionMask
 ) -> tuple[tuple[Array, Array], Any]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     q, k, v = _group(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -156,16 +160,16 @@ def _forward(
     for band in _bands(q.shape[3], k.shape[2], mask, options.window):
         rows = band.of(q)
 
-        def more_keys(carry: Any, start: Any, size: int, band: Band = band, rows: Array = rows) -> Any:
+        def more_keys(carry: Any, start: Any, size: int, band: QueryBand = band, rows: Array = rows) -> Any:
             visible = mask.visible(options.window, band.first, band.rows, start, size)
-            scores, _ = _scores(options, rows, _cut(k, start, size, 2), visible)
-            # In a row that has seen nothing the maximum is half the lowest score: its weights are exp(lowest / 2) = 0.
-            top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _lowest(dtype) / 2)
+            scores, _ = _scores(options, rows, _slice(k, start, size, 2), visible)
+            # In a row that has seen nothing the maximum is half the mask value: its weights are exp(mask / 2) = 0.
+            top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _mask_value(dtype) / 2)
             if carry is not None:
                 top = jnp.maximum(carry[0], top)
             weights = jnp.exp(scores - top)
             total = jnp.sum(weights, axis=-1, keepdims=True)
-            out = _dot("bkrt,bkth->bkrh", weights.astype(v.dtype), _cut(v, start, size, 2))
+            out = _dot("bkrt,bkth->bkrh", weights.astype(v.dtype), _slice(v, start, size, 2))
             if carry is not None:
                 keep = jnp.exp(carry[0] - top)
                 total, out = carry[1] * keep + total, carry[2] * keep + out
@@ -179,31 +183,31 @@ def _forward(
             top, total, out = highest, total * keep + jnp.exp(sink - highest), out * keep
         safe = jnp.where(total > 0.0, total, 1.0)
         outs.append(band.groups(out / safe))
-        # For a row that has seen nothing, a logsumexp that makes exp(score - lse) zero.
-        lses.append(band.groups(jnp.where(total > 0.0, top + jnp.log(safe), -_lowest(dtype))))
+        # In a row that has seen nothing, this logsumexp makes exp(score - lse) zero.
+        lses.append(band.groups(jnp.where(total > 0.0, top + jnp.log(safe), -_mask_value(dtype))))
     out = _ungroup(jnp.concatenate(outs, axis=3)).astype(q.dtype)
     lse = jnp.concatenate(lses, axis=3)
     out, lse = checkpoint_name(out, RESIDUALS[3]), checkpoint_name(lse, RESIDUALS[4])
-    lse_out = _ungroup(jnp.where(lse == -_lowest(dtype), -jnp.inf, lse))[..., 0]
+    lse_out = _ungroup(jnp.where(lse == -_mask_value(dtype), -jnp.inf, lse))[..., 0]
     return (out, lse_out), (q, k, v, sinks, out, lse, mask)
 
 
 def _backward(
-    options: Options, residuals: Any, d_results: tuple[Array, Array]
+    options: ScoreOptions, residuals: Any, d_results: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Array | None, None]:
     q, k, v, sinks, out, lse, mask = residuals
     d_out, d_lse = d_results
     dtype = lse.dtype
     delta = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1, keepdims=True) - d_lse[..., None]
     delta, d_out = _group(delta, k.shape[1]), _group(d_out, k.shape[1])
-    # The logsumexp of a row that has seen nothing is minus infinity, and what reaches back through it may be nan.
-    delta = jnp.where(lse == -_lowest(dtype), 0.0, delta)
+    # A row that has seen nothing has a logsumexp of minus infinity, whose incoming gradient may be nan.
+    delta = jnp.where(lse == -_mask_value(dtype), 0.0, delta)
     d_k, d_v = jnp.zeros_like(k.mT, dtype), jnp.zeros_like(v.mT, dtype)
     d_qs = []
     for band in _bands(q.shape[3], k.shape[2], mask, options.window):
         parts = [band.of(x) for x in (q, d_out, lse, delta)]
-        # Sums over queries are taken with the queries as columns: as products over their first dimension, scores
-        # would be copied transposed on CPU. The barrier keeps the compiler from undoing that.
+        # dk and dv contract the queries as columns: contracting the first dimension of the scores would copy them
+        # transposed on CPU. The barrier keeps XLA from undoing this.
         q_columns, d_columns = jax.lax.optimization_barrier((parts[0].mT, parts[1].mT))
 
         def more_keys(
@@ -211,7 +215,7 @@ def _backward(
         ) -> Any:
             d_q, d_k, d_v = carry
             q_rows, d_rows, lse_rows, delta_rows = parts
-            k_part, v_part = _cut(k, start, size, 2), _cut(v, start, size, 2)
+            k_part, v_part = _slice(k, start, size, 2), _slice(v, start, size, 2)
             visible = mask.visible(options.window, band.first, band.rows, start, size)
             scores, slope = _scores(options, q_rows, k_part, visible)
             weights = jnp.exp(scores - lse_rows)
@@ -253,58 +257,62 @@ def block_gradients(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]]:
-    """Gradients of q, k, v through the scores of these keys, given output and logsumexp over all keys.
+    """Gradients (dq, dk, dv) from the scores of these keys, given output and logsumexp over all keys.
 
-    The parts that a sum over blocks of keys is made of, wherever the blocks are (``ring_attention``).
+    Ring attention adds them up over the shards of keys (``ring_attention``).
     """
     kv_heads = k.shape[2]
-    # A row that sees nothing anywhere: the marker that makes exp(score - lse) zero.
-    lse = jnp.where(lse == -jnp.inf, -_lowest(lse.dtype), lse)[..., None]
+    # In a row that sees nothing anywhere, this logsumexp makes exp(score - lse) zero.
+    lse = jnp.where(lse == -jnp.inf, -_mask_value(lse.dtype), lse)[..., None]
     residuals = _group(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), None, out, _group(lse, kv_heads)
-    mask = Mask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    mask = AttentionMask(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
     d_q, d_k, d_v, *_ = _backward(
-        Options(scale, window, softcap), (*residuals, mask), (d_out, jnp.zeros_like(lse[..., 0]))
+        ScoreOptions(scale, window, softcap), (*residuals, mask), (d_out, jnp.zeros_like(lse[..., 0]))
     )
     return d_q, d_k, d_v
 
 
-def _bands(s: int, t: int, mask: Mask, window: int | None) -> list[Band]:
-    rows = max(LEAST_BAND, -(-s // BANDS))
+def _bands(s: int, t: int, mask: AttentionMask, window: int | None) -> list[QueryBand]:
+    rows = max(MIN_BAND, -(-s // QUERY_BANDS))
     by_index = mask.q_positions is None
 
-    def band(first: int) -> Band:
+    def band(first: int) -> QueryBand:
         here = min(rows, s - first)
         if not by_index:
-            return Band(first, here, 0, t)
-        return Band(first, here, 0 if window is None else max(0, first - window + 1), min(first + rows, t))
+            return QueryBand(first, here, 0, t)
+        return QueryBand(first, here, 0 if window is None else max(0, first - window + 1), min(first + rows, t))
 
     return [band(first) for first in range(0, s, rows)]
 
 
-def _over_keys(step: Callable[[Any, Any, int], Any], carry: Any, band: Band) -> Any:
-    """Folds ``step(carry, start, size)`` over blocks of the keys a band sees; the first block may be short."""
-    odd = (band.reach - band.start) % BLOCK or BLOCK
+def _over_keys(step: Callable[[Any, Any, int], Any], carry: Any, band: QueryBand) -> Any:
+    """Folds ``step(carry, start, size)`` over blocks of the keys that a band sees; the first block may be short."""
+    odd = (band.reach - band.start) % KV_BLOCK or KV_BLOCK
     first = min(odd, band.reach - band.start)
     carry = step(carry, band.start, first)
     begin = band.start + first
-    blocks = (band.reach - begin) // BLOCK
-    return jax.lax.fori_loop(0, blocks, lambda i, c: step(c, begin + i * BLOCK, BLOCK), carry) if blocks > 0 else carry
+    blocks = (band.reach - begin) // KV_BLOCK
+    return (
+        jax.lax.fori_loop(0, blocks, lambda i, c: step(c, begin + i * KV_BLOCK, KV_BLOCK), carry)
+        if blocks > 0
+        else carry
+    )
 
 
 def _scores(
-    options: Options, rows: Array, k: Array, visible: Array
+    options: ScoreOptions, rows: Array, k: Array, visible: Array
 ) -> tuple[Float[Array, "B K R T"], Float[Array, "B K R T"] | float]:
-    """Scores with what is not visible at the lowest, and their derivative by the product of query and key."""
+    """Masked scores, and their derivative with respect to q k^T."""
     scores, slope = _dot("bkrh,bkth->bkrt", rows, k) * options.scale, options.scale
     if options.softcap is not None:
         part = jnp.tanh(scores / options.softcap)
         scores, slope = options.softcap * part, options.scale * (1.0 - jnp.square(part))
     groups = scores.shape[2] // visible.shape[1]
-    return jnp.where(jnp.tile(visible, (1, groups, 1))[:, None], scores, _lowest(scores.dtype)), slope
+    return jnp.where(jnp.tile(visible, (1, groups, 1))[:, None], scores, _mask_value(scores.dtype)), slope
 
 
-def _sink_rows(sinks: Float[Array, " N"], kv_heads: int, band: Band) -> Float[Array, "1 K R 1"]:
-    """Each row's sink: rows of a band are its groups' queries, group by group."""
+def _sink_rows(sinks: Float[Array, " N"], kv_heads: int, band: QueryBand) -> Float[Array, "1 K R 1"]:
+    """Attention sink of each row; a band's rows are its groups' queries, group by group."""
     return jnp.repeat(sinks.reshape(1, kv_heads, -1), band.rows, axis=2)[..., None]
 
 
@@ -312,14 +320,14 @@ def _dot(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _cut(x: Array, start: int | Array, size: int, axis: int) -> Array:
+def _slice(x: Array, start: int | Array, size: int, axis: int) -> Array:
     if isinstance(start, int):
         return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
 def _add(total: Array, part: Array, start: int | Array) -> Array:
-    new = _cut(total, start, part.shape[3], 3) + part
+    new = _slice(total, start, part.shape[3], 3) + part
     return jax.lax.dynamic_update_slice_in_dim(total, new, start, axis=3)
 
 
@@ -333,6 +341,6 @@ def _ungroup(x: Float[Array, "B K G S H"]) -> Float[Array, "B S N H"]:
     return x.transpose(0, 3, 1, 2, 4).reshape(b, s, kv * g, h)
 
 
-def _lowest(dtype: jnp.dtype) -> float:
-    """A finite stand-in for minus infinity, small enough that the difference of two stays finite."""
+def _mask_value(dtype: jnp.dtype) -> float:
+    """Finite stand-in for minus infinity, small enough that the difference of two stays finite."""
     return -0.5 * float(jnp.finfo(dtype).max)

@@ -1,3 +1,3 @@
-"""Matrix products of consecutive groups of rows, each with a matrix of its own."""
+"""Grouped matmul: consecutive groups of rows, each multiplied by its own matrix."""
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

@@ -1,4 +1,4 @@
-"""Grouped matrix product, the arithmetic of a dropless mixture of experts: the operation, whoever computes it.
+"""Grouped matmul (ragged dot, megablox): the matmul of a dropless mixture of experts, and its implementations.
 
 Legend: M rows, E groups (experts), K columns of a row, N columns of the result.
 """
@@ -44,23 +44,23 @@ def grouped_matmul(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "M N"]:
-    """``lhs[m] @ rhs[e]`` for each row m, where e is the group it is in (arXiv:2211.15841).
+    """Grouped matmul: ``lhs[m] @ rhs[e]`` for each row m, where e is the row's group (arXiv:2211.15841).
 
     The first ``group_sizes[0]`` rows are group 0, the next ``group_sizes[1]`` group 1, and so on. Groups may be empty.
-    Rows after the last group give zeros.
+    Rows after the last group return zeros.
 
     Args:
-        lhs: rows in the order of their groups.
-        rhs: one matrix a group.
-        group_sizes: not negative; their sum is at most M. Known when the program runs, not before.
+        lhs: rows sorted by group.
+        rhs: one matrix per group.
+        group_sizes: rows of each group, not negative; their sum is at most M. Data-dependent (known at run time).
         implementation: "pallas_tpu", "pallas_gpu", "xla", "ragged_dot" (``jax.lax.ragged_dot``) or "reference"; see
             ``pallas_kernels._dispatch``.
 
     Returns:
-        The products, accumulated in at least float32, in ``lhs.dtype``. Differentiable in lhs and rhs.
+        The result in ``lhs.dtype``, accumulated in at least float32. Differentiable in lhs and rhs.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: the shapes do not match.
         NotImplementedError: the implementation does not support these arguments.
     """
     if lhs.shape[1] != rhs.shape[1] or group_sizes.shape[0] != rhs.shape[0]:

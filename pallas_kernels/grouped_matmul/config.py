@@ -1,8 +1,8 @@
-"""Tile sizes of the Pallas kernels, by kind of device and shape.
+"""Tile sizes of the grouped matmul kernels by device kind and shape.
 
-On a TPU they are those that a roofline takes to be fastest of those that fit into fast memory: a wide tile reads an
-operand less often, a low one wastes less where groups end inside a tile.
-``pallas_kernels.tuned``, where the kind was measured, overrides fields of the result.
+On a TPU they are the fastest by a roofline estimate among those that fit into VMEM: a wide tile reads an operand less
+often, a low one wastes less where groups end inside a tile. Measured fields in ``pallas_kernels.tuned`` override those
+of the result.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pallas_kernels._pallas import round_up
 from pallas_kernels.tuned import by_kind as tuned
 
 LANES = 128
-MOST_PRODUCTS = 2**29
-"""Of numbers in a step on a TPU: programs are unrolled, and larger ones compile for minutes."""
+MAX_STEP_MACS = 2**29
+"""Most multiply-accumulates of one grid step on a TPU: programs are unrolled, and larger steps compile for minutes."""
 STEP_SECONDS = 0.35e-6
-"""What a step of a TPU's grid costs besides its work."""
+"""Overhead of one grid step on a TPU, in seconds."""
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Sizes of one step.
+class GroupedTiles:
+    """Tile sizes of one grid step on a TPU.
 
     Attributes:
-        rows: of the rows in groups.
-        inner: of what is summed over; unused where that is the rows.
-        columns: of the result.
-        left: of the result's other dimension, where that is not the rows.
+        rows: rows of the grouped operand.
+        inner: contracted dimension; unused where the rows are contracted.
+        columns: columns of the result.
+        left: the result's first dimension, where that is not the rows.
     """
 
     rows: int
@@ -42,13 +42,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TpuLimits:
-    """What a TPU core can do.
+    """Hardware limits of a TPU core.
 
     Attributes:
-        flops: bfloat16 operations a second.
-        bandwidth: bytes of HBM a second.
-        tiles_bytes: of fast memory that tiles may take.
-        vmem_bytes: what a kernel may take in all; None for the compiler's default.
+        flops: bfloat16 FLOP/s.
+        bandwidth: HBM bandwidth, bytes/s.
+        tiles_bytes: VMEM bytes that tiles may take.
+        vmem_bytes: VMEM limit of a kernel; None for the compiler's default.
     """
 
     flops: float
@@ -67,14 +67,14 @@ _TPU = {
 
 
 @dataclass(frozen=True)
-class GpuTiles:
-    """Sizes of one program on a GPU; powers of two, at least 16.
+class GroupedGpuTiles:
+    """Tile sizes of one program on a GPU; powers of two, at least 16.
 
     Attributes:
-        rows, inner, columns: of a product of rows with their groups' matrices.
-        rows_back, left_back, columns_back: of the sum over a group's rows.
-        warps, stages: of a program and of its software pipeline.
-        together: tiles of rows that share a group's columns while they are in the cache.
+        rows, inner, columns: tile of the matmul of rows with their groups' matrices.
+        rows_back, left_back, columns_back: tile of the weight gradient, which contracts a group's rows.
+        warps, stages: warps of a program and stages of its software pipeline.
+        together: tiles of rows that share a group's columns while these are in the L2 cache.
     """
 
     rows: int = 128
@@ -89,20 +89,20 @@ class GpuTiles:
 
 
 def tpu_limits(kind: str) -> TpuLimits:
-    """Of a TPU's ``device_kind``; an unknown one is taken for the smallest."""
+    """Limits of a TPU's ``device_kind``; an unknown kind gets those of the smallest."""
     return _TPU.get(kind, _TPU["TPU v4"])
 
 
 @functools.cache
-def product_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_bytes: int) -> Tiles:
-    """For M rows in E groups, each by its group's [inner, columns]."""
+def matmul_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_bytes: int) -> GroupedTiles:
+    """Tiles for M rows in E groups, each multiplied by its group's [inner, columns] matrix."""
     limits = tpu_limits(kind)
 
-    def fits(t: Tiles) -> bool:
-        twice = t.rows * t.inner + t.inner * t.columns + t.rows * t.columns  # two buffers of each operand
+    def fits(t: GroupedTiles) -> bool:
+        twice = t.rows * t.inner + t.inner * t.columns + t.rows * t.columns  # double buffering
         return 2 * item_bytes * twice + 4 * t.rows * t.columns <= limits.tiles_bytes
 
-    def seconds(t: Tiles) -> float:
+    def seconds(t: GroupedTiles) -> float:
         steps, across, deep = _steps(m, e, t.rows), -(-columns // t.columns), -(-inner // t.inner)
         work = 2 * steps * t.rows * round_up(inner, t.inner) * round_up(columns, t.columns)
         matrices = (min(e, m) if deep == 1 else steps) * inner * columns
@@ -112,15 +112,15 @@ def product_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_byte
 
 
 @functools.cache
-def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: int) -> Tiles:
-    """For the sum over each group's rows of [left] by [columns]."""
+def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: int) -> GroupedTiles:
+    """Tiles for the weight gradient: for each group, the sum over its rows of [left] by [columns] outer products."""
     limits = tpu_limits(kind)
 
-    def fits(t: Tiles) -> bool:
+    def fits(t: GroupedTiles) -> bool:
         twice = t.rows * (t.left + t.columns) + t.left * t.columns
         return 2 * item_bytes * twice + 4 * t.left * t.columns <= limits.tiles_bytes
 
-    def seconds(t: Tiles) -> float:
+    def seconds(t: GroupedTiles) -> float:
         steps, down, across = _steps(m, e, t.rows), -(-left // t.left), -(-columns // t.columns)
         work = 2 * steps * t.rows * round_up(left, t.left) * round_up(columns, t.columns)
         read = steps * t.rows * (left * across + columns * down)
@@ -129,11 +129,11 @@ def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: 
     return _best(kind, m, item_bytes, (0,), _sizes(columns), _sizes(left), fits, seconds)
 
 
-def gpu_tiles(kind: str, m: int, e: int, item_bytes: int) -> GpuTiles:
-    """For M rows in E groups: few rows a group get low tiles."""
-    tiles = GpuTiles()
+def gpu_tiles(kind: str, m: int, e: int, item_bytes: int) -> GroupedGpuTiles:
+    """Tiles for M rows in E groups; fewer rows per group get lower tiles."""
+    tiles = GroupedGpuTiles()
     if item_bytes > 2:
-        tiles = GpuTiles(inner=32, columns=64, rows_back=32, left_back=64, columns_back=64, stages=2)
+        tiles = GroupedGpuTiles(inner=32, columns=64, rows_back=32, left_back=64, columns_back=64, stages=2)
     rows = tiles.rows
     while rows > 16 and rows // 2 >= m // e:
         rows //= 2
@@ -148,24 +148,24 @@ def _best(
     inner: tuple[int, ...],
     columns: tuple[int, ...],
     left: tuple[int, ...],
-    fits: Callable[[Tiles], bool],
-    seconds: Callable[[Tiles], float],
-) -> Tiles:
-    most = MOST_PRODUCTS if item_bytes == 2 else MOST_PRODUCTS // 6  # a product of float32 is six of bfloat16
+    fits: Callable[[GroupedTiles], bool],
+    seconds: Callable[[GroupedTiles], float],
+) -> GroupedTiles:
+    most = MAX_STEP_MACS if item_bytes == 2 else MAX_STEP_MACS // 6  # a float32 matmul is six bfloat16 passes
     rows = [r for r in (128, 256, 512, 1024) if r <= round_up(m, LANES)]
-    options = [Tiles(*sizes) for sizes in itertools.product(rows, inner, columns, left)]
+    options = [GroupedTiles(*sizes) for sizes in itertools.product(rows, inner, columns, left)]
     options = [t for t in options if t.rows * max(t.inner, t.left) * t.columns <= most]
     best = min(filter(fits, options), key=seconds)
     return dataclasses.replace(best, **tuned("grouped_matmul").get(kind, {}))
 
 
 def _sizes(n: int) -> tuple[int, ...]:
-    """All of a dimension, or whole lanes of it."""
+    """Candidate tile sizes of a dimension: whole lanes, or all of it."""
     return (*(size for size in (128, 256, 512, 1024, 2048, 4096) if size < n), n)
 
 
 def _steps(m: int, e: int, rows: int) -> int:
-    """Where groups end anywhere, each begins a tile more."""
+    """Most tile steps of M rows: a group that begins inside a tile visits that tile once more."""
     return -(-m // rows) + min(e, m)
 
 

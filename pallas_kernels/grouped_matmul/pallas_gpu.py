@@ -1,11 +1,11 @@
-"""Grouped matrix product on NVIDIA GPUs, through Pallas and Triton.
+"""Grouped matmul on NVIDIA GPUs: Pallas kernels through Triton.
 
-A program owns a tile of rows with one group that has rows in it (see ``steps.Steps``) and some columns, or for the
-gradient of the matrices a tile of one group's matrix, for which it goes through the group's rows: nothing is added up
-out of order.
+A program owns a tile of rows with one group that has rows in it (see ``steps.TileSteps``) and some columns. For the
+weight gradient it owns a tile of one group's matrix and loops over the group's rows, so partial sums are added in a
+fixed order.
 
-Arrays are not padded: what lies beyond an edge is masked as it is loaded. Triton's refs know the address of an array
-only; the shapes given to them are rounded up for the interpreter's sake, which would shift a slice that leaves them.
+Arrays are not padded: loads mask what lies beyond an edge. Triton's refs know only an array's address; the shapes
+given to them are rounded up for the interpreter, which shifts slices that leave the array.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """
@@ -21,26 +21,26 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
-from pallas_kernels._pallas import check, dot, round_up
+from pallas_kernels._pallas import check_supported, dot, round_up
 from pallas_kernels.grouped_matmul import config, steps
-from pallas_kernels.grouped_matmul.steps import Steps
+from pallas_kernels.grouped_matmul.steps import TileSteps
 
-MOST_ELEMENTS = 2**31
+MAX_ELEMENTS = 2**31
 """Offsets in an array are 32-bit integers."""
 
 
 def grouped_matmul_pallas_gpu(
     lhs: Float[Array, "M K"], rhs: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
-    """See ``grouped_matmul``.
+    """Grouped matmul on GPUs; see ``grouped_matmul``.
 
     Raises:
-        NotImplementedError: not traced for a GPU and not interpreted, an array of ``MOST_ELEMENTS`` or more, or see
-            ``pallas_kernels._pallas.check``.
+        NotImplementedError: an array has ``MAX_ELEMENTS`` or more elements, or see
+            ``pallas_kernels._pallas.check_supported``.
     """
-    check("pallas_gpu", lhs=lhs, rhs=rhs)
+    check_supported("pallas_gpu", lhs=lhs, rhs=rhs)
     (m, _), (e, k, n) = lhs.shape, rhs.shape
-    if max(m * k, m * n, e * k * n) >= MOST_ELEMENTS:
+    if max(m * k, m * n, e * k * n) >= MAX_ELEMENTS:
         raise NotImplementedError(
             f"pallas_gpu takes arrays of fewer than 2^31 elements: lhs {[m, k]}, rhs {[e, k, n]}, result {[m, n]}."
         )
@@ -48,13 +48,13 @@ def grouped_matmul_pallas_gpu(
 
 
 class _Kernels(NamedTuple):
-    """The GPU's part of ``steps.multiply``."""
+    """GPU kernels of ``steps.multiply``."""
 
-    def product(self, rows: Array, matrices: Array, group_sizes: Array, transposed: bool) -> Array:
+    def matmul(self, rows: Array, matrices: Array, group_sizes: Array, transposed: bool) -> Array:
         (m, inner), (e, *shape) = rows.shape, matrices.shape
         columns = shape[0] if transposed else shape[1]
         tiles = config.gpu_tiles(target_device().kind, m, e, rows.dtype.itemsize)
-        plan = Steps.of(group_sizes, m, tiles.rows)
+        plan = TileSteps.of(group_sizes, m, tiles.rows)
         most = plan.group.shape[0]
 
         def body(groups: Any, tile: Any, ends: Any, count: Any, rows: Any, matrices: Any, out: Any) -> None:
@@ -79,7 +79,7 @@ class _Kernels(NamedTuple):
                 return acc + dot(a, b, (1, 1 if transposed else 0))
 
             acc = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
-            # Nothing to multiply after the last group, and in a step that there is not.
+            # No matmul for rows after the last group, nor in steps after the last one.
             some_group = (live & (group < e)).astype(jnp.int32)
             acc = jax.lax.fori_loop(jnp.int32(0), some_group * -(-inner // tiles.inner), more, acc)
             at = _from(start, tiles.rows)
@@ -140,15 +140,15 @@ def _call(
     operands: tuple[Array, ...],
     result: tuple[tuple[int, ...], tuple[int, int]],
     blocks: tuple[tuple[int, int], tuple[int, int]],
-    tiles: config.GpuTiles,
+    tiles: config.GroupedGpuTiles,
     name: str,
 ) -> Array:
-    """Runs a program at every point of the grid; the last two operands and the result are cut into blocks."""
+    """Launches the kernel over ``grid``; the last two operands and the result are blocked, the others are scalars."""
     shape, block = result
     *scalars, a, b = operands
 
     def spec(shape: tuple[int, ...], block: tuple[int, int]) -> pl.BlockSpec:
-        # One block more of rows: a group's may begin anywhere.
+        # One more block of rows, because a group may begin anywhere.
         rounded = round_up(shape[-2], block[0]) + block[0], round_up(shape[-1], block[1])
         return pl.BlockSpec((*shape[:-2], *rounded), lambda *_: (0,) * len(shape))
 
@@ -171,7 +171,9 @@ def _from(start: Any, size: int) -> Array:
 
 
 def _load(ref: Any, where: tuple[Any, ...], row: Array, column: Array, edges: tuple[int, int]) -> Array:
-    """A block, zero where ``row`` or ``column`` is false; ``edges`` are 0 where all of these are true."""
+    """A block with zeros where ``row`` or ``column`` is false; an entry of ``edges`` is 0 where the mask is
+    all true.
+    """
     masks = [m for m, edge in ((row[:, None], edges[0]), (column[None], edges[1])) if edge]
     if not masks:
         return plgpu.load(ref.at[where])

@@ -1,8 +1,8 @@
-"""Grouped matrix product on TPUs, through Pallas and Mosaic.
+"""Grouped matmul (megablox) on TPUs: Pallas kernels through Mosaic.
 
-The grid runs over the steps of ``steps.Steps``, which scalars in SMEM name before a tile is fetched. What does not
-change from one step to the next (a group's matrix, a tile of the result) is neither fetched again nor written in
-between; steps after the last one change nothing.
+The grid runs over the steps of ``steps.TileSteps``; scalars prefetched to SMEM give their indices before a tile is
+fetched. A block that stays the same from one step to the next (a group's matrix, a tile of the result) is neither
+fetched again nor written in between; steps after the last one change nothing.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """
@@ -18,35 +18,35 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import result_like, target_device
-from pallas_kernels._pallas import bytes_of, check, cost, dot, interpret_tpu
+from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
 from pallas_kernels.grouped_matmul import config, steps
-from pallas_kernels.grouped_matmul.steps import Steps
+from pallas_kernels.grouped_matmul.steps import TileSteps
 
 
 def grouped_matmul_pallas_tpu(
     lhs: Float[Array, "M K"], rhs: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
-    """See ``grouped_matmul``.
+    """Grouped matmul on TPUs; see ``grouped_matmul``.
 
     Raises:
-        NotImplementedError: not traced for a TPU and not interpreted, or see ``pallas_kernels._pallas.check``.
+        NotImplementedError: see ``pallas_kernels._pallas.check_supported``.
     """
-    check("pallas_tpu", lhs=lhs, rhs=rhs)
+    check_supported("pallas_tpu", lhs=lhs, rhs=rhs)
     return steps.multiply(_Kernels(), lhs, rhs, group_sizes)
 
 
 class _Kernels(NamedTuple):
-    """The TPU's part of ``steps.multiply``."""
+    """TPU kernels of ``steps.multiply``."""
 
-    def product(self, rows: Array, matrices: Array, group_sizes: Array, transposed: bool) -> Array:
+    def matmul(self, rows: Array, matrices: Array, group_sizes: Array, transposed: bool) -> Array:
         (m, inner), (e, *shape), kind = rows.shape, matrices.shape, target_device().kind
         columns = shape[0] if transposed else shape[1]
-        tiles = config.product_tiles(kind, m, e, inner, columns, rows.dtype.itemsize)
-        plan = Steps.of(group_sizes, m, tiles.rows)
+        tiles = config.matmul_tiles(kind, m, e, inner, columns, rows.dtype.itemsize)
+        plan = TileSteps.of(group_sizes, m, tiles.rows)
         deep = -(-inner // tiles.inner)
 
         def source(step: Any, k: Any, groups: Any, tile: Any, ends: Any, count: Any) -> tuple[Any, Any, Any]:
-            """(tile of rows, group, block of the sum): those of the last group where there is nothing to multiply."""
+            """(row tile, group, contraction block) to fetch; steps without a matmul repeat the last fetched one."""
             none = (groups[step] == e) | (step >= count[0])
             last = jnp.maximum(ends[e] - 1, 0) // tiles.rows
             group = jnp.minimum(groups[step], e - 1)
@@ -71,7 +71,7 @@ class _Kernels(NamedTuple):
             @pl.when(live & (group < e))
             def _() -> None:
                 a, b = rows[...], matrix[...]
-                if inner % tiles.inner:  # the last block reads beyond the end, whatever is there
+                if inner % tiles.inner:  # the last block reads undefined elements beyond the end
                     left = inner - k * tiles.inner
                     a, b = _first(a, left, 1), _first(b, left, 1 if transposed else 0)
                 acc[...] += dot(a, b, (1, 1 if transposed else 0))
@@ -107,7 +107,7 @@ class _Kernels(NamedTuple):
     def outer(self, lhs: Array, d_out: Array, group_sizes: Array) -> Array:
         (m, left), columns, e, kind = lhs.shape, d_out.shape[1], group_sizes.shape[0], target_device().kind
         tiles = config.outer_tiles(kind, m, e, left, columns, lhs.dtype.itemsize)
-        plan = Steps.of(group_sizes, m, tiles.rows, every_group=True)
+        plan = TileSteps.of(group_sizes, m, tiles.rows, every_group=True)
 
         def body(groups: Any, tile: Any, ends: Any, count: Any, lhs: Any, d_out: Any, out: Any, acc: Any) -> None:
             step, last = pl.program_id(2), count[0] - 1
@@ -126,7 +126,7 @@ class _Kernels(NamedTuple):
             @pl.when(~whole & (end > begin) & (step <= last))
             def _() -> None:
                 inside = _inside(ends, group, tile[step], tiles.rows)
-                # Both, for a zero does not silence a nan.
+                # Mask both operands: 0 * nan is nan.
                 acc[...] += dot(jnp.where(inside, lhs[...], 0), jnp.where(inside, d_out[...], 0), (0, 0))
 
             @pl.when((step == last) | ((step < last) & (groups[jnp.minimum(step + 1, last)] != group)))
@@ -165,7 +165,7 @@ def _params(kind: str, *semantics: Any) -> pltpu.CompilerParams:
 
 
 def _inside(ends: Any, group: Any, tile: Any, rows: int) -> Array:
-    """Bool[rows 1]: which rows of the tile are the group's."""
+    """Mask Bool[rows 1]: which rows of the tile belong to the group."""
     at = tile * rows + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     return (at >= ends[group]) & (at < ends[group + 1])
 

@@ -1,4 +1,4 @@
-"""Grouped matrix product as every row with every matrix, most of it thrown away: the definition.
+"""Reference grouped matmul: multiplies every row by every matrix and masks; defines the operation.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 def grouped_matmul_reference(
     lhs: Float[Array, "M K"], rhs: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
-    """See ``grouped_matmul``."""
+    """Reference grouped matmul; see ``grouped_matmul``."""
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     ends = jnp.cumsum(group_sizes)
     rows = jnp.arange(lhs.shape[0])[:, None]

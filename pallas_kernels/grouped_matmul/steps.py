@@ -1,7 +1,7 @@
-"""Which rows meet which matrix: what the Pallas kernels are told about the groups, and the derivative.
+"""Tile schedule of the grouped matmul kernels, and the custom VJP that they share.
 
-Rows are cut into tiles that know nothing of groups. A step is one tile with one group that has rows in it, so a tile in
-which a group ends is visited again by the next; each writes its own rows only.
+Rows are cut into tiles regardless of groups. A step is one tile with one group that has rows in it, so a tile in which
+a group ends is visited again for the next group; each step writes only its group's rows.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result, S steps at most.
 """
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-class Steps(NamedTuple):
-    """Steps in the order of their tiles, which is that of their groups. Those after the last one repeat it.
+class TileSteps(NamedTuple):
+    """Steps in the order of their tiles, which is that of their groups; those after the last one repeat it.
 
     Attributes:
-        group: of a step; E for the rows after the last group.
-        tile: of a step.
-        ends: of the groups; of group e the rows are those from ``ends[e]`` to ``ends[e + 1]``, and of E the rest.
-        count: how many steps there are.
+        group: group of a step; E for the rows after the last group.
+        tile: row tile of a step.
+        ends: group boundaries: rows ``ends[e]`` to ``ends[e + 1]`` are group e's, and those of E are the rest.
+        count: number of steps.
     """
 
     group: Int[Array, " S"]
@@ -32,8 +32,10 @@ class Steps(NamedTuple):
     count: Int[Array, "1"]
 
     @classmethod
-    def of(cls, group_sizes: Array, m: int, rows: int, *, every_group: bool = False) -> Steps:
-        """Of M rows, ``rows`` a tile: a step for every row, or with ``every_group`` for every group and no others."""
+    def of(cls, group_sizes: Array, m: int, rows: int, *, every_group: bool = False) -> TileSteps:
+        """Steps of M rows, ``rows`` a tile: they cover every row or, with ``every_group``, every group and no other
+        rows.
+        """
         tiles, groups = -(-m // rows), group_sizes.shape[0]
         inner = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), m)
         last = inner[-1:] if every_group else jnp.full_like(inner[-1:], m)
@@ -52,33 +54,33 @@ class Steps(NamedTuple):
 
 
 @runtime_checkable
-class Kernels(Protocol):
-    """What a platform provides."""
+class GroupedMatmulKernels(Protocol):
+    """Interface of a platform's kernels."""
 
-    def product(self, rows: Array, matrices: Array, group_sizes: Array, transposed: bool) -> Float[Array, "M N"]:
-        """Each row by its group's matrix, or by that matrix transposed; zeros after the last group."""
+    def matmul(self, rows: Array, matrices: Array, group_sizes: Array, transposed: bool) -> Float[Array, "M N"]:
+        """Each row times its group's matrix, or that matrix transposed; zeros after the last group."""
         ...
 
     def outer(self, lhs: Array, d_out: Array, group_sizes: Array) -> Float[Array, "E K N"]:
-        """For each group the sum over its rows of ``lhs[m]^T d_out[m]``; zeros for an empty one."""
+        """Weight gradient: for each group the sum over its rows of ``lhs[m]^T d_out[m]``; zeros for an empty group."""
         ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(
-    kernels: Kernels, lhs: Float[Array, "M K"], rhs: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
+    kernels: GroupedMatmulKernels, lhs: Float[Array, "M K"], rhs: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
-    """``grouped_matmul`` by a platform's kernels, differentiable."""
-    return kernels.product(lhs, rhs, group_sizes, False)
+    """Grouped matmul by a platform's kernels, differentiable."""
+    return kernels.matmul(lhs, rhs, group_sizes, False)
 
 
-def _forward(kernels: Kernels, lhs: Array, rhs: Array, group_sizes: Array) -> tuple[Array, Any]:
-    return kernels.product(lhs, rhs, group_sizes, False), (lhs, rhs, group_sizes)
+def _forward(kernels: GroupedMatmulKernels, lhs: Array, rhs: Array, group_sizes: Array) -> tuple[Array, Any]:
+    return kernels.matmul(lhs, rhs, group_sizes, False), (lhs, rhs, group_sizes)
 
 
-def _backward(kernels: Kernels, residuals: Any, d_out: Array) -> tuple[Array, Array, None]:
+def _backward(kernels: GroupedMatmulKernels, residuals: Any, d_out: Array) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
-    return kernels.product(d_out, rhs, group_sizes, True), kernels.outer(lhs, d_out, group_sizes), None
+    return kernels.matmul(d_out, rhs, group_sizes, True), kernels.outer(lhs, d_out, group_sizes), None
 
 
 multiply.defvjp(_forward, _backward)

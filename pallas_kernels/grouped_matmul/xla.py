@@ -1,7 +1,7 @@
-"""Grouped matrix product group by group, each in blocks of rows, for any backend.
+"""Grouped matmul in plain JAX, group by group in blocks of rows, for any backend.
 
-A group's matrix is read once. Its rows are taken a block at a time; what a group's last block reads beyond its end is
-thrown away, so the arithmetic is that of at most E more blocks than there are rows for.
+A group's matrix is read once. Its rows are taken a block at a time; what a group's last block computes beyond its end
+is discarded, so the overhead is at most E blocks.
 
 Legend: M rows, E groups, R rows of a block, K columns of a row, N columns of the result.
 """
@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-LEAST_BLOCK = 16
-MOST_BLOCK = 256
+MIN_BLOCK = 16
+MAX_BLOCK = 256
 
 
 @jax.custom_vjp
 def grouped_matmul_xla(
     lhs: Float[Array, "M K"], rhs: Float[Array, "E K N"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
-    """See ``grouped_matmul``."""
+    """Grouped matmul in plain JAX; see ``grouped_matmul``."""
     return _rows_by_matrices("rk,kn->rn", lhs, rhs, group_sizes, rhs.shape[2])
 
 
@@ -41,15 +41,17 @@ grouped_matmul_xla.defvjp(_forward, _backward)
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """A power of two near half a group's mean size: larger ones waste arithmetic, smaller ones wait for memory."""
-    block = LEAST_BLOCK
-    while block * 2 <= min(MOST_BLOCK, rows // (2 * groups)):
+    """Block size: a power of two near half a group's mean size. Larger blocks waste FLOPs, smaller ones are
+    memory-bound.
+    """
+    block = MIN_BLOCK
+    while block * 2 <= min(MAX_BLOCK, rows // (2 * groups)):
         block *= 2
     return block
 
 
 def _rows_by_matrices(equation: str, rows: Array, matrices: Array, group_sizes: Array, columns: int) -> Array:
-    """Every row by its group's matrix: Float[M columns]."""
+    """Each row times its group's matrix: Float[M columns]."""
     size = block_rows(len(rows), len(matrices))
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     padded = _pad(rows, size)
@@ -58,7 +60,7 @@ def _rows_by_matrices(equation: str, rows: Array, matrices: Array, group_sizes: 
     def block(out: Array, start: Array, inside: Array, matrix: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(padded, start, size)
         product = jnp.einsum(equation, part, matrix, preferred_element_type=dtype)
-        # What lies beyond the group's end is another group's, done before it or after.
+        # Rows beyond the group's end belong to another group, which is computed before or after.
         kept = jax.lax.dynamic_slice_in_dim(out, start, size)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], product, kept), start, 0)
 
@@ -67,7 +69,7 @@ def _rows_by_matrices(equation: str, rows: Array, matrices: Array, group_sizes: 
 
 
 def _rows_by_rows(lhs: Array, d_out: Array, group_sizes: Array) -> Float[Array, "E K N"]:
-    """For each group the sum over its rows of ``lhs[m]^T d_out[m]``."""
+    """Weight gradient: for each group the sum over its rows of ``lhs[m]^T d_out[m]``."""
     size = block_rows(len(lhs), len(group_sizes))
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     lhs, d_out = _pad(lhs, size), _pad(d_out, size)
@@ -75,7 +77,7 @@ def _rows_by_rows(lhs: Array, d_out: Array, group_sizes: Array) -> Float[Array, 
     total = _zeros(lhs, shape, dtype)
 
     def block(total: Array, start: Array, inside: Array, group: Array) -> Array:
-        # Both, for a zero does not silence a nan.
+        # Mask both operands: 0 * nan is nan.
         rows, part = (jnp.where(inside[:, None], jax.lax.dynamic_slice_in_dim(x, start, size), 0) for x in (lhs, d_out))
         product = jnp.einsum("kr,rn->kn", rows.T, part, preferred_element_type=dtype)
         return total.at[group].add(product)
@@ -90,7 +92,7 @@ def _over_blocks(
     size: int,
     of_group: Callable[[Array], Array],
 ) -> Array:
-    """Folds ``block(carry, first row, which rows are the group's, of_group(group))`` over all blocks of all groups."""
+    """Folds ``block(carry, first row, mask of the group's rows, of_group(group))`` over all blocks of all groups."""
     ends = jnp.cumsum(group_sizes)
 
     def group(index: Array, carry: Array) -> Array:
@@ -107,11 +109,11 @@ def _over_blocks(
 
 
 def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """A loop's first carry: on the mesh that ``like`` is on, and varying over its axes."""
+    """Zeros for a loop's carry, varying over the same mesh axes as ``like``."""
     zero = jnp.zeros_like(like[:1, :1], dtype)
     return jnp.broadcast_to(zero.reshape((1,) * len(shape)), shape)
 
 
 def _pad(rows: Array, size: int) -> Array:
-    """Room for the last block to read beyond the end."""
+    """``rows`` padded so that the last block can read beyond the end."""
     return jnp.pad(rows, ((0, size), (0, 0)))

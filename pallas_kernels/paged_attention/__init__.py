@@ -1,4 +1,4 @@
-"""Attention of a flat batch of prompts' pieces and decoded tokens to paged keys and values, which it writes too."""
+"""Paged attention: a ragged batch of prefill chunks and decode tokens attends to a paged KV cache, and writes to it."""
 
 from pallas_kernels.paged_attention.api import paged_attention as paged_attention
 from pallas_kernels.paged_attention.pages import PageFormat as PageFormat

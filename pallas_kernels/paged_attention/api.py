@@ -1,7 +1,7 @@
-"""Attention of a step's tokens to pages of keys and values: the operation, whoever computes it.
+"""Paged attention: public operation and its implementations. A ragged batch attends to KV cache pages and updates them.
 
-Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of the page table,
-T tokens, N query heads, H head dim of keys, V of values.
+Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, J columns of the page
+table, T tokens, N query heads, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.paged_attention.pages import PageFormat, PagePool, Slots
-from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
@@ -25,7 +25,7 @@ def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
     from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
 
     _check_plain("pallas_tpu", kw["format"])
-    out, rows = paged_attention_pallas_tpu(q, new.numbers, pool.numbers, *args, **kw)
+    out, rows = paged_attention_pallas_tpu(q, new.data, pool.data, *args, **kw)
     return out, Slots(rows)
 
 
@@ -33,13 +33,15 @@ def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
     from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
 
     _check_plain("pallas_gpu", kw["format"])
-    out, rows = paged_attention_pallas_gpu(q, new.numbers, pool.numbers, *args, **kw)
+    out, rows = paged_attention_pallas_gpu(q, new.data, pool.data, *args, **kw)
     return out, Slots(rows)
 
 
 def _check_plain(name: str, format: PageFormat) -> None:
     if format.encoding != "plain":
-        raise NotImplementedError(f"{name} reads pages with encoding 'plain', not {format.encoding!r}; 'xla' does.")
+        raise NotImplementedError(
+            f"{name} reads pages with encoding 'plain', not {format.encoding!r}; implementation 'xla' reads those."
+        )
 
 
 IMPLEMENTATIONS = {
@@ -67,36 +69,41 @@ def paged_attention(
     decode_only: bool = False,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
-    """Writes a step's keys and values into their pages, and attends to all that each request has so far.
+    """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
 
-    The step is one flat batch: the tokens of request 0, then those of request 1, and so on, a piece of a prompt or one
-    token each, or none; rows behind the last token are padding. A request's tokens of this step are its last ones:
-    token i of n is at position ``kv_len - n + i``. It sees the tokens of its request up to its own position.
+    The step is one flat ragged batch: the tokens of request 0, then those of request 1, and so on; each request has a
+    prefill chunk, one decode token, or none. Rows behind the last token are padding. A request's tokens of this step
+    are its last ones: token i of n is at position ``kv_len - n + i``. It sees the tokens of its request up to its own
+    position.
 
-    The pool is changed in place where it is donated, or carried by a loop. Slots that hold no token of a request may
-    hold anything, nan included, and so may entries of the page table beyond a request's last page, or those that lie
-    before what a window reaches. Requests may share pages that nobody writes in this step.
+    The pool is updated in place where it is donated, or carried by a loop. Slots that hold no token of a request may
+    hold anything, nan included, and so may page table entries beyond a request's last page, or before its sliding
+    window. Requests may share pages (prefix cache) that no request writes in this step.
 
     Args:
-        q: queries, rotated and not scaled.
-        k, v: of the same tokens, rotated; None for v where the pool's values are part of its keys (a latent).
-        pool: pages of all layers.
-        layer: which of them.
-        page_table: see ``Ragged``; covers every request's kv_len.
-        cu_q_lens: R + 1 numbers: where each request's tokens begin in the batch, and at last their count.
+        q: queries, after RoPE, not scaled.
+        k, v: keys and values of the same tokens, keys after RoPE; v is None where the pool's values are part of its
+            keys (MLA latent).
+        pool: page pool of all layers.
+        layer: index of the layer.
+        page_table: pages of each request, see ``RaggedBatch``; covers every request's kv_len.
+        cu_q_lens: R + 1 cumulative lengths: where each request's tokens begin in the batch, and the number of all
+            tokens.
         kv_lens: tokens of each request, those of this step included.
-        sinks: a score that each head always sees and that has no value, as in ``flash_attention``.
-        scale: of the scores; ``1 / sqrt(H)`` when None. A latent needs it.
-        window: a query sees its own position and the ``window - 1`` before it.
-        softcap: scores become ``softcap * tanh(scores / softcap)``.
-        decode_only: a promise that no request has more than one token in this step: a program without the other case.
+        sinks: attention sinks: a score per query head that is always visible and has no value, as in
+            ``flash_attention``.
+        scale: factor of the scores; ``1 / sqrt(H)`` when None. Required for an MLA latent.
+        window: sliding window: a query sees its own position and the ``window - 1`` before it.
+        softcap: soft cap: scores become ``softcap * tanh(scores / softcap)``.
+        decode_only: a promise that no request has more than one token in this step; compiles a program without prefill.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
-        The attended values in ``q.dtype``, zeros for padding, and the pool. The softmax is in at least float32.
+        The attention output in ``q.dtype``, zeros for padding, and the updated pool. The softmax is in at least
+        float32.
 
     Raises:
-        ValueError: shapes that do not go together, a window or a cap that is not positive.
+        ValueError: the shapes do not match, or a window or soft cap is not positive.
         NotImplementedError: the implementation does not support these arguments.
     """
     _check(q, k, v, pool, page_table, cu_q_lens, kv_lens, sinks)
@@ -105,7 +112,7 @@ def paged_attention(
             raise ValueError(f"paged_attention: {name} = {value}; give a positive number, or None for none.")
     if scale is None and pool.format.latent:
         raise ValueError(
-            "paged_attention: give the scale: from a latent it is not seen what head dim its keys have without it."
+            "paged_attention: give the scale: an MLA latent does not determine the head dim of its uncompressed keys."
         )
     ints = (jnp.asarray(layer, jnp.int32), *(x.astype(jnp.int32) for x in (page_table, cu_q_lens, kv_lens)))
     arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, *ints)
@@ -121,14 +128,14 @@ def paged_attention(
         slots,
         layer,
         sinks,
-        Ragged(*ragged),
+        RaggedBatch(*ragged),
         format=pool.format,
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         window=window,
         softcap=softcap,
         decode_only=decode_only,
     )
-    return out, PagePool(slots.numbers, pool.format, slots.scales)
+    return out, PagePool(slots.data, pool.format, slots.scales)
 
 
 def _check(
@@ -149,7 +156,8 @@ def _check(
     if pool.rows.dtype != form.stored(pool.rows.dtype) or wanted != getattr(pool.scales, "shape", None):
         found = "none" if pool.scales is None else list(pool.scales.shape)
         raise ValueError(
-            f"paged_attention: a pool of {pool.rows.dtype} with scales {found} is not of {form}: see PagePool.zeros."
+            f"paged_attention: a pool of {pool.rows.dtype} with scales {found} does not match {form}: "
+            "see PagePool.zeros."
         )
     if (v is None) != form.latent:
         raise ValueError(f"paged_attention: v is {'missing' if v is None else 'given'}, and the pool holds {form}.")
@@ -172,4 +180,4 @@ def _check(
             f"{list(page_table.shape)} must not be empty."
         )
     if sinks is not None and sinks.shape[0] != q.shape[1]:
-        raise ValueError(f"paged_attention: {sinks.shape[0]} sinks for {q.shape[1]} query heads; give one a head.")
+        raise ValueError(f"paged_attention: {sinks.shape[0]} sinks for {q.shape[1]} query heads; give one per head.")

@@ -1,7 +1,4 @@
-"""Block sizes of the Pallas kernels, by kind of device.
-
-``pallas_kernels.tuned``, where the kind was measured, overrides the defaults.
-"""
+"""Block sizes of the paged attention kernels by device kind; measured ones in ``pallas_kernels.tuned`` win."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from pallas_kernels.tuned import by_kind as tuned
 
 
 @dataclass(frozen=True)
-class TpuBlocks:
-    """Sizes of one step of the grid on a TPU, at most; what is chosen are powers of two.
+class PagedTpuBlocks:
+    """Upper bounds of the block sizes of one grid step on a TPU; the chosen sizes are powers of two.
 
     Attributes:
         rows: tokens of a block times query heads.
-        slots: of pages fetched at once.
+        slots: slots of the pages fetched at once.
         scores: query rows of a kv head times slots.
-        buffer_bytes: of one of the two buffers that pages are fetched into.
-        cores: that share a chip's memory and divide the kv heads among them.
-        vmem_bytes: what the kernel may take of a core's VMEM; None for the compiler's default.
+        buffer_bytes: bytes of one of the two page buffers (double buffering).
+        cores: cores that share a chip's memory and divide the kv heads among them.
+        vmem_bytes: VMEM limit of the kernel; None for the compiler's default.
     """
 
     rows: int = 2048
@@ -33,15 +30,15 @@ class TpuBlocks:
 
 
 @dataclass(frozen=True)
-class GpuBlocks:
-    """Sizes of one program on a GPU; powers of two, at least 16.
+class PagedGpuBlocks:
+    """Block sizes of one program on a GPU; powers of two, at least 16.
 
     Attributes:
         rows: tokens of a block times query heads, at most.
-        slots: read at once.
-        programs: into which the slots of few requests are split, at least.
-        warps: of a program.
-        stages: of the software pipeline.
+        slots: slots read at once.
+        programs: least number of programs into which the slots of few requests are split.
+        warps: warps of a program.
+        stages: stages of the software pipeline.
     """
 
     rows: int = 64
@@ -52,37 +49,37 @@ class GpuBlocks:
 
 
 _TPU = {
-    "TPU v4": TpuBlocks(rows=1024, scores=2**16, buffer_bytes=2**20, cores=2),
-    "TPU v5 lite": TpuBlocks(vmem_bytes=64 * 2**20),
-    "TPU v5": TpuBlocks(cores=2, vmem_bytes=64 * 2**20),
-    "TPU v6 lite": TpuBlocks(vmem_bytes=64 * 2**20),
-    "TPU7x": TpuBlocks(vmem_bytes=48 * 2**20),
+    "TPU v4": PagedTpuBlocks(rows=1024, scores=2**16, buffer_bytes=2**20, cores=2),
+    "TPU v5 lite": PagedTpuBlocks(vmem_bytes=64 * 2**20),
+    "TPU v5": PagedTpuBlocks(cores=2, vmem_bytes=64 * 2**20),
+    "TPU v6 lite": PagedTpuBlocks(vmem_bytes=64 * 2**20),
+    "TPU7x": PagedTpuBlocks(vmem_bytes=48 * 2**20),
 }
 
 
-def tpu_blocks(kind: str, item_bytes: int) -> TpuBlocks:
+def tpu_blocks(kind: str, item_bytes: int) -> PagedTpuBlocks:
     """Block sizes for a TPU's ``device_kind`` and elements of 2 or 4 bytes."""
-    blocks = _TPU.get(kind, TpuBlocks())
+    blocks = _TPU.get(kind, PagedTpuBlocks())
     if item_bytes > 2:
         blocks = dataclasses.replace(blocks, rows=blocks.rows // 2, scores=blocks.scores // 2)
     return dataclasses.replace(blocks, **tuned("paged_attention").get(kind, {}))
 
 
-def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> GpuBlocks:
+def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> PagedGpuBlocks:
     """Block sizes for a GPU's ``device_kind``, the larger of the head dims, and elements of 2 or 4 bytes."""
-    blocks = GpuBlocks()
-    if head_dim > 256:  # what a program holds must fit into its registers and shared memory
-        blocks = GpuBlocks(rows=32, slots=32, warps=8)
+    blocks = PagedGpuBlocks()
+    if head_dim > 256:  # a program's tiles must fit into registers and shared memory
+        blocks = PagedGpuBlocks(rows=32, slots=32, warps=8)
     elif head_dim > 128 or item_bytes > 2:
-        blocks = GpuBlocks(rows=32, slots=32)
+        blocks = PagedGpuBlocks(rows=32, slots=32)
     return dataclasses.replace(blocks, **tuned("paged_attention").get(kind, {}))
 
 
 def block_tokens(tokens: int, requests: int, most: int) -> int:
-    """Tokens of a block: a power of two, few enough that unfilled blocks do not make a batch many times larger."""
+    """Tokens of a block: a power of two, small enough that partly filled blocks do not inflate the batch much."""
     return power_of_two(min(most, 2 * tokens - 1, max(8, 2 * tokens // requests)))
 
 
 def power_of_two(n: int) -> int:
-    """The greatest that is not more than ``n``; at least 1."""
+    """Largest power of two that is at most ``n``; at least 1."""
     return 1 << max(n, 1).bit_length() - 1

@@ -1,17 +1,17 @@
-"""Paged attention on NVIDIA GPUs, through Pallas and Triton.
+"""Paged attention on NVIDIA GPUs: Pallas kernel through Triton, with split-KV decode (flash decoding).
 
 A program owns a block of tokens of one request, some of the query heads that read one kv head, and a part of the slots
-that the request filled in earlier steps. The step's own keys and values it reads from the flat batch and not from the
-pages they go to, which a program of the same launch writes: so none waits for another.
+that the request filled in earlier steps. It reads the step's own keys and values from the flat batch, not from the
+pages they go to, which a program of the same launch writes: so no program waits for another.
 
-In a step of decoding there are few blocks, so each request's slots are split among enough programs to fill the device;
-each returns its values and their logsumexp, and what follows combines them (arXiv:2311.01282).
+A decode step has few blocks, so each request's slots are split among enough programs to fill the device; each returns
+its values and their logsumexp, and plain JAX combines them (arXiv:2311.01282).
 
-Rows of scores are a block's tokens once for each of its query heads. Head dims are cut into powers of two.
+Rows of scores are a block's tokens, repeated for each of its query heads. Head dims are split into powers of two.
 
-Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, T tokens, N query heads,
-G = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, B query heads of a program, M = Q x B rows,
-S slots read at once, X parts of a request's slots.
+Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
+= N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, B query heads of a program, M = Q x B rows, S
+slots read at once, X parts of a request's slots.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
-from pallas_kernels._pallas import check, dot
+from pallas_kernels._pallas import MASK_VALUE, check_supported, dot
 from pallas_kernels.flash_attention import blockwise
-from pallas_kernels.flash_attention.xla import Options
+from pallas_kernels.flash_attention.xla import ScoreOptions
 from pallas_kernels.paged_attention import config
 from pallas_kernels.paged_attention.pages import PageFormat
-from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch
 
-LEAST = 16
-"""Of a dimension of a product."""
+MIN_DOT_DIM = 16
+"""Smallest dimension of a Triton dot."""
 
 
 def paged_attention_pallas_gpu(
@@ -44,7 +44,7 @@ def paged_attention_pallas_gpu(
     rows: Float[Array, "L P K C W"],
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
-    ragged: Ragged,
+    ragged: RaggedBatch,
     *,
     format: PageFormat,
     scale: float,
@@ -52,17 +52,18 @@ def paged_attention_pallas_gpu(
     softcap: float | None,
     decode_only: bool,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
-    """See ``paged_attention``: (attended values, pages).
+    """Paged attention on GPUs: (output, pages); see ``paged_attention``.
 
     Raises:
-        NotImplementedError: see ``pallas_kernels._pallas.check``; head dims that are no multiple of ``LEAST``.
+        NotImplementedError: a head dim is not a multiple of ``MIN_DOT_DIM``, or see
+            ``pallas_kernels._pallas.check_supported``.
     """
-    check("pallas_gpu", q=q, new=new, pool=rows)
-    if format.key_dim % LEAST or format.value_dim % LEAST:
+    check_supported("pallas_gpu", q=q, new=new, pool=rows)
+    if format.key_dim % MIN_DOT_DIM or format.value_dim % MIN_DOT_DIM:
         raise NotImplementedError(
-            f"pallas_gpu takes head dims of a multiple of {LEAST}, not {format.key_dim} and {format.value_dim}."
+            f"pallas_gpu takes head dims of a multiple of {MIN_DOT_DIM}, not {format.key_dim} and {format.value_dim}."
         )
-    plan = _Plan.of(q, rows, ragged, format, Options(scale, window, softcap), decode_only)
+    plan = _Plan.of(q, rows, ragged, format, ScoreOptions(scale, window, softcap), decode_only)
     tokens = ragged.tokens(q.shape[0])
     operands = {"q": q, "new": new, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
     blocks = ragged.blocks(q.shape[0], plan.tokens)
@@ -73,8 +74,8 @@ def paged_attention_pallas_gpu(
     real = tokens.real[:, None, None]
     if plan.parts == 1:
         return jnp.where(real, out[0], 0), rows
-    # Of a part that has seen nothing, the logsumexp is a large number, which stands for minus infinity.
-    lse = jnp.where(real[..., 0] & (lse != -blockwise.LOWEST), lse, -jnp.inf)[..., None]
+    # The logsumexp of a part that has seen nothing is -MASK_VALUE, which stands for minus infinity.
+    lse = jnp.where(real[..., 0] & (lse != -MASK_VALUE), lse, -jnp.inf)[..., None]
     top = jnp.max(lse, axis=0)
     weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=0)
@@ -83,20 +84,20 @@ def paged_attention_pallas_gpu(
 
 
 class _Plan(NamedTuple):
-    """Sizes of a call.
+    """Block sizes of a launch.
 
     Attributes:
-        format, options: of the operation.
+        format, options: page format and static options of the operation.
         group: G.
         tokens: Q, a power of two.
         heads: B, a power of two.
         slots: S, a power of two.
         parts: X.
-        params: for the Triton compiler.
+        params: parameters of the Triton compiler.
     """
 
     format: PageFormat
-    options: Options
+    options: ScoreOptions
     group: int
     tokens: int
     heads: int
@@ -106,7 +107,7 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, q: Array, rows: Array, ragged: Ragged, format: PageFormat, options: Options, decode_only: bool
+        cls, q: Array, rows: Array, ragged: RaggedBatch, format: PageFormat, options: ScoreOptions, decode_only: bool
     ) -> _Plan:
         (t, n, _), (kv, page_size) = q.shape, rows.shape[2:4]
         blocks = config.gpu_blocks(target_device().kind, max(format.key_dim, format.value_dim), rows.dtype.itemsize)
@@ -118,18 +119,18 @@ class _Plan(NamedTuple):
             parts = config.power_of_two(min(blocks.programs // programs, longest))
         else:
             tokens = config.block_tokens(t, ragged.requests, blocks.rows // heads)
-        if tokens * heads < LEAST:  # rows without a token or a head cost nothing that is not waited for anyway
-            tokens, heads = (tokens, LEAST // tokens) if decode_only else (LEAST // heads, heads)
+        if tokens * heads < MIN_DOT_DIM:  # decode is memory-bound: empty rows are free
+            tokens, heads = (tokens, MIN_DOT_DIM // tokens) if decode_only else (MIN_DOT_DIM // heads, heads)
         params = plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
         return cls(format, options, n // kv, tokens, heads, blocks.slots, parts, params)
 
     @property
     def head_blocks(self) -> int:
-        """Programs that share a kv head."""
+        """Number of programs that share a kv head."""
         return -(-self.group // self.heads)
 
     def call(self, operands: dict[str, Array], rows: Array) -> tuple[Array, Array, Array]:
-        """(values, logsumexp, pages); values and logsumexp of each part."""
+        """Launches the kernel: (values, logsumexp, pages), with values and logsumexp of each part."""
         q = operands["q"]
         t, n, _ = q.shape
         results = {
@@ -160,14 +161,14 @@ class _Program(NamedTuple):
     """One program of the kernel.
 
     Attributes:
-        plan: sizes.
-        refs: by name, whole arrays.
-        kv_head: which.
-        part: which of the request's slots.
-        request, first, count: of its block of tokens.
+        plan: block sizes.
+        refs: whole arrays by name.
+        kv_head: kv head of the program.
+        part: which part of the request's slots it reads.
+        request, first, count: request, first row and number of tokens of its block.
         start: position of the request's first token of this step.
-        token, head: of each row, [M], in the flat batch.
-        real: Bool[M], which rows are of a token and a head.
+        token, head: token and query head of each row, [M], in the flat batch.
+        real: Bool[M], False for rows without a token or head.
     """
 
     plan: _Plan
@@ -196,10 +197,10 @@ class _Program(NamedTuple):
         return cls(plan, refs, kv_head, part, request, first, count, start, token, head, real)
 
     def run(self) -> None:
-        """Attends and writes."""
+        """Attends to earlier slots and to the step's own, then writes the block's slots to their pages."""
         plan, options = self.plan, self.plan.options
         begin_batch = self.refs["starts"][self.request]
-        position = self.start + self.first - begin_batch  # of the block's first token
+        position = self.start + self.first - begin_batch  # position of the block's first token
         end = jnp.where(self.count > 0, position + self.count, 0)
         begin = jnp.int32(0) if options.window is None else jnp.maximum(position - options.window + 1, 0)
         at = (self.start + self.token - begin_batch)[:, None]
@@ -209,64 +210,64 @@ class _Program(NamedTuple):
         def more(stop: Any, held: Callable[[Array, Array, tuple[int, int]], Array]) -> Callable[[Any, Any], Any]:
             def step(place: Any, state: Any) -> Any:
                 top, total, out = state
-                kv_at = place + jax.lax.iota(jnp.int32, plan.slots)
-                there = kv_at < stop
+                kv_pos = place + jax.lax.iota(jnp.int32, plan.slots)
+                there = kv_pos < stop
                 loaded: dict[tuple[int, int], Array] = {}
 
                 def slots(start: int, piece: tuple[int, int]) -> Array:
                     piece = start + piece[0], piece[1]
                     if piece not in loaded:
-                        loaded[piece] = held(kv_at, there, piece)
+                        loaded[piece] = held(kv_pos, there, piece)
                     return loaded[piece]
 
                 keys = [slots(0, piece) for piece in pieces(plan.format.key_dim)]
                 products = functools.reduce(jnp.add, (dot(a, b, (1, 1)) for a, b in zip(q, keys, strict=True)))
-                seen = (there & (kv_at >= begin))[None] & (kv_at[None] <= at)
+                seen = (there & (kv_pos >= begin))[None] & (kv_pos[None] <= at)
                 if options.window is not None:
-                    seen = seen & (kv_at[None] > at - options.window)
-                scores, _ = blockwise.score(products, seen, options)
-                top, total, weights, keep = blockwise.more_keys(top, total, scores, axis=1)
+                    seen = seen & (kv_pos[None] > at - options.window)
+                scores, _ = blockwise.masked_scores(products, seen, options)
+                top, total, weights, keep = blockwise.online_softmax_step(top, total, scores, axis=1)
                 weights = weights.astype(q[0].dtype)
                 values = [slots(plan.format.value_start, piece) for piece in value_pieces]
                 return top, total, tuple(x * keep + dot(weights, v, (1, 0)) for x, v in zip(out, values, strict=True))
 
             return step
 
-        def of_pages(kv_at: Array, there: Array, piece: tuple[int, int]) -> Array:
-            index = self.refs["layer"][0], self._pages(kv_at, there), self.kv_head, kv_at % self.refs["pool"].shape[3]
+        def of_pages(kv_pos: Array, there: Array, piece: tuple[int, int]) -> Array:
+            index = self.refs["layer"][0], self._pages(kv_pos, there), self.kv_head, kv_pos % self.refs["pool"].shape[3]
             return self._load("pool", index, piece, there)
 
-        def of_step(kv_at: Array, there: Array, piece: tuple[int, int]) -> Array:
-            return self._load("new", (begin_batch + kv_at - self.start, self.kv_head), piece, there)
+        def of_step(kv_pos: Array, there: Array, piece: tuple[int, int]) -> Array:
+            return self._load("new", (begin_batch + kv_pos - self.start, self.kv_head), piece, there)
 
         def fold(first: Any, steps: Any, step: Any, state: Any) -> Any:
             return jax.lax.fori_loop(0, steps, lambda i, state: step(first + i * plan.slots, state), state)
 
-        top, total = blockwise.start(None, (m, 1))
+        top, total = blockwise.init_softmax(None, (m, 1))
         if "sinks" in self.refs:
             sink = plgpu.load(self.refs["sinks"].at[self.head], mask=self.real, other=0.0)[:, None]
             top, total = jnp.where(self.part == 0, sink, top), jnp.where(self.part == 0, 1.0, total)
         state = top, total, tuple(jnp.zeros((m, size), jnp.float32) for _, size in value_pieces)
-        # Slots of earlier steps: this part's.
+        # Slots of earlier steps: those of this part.
         stop = jnp.minimum(self.start, end)
         steps = pl.cdiv(jnp.maximum(stop - begin, 0), plan.slots)
         each = pl.cdiv(steps, plan.parts)
         mine = jnp.clip(steps - self.part * each, 0, each)
         state = fold(begin + self.part * each * plan.slots, mine, more(stop, of_pages), state)
-        # The step's own: the last part's.
+        # The step's own slots: the last part reads them.
         own = jnp.maximum(self.start, begin)
         steps = jnp.where(self.part == plan.parts - 1, pl.cdiv(jnp.maximum(end - own, 0), plan.slots), 0)
         top, total, out = fold(own, steps, more(end, of_step), state)
 
-        safe, lse = blockwise.finish(top, total)
+        safe, lse = blockwise.finish_softmax(top, total)
         for x, piece in zip(out, value_pieces, strict=True):
             self._store("out", (self.part, self.token, self.head), piece, self.real, x / safe)
         part = jnp.broadcast_to(self.part, self.token.shape)
         plgpu.store(self.refs["lse"].at[part, self.token, self.head], lse[:, 0], mask=self.real)
         self._write(position)
 
-    # What is interpreted takes either slices or one array for each dimension, all of a shape, and reads and writes
-    # what is masked too: it must be beyond the end, or its own in the program.
+    # Interpret mode takes either slices or one index array per dimension, all of one shape, and also accesses masked
+    # elements: these must lie beyond the end of the array or belong to the program.
 
     def _at(self, name: str, index: tuple[Any, ...], piece: tuple[int, int]) -> Any:
         shape = next(x.shape[0] for x in index if jnp.ndim(x)), piece[1]
@@ -282,13 +283,13 @@ class _Program(NamedTuple):
         plgpu.store(self._at(name, index, piece), value.astype(self.refs[name].dtype), mask=mask)
 
     def _pages(self, at: Array, mask: Array) -> Array:
-        """The pages of positions; where masked, one beyond the last."""
+        """Page number of each position; where masked, one beyond the last page."""
         pages, page_size = self.refs["pool"].shape[1], self.refs["pool"].shape[3]
         request = jnp.broadcast_to(self.request, at.shape)
         return plgpu.load(self.refs["table"].at[request, at // page_size], mask=mask, other=pages)
 
     def _write(self, position: Array) -> None:
-        """The block's slots to their pages, by one of the programs that have the block and the kv head."""
+        """Writes the block's slots to their pages, in one of the programs that share the block and the kv head."""
         plan = self.plan
         place = jax.lax.iota(jnp.int32, plan.tokens)
         chosen = (pl.program_id(1) % plan.head_blocks == 0) & (self.part == plan.parts - 1)

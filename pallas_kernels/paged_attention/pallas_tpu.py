@@ -1,16 +1,16 @@
-"""Paged attention on TPUs, through Pallas and Mosaic.
+"""Paged attention on TPUs: Pallas kernel through Mosaic, with double-buffered DMA of pages.
 
-A step of the grid owns a block of tokens of one request. Pages stay in HBM: those that the block's request filled
-before are copied to VMEM, many at a time, while those before them are worked on; which ones, scalars in SMEM say. The
-block's own keys and values come with it, laid out by slots, so they are attended to without being read back; then they
-are merged into the tiles of the pages that they belong to, and those tiles are written. Later blocks of the request
-run later on the same core and find them there.
+A grid step owns a block of tokens of one request. Pages stay in HBM: those that the request filled before are copied
+to VMEM, many at a time, while the previous ones are being processed; page numbers are scalars in SMEM. The block's own
+keys and values are an operand, laid out by slots, so they are attended to without being read back; then they are
+merged into the tiles of the pages that they belong to, and those tiles are written. Later blocks of the request run
+later on the same core and find them there.
 
-Rows of scores are a block's tokens once for each of the query heads that read one kv head. A block of one token, as in
-decoding, works on its own rows only, however many the others have.
+Rows of scores are a block's tokens, repeated for each of the query heads that read one kv head (GQA). A block of one
+token (decode) processes only its own rows, however many the others have.
 
-Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, T tokens, N query heads,
-G = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, M = Q x G rows, U slots of a tile, A slots of
+Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
+= N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, M = Q x G rows, U slots of a tile, A slots of
 the tiles that a block writes to, J pages fetched at once, S = J x C.
 """
 
@@ -26,18 +26,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import result_like, target_device
-from pallas_kernels._pallas import check, dot, interpret_tpu, round_up
+from pallas_kernels._pallas import check_supported, dot, interpret_tpu, round_up
 from pallas_kernels.flash_attention import blockwise
-from pallas_kernels.flash_attention.xla import Options
+from pallas_kernels.flash_attention.xla import ScoreOptions
 from pallas_kernels.paged_attention import config
 from pallas_kernels.paged_attention.pages import PageFormat
-from pallas_kernels.paged_attention.ragged import Blocks, Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 
 LANES = 128
-UNROLLED = 2**17
-"""Elements of scores that a program goes through without a loop over heads."""
-TABLE_ENTRIES = 2**17
-"""Of a page table that fits into a core's memory of scalars beside the rest."""
+MAX_UNROLLED = 2**17
+"""Most elements of scores that a program processes without a loop over heads."""
+MAX_TABLE_ENTRIES = 2**17
+"""Most entries of a page table that fit into a core's SMEM beside the other scalars."""
 
 
 def paged_attention_pallas_tpu(
@@ -46,7 +46,7 @@ def paged_attention_pallas_tpu(
     rows: Float[Array, "L P K C W"],
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
-    ragged: Ragged,
+    ragged: RaggedBatch,
     *,
     format: PageFormat,
     scale: float,
@@ -54,13 +54,13 @@ def paged_attention_pallas_tpu(
     softcap: float | None,
     decode_only: bool,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
-    """See ``paged_attention``: (attended values, pages).
+    """Paged attention on TPUs: (output, pages); see ``paged_attention``.
 
     Raises:
-        NotImplementedError: see ``pallas_kernels._pallas.check``; pages that are not whole tiles, a page table that is
-            too large.
+        NotImplementedError: pages are not whole tiles, the page table is too large, or see
+            ``pallas_kernels._pallas.check_supported``.
     """
-    check("pallas_tpu", q=q, new=new, pool=rows)
+    check_supported("pallas_tpu", q=q, new=new, pool=rows)
     tile = 32 // rows.dtype.itemsize
     if rows.shape[3] % tile:
         raise NotImplementedError(
@@ -68,14 +68,14 @@ def paged_attention_pallas_tpu(
         )
     if rows.shape[4] % LANES:
         raise NotImplementedError(
-            f"pallas_tpu takes slots of a multiple of {LANES} numbers, not {rows.shape[4]}: "
+            f"pallas_tpu takes slots of a multiple of {LANES} elements, not {rows.shape[4]}: "
             f"PageFormat(multiple={LANES})."
         )
-    if ragged.page_table.size > TABLE_ENTRIES:
+    if ragged.page_table.size > MAX_TABLE_ENTRIES:
         raise NotImplementedError(
-            f"pallas_tpu takes a page table of up to {TABLE_ENTRIES} entries, not {list(ragged.page_table.shape)}."
+            f"pallas_tpu takes a page table of up to {MAX_TABLE_ENTRIES} entries, not {list(ragged.page_table.shape)}."
         )
-    plan = _Plan.of(q, rows, format, Options(scale, window, softcap), None if decode_only else ragged.requests)
+    plan = _Plan.of(q, rows, format, ScoreOptions(scale, window, softcap), None if decode_only else ragged.requests)
     blocks = ragged.blocks(q.shape[0], plan.tokens)
     operands = {"q": plan.queries(q, blocks), "new": plan.own(new, blocks)}
     operands["row_token"] = jnp.repeat(jnp.arange(plan.tokens, dtype=jnp.int32), plan.group)[:, None]
@@ -86,21 +86,21 @@ def paged_attention_pallas_tpu(
 
 
 class _Plan(NamedTuple):
-    """Sizes of a call.
+    """Block sizes of a kernel call.
 
     Attributes:
-        format, options: of the operation.
+        format, options: page format and static options of the operation.
         page_size: C.
         group: G.
         tokens: Q.
         pages: J.
         tile: U.
-        heads: kv heads of one step; the others are those of other cores.
-        vmem_bytes: see ``config.TpuBlocks``.
+        heads: kv heads of one grid step; other cores process the rest.
+        vmem_bytes: see ``config.PagedTpuBlocks``.
     """
 
     format: PageFormat
-    options: Options
+    options: ScoreOptions
     page_size: int
     group: int
     tokens: int
@@ -110,7 +110,7 @@ class _Plan(NamedTuple):
     vmem_bytes: int | None
 
     @classmethod
-    def of(cls, q: Array, rows: Array, format: PageFormat, options: Options, requests: int | None) -> _Plan:
+    def of(cls, q: Array, rows: Array, format: PageFormat, options: ScoreOptions, requests: int | None) -> _Plan:
         (t, n, _), (kv, page_size, width) = q.shape, rows.shape[2:]
         item = rows.dtype.itemsize
         blocks = config.tpu_blocks(target_device().kind, item)
@@ -122,7 +122,7 @@ class _Plan(NamedTuple):
 
     @property
     def m(self) -> int:
-        """Rows of a block."""
+        """Rows of a block (M)."""
         return self.tokens * self.group
 
     @property
@@ -130,51 +130,51 @@ class _Plan(NamedTuple):
         """Slots of the tiles that a block of tokens touches, wherever it begins."""
         return round_up(self.tokens - 1, self.tile) + self.tile
 
-    # A slice of a slot that begins within a tile of lanes would have to be moved. Instead all of the slot is taken:
-    # queries have zeros where it holds a value, and of the result the part that belongs to keys is dropped.
+    # A slice of a slot that begins inside a tile of lanes would need a relayout. Instead the whole slot is used:
+    # queries are zero where it holds a value, and the part of the result that belongs to keys is dropped.
 
     @property
     def key_lanes(self) -> int:
-        """How much of a slot is multiplied with queries."""
+        """Width of the part of a slot that is multiplied by queries."""
         return self.format.key_dim if self.format.key_dim % LANES == 0 else self.format.width
 
     @property
     def value_lanes(self) -> slice:
-        """The part of a slot that is summed up."""
+        """Part of a slot that is accumulated as values."""
         start = self.format.value_start
         return slice(start, start + self.format.value_dim) if start % LANES == 0 else slice(0, self.format.width)
 
-    def queries(self, q: Float[Array, "T N H"], blocks: Blocks) -> Float[Array, "I K M H2"]:
-        """Of each block, rows token by token, head by head of those that share a kv head."""
+    def queries(self, q: Float[Array, "T N H"], blocks: TokenBlocks) -> Float[Array, "I K M H2"]:
+        """Queries of each block, row by row: token by token, and inside a token the heads that share a kv head."""
         t, _, h = q.shape
         q = q[jnp.clip(blocks.first[:, None] + jnp.arange(self.tokens), 0, t - 1)]
         q = q.reshape(-1, self.tokens, self.format.kv_heads, self.group, h).swapaxes(1, 2)
         q = q.reshape(-1, self.format.kv_heads, self.m, h)
         return jnp.pad(q, ((0, 0),) * 3 + ((0, self.key_lanes - h),))
 
-    def own(self, new: Float[Array, "T K W"], blocks: Blocks) -> Float[Array, "I K A W"]:
-        """Of each block its tokens' slots, where they lie in the tiles they belong to; zeros elsewhere."""
+    def own(self, new: Float[Array, "T K W"], blocks: TokenBlocks) -> Float[Array, "I K A W"]:
+        """Slots of each block's own tokens, placed as in the tiles that they belong to; zeros elsewhere."""
         offset = blocks.position % self.tile
         place = jnp.arange(self.own_slots, dtype=jnp.int32) - offset[:, None]
         inside = (place >= 0) & (place < blocks.tokens[:, None])
         slots = new[jnp.clip(blocks.first[:, None] + place, 0, new.shape[0] - 1)]
         return jnp.where(inside[:, :, None, None], slots, 0).swapaxes(1, 2)
 
-    def values(self, out: Float[Array, "I K M V2"], ragged: Ragged, t: int) -> Float[Array, "T N V"]:
-        """Back in the order of the flat batch."""
+    def values(self, out: Float[Array, "I K M V2"], ragged: RaggedBatch, t: int) -> Float[Array, "T N V"]:
+        """Attention output in the order of the flat batch."""
         tokens = ragged.tokens(t)
-        block, place = ragged.homes(self.tokens, tokens)
+        block, place = ragged.block_and_row(self.tokens, tokens)
         out = out.reshape(out.shape[0], self.format.kv_heads, self.tokens, self.group, -1)
         start = self.format.value_start - self.value_lanes.start
         out = out[jnp.clip(block, 0, out.shape[0] - 1), :, place][..., start : start + self.format.value_dim]
         return jnp.where(tokens.real[:, None, None], out.reshape(t, -1, self.format.value_dim), 0)
 
     def call(
-        self, operands: dict[str, Array], rows: Array, layer: Array, ragged: Ragged, blocks: Blocks
+        self, operands: dict[str, Array], rows: Array, layer: Array, ragged: RaggedBatch, blocks: TokenBlocks
     ) -> tuple[Float[Array, "I K M V2"], Float[Array, "L P K C W"]]:
         """Runs the kernel at every block, for the kv heads of every core."""
         columns, numbers = ragged.page_table.shape[1], rows.shape[1]
-        table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # what is not in use may be anything
+        table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # unused entries may be anything
         scalars = (layer[None], table, blocks.request * columns, blocks.tokens, blocks.position)
         width = self.value_lanes.stop - self.value_lanes.start
         dtype = rows.dtype
@@ -226,13 +226,13 @@ class _Plan(NamedTuple):
 
 
 class _Step:
-    """One block of tokens and the kv heads of one core.
+    """One grid step: a block of tokens and the kv heads of one core.
 
     Attributes:
-        plan: sizes.
-        refs: by name.
-        tokens, position: of the block.
-        begin: position from which on something is visible.
+        plan: block sizes.
+        refs: refs by name.
+        tokens, position: number of tokens of the block, and position of its first token.
+        begin: first visible position (sliding window).
     """
 
     def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class _Step:
         self.head = pl.program_id(0) * plan.heads
 
     def run(self) -> None:
-        """Attends and writes; does nothing where there is no token."""
+        """Attends and writes the block's slots; does nothing for an empty block."""
         one = min(self.plan.m, round_up(self.plan.group, 8))
         single = self.tokens == 1 if one < self.plan.m else False
 
@@ -260,17 +260,17 @@ class _Step:
             def _() -> None:
                 self._attend(self.plan.m)
 
-            # All, before any is touched: they come in any order.
+            # Wait for all tiles before using any: they share a semaphore and arrive in any order.
             self._each_tile(lambda i: self._tile(i, read=True).wait())
             self._each_tile(self._merge)
             self._each_tile(lambda i: self._tile(i, read=False).wait())
 
     def _attend(self, m: int) -> None:
-        """Fills the first ``m`` rows of the result."""
+        """Computes the first ``m`` rows of the block's output."""
         plan, refs = self.plan, self.refs
         top, total, acc = (refs[name].at[:, :m] for name in ("top", "total", "acc"))
         sink = refs["sink"][:, :m] if "sink" in refs else None
-        top[...], total[...] = blockwise.start(sink, top.shape)
+        top[...], total[...] = blockwise.init_softmax(sink, top.shape)
         acc[...] = jnp.zeros_like(acc)
         first = self.begin // plan.page_size
         stop = (self.position + plan.page_size - 1) // plan.page_size
@@ -291,7 +291,7 @@ class _Step:
             at = column * plan.page_size
             held = refs["buffer"].at[buffer]
 
-            # Behind the last token there may be anything, and a weight of zero does not silence a nan.
+            # Slots behind the last token may hold nan, and 0 * nan is nan.
             @pl.when(i + 1 == steps)
             def _() -> None:
                 shape = plan.pages, plan.page_size, plan.format.width
@@ -310,13 +310,15 @@ class _Step:
         self._block(m, lambda head: refs["new"][head], aligned, self.position + self.tokens, self.position)
 
         def finish(head: Any) -> None:
-            safe, _ = blockwise.finish(top[head], total[head])
+            safe, _ = blockwise.finish_softmax(top[head], total[head])
             refs["out"][head, :m] = (acc[head] / safe).astype(refs["out"].dtype)
 
         self._each_head(finish, acc.size // plan.heads)
 
     def _block(self, m: int, slots: Any, at: Any, stop: Any, start: Any = 0) -> None:
-        """Takes in slots from position ``at`` on, head by head, of which ``start`` to ``stop - 1`` count."""
+        """Online-softmax update by slots from position ``at`` on, head by head; only ``start`` to ``stop - 1`` are
+        visible.
+        """
         plan, refs, window = self.plan, self.refs, self.plan.options.window
         place = self.position + refs["row_token"][:m]  # M 1
         count = plan.own_slots if isinstance(start, jax.Array) else plan.pages * plan.page_size
@@ -328,8 +330,8 @@ class _Step:
         def take_in(head: Any) -> None:
             held = slots(head)
             products = dot(refs["q"][head, :m], held[:, : plan.key_lanes], (1, 1))
-            scores, _ = blockwise.score(products, seen, plan.options)
-            top, total, weights, keep = blockwise.more_keys(
+            scores, _ = blockwise.masked_scores(products, seen, plan.options)
+            top, total, weights, keep = blockwise.online_softmax_step(
                 refs["top"][head, :m], refs["total"][head, :m], scores, axis=1
             )
             refs["top"][head, :m], refs["total"][head, :m] = top, total
@@ -339,9 +341,11 @@ class _Step:
         self._each_head(take_in, m * count)
 
     def _each_head(self, action: Any, size: int) -> None:
-        """``action(head)`` on arrays of ``size``: in a loop where programs would be long, two at a time to overlap."""
+        """Calls ``action(head)``, unrolled, or in a loop two heads at a time where ``size`` elements per head are too
+        many.
+        """
         heads = self.plan.heads
-        together = heads if heads * size <= UNROLLED else 2 - heads % 2
+        together = heads if heads * size <= MAX_UNROLLED else 2 - heads % 2
 
         def some(i: Any, _: None) -> None:
             for j in range(together):
@@ -350,7 +354,7 @@ class _Step:
         jax.lax.fori_loop(0, heads // together, some, None)
 
     def _fetch(self, column: Any, stop: Any, buffer: Any, wait: bool) -> None:
-        """Starts to copy the next pages that there are, or waits until they have come."""
+        """Starts the DMA of the next pages into ``buffer``, or waits for it."""
         plan, refs = self.plan, self.refs
 
         def page(j: Any, _: None) -> None:
@@ -362,7 +366,7 @@ class _Step:
         jax.lax.fori_loop(0, jnp.minimum(plan.pages, stop - column), page, None)
 
     def _tile(self, i: int, read: bool) -> Any:
-        """The copy of tile ``i`` of those that the block writes to, from its page or back."""
+        """DMA of tile ``i`` of those that the block writes to: from its page (``read``), or back to it."""
         plan, refs = self.plan, self.refs
         at = self.position - jax.lax.rem(self.position, plan.tile) + i * plan.tile
         number = refs["table"][self.row + at // plan.page_size]
@@ -379,7 +383,7 @@ class _Step:
             pl.when(i * plan.tile < offset + self.tokens)(functools.partial(action, i))
 
     def _merge(self, i: int) -> None:
-        """Puts the block's own slots into tile ``i``, which has been read, and starts to write it."""
+        """Merges the block's own slots into tile ``i``, which has been read, and starts to write it back."""
         plan, refs = self.plan, self.refs
         shape = plan.heads, plan.tile, plan.format.width
         place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + i * plan.tile

@@ -1,26 +1,28 @@
-"""Paged attention in one softmax over all slots of a request: the definition.
+"""Reference paged attention: one softmax over all slots of a request; defines the operation.
 
-Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, J columns of the page table,
-T tokens, S = J x C positions, N query heads, G = N / K, H head dim of keys, V of values.
+Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, J columns of the page
+table, T tokens, S = J x C positions, N query heads, G = N / K, H head dim of keys, V of values.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
-from pallas_kernels.paged_attention.ragged import Ragged, Tokens
+from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
 
 
-def write(held: Slots, new: Slots, layer: Int[Array, ""], ragged: Ragged, tokens: Tokens) -> Slots:
-    """A pool's slots with each token of this step in its own; padding nowhere."""
-    page, slot = ragged.slots(held.numbers.shape[1], held.numbers.shape[3], tokens)
-    numbers = held.numbers.at[layer, page, :, slot].set(new.numbers, mode="drop", unique_indices=True)
-    if held.scales is None:
-        return Slots(numbers)
-    scales = held.scales.at[layer, page, :, :, slot].set(new.scales, mode="drop", unique_indices=True)
-    return Slots(numbers, scales)
+def write(held: Slots, new: Slots, layer: Int[Array, ""], ragged: RaggedBatch, tokens: TokenRows) -> Slots:
+    """KV cache update: writes each token of this step to its slot; padding is dropped."""
+    with jax.named_scope("kv_write"):
+        page, slot = ragged.slots(held.data.shape[1], held.data.shape[3], tokens)
+        numbers = held.data.at[layer, page, :, slot].set(new.data, mode="drop", unique_indices=True)
+        if held.scales is None:
+            return Slots(numbers)
+        scales = held.scales.at[layer, page, :, :, slot].set(new.scales, mode="drop", unique_indices=True)
+        return Slots(numbers, scales)
 
 
 def paged_attention_reference(
@@ -29,7 +31,7 @@ def paged_attention_reference(
     pool: Slots,
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
-    ragged: Ragged,
+    ragged: RaggedBatch,
     *,
     format: PageFormat,
     scale: float,
@@ -37,16 +39,19 @@ def paged_attention_reference(
     softcap: float | None,
     decode_only: bool,
 ) -> tuple[Float[Array, "T N V"], Slots]:
-    """See ``paged_attention``: (attended values, pages). Holds every token's scores, in at least float32."""
-    del decode_only  # a promise that makes nothing simpler here
-    (t, n, h), (pages, kv, _, width) = q.shape, pool.numbers.shape[1:]
+    """Reference paged attention: (output, pages); materialises every token's scores, in at least float32.
+
+    See ``paged_attention``.
+    """
+    del decode_only  # a promise that saves nothing here
+    (t, n, h), (pages, kv, _, width) = q.shape, pool.data.shape[1:]
     tokens = ragged.tokens(t)
     pool = write(pool, new, layer, ragged, tokens)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     at = layer, jnp.clip(ragged.page_table, 0, pages - 1)
     held = format.unpack(Slots(*(None if x is None else x[at] for x in pool)), dtype)  # R J K C W
     held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, width)
-    # A weight of zero does not silence a nan in a slot that holds no token.
+    # Slots that hold no token may hold nan, and 0 * nan is nan.
     at = jnp.arange(held.shape[1])
     used = at < ragged.kv_lens[:, None]
     if window is not None:

@@ -1,15 +1,15 @@
-"""Paged attention in plain JAX: block by block of one request's tokens, each against its own pages only.
+"""Paged attention in plain JAX: each block of one request's tokens attends only to that request's pages.
 
-A loop runs over the blocks of tokens that there are, and inside over the slots that the block's request holds, or that
-its window reaches: work follows the tokens held, not the longest request and not the page table's width. Pages are
-read by their offsets in the whole pool, so no layer of it is ever copied. Requests with one token (decode) have blocks
-of their own, of one token. The running maximum and sum are those of online softmax (arXiv:1805.02867).
+A loop runs over the non-empty token blocks, and an inner loop over the slots that the block's request holds, or that
+its sliding window reaches: work follows the tokens held, not the longest request or the page table's width. Pages are
+read by their offsets in the whole pool, so no layer of it is ever copied. Decode tokens have blocks of their own, of
+one token. Online softmax: arXiv:1805.02867.
 
-Measured on two CPU cores, float32, 16 requests of 1,024 tokens in pages of 64, 4 kv heads: 4 ms a layer, 8 GB/s. To
-gather the pages of all requests at once, masked to the longest, takes 6 to 14.
+Measured on two CPU cores, float32, 16 requests of 1,024 tokens in pages of 64, 4 kv heads: 4 ms a layer, 8 GB/s.
+Gathering the pages of all requests at once, masked to the longest, takes 6 to 14.
 
-Legend: L layers, P pages, K kv heads, C slots of a page, W numbers of a slot, R requests, T tokens, N query heads,
-G = N / K, H head dim of keys, V of values, I blocks of tokens, Q tokens of a block, M = G x Q rows, S slots read at
+Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
+= N / K, H head dim of keys, V of values, I blocks of tokens, Q tokens of a block, M = G x Q rows, S slots read at
 once.
 """
 
@@ -25,27 +25,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
-from pallas_kernels.paged_attention.ragged import Blocks, Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
 
-QUERIES = 64
-"""Tokens of a block, at most."""
-SLOTS = 256, 64
-"""Slots read at once: as long as that many are left, and of the rest."""
-PAGES = 8
-"""Pages read at once, at most: each is an instruction of its own."""
+BLOCK_TOKENS = 64
+"""Most tokens of a block."""
+READ_SLOTS = 256, 64
+"""Slots read at once: the first size while that many are left, then the second."""
+MAX_READ_PAGES = 8
+"""Most pages read at once: each is an instruction of its own."""
 
 
-def unit(page_size: int) -> int:
-    """Slots that one instruction reads: a page, or the part of a large one that a read takes whole."""
-    return page_size if page_size <= SLOTS[0] else math.gcd(page_size, SLOTS[0])
+def read_unit(page_size: int) -> int:
+    """Slots that one instruction reads: a page, or a divisor of a large page."""
+    return page_size if page_size <= READ_SLOTS[0] else math.gcd(page_size, READ_SLOTS[0])
 
 
 class _Problem(NamedTuple):
     pool: Slots
     layer: Int[Array, ""]
     sinks: Float[Array, " N"] | None
-    ragged: Ragged
+    ragged: RaggedBatch
     format: PageFormat
     scale: float
     window: int | None
@@ -58,7 +58,7 @@ def paged_attention_xla(
     pool: Slots,
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
-    ragged: Ragged,
+    ragged: RaggedBatch,
     *,
     format: PageFormat,
     scale: float,
@@ -66,12 +66,12 @@ def paged_attention_xla(
     softcap: float | None,
     decode_only: bool,
 ) -> tuple[Float[Array, "T N V"], Slots]:
-    """See ``paged_attention``: (attended values, pages)."""
+    """Paged attention in plain JAX: (output, pages); see ``paged_attention``."""
     t, n, _ = q.shape
     pool = write(pool, new, layer, ragged, ragged.tokens(t))
     problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap)
-    size = min(QUERIES, t)
-    # What is cut from the end of the batch may reach beyond it. From q, so that it varies over the same mesh axes.
+    size = min(BLOCK_TOKENS, t)
+    # A block at the end of the batch may reach beyond it. The output is made from q to vary over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
     out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, format.value_dim))
     alone = jnp.where(ragged.lengths == 1, 1, 0)
@@ -82,10 +82,10 @@ def paged_attention_xla(
 
 
 def _attend(
-    problem: _Problem, q: Float[Array, "T2 N H"], out: Float[Array, "T2 N V"], blocks: Blocks, size: int
+    problem: _Problem, q: Float[Array, "T2 N H"], out: Float[Array, "T2 N V"], blocks: TokenBlocks, size: int
 ) -> Float[Array, "T2 N V"]:
-    """``out`` with the rows of these blocks, of ``size`` tokens each."""
-    kv = problem.pool.numbers.shape[2]
+    """``out`` with the rows of these blocks filled in; blocks have ``size`` tokens each."""
+    kv = problem.pool.data.shape[2]
 
     def one(i: Array, out: Array) -> Array:
         block = jax.tree.map(lambda x: x[i] if x.ndim else x, blocks)
@@ -98,22 +98,22 @@ def _attend(
     return jax.lax.fori_loop(0, blocks.live, one, out)
 
 
-def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int) -> Float[Array, "K M V"]:
-    """What the rows of one block attend to."""
+def _block(problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size: int) -> Float[Array, "K M V"]:
+    """Attention output of one block's rows."""
     kv, m, _ = q.shape
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     lowest = -0.5 * float(jnp.finfo(dtype).max)
-    page_size = unit(problem.pool.numbers.shape[3])
+    page_size = read_unit(problem.pool.data.shape[3])
     q = q.astype(dtype) * problem.scale
     form = problem.format
-    if whole := size == 1:  # few rows: zeros for what is no key cost less than to cut keys and values out of slots
+    if whole := size == 1:  # few rows: zero-padded queries cost less than slicing keys and values out of slots
         q = jnp.pad(q, ((0, 0), (0, 0), (0, form.width - form.key_dim)))
     position = jnp.tile(block.position + jnp.arange(size), m // size)[:, None]  # M 1
     reach = block.position + block.tokens
     begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(block.position - problem.window + 1, 0)
 
     def more(pages: int, first: Array, state: Any) -> Any:
-        """Folds in the slots of ``pages`` pages (or parts of one, see ``unit``), the first of them number ``first``."""
+        """Online-softmax update by ``pages`` pages (or parts of one, see ``read_unit``) from number ``first`` on."""
         top, total, out = state
         held = _read(problem, block.request, first, pages, begin, reach, dtype)
         at = first * page_size + jnp.arange(pages * page_size)
@@ -132,7 +132,7 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
         return highest, total, out * keep + jnp.einsum("kms,ksv->kmv", weights, values)
 
     zero = jnp.zeros_like(q[:, :, :1])
-    # Half the lowest number until a row has seen a slot: every weight before that is then zero.
+    # The running maximum starts at half the mask value, so masked scores get weight exp(mask / 2) = 0.
     top, total = zero + lowest / 2, zero
     if problem.sinks is not None:
         top, total = zero + jnp.repeat(problem.sinks.astype(dtype).reshape(kv, -1, 1), size, axis=1), zero + 1.0
@@ -142,10 +142,10 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: Blocks, size: int
 
 
 def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array, stop: Array, page_size: int) -> Any:
-    """Folds ``more(pages, first, state)`` over pages of a request, or parts of them, many at a time, then few."""
-    for slots in SLOTS:
-        pages = min(max(1, slots // page_size), PAGES)
-        whole = slots != SLOTS[-1]
+    """Folds ``more(pages, first, state)`` over a request's pages (or parts of pages): many at a time, then few."""
+    for slots in READ_SLOTS:
+        pages = min(max(1, slots // page_size), MAX_READ_PAGES)
+        whole = slots != READ_SLOTS[-1]
         steps = (stop - first) // pages if whole else (stop - first + pages - 1) // pages
         step = functools.partial(
             lambda i, state, begin, pages: more(pages, begin + i * pages, state), begin=first, pages=pages
@@ -158,22 +158,22 @@ def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array
 def _read(
     problem: _Problem, request: Array, first: Array, count: int, begin: Array, reach: Array, dtype: Any
 ) -> Float[Array, "K S W"]:
-    """The slots of some pages, one after the other, in ``dtype``; zeros before ``begin`` and from ``reach`` on.
+    """Contents of some consecutive pages in ``dtype``; zeros before ``begin`` and from ``reach`` on.
 
-    Those may hold anything, and a weight of zero does not silence a nan.
+    Slots outside may hold nan, and 0 * nan is nan.
     """
-    (pages, kv, page_size, width), columns = problem.pool.numbers.shape[1:], problem.ragged.page_table.shape[1]
+    (pages, kv, page_size, width), columns = problem.pool.data.shape[1:], problem.ragged.page_table.shape[1]
     form = problem.format
-    size, cut = unit(page_size), jax.lax.dynamic_slice
+    size, cut = read_unit(page_size), jax.lax.dynamic_slice
 
     def page(j: int) -> Float[Array, "K C W"]:
         column, within = (first + j) * size // page_size, (first + j) * size % page_size
         number = problem.ragged.page_table[request, jnp.minimum(column, columns - 1)]
-        number = jnp.clip(number, 0, pages - 1)  # what is not in use may be anything
+        number = jnp.clip(number, 0, pages - 1)  # unused entries may be anything
         zero = jnp.zeros_like(number)
         within = within.astype(number.dtype)
         starts = problem.layer, number, zero
-        held = cut(problem.pool.numbers, (*starts, within, zero), (1, 1, kv, size, width))[0, 0]
+        held = cut(problem.pool.data, (*starts, within, zero), (1, 1, kv, size, width))[0, 0]
         scales = None
         if form.parts:
             scales = cut(problem.pool.scales, (*starts, zero, within), (1, 1, kv, len(form.parts), size))[0, 0]

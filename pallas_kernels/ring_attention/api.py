@@ -1,4 +1,4 @@
-"""Ring attention: the operation, whoever computes it.
+"""Ring attention: public operation and its implementations, for context parallelism.
 
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -41,25 +41,29 @@ def ring_attention(
     softcap: float | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "B S N V"]:
-    """``flash_attention`` of a sequence split over a mesh axis (arXiv:2310.01889), inside ``jax.shard_map``.
+    """Ring attention: ``flash_attention`` of a sequence split over a mesh axis (arXiv:2310.01889), inside
+    ``jax.shard_map``.
 
-    A key is visible to a query when its place in the whole sequence is no later, not further back than the window, and
-    both are in the same segment; segment 0 is padding. Which places a shard holds is the layout's to say.
+    A key is visible to a query when its position in the whole sequence is no later (causal), not further back than the
+    sliding window, and both have the same segment id; segment 0 is padding. The layout determines which positions a
+    shard holds.
 
     Args:
         q, k, v: this shard's tokens; K divides N. They vary over ``axis``.
         axis: mesh axis over which the sequence is split.
-        layout: see ``pallas_kernels.ring_attention.layout``.
-        segment_ids: this shard's.
+        layout: sequence layout, see ``pallas_kernels.ring_attention.layout``.
+        segment_ids: segment ids of this shard's tokens.
         sinks, scale, window, softcap: as in ``flash_attention``.
-        implementation: "pallas_tpu", "xla", or "reference", which gathers all keys; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "xla", or "reference", which all-gathers the keys; see
+            ``pallas_kernels._dispatch``.
 
     Returns:
-        The attended values in ``q.dtype``; sums in at least float32. Differentiable in q, k, v and sinks; for the
-        gradient a shard keeps what it holds, its output and one number a query and head, O(S).
+        The attention output in ``q.dtype``, accumulated in at least float32. Differentiable in q, k, v and sinks. The
+        residuals of the backward pass are the shard's own inputs, its output and one logsumexp per query and head,
+        O(S).
 
     Raises:
-        ValueError: ``axis`` is not one that q, k and v vary over, an unknown layout, shapes that do not go together.
+        ValueError: q, k or v does not vary over ``axis``, the layout is unknown, or the shapes do not match.
         NotImplementedError: the implementation does not support these arguments.
     """
     if layout not in LAYOUTS:

@@ -1,11 +1,11 @@
-"""Which places of a sequence each shard holds.
+"""Sequence layouts of context parallelism: which positions of a sequence each shard holds.
 
-- contiguous: shard r has the r-th part. Under a causal mask the last shard works at every step and the first at one.
-- zigzag: the sequence in 2 n chunks, shard r has the r-th and the r-th from the end; every step is half a step's work
-  for everyone (as Llama 3 trains, arXiv:2407.21783, section 3.3.2).
-- striped: shard r has every n-th place from r (arXiv:2311.09431).
+- contiguous: shard r has the r-th part. Under a causal mask the last shard computes at every step and the first at one.
+- zigzag: the sequence in 2 n chunks, shard r has the r-th chunk and the r-th from the end; every step is half a step's
+  work on every shard (as in Llama 3 training, arXiv:2407.21783, section 3.3.2).
+- striped: shard r has every n-th position from r (arXiv:2311.09431).
 
-Legend: n shards, S places of a shard.
+Legend: n shards, S positions of a shard.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import numpy as np
 from jaxtyping import Array, Int
 
 Layout = Literal["contiguous", "zigzag", "striped"]
+"""Name of a sequence layout."""
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "striped")
+"""All sequence layouts."""
 
 
 def places(
     layout: Layout, shard: int | Int[Array, ""], shards: int, size: int
 ) -> Int[Array, " S"] | Int[np.ndarray, " S"]:
-    """The places of the sequence that a shard holds, in the order it holds them; in numpy for a shard that is known.
+    """Positions of the sequence that a shard holds, in its order; a numpy array where the shard is a Python int.
 
     Raises:
-        ValueError: an unknown layout, or an odd number of places for zigzag.
+        ValueError: the layout is unknown, or zigzag gets an odd number of positions.
     """
     xp = np if isinstance(shard, int) else jnp
     here = xp.arange(size, dtype=np.int32)
@@ -43,10 +45,10 @@ def places(
 
 
 def order(layout: Layout, shards: int, length: int) -> Int[np.ndarray, " length"]:
-    """Where each place of the split sequence comes from: ``tokens[:, order(...)]`` is to be split contiguously.
+    """Permutation of a sequence for a layout: ``tokens[:, order(...)]`` is to be split contiguously over the shards.
 
     Raises:
-        ValueError: the length does not divide.
+        ValueError: the length is not divisible by the number of parts.
     """
     parts = 2 * shards if layout == "zigzag" else shards
     if length % parts:

@@ -1,13 +1,13 @@
-"""Ring attention on TPUs in one kernel a pass: shards of keys and values travel by remote DMA while they are attended.
+"""Ring attention on TPUs: one Pallas kernel per pass, which overlaps remote DMA of keys and values with attention.
 
-At each step a device passes on the shard it holds (``tpu_passing``) and works through its blocks, those of
+At each step a device sends on the shard it holds (``tpu_remote_dma``) and computes its blocks, those of
 ``flash_attention``, in a pipeline inside the kernel. In the backward pass the gradients of keys and values follow one
-step behind: what a device has added up travels during its next step's gradient of the queries, and arrives before the
-neighbour's gradient of those keys, which is added to it.
+step behind: a device's partial sums travel during its next step's dq and arrive before the neighbour's gradient of
+those keys, which is added to them.
 
-What is stored for the backward pass are a shard's own q, k, v, its output and one number a query and head. Positions
-follow from the layout and segments, four bytes a token, are gathered before the kernel starts, so that the blocks which
-a mask leaves of every step are known then.
+The residuals of the backward pass are a shard's own q, k, v, its output and one logsumexp per query and head.
+Positions follow from the layout, and segment ids, four bytes a token, are all-gathered before the kernel starts, so
+that the blocks that the mask leaves at every step are known in advance.
 
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -25,16 +25,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import is_interpreting, result_like, target_device, vary_over, varying_axes
-from pallas_kernels._pallas import bytes_of, cost
+from pallas_kernels._compat import result_like, target_device, vary_over, varying_axes
+from pallas_kernels._pallas import bytes_of, cost, interpret_tpu
 from pallas_kernels.flash_attention import blockwise, config
-from pallas_kernels.flash_attention.pallas_tpu import add_d_kv, add_d_q, attend
-from pallas_kernels.flash_attention.tpu_grid import Grid, Layout, Step, visible
-from pallas_kernels.flash_attention.xla import Mask, Options
-from pallas_kernels.ring_attention.layout import Layout as Order
+from pallas_kernels.flash_attention.pallas_tpu import add_d_kv, add_d_q, attend_block
+from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep, visible_pairs
+from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
+from pallas_kernels.ring_attention.layout import Layout as SequenceLayout
 from pallas_kernels.ring_attention.layout import places
-from pallas_kernels.ring_attention.tpu_passing import Passing, collective_id, neighbours, semaphores
-from pallas_kernels.ring_attention.xla import Ring
+from pallas_kernels.ring_attention.tpu_remote_dma import RingExchange, collective_id, neighbours, semaphores
+from pallas_kernels.ring_attention.xla import RingConfig
 
 _STATE = ("top", "total", "acc")
 
@@ -48,40 +48,35 @@ def ring_attention_pallas_tpu(
     *,
     axis: str,
     shards: int,
-    layout: Order,
+    layout: SequenceLayout,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Float[Array, "B S N V"]:
-    """See ``ring_attention``.
+    """Ring attention on TPUs; see ``ring_attention``.
 
     Raises:
-        NotImplementedError: not traced for a TPU and not interpreted, or see ``blockwise.check``.
+        NotImplementedError: see ``blockwise.check_supported``.
     """
-    if target_device().platform != "tpu" and not is_interpreting():
-        raise NotImplementedError(
-            f"pallas_tpu needs a TPU, not {target_device().kind}; to check values elsewhere, trace it inside "
-            "pallas_kernels._compat.interpreting()."
-        )
-    blockwise.check("pallas_tpu", q, k, v)
-    return _ring(Ring(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
+    blockwise.check_supported("pallas_tpu", q, k, v)
+    return _ring(RingConfig(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
+def _ring(ring: RingConfig, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
     return _forward(ring, q, k, v, segments, sinks)[0]
 
 
 def _forward(
-    ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
+    ring: RingConfig, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
 ) -> tuple[Array, Any]:
-    tour = _Tour.of(ring, q, k, segments)
-    layout = tour.keys.layout
+    ring_pass = _RingPass.of(ring, q, k, segments)
+    layout = ring_pass.keys.layout
     rows = layout.to_rows(q)
     sink = None if sinks is None else jnp.tile(layout.sink_rows(sinks), (1, 1, layout.q_blocks))
-    top, total = blockwise.start(sink, (*rows.shape[:2], 1, rows.shape[3]))
+    top, total = blockwise.init_softmax(sink, (*rows.shape[:2], 1, rows.shape[3]))
     acc = jnp.zeros((*rows.shape[:2], v.shape[3], rows.shape[3]), jnp.float32)
-    done = tour.run(
+    done = ring_pass.run(
         _forward_step,
         {"q": rows},
         {"k": layout.keys(k), "v_columns": layout.keys(v).mT},
@@ -89,20 +84,20 @@ def _forward(
         {},
         q.shape[3] + v.shape[3],
     )
-    safe, lse = blockwise.finish(done["top"], done["total"])
+    safe, lse = blockwise.finish_softmax(done["top"], done["total"])
     out = layout.from_rows((done["acc"] / safe).astype(q.dtype))
     lse = layout.from_rows(lse)[..., 0]
     return out, (q, k, v, segments, sinks, out, lse)
 
 
-def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
+def _backward(ring: RingConfig, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
     q, k, v, segments, sinks, out, lse = residuals
-    tour = _Tour.of(ring, q, k, segments)
-    layout = tour.keys.layout
+    ring_pass = _RingPass.of(ring, q, k, segments)
+    layout = ring_pass.keys.layout
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     rows = [layout.to_rows(x) for x in (q, d_out.astype(q.dtype), lse[..., None], delta[..., None])]
     keys, values = layout.keys(k), layout.keys(v)
-    done = tour.run(
+    done = ring_pass.run(
         _backward_step,
         dict(zip(("q", "d_out", "lse", "delta"), rows, strict=True)),
         {"k": keys, "v": values, "k_columns": keys.mT},
@@ -111,7 +106,7 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
         4 * q.shape[3] + 3 * v.shape[3],
     )
     d_q = layout.from_rows(done["acc"])
-    home = ring.shift((done["d_k_acc"][tour.last % 2], done["d_v_acc"][tour.last % 2]), -tour.last)
+    home = ring.shift((done["d_k_acc"][ring_pass.last % 2], done["d_v_acc"][ring_pass.last % 2]), -ring_pass.last)
     d_k, d_v = (x.swapaxes(1, 2)[:, : layout.t] for x in home)
     d_sinks = None
     if sinks is not None:
@@ -122,40 +117,40 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
 _ring.defvjp(_forward, _backward)
 
 
-class _Tour(NamedTuple):
-    """Once around the ring.
+class _RingPass(NamedTuple):
+    """One pass around the ring.
 
     Attributes:
-        ring: which.
-        options: of the scores.
-        blocks: sizes.
-        keys, queries: grids over a shard's keys for its queries, and the other way round; their bounds and places are
-            those of the first step.
-        bounds: of both grids for every step, [steps * bounds].
-        masks: positions and segments of keys for every step, [steps, ...].
+        ring: static configuration of the ring.
+        options: static options of the scores.
+        blocks: block sizes.
+        keys, queries: grids over a shard's keys for its queries, and the other way round, with the bounds and mask of
+            the first step.
+        bounds: bounds of both grids for every step, [steps * bounds].
+        masks: positions and segment ids of the keys for every step, [steps, ...].
     """
 
-    ring: Ring
-    options: Options
-    blocks: config.TpuBlocks
-    keys: Grid
-    queries: Grid
+    ring: RingConfig
+    options: ScoreOptions
+    blocks: config.FlashTpuBlocks
+    keys: BlockGrid
+    queries: BlockGrid
     bounds: tuple[Array, Array]
     masks: dict[str, Array]
 
     @classmethod
-    def of(cls, ring: Ring, q: Array, k: Array, segments: Array | None) -> _Tour:
-        options = Options(ring.scale, ring.window, ring.softcap)
+    def of(cls, ring: RingConfig, q: Array, k: Array, segments: Array | None) -> _RingPass:
+        options = ScoreOptions(ring.scale, ring.window, ring.softcap)
         blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
-        layout = Layout.of(q, k, blocks)
+        layout = BlockLayout.of(q, k, blocks)
         size, mine = q.shape[1], jax.lax.axis_index(ring.axis)
         everyone = None if segments is None else jax.lax.all_gather(segments, ring.axis)
 
-        def grids(step: Array) -> tuple[Grid, Grid]:
+        def grids(step: Array) -> tuple[BlockGrid, BlockGrid]:
             theirs = (mine - step) % ring.shards
-            q_at, kv_at = (jnp.asarray(places(ring.layout, x, ring.shards, size))[None] for x in (mine, theirs))
-            mask = Mask(q_at, kv_at, segments, None if everyone is None else everyone[theirs])
-            return Grid.over_keys(layout, mask, options), Grid.over_queries(layout, mask, options)
+            q_pos, kv_pos = (jnp.asarray(places(ring.layout, x, ring.shards, size))[None] for x in (mine, theirs))
+            mask = AttentionMask(q_pos, kv_pos, segments, None if everyone is None else everyone[theirs])
+            return BlockGrid.over_keys(layout, mask, options), BlockGrid.over_queries(layout, mask, options)
 
         def arrays(step: Array) -> tuple[tuple[Array, Array], dict[str, Array]]:
             keys, queries = grids(step)
@@ -168,45 +163,48 @@ class _Tour(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The last step, from 0."""
+        """Index of the last step."""
         return next(iter(self.masks.values())).shape[0] - 1
 
     def run(
         self,
-        at_step: Callable[[_Here], None],
+        at_step: Callable[[_RingStep], None],
         rows: Mapping[str, Array],
-        travelling: Mapping[str, Array],
+        rotating: Mapping[str, Array],
         state: Mapping[str, Array],
-        following: Mapping[str, Array],
+        accumulated: Mapping[str, Array],
         widths: int,
     ) -> dict[str, Array]:
-        """Calls ``at_step`` at every step, in a kernel.
+        """Calls ``at_step`` at every step, inside one kernel.
 
         Args:
-            rows: what stays, one value a row.
-            travelling: what goes around; there are two buffers of each.
-            state: what stays and is updated.
-            following: what follows a step behind; of its shape and in float32, not initialised.
-            widths: head dims of its products, added up.
+            at_step: kernel of a step.
+            rows: resident operands, one value per row.
+            rotating: arrays that rotate around the ring; each has two buffers (double buffering).
+            state: resident arrays that are updated.
+            accumulated: shapes of the arrays that follow one step behind, in float32, uninitialised.
+            widths: sum of the head dims of the matmuls, for the cost estimate.
 
         Returns:
-            The state and both buffers of what follows, after the last step.
+            The state and both buffers of the accumulated arrays, after the last step.
         """
         like = rows["q"]
         state = {name: vary_over(x, varying_axes(like)) for name, x in state.items()}
         masks = self.keys.mask_operands()
         operands = dict(rows) | {name: masks[name] for name in masks if name.startswith("q_")} | self.masks
-        operands |= {f"own_{name}": x for name, x in travelling.items()} | {f"{n}_before": x for n, x in state.items()}
+        operands |= {f"own_{name}": x for name, x in rotating.items()} | {f"{n}_before": x for n, x in state.items()}
         results = {name: result_like(like, x.shape, x.dtype) for name, x in state.items()}
-        results |= {name: result_like(like, (2, *x.shape), jnp.float32) for name, x in following.items()}
-        results |= {name: result_like(like, (2, *x.shape), x.dtype) for name, x in travelling.items()}
+        results |= {name: result_like(like, (2, *x.shape), jnp.float32) for name, x in accumulated.items()}
+        results |= {name: result_like(like, (2, *x.shape), x.dtype) for name, x in rotating.items()}
         scalars = {"keys_bounds": self.bounds[0], "queries_bounds": self.bounds[1], "neighbours": neighbours(self.ring)}
         names = (*scalars, *operands, *results)
         aliases = {names.index(f"{name}_before"): list(results).index(name) for name in state}
 
         def body(*refs: Any) -> None:
             named, counters = dict(zip(names, refs, strict=False)), refs[len(names) :]
-            at_step(_Here(self, named, Passing(named, tuple(travelling), tuple(following), self.last, *counters)))
+            at_step(
+                _RingStep(self, named, RingExchange(named, tuple(rotating), tuple(accumulated), self.last, *counters))
+            )
 
         done = pl.pallas_call(
             body,
@@ -215,43 +213,41 @@ class _Tour(NamedTuple):
             in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalars)
             + [pl.BlockSpec(memory_space=pltpu.HBM)] * len(operands),
             out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(results),
-            scratch_shapes=semaphores(travelling, following),
+            scratch_shapes=semaphores(rotating, accumulated),
             input_output_aliases=aliases,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
                 vmem_limit_bytes=self.blocks.vmem_bytes,
                 collective_id=collective_id(self.ring) if self.last else None,
             ),
-            interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-            if is_interpreting()
-            else False,
+            interpret=interpret_tpu(),
             cost_estimate=self.cost(operands | results, widths),
             name=f"ring_attention{at_step.__name__.removesuffix('_step')}",
         )(*scalars.values(), *operands.values())
         return dict(zip(results, done, strict=True))
 
     def cost(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], widths: int) -> pl.CostEstimate:
-        """Of a device that meets as many keys as the others do in the mean; rows taken for one segment each."""
+        """Cost estimate of a device with the mean number of visible keys, with each row taken as one segment."""
         layout, row = self.keys.layout, self.keys.layout.s * self.ring.shards
-        products = layout.batch * layout.heads * visible(row, row, self.options.window) / self.ring.shards
+        products = layout.batch * layout.heads * visible_pairs(row, row, self.options.window) / self.ring.shards
         return cost(2 * products * widths, bytes_of(*arrays.values()) * (self.last + 1), products)
 
 
-class _Here(NamedTuple):
-    """A step on a device, inside the kernel."""
+class _RingStep(NamedTuple):
+    """One step on one device, inside the kernel."""
 
-    tour: _Tour
+    ring_pass: _RingPass
     refs: dict[str, Any]
-    passing: Passing
+    exchange: RingExchange
 
     def pipeline(
-        self, kernel: Callable[..., None], grid: Grid, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+        self, kernel: Callable[..., None], grid: BlockGrid, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> None:
-        """Runs ``kernel(refs, options, step)`` over all blocks of this step; outputs are added to."""
+        """Runs ``kernel(refs, options, step)`` over all blocks of this step; outputs are accumulated."""
         which = "queries" if grid.inner_queries else "keys"
-        bounds = _Bounds(self.refs[f"{which}_bounds"], self.passing.step * grid.bounds.shape[0])
-        masks = {name: self.refs[name] for name in ("q_at", "q_in") if name in self.refs}
-        masks |= {name: self.refs[name].at[self.passing.step] for name in ("kv_at", "kv_in") if name in self.refs}
+        bounds = _Bounds(self.refs[f"{which}_bounds"], self.exchange.step * grid.bounds.shape[0])
+        masks = {name: self.refs[name] for name in ("q_pos", "q_seg") if name in self.refs}
+        masks |= {name: self.refs[name].at[self.exchange.step] for name in ("kv_pos", "kv_seg") if name in self.refs}
         read = dict(inputs) | masks | {f"{name}_before": ref for name, ref in outputs.items()}
         names = (*read, *outputs)
 
@@ -261,7 +257,7 @@ class _Here(NamedTuple):
             return pl.BlockSpec(spec.block_shape, lambda *i: index(*i, bounds))
 
         def body(*refs: Any) -> None:
-            kernel(dict(zip(names, refs, strict=True)), self.tour.options, grid.step(bounds))
+            kernel(dict(zip(names, refs, strict=True)), self.ring_pass.options, grid.step(bounds))
 
         pltpu.emit_pipeline(
             body,
@@ -273,7 +269,7 @@ class _Here(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Of one step, out of those of all."""
+    """Bounds of one step: a view into those of all steps."""
 
     ref: Any
     offset: Any
@@ -282,41 +278,43 @@ class _Bounds:
         return self.ref[self.offset + i]
 
 
-def _forward_step(here: _Here) -> None:
-    refs, passing = here.refs, here.passing
-    passing.move_in()
-    passing.send()
-    shard = {name: refs[name].at[passing.slot] for name in ("k", "v_columns")}
-    here.pipeline(_attend, here.tour.keys, {"q": refs["q"], **shard}, {name: refs[name] for name in _STATE})
-    passing.receive()
+def _forward_step(here: _RingStep) -> None:
+    refs, exchange = here.refs, here.exchange
+    exchange.load_own()
+    exchange.send()
+    shard = {name: refs[name].at[exchange.slot] for name in ("k", "v_columns")}
+    here.pipeline(_attend, here.ring_pass.keys, {"q": refs["q"], **shard}, {name: refs[name] for name in _STATE})
+    exchange.receive()
 
 
-def _backward_step(here: _Here) -> None:
-    refs, passing = here.refs, here.passing
-    passing.move_in()
-    passing.send()
-    passing.send_follower()
+def _backward_step(here: _RingStep) -> None:
+    refs, exchange = here.refs, here.exchange
+    exchange.load_own()
+    exchange.send()
+    exchange.send_grads()
     rows = {name: refs[name] for name in ("q", "d_out", "lse", "delta")}
-    shard = {name: refs[name].at[passing.slot] for name in ("k", "v")}
-    columns = {"k_columns": refs["k_columns"].at[passing.slot]}
-    here.pipeline(_d_q, here.tour.keys, rows | shard | columns, {"acc": refs["acc"]})
-    passing.receive_follower()
-    d_kv = functools.partial(_d_kv, passing.step == 0)
-    here.pipeline(d_kv, here.tour.queries, rows | shard, {n: refs[n].at[passing.slot] for n in passing.following})
-    passing.receive()
+    shard = {name: refs[name].at[exchange.slot] for name in ("k", "v")}
+    columns = {"k_columns": refs["k_columns"].at[exchange.slot]}
+    here.pipeline(_d_q, here.ring_pass.keys, rows | shard | columns, {"acc": refs["acc"]})
+    exchange.receive_grads()
+    d_kv = functools.partial(_d_kv, exchange.step == 0)
+    here.pipeline(
+        d_kv, here.ring_pass.queries, rows | shard, {n: refs[n].at[exchange.slot] for n in exchange.accumulated}
+    )
+    exchange.receive()
 
 
-def _attend(refs: dict[str, Any], options: Options, step: Step) -> None:
+def _attend(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
     _continue(refs, step, _STATE)
-    step.visit(refs, options, lambda seen: attend(refs, options, seen))
+    step.visit(refs, options, lambda seen: attend_block(refs, options, seen))
 
 
-def _d_q(refs: dict[str, Any], options: Options, step: Step) -> None:
+def _d_q(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
     _continue(refs, step, ("acc",))
     step.visit(refs, options, lambda seen: add_d_q(refs, options, seen))
 
 
-def _d_kv(fresh: Any, refs: dict[str, Any], options: Options, step: Step) -> None:
+def _d_kv(fresh: Any, refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
     names = "d_k_acc", "d_v_acc"
     _continue(refs, step._replace(first=step.first & ~fresh), names)
 
@@ -328,7 +326,7 @@ def _d_kv(fresh: Any, refs: dict[str, Any], options: Options, step: Step) -> Non
     step.visit(refs, options, lambda seen: add_d_kv(refs, options, seen))
 
 
-def _continue(refs: dict[str, Any], step: Step, names: tuple[str, ...]) -> None:
+def _continue(refs: dict[str, Any], step: GridStep, names: tuple[str, ...]) -> None:
     @pl.when(step.first)
     def _() -> None:
         for name in names:

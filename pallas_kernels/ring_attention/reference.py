@@ -1,4 +1,4 @@
-"""Ring attention without a ring: all keys and values gathered, then the definition.
+"""Reference ring attention: all-gathers keys and values, then calls the reference attention.
 
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -27,7 +27,7 @@ def ring_attention_reference(
     window: int | None,
     softcap: float | None,
 ) -> Float[Array, "B S N V"]:
-    """See ``ring_attention``."""
+    """Reference ring attention; see ``ring_attention``."""
     b, s = q.shape[:2]
 
     def whole(x: Array) -> Array:

@@ -1,10 +1,11 @@
-"""Passing shards around a ring of TPUs inside a kernel, by remote DMA between pairs of buffers.
+"""Remote DMA of shards around a ring of TPUs, inside a kernel, with double buffering.
 
-Of everything that travels a device has two buffers in HBM. During a step it reads one, sends that one into the other of
-its right neighbour, and receives into its own other one. Nobody sends into a buffer before its owner has said that it
-is free: at the first step that both neighbours are inside the kernel, later that the owner has read and sent on what
-was in it. What follows travels one step behind: a step's buffer receives what the left neighbour added up in the step
-before, and is added to in this one.
+For each rotating array (a shard's keys and values) a device has two buffers in HBM. During a step it reads one, sends
+it into the other buffer of its right neighbour, and receives into its own other one. A device sends into a buffer only
+after the owner has signalled that it is free: at the first step that both neighbours have entered the kernel, later
+that the owner has read and sent on the buffer's contents. Accumulated arrays (gradients of keys and values) follow one
+step behind: the current step's buffer receives what the left neighbour accumulated in the previous step, and is then
+added to.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.ring_attention.xla import Ring
+from pallas_kernels.ring_attention.xla import RingConfig
 
 _LEFT, _RIGHT = 0, 1
 
 
-def neighbours(ring: Ring) -> Int[Array, "2"]:
-    """Who sends to this device and who it sends to, by their places in the mesh, row by row."""
+def neighbours(ring: RingConfig) -> Int[Array, "2"]:
+    """Logical device ids of the left neighbour (sender) and the right neighbour (receiver) on the ring, row-major in
+    the mesh.
+    """
     mesh, mine = jax.sharding.get_abstract_mesh(), jax.lax.axis_index(ring.axis)
     place = jnp.zeros(2, jnp.int32)
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
@@ -33,59 +36,62 @@ def neighbours(ring: Ring) -> Int[Array, "2"]:
     return place
 
 
-def collective_id(ring: Ring) -> int:
-    """One for each mesh axis: those who signal along one must not be heard along another."""
+def collective_id(ring: RingConfig) -> int:
+    """Barrier id of a ring, one per mesh axis, so that signals along one axis are not received along another."""
     return jax.sharding.get_abstract_mesh().axis_names.index(ring.axis)
 
 
-def semaphores(travelling: Collection[str], following: Collection[str]) -> list[Any]:
-    """The scratch of a kernel, for the last fields of ``Passing``."""
-    one, other = pltpu.SemaphoreType.DMA((len(travelling),)), pltpu.SemaphoreType.DMA((max(len(following), 1),))
+def semaphores(rotating: Collection[str], accumulated: Collection[str]) -> list[Any]:
+    """Scratch semaphores of a kernel, for the last fields of ``RingExchange``."""
+    one, other = pltpu.SemaphoreType.DMA((len(rotating),)), pltpu.SemaphoreType.DMA((max(len(accumulated), 1),))
     return [one, one, one, other, other, pltpu.SemaphoreType.REGULAR, pltpu.SemaphoreType.REGULAR]
 
 
-class Passing(NamedTuple):
-    """The exchange of one step, inside a kernel whose grid runs over the steps.
+class RingExchange(NamedTuple):
+    """Remote DMA of one step, inside a kernel whose grid runs over the steps.
 
     Attributes:
-        refs: by name: ``neighbours``; of what travels ``own_NAME`` and NAME [2, ...]; of what follows NAME [2, ...].
-        travelling, following: names.
-        last: the last step, from 0; nothing is sent in it but what follows.
-        moved_in, sent, arrived: copies of what travels.
-        follower_sent, follower_arrived: of what follows.
-        free, follower_free: how often the right neighbour's buffer has become free.
+        refs: by name: ``neighbours``; for each rotating array ``own_NAME`` and NAME [2, ...]; for each accumulated one
+            NAME [2, ...].
+        rotating, accumulated: names of the arrays.
+        last: index of the last step; only accumulated arrays are sent in it.
+        loaded, sent, arrived: DMA semaphores of the rotating arrays.
+        grads_sent, grads_arrived: DMA semaphores of the accumulated arrays.
+        free, grads_free: semaphores that count how often the right neighbour's buffer has become free.
     """
 
     refs: dict[str, Any]
-    travelling: tuple[str, ...]
-    following: tuple[str, ...]
+    rotating: tuple[str, ...]
+    accumulated: tuple[str, ...]
     last: int
-    moved_in: Any
+    loaded: Any
     sent: Any
     arrived: Any
-    follower_sent: Any
-    follower_arrived: Any
+    grads_sent: Any
+    grads_arrived: Any
     free: Any
-    follower_free: Any
+    grads_free: Any
 
     @property
     def step(self) -> Any:
-        """From 0."""
+        """Index of the step, from 0."""
         return pl.program_id(0)
 
     @property
     def slot(self) -> Any:
-        """The buffer of this step."""
+        """Index of this step's buffer."""
         return jax.lax.rem(self.step, 2)
 
-    def move_in(self) -> None:
-        """In the first step: the own shard into the first buffer, and nobody goes on before its neighbours are here."""
+    def load_own(self) -> None:
+        """First step: copies the shard's own arrays into the first buffers and waits at a barrier with both
+        neighbours.
+        """
 
         @pl.when(self.step == 0)
         def _() -> None:
             own = [
-                pltpu.make_async_copy(self.refs[f"own_{name}"], self.refs[name].at[0], self.moved_in.at[i])
-                for i, name in enumerate(self.travelling)
+                pltpu.make_async_copy(self.refs[f"own_{name}"], self.refs[name].at[0], self.loaded.at[i])
+                for i, name in enumerate(self.rotating)
             ]
             _start(own)
             if self.last:
@@ -96,7 +102,7 @@ class Passing(NamedTuple):
             _wait(own)
 
     def send(self) -> None:
-        """Begins to pass on what travels, once there is room."""
+        """Starts to send the rotating arrays to the right neighbour, once its buffers are free."""
 
         @pl.when(self.step < self.last)
         def _() -> None:
@@ -107,7 +113,7 @@ class Passing(NamedTuple):
             _start(self._copies())
 
     def receive(self) -> None:
-        """Ends it: the next step's shard is here, and this step's buffer is free."""
+        """Waits for the next step's arrays, and signals the left neighbour that this step's buffers are free."""
 
         @pl.when(self.step < self.last)
         def _() -> None:
@@ -117,24 +123,26 @@ class Passing(NamedTuple):
             def _() -> None:
                 self._signal(self.free, _LEFT)
 
-    def send_follower(self) -> None:
-        """Begins to pass on what was added up in the step before."""
+    def send_grads(self) -> None:
+        """Starts to send what was accumulated in the previous step."""
 
         @pl.when(self.step > 0)
         def _() -> None:
-            pl.semaphore_wait(self.follower_free, 1)
-            _start(self._follower_copies())
+            pl.semaphore_wait(self.grads_free, 1)
+            _start(self._grad_copies())
 
-    def receive_follower(self) -> None:
-        """Ends it: the other buffer, unused in the first step, is free."""
+    def receive_grads(self) -> None:
+        """Waits for the accumulated arrays, and signals that the other buffers are free; in the first step these are
+        unused.
+        """
 
         @pl.when(self.step > 0)
         def _() -> None:
-            _wait(self._follower_copies())
+            _wait(self._grad_copies())
 
         @pl.when(self.step < self.last)
         def _() -> None:
-            self._signal(self.follower_free, _LEFT)
+            self._signal(self.grads_free, _LEFT)
 
     def _signal(self, semaphore: Any, which: int) -> None:
         to = self.refs["neighbours"][which]
@@ -142,12 +150,12 @@ class Passing(NamedTuple):
 
     def _copies(self) -> list[Any]:
         here, there = self.slot, 1 - self.slot
-        return [self._copy(n, here, there, self.sent.at[i], self.arrived.at[i]) for i, n in enumerate(self.travelling)]
+        return [self._copy(n, here, there, self.sent.at[i], self.arrived.at[i]) for i, n in enumerate(self.rotating)]
 
-    def _follower_copies(self) -> list[Any]:
+    def _grad_copies(self) -> list[Any]:
         here, there = 1 - self.slot, self.slot
-        semaphores = self.follower_sent, self.follower_arrived
-        return [self._copy(n, here, there, *(s.at[i] for s in semaphores)) for i, n in enumerate(self.following)]
+        semaphores = self.grads_sent, self.grads_arrived
+        return [self._copy(n, here, there, *(s.at[i] for s in semaphores)) for i, n in enumerate(self.accumulated)]
 
     def _copy(self, name: str, here: Any, there: Any, sent: Any, arrived: Any) -> Any:
         buffers, to = self.refs[name], self.refs["neighbours"][_RIGHT]

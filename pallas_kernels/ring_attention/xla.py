@@ -1,11 +1,12 @@
-"""Ring attention from the blocks of ``flash_attention``, for any backend.
+"""Ring attention in plain JAX from the blocks of ``flash_attention``, for any backend.
 
-At each step a shard attends to the keys it holds and passes them on; the parts are joined by their logsumexps. The
-backward pass goes around once more: gradients of keys and values follow them, adding up, and come home at the end
-(arXiv:2310.01889). Sending and computing of a step do not depend on each other, so a compiler can overlap them.
+At each step a shard attends to the keys it holds and sends them on; the partial outputs are combined by their
+logsumexps. The backward pass goes around once more: gradients of keys and values follow the keys, accumulating, and
+return home at the end (arXiv:2310.01889). Communication and computation of a step are independent, so the compiler can
+overlap them.
 
-What a whole step cannot see is not computed: of a contiguous layout the steps with later keys, and all beyond a
-window's reach; of a zigzag one the half of every step that causality hides.
+What is masked for a whole step is not computed: with a contiguous layout the steps with later keys, and all beyond a
+sliding window; with zigzag the half of every step that the causal mask hides.
 
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -25,8 +26,8 @@ from pallas_kernels.flash_attention.xla import attention_xla, block_gradients
 from pallas_kernels.ring_attention.layout import Layout, places
 
 
-class Ring(NamedTuple):
-    """What does not change between traces."""
+class RingConfig(NamedTuple):
+    """Static configuration of a ring: mesh axis, number of shards, layout and score options."""
 
     axis: str
     shards: int
@@ -36,27 +37,27 @@ class Ring(NamedTuple):
     softcap: float | None
 
     def steps(self, size: int) -> int:
-        """How many shards' keys a shard can see, its own included."""
+        """Number of shards whose keys a shard can see, its own included."""
         if self.layout == "contiguous" and self.window is not None:
             return min(self.shards, 1 + -(-(self.window - 1) // size))
         return self.shards
 
     def shift(self, tree: Any, by: int) -> Any:
-        """Hands what a shard has to the one ``by`` places further."""
+        """Sends each shard's arrays to the shard ``by`` places further (collective permute)."""
         to = [(r, (r + by) % self.shards) for r in range(self.shards)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, to), tree)
 
 
-class Keys(NamedTuple):
-    """What travels: keys, values, and their segments."""
+class KVShard(NamedTuple):
+    """Rotating shard: keys, values and their segment ids."""
 
     k: Array
     v: Array
     segments: Array | None
 
 
-class Part(NamedTuple):
-    """The queries and keys of a step that can see one another: all of them, or one half."""
+class VisibleSlices(NamedTuple):
+    """Queries and keys of a step that can see one another: all of them, or one half."""
 
     queries: slice
     keys: slice
@@ -76,23 +77,23 @@ def ring_attention_xla(
     window: int | None,
     softcap: float | None,
 ) -> Float[Array, "B S N V"]:
-    """See ``ring_attention``."""
-    return _ring(Ring(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
+    """Ring attention in plain JAX; see ``ring_attention``."""
+    return _ring(RingConfig(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
+def _ring(ring: RingConfig, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
     return _forward(ring, q, k, v, segments, sinks)[0]
 
 
 def _forward(
-    ring: Ring, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
+    ring: RingConfig, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
 ) -> tuple[Array, Any]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    own = Keys(k, v, segments)
+    own = KVShard(k, v, segments)
 
-    def attend(keys: Keys, place: _Place, part: Part) -> Any:
-        """(output, logsumexp) of all queries; those outside the part have seen nothing."""
+    def attend(keys: KVShard, place: _StepPositions, part: VisibleSlices) -> Any:
+        """(output, logsumexp) of all queries; queries outside the slices have seen nothing."""
         masks = place.masks(part, segments, keys.segments)
         out, lse = attention_xla(
             q[:, part.queries],
@@ -118,10 +119,10 @@ def _forward(
     nothing = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(q.shape[:3], -jnp.inf, dtype)
     nothing = _vary_like(q, nothing)
 
-    def step(i: Array | int, total: tuple[Array, Array], keys: Keys) -> tuple[Array, Array]:
+    def step(i: Array | int, total: tuple[Array, Array], keys: KVShard) -> tuple[Array, Array]:
         return join(total, _where_visible(ring, q, i, nothing, functools.partial(attend, keys)))
 
-    def body(carry: tuple[Any, Keys], i: Array) -> tuple[tuple[Any, Keys], None]:
+    def body(carry: tuple[Any, KVShard], i: Array) -> tuple[tuple[Any, KVShard], None]:
         total, keys = carry
         return (step(i, total, keys), ring.shift(keys, 1)), None
 
@@ -135,12 +136,12 @@ def _forward(
     return out, (q, k, v, segments, sinks, out, lse)
 
 
-def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
+def _backward(ring: RingConfig, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
     q, k, v, segments, sinks, out, lse = residuals
     dtype = lse.dtype
 
-    def gradients(keys: Keys, place: _Place, part: Part) -> Any:
-        """Of all queries, keys and values; those outside the part get none."""
+    def gradients(keys: KVShard, place: _StepPositions, part: VisibleSlices) -> Any:
+        """Gradients (dq, dk, dv) of all queries, keys and values; zero outside the slices."""
         rows = (x[:, part.queries] for x in (out, lse, d_out))
         d_q, d_k, d_v = block_gradients(
             q[:, part.queries],
@@ -159,19 +160,19 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
     nothing = _vary_like(q, tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v)))
     last = ring.steps(q.shape[1]) - 1
 
-    def step(i: Array | int, d_q: Array, keys: Keys, d_keys: tuple[Array, Array]) -> tuple[Array, Any]:
-        # Sums follow their keys a step behind: sent after this step's part is added, they could not be overlapped.
+    def step(i: Array | int, d_q: Array, keys: KVShard, d_keys: tuple[Array, Array]) -> tuple[Array, Any]:
+        # Gradients follow their keys one step behind: sent after this step's addition, they could not be overlapped.
         arrived = ring.shift(d_keys, 1) if last else d_keys
         more = _where_visible(ring, q, i, nothing, functools.partial(gradients, keys))
         return d_q + more[0], (arrived[0] + more[1], arrived[1] + more[2])
 
-    def body(carry: tuple[Array, Keys, Any], i: Array) -> tuple[Any, None]:
+    def body(carry: tuple[Array, KVShard, Any], i: Array) -> tuple[Any, None]:
         d_q, keys, d_keys = carry
         passed = ring.shift(keys, 1)
         d_q, d_keys = step(i, d_q, keys, d_keys)
         return (d_q, passed, d_keys), None
 
-    start = nothing[0], Keys(k, v, segments), nothing[1:]
+    start = nothing[0], KVShard(k, v, segments), nothing[1:]
     (d_q, keys, d_keys), _ = jax.lax.scan(body, start, jnp.arange(last, dtype=jnp.int32))
     d_q, d_keys = step(last, d_q, keys, d_keys)
     d_k, d_v = ring.shift((d_keys[0].astype(k.dtype), d_keys[1].astype(v.dtype)), -last)
@@ -185,14 +186,16 @@ def _backward(ring: Ring, residuals: Any, d_out: Array) -> tuple[Array | None, .
 _ring.defvjp(_forward, _backward)
 
 
-class _Place(NamedTuple):
-    """Where in the sequence a shard's queries and the keys it holds are."""
+class _StepPositions(NamedTuple):
+    """Positions of a shard's queries and of the keys it holds at a step."""
 
     queries: Int[Array, "B S"]
     keys: Int[Array, "B S"]
 
-    def masks(self, part: Part, q_segments: Array | None, kv_segments: Array | None) -> dict[str, Array | None]:
-        """The arguments that decide visibility."""
+    def masks(
+        self, part: VisibleSlices, q_segments: Array | None, kv_segments: Array | None
+    ) -> dict[str, Array | None]:
+        """Mask arguments of ``flash_attention`` for these slices."""
         rows = None if q_segments is None else q_segments[:, part.queries]
         return {
             "q_positions": self.queries[:, part.queries],
@@ -203,27 +206,27 @@ class _Place(NamedTuple):
 
 
 def _where_visible(
-    ring: Ring, q: Array, step: Array | int, nothing: Any, compute: Callable[[_Place, Part], Any]
+    ring: RingConfig, q: Array, step: Array | int, nothing: Any, compute: Callable[[_StepPositions, VisibleSlices], Any]
 ) -> Any:
-    """``compute(place, part)`` on what of a step can be seen; ``nothing`` where nothing can."""
+    """``compute(place, part)`` on the visible slices of a step; ``nothing`` where no key is visible."""
     batch, size = q.shape[:2]
     mine = jax.lax.axis_index(ring.axis)
     theirs = (mine - step) % ring.shards
     both = (places(ring.layout, shard, ring.shards, size) for shard in (mine, theirs))
-    place = _Place(*(jnp.broadcast_to(x, (batch, size)) for x in both))
+    place = _StepPositions(*(jnp.broadcast_to(x, (batch, size)) for x in both))
     axes = varying_axes(*jax.tree.leaves(nothing))
 
-    def branch(part: Part) -> Callable[[], Any]:
+    def branch(part: VisibleSlices) -> Callable[[], Any]:
         return lambda: jax.tree.map(lambda x: vary_over(x, axes), compute(place, part))
 
-    everything, half = Part(slice(0, size), slice(0, size)), size // 2
+    everything, half = VisibleSlices(slice(0, size), slice(0, size)), size // 2
     if ring.layout == "striped":
         return branch(everything)()
     if ring.layout == "contiguous":
         return jax.lax.cond(theirs <= mine, branch(everything), lambda: nothing)
-    # Zigzag. Of earlier shards the first half is before all queries here and the second after them; later shards'
-    # keys are all between this shard's first half and its second.
-    earlier, later = Part(slice(0, size), slice(0, half)), Part(slice(half, size), slice(0, size))
+    # Zigzag. An earlier shard's first half precedes all queries here and its second half follows them; a later
+    # shard's keys all lie between this shard's first half and its second.
+    earlier, later = VisibleSlices(slice(0, size), slice(0, half)), VisibleSlices(slice(half, size), slice(0, size))
     which = jnp.where(theirs == mine, 0, jnp.where(theirs < mine, 1, 2))
     return jax.lax.switch(which, [branch(everything), branch(earlier), branch(later)])
 

@@ -1,3 +1,3 @@
-"""Division by the root of the mean square."""
+"""RMS norm: division by the root mean square, times a gain."""
 
 from pallas_kernels.rms_norm.api import rms_norm as rms_norm

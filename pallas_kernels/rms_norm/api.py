@@ -1,4 +1,4 @@
-"""Division by the root of the mean square, times a gain: the operation, whoever computes it."""
+"""RMS norm: public operation and its implementations."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def rms_norm(
     plus_one: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "..."]:
-    """``x / sqrt(mean(x^2) + eps) * gain`` over the gain's dimensions, the last of x (arXiv:1910.07467).
+    """RMS norm ``x / sqrt(mean(x^2) + eps) * gain`` over the gain's dimensions, the last of x (arXiv:1910.07467).
 
     Args:
-        x: of any shape that ends in the gain's.
-        gain: multiplied with what was normalised.
+        x: input; its shape must end in the gain's.
+        gain: learned scale of the normalised values.
         eps: added to the mean square.
-        plus_one: the gain is stored less one, so that zero is neutral (as Gemma has it).
-        implementation: "xla" keeps x and one number a row for the backward pass; "reference" what JAX keeps of the
-            formula, several times x in float32. See ``pallas_kernels._dispatch``.
+        plus_one: the stored gain is the scale minus one, so that zero is neutral (Gemma).
+        implementation: "xla" saves x and one value per row for the backward pass; "reference" saves what JAX's
+            autodiff of the formula saves, several float32 copies of x. See ``pallas_kernels._dispatch``.
 
     Returns:
-        Computed in at least float32, in ``x.dtype``. Differentiable in x and gain.
+        Normalised values, computed in at least float32, in ``x.dtype``. Differentiable in x and gain.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: the shapes do not match.
     """
     if gain.ndim == 0 or x.shape[-gain.ndim :] != gain.shape:
         raise ValueError(

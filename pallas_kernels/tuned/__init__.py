@@ -1,9 +1,9 @@
-"""Block sizes that were measured, by kind of device: ``KIND.json`` here, spaces as underscores.
+"""Measured block sizes by device kind, one file ``KIND.json`` each in this folder, with spaces as underscores.
 
     {"device_kind": "TPU v6 lite",
      "operations": {"flash_attention": {"command": "what measured it", "blocks": {"2 bytes": {"rows": 2048}}}}}
 
-A kind has a file once it was measured (``python -m benchmarks.tune``), and not before.
+A device kind has a file only after it was measured (``python -m benchmarks.tune``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Blocks = TypeVar("Blocks")
 
 
 def tuned(operation: str, kind: str, case: str, blocks: Blocks, least: Mapping[str, int]) -> Blocks:
-    """``blocks`` with the fields that were measured to be faster.
+    """``blocks`` with the measured fields replaced.
 
     Args:
-        operation: its package.
+        operation: name of the operation's package.
         kind: a ``device_kind``.
-        case: of the operation, such as an item size; what was not measured keeps its blocks.
-        blocks: a dataclass.
-        least: of the fields that are sizes, which are powers of two.
+        case: case of the operation, such as an item size; a case that was not measured keeps its blocks.
+        blocks: dataclass of block sizes.
+        least: smallest legal value of each field that is a size; sizes are powers of two.
 
     Raises:
-        ValueError: the device's file has a field that ``blocks`` has not, or a value that is none.
+        ValueError: the device's file has a field that ``blocks`` lacks, or an illegal value.
     """
     file = path(kind)
     if not file.exists():
@@ -40,7 +40,7 @@ def tuned(operation: str, kind: str, case: str, blocks: Blocks, least: Mapping[s
     for name, value in fields.items():
         where = f"{file.name}: {operation}, {case}"
         if name not in names:
-            raise ValueError(f"{where}: {name!r} is no field of {type(blocks).__name__}; there are {', '.join(names)}.")
+            raise ValueError(f"{where}: {name!r} is no field of {type(blocks).__name__}; legal: {', '.join(names)}.")
         if type(value) is not int or value < least.get(name, 1) or (name in least and value & (value - 1)):
             legal = f"a power of two, at least {least[name]}" if name in least else "a positive whole number"
             raise ValueError(f"{where}: {name} = {value!r}; it must be {legal}.")
@@ -48,22 +48,22 @@ def tuned(operation: str, kind: str, case: str, blocks: Blocks, least: Mapping[s
 
 
 def by_kind(operation: str) -> dict[str, dict[str, int]]:
-    """Fields by ``device_kind``, of operations that have one case, ``"all"``."""
+    """Measured fields by ``device_kind``, for operations with a single case ``"all"``."""
     files = (read(file)["operations"] | {"": read(file)["device_kind"]} for file in sorted(FOLDER.glob("*.json")))
     return {data[""]: data[operation]["blocks"].get("all", {}) for data in files if operation in data}
 
 
 def path(kind: str) -> Path:
-    """Where a kind's file is, or would be."""
+    """Path of a device kind's file, whether or not it exists."""
     return FOLDER / f"{kind.replace(' ', '_').replace('/', '_')}.json"
 
 
 @functools.cache
 def read(file: Path) -> dict[str, Any]:
-    """A kind's file.
+    """Contents of a device kind's file.
 
     Raises:
-        ValueError: it is not as above.
+        ValueError: its keys or its device kind are not as the module's docstring says.
     """
     data = json.loads(file.read_text())
     _keys(file, "", data, {"device_kind", "operations"})
