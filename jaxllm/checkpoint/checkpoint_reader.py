@@ -1,4 +1,4 @@
-"""Reading checkpoints: nothing leaves this file unverified."""
+"""Checkpoint reader: reads the manifest, the meta file and the leaves, and verifies all contents by their hashes."""
 
 from __future__ import annotations
 
@@ -20,48 +20,49 @@ from jaxllm.checkpoint.storage.stored_leaf import CorruptDataError, Index, Store
 META = "meta.json"
 
 Progress = Callable[[str, int, int], None]
-"""progress(leaf, bytes done, bytes in all)"""
+"""Progress callback: progress(leaf, bytes done, total bytes)."""
 
 
 class CheckpointLeaf:
-    """A leaf of a checkpoint that a caller reads; damage becomes the error that names it."""
+    """Leaf of a checkpoint, open for reading; corrupt data raises an error that names the leaf."""
 
     def __init__(self, reader: CheckpointReader, step: int, stored: StoredLeaf):
         self._reader, self._step, self._stored = reader, step, stored
         self.record, self.shape, self.dtype = stored.record, stored.shape, stored.dtype
 
     def read(self, index: Index | None = None) -> np.ndarray:
-        """A slice of the values, verified; all by default."""
+        """Reads and verifies a slice of the values; the default is all of them."""
         with self._reader.naming_leaf(self._step, self._stored.path):
             return self._stored.read(index)
 
     def mapped(self) -> np.ndarray:
-        """All values, verified, as a read-only view of the file where there is one."""
+        """Verifies all values and returns them as a read-only, memory-mapped view of the file if possible."""
         with self._reader.naming_leaf(self._step, self._stored.path):
             return self._stored.mapped()
 
     def verify(self) -> None:
-        """Reads everything and compares it with the leaf's hash."""
+        """Reads all values and compares them with the leaf's content hash."""
         with self._reader.naming_leaf(self._step, self._stored.path):
             self._stored.verify()
 
     @property
     def bytes_read(self) -> int:
+        """Bytes read from files so far."""
         return self._stored.bytes_read
 
 
 class CheckpointReader:
-    """Verified contents of the checkpoints in one directory, and the messages about damaged ones."""
+    """Reader of the checkpoints in one directory: verifies contents and reports corrupt checkpoints."""
 
     def __init__(self, directory: StepDirectories):
         self._directory = directory
         self._files = directory.files
 
     def resolve_step(self, step: int | None) -> int:
-        """`step`, or the newest if None.
+        """Returns `step`, or the newest step if it is None.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: there is no such checkpoint.
         """
         steps = self._directory.steps()
         if step is None:
@@ -73,7 +74,7 @@ class CheckpointReader:
         return step
 
     def manifest(self, step: int) -> Manifest:
-        """What the checkpoint of `step` holds.
+        """Manifest of the checkpoint of `step`.
 
         Raises:
             CheckpointNotFoundError: no such step.
@@ -93,20 +94,20 @@ class CheckpointReader:
         return manifest
 
     def meta(self, step: int, manifest: Manifest) -> dict[str, Any]:
-        """The JSON saved along."""
+        """The `meta` that was saved with the checkpoint, verified."""
         return json.loads(self._verified_file(step, manifest, META))
 
     def leaves(self, step: int, manifest: Manifest, wanted: Collection[str]) -> dict[str, CheckpointLeaf]:
-        """The wanted leaves, to be read; their files are there and whole, and those that describe them are verified.
+        """Opens leaves for reading; checks that their files exist with the right size, and verifies their metadata.
 
         Raises:
-            CheckpointCorruptError: naming leaf and file.
+            CheckpointCorruptError: names the leaf and the file.
         """
         names: dict[str, list[str]] = {path: [] for path in wanted}
         for name in manifest.files:
             owner = manifest.owners.get(array_store.folder_of(name))
             if owner is None and name != META:
-                self._verified_file(step, manifest, name)  # what describes the tree
+                self._verified_file(step, manifest, name)  # metadata of the tree
             elif owner in names:
                 names[owner].append(name)
 
@@ -128,14 +129,14 @@ class CheckpointReader:
             return dict(zip(names, pool.map(one, names), strict=True))
 
     def verify(self, step: int, progress: Progress | None = None) -> None:
-        """Reads everything of a checkpoint and compares it with its manifest."""
+        """Reads a whole checkpoint and compares it with its manifest."""
         manifest = self.manifest(step)
         self.meta(step, manifest)
         leaves = self.leaves(step, manifest, manifest.leaves)
         map_in_order(leaves, manifest.leaves, lambda path: leaves[path].verify(), progress)
 
     def is_complete(self, step: int) -> bool:
-        """Whether the manifest is sound and every file has its size; contents are not read."""
+        """Whether the manifest is valid and every file has its size; contents are not read."""
         try:
             manifest = self.manifest(step)
             sizes = self._files.walk(self._directory.folder(step))
@@ -144,24 +145,24 @@ class CheckpointReader:
         return all(sizes.get(name) == record.bytes for name, record in manifest.files.items())
 
     def describe_step(self, step: int) -> str:
-        """The checkpoint's name in messages."""
+        """Name of the checkpoint of `step` in messages."""
         return f"the checkpoint of step {step} in {self._files}"
 
     @contextlib.contextmanager
     def naming_leaf(self, step: int, leaf: str) -> Iterator[None]:
-        """Damage that is found inside is that of a leaf."""
+        """Context manager that attributes corrupt data found inside it to a leaf."""
         try:
             yield
         except CorruptDataError as error:
             file = error.file and f"{array_store.leaf_folder(leaf)}/{error.file}"
             raise self._corrupt(step, error.what, leaf=leaf, file=file) from error
         except FileNotFoundError as error:
-            raise self._corrupt(step, "a file of it is missing", leaf=leaf) from error
+            raise self._corrupt(step, "one of its files is missing", leaf=leaf) from error
         except OSError as error:
             raise CheckpointError(f"leaf {leaf} of {self.describe_step(step)} cannot be read: {error}") from error
 
     def _verified_file(self, step: int, manifest: Manifest, name: str) -> bytes:
-        """A file that holds no array data, verified."""
+        """Reads and verifies a file without array data."""
         leaf = self._check_size(step, manifest, name)
         try:
             data = bytes(self._files.read(f"{self._directory.folder(step)}/{name}"))
@@ -172,7 +173,7 @@ class CheckpointReader:
         return data
 
     def _check_size(self, step: int, manifest: Manifest, name: str) -> str | None:
-        """The leaf that a file belongs to; the file has the size that it was saved with."""
+        """Checks the size of a file, and returns the leaf that it belongs to."""
         leaf = manifest.owners.get(array_store.folder_of(name))
         expected = manifest.files.get(name)
         if expected is None:
@@ -188,12 +189,12 @@ class CheckpointReader:
         return leaf
 
     def _corrupt(self, step: int, what: str, *, leaf: str | None = None, file: str | None = None):
-        """The error for a damaged checkpoint: where, what, and which others there are."""
+        """Error for a corrupt checkpoint: the place, the finding, and the other checkpoints."""
         place = ", ".join(text for text in (leaf and f"leaf {leaf}", file and f"file {file}") if text)
         others = [s for s in self._directory.steps() if s != step]
         advice = (
             f"Restore another step instead, such as restore(step={others[-1]}) (here: {_list(others)}), "
-            "or let resume() find the newest good one."
+            "or call resume(), which finds the newest good one."
             if others
             else "There is no other checkpoint here."
         )
@@ -212,7 +213,7 @@ def map_in_order(
     work: Callable[[str], Any],
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """`work` of every leaf, several at a time."""
+    """Applies `work` to every leaf, several at a time; the results by path, in the order of `leaves`."""
     total, done = sum(records[path].nbytes for path in leaves), 0
     out = {}
     with ThreadPoolExecutor(leaf_hashing.HASH_THREADS) as pool:

@@ -1,4 +1,4 @@
-"""Writing the arrays of a checkpoint: hashed and written at the same time, with a bound on what waits in memory."""
+"""Checkpoint writer: hashes and writes arrays at the same time, within a budget of host memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from jaxllm.checkpoint.storage.file_systems import FileSystem
 from jaxllm.checkpoint.storage.leaf_hashing import as_bytes, hash_bytes, split_pieces
 
 SYNC_ALONE_BYTES = 2**23
-"""Bytes from which on a file is waited for alone; smaller ones all together, in the end."""
+"""Size in bytes from which on a file is synced alone; smaller files are synced together at the end."""
 WRITER_THREADS = 4
-"""Files that are written at a time: while one waits for the disk, others go on."""
+"""Files written at a time: while one waits for the disk, the others proceed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamedLeaf:
-    """A leaf that need not be in memory as a whole.
+    """Leaf that is written in pieces, and need not be in memory as a whole.
 
-    pieces: its values, one after another in C order, in pieces of any size.
-    key: dtype and implementation of typed keys; the rest is then that of their data.
+    shape, dtype: of the whole leaf.
+    pieces: its values one after another in C order, in pieces of any size.
+    key: (dtype, implementation) of typed PRNG keys; the other fields then describe the key data.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class StreamedLeaf:
 
 
 def streamed_leaves(leaves: Mapping[str, StreamedLeaf]) -> dict[str, SnapshotLeaf]:
-    """Leaves that come in pieces, to be written as others are."""
+    """Converts streamed leaves to the form in which snapshots are written."""
     return {
         p: single_chunk_leaf(tuple(leaf.shape), np.dtype(leaf.dtype), lambda leaf=leaf: leaf.pieces, leaf.key)
         for p, leaf in leaves.items()
@@ -48,10 +49,10 @@ def streamed_leaves(leaves: Mapping[str, StreamedLeaf]) -> dict[str, SnapshotLea
 
 @dataclasses.dataclass(frozen=True)
 class WrittenChunk:
-    """What was written of a leaf: one chunk.
+    """Chunk of a leaf that has been written.
 
+    bytes: its size.
     blocks: hashes of the blocks of its bytes.
-    hash: of its bytes as a whole, where the leaf is in several chunks.
     """
 
     bytes: int
@@ -59,11 +60,12 @@ class WrittenChunk:
 
     @property
     def hash(self) -> str:
+        """Content hash of the whole chunk."""
         return leaf_hashing.combine_block_hashes(self.blocks)
 
 
 class HostMemoryBudget:
-    """Bytes in host memory at a time: `with budget(n)` waits until there is room, or nothing else is there."""
+    """Budget of host memory in bytes: `with budget(n)` waits until n bytes fit, or until nothing else is in use."""
 
     def __init__(self, most: int):
         self._most, self._used = most, 0
@@ -83,7 +85,7 @@ class HostMemoryBudget:
 
 
 def write_metadata(files: FileSystem, folder: str, leaves: Mapping[str, SnapshotLeaf]) -> dict[str, FileRecord]:
-    """Makes the folders of leaves and writes every file that holds no array data."""
+    """Creates the folders of leaves and writes the metadata files (those without array data); their records."""
     described = array_store.metadata_files(
         {
             p: (leaf.array_shape, array_store.stored_dtype(leaf.array_dtype), leaf.chunk)
@@ -97,7 +99,7 @@ def write_metadata(files: FileSystem, folder: str, leaves: Mapping[str, Snapshot
 
 
 def write_file(files: FileSystem, folder: str, name: str, data: bytes) -> FileRecord:
-    """Writes a small file of a checkpoint, hashed."""
+    """Writes a small file of a checkpoint; returns its size and content hash."""
     with files.create(f"{folder}/{name}") as out:
         out.write(data)
     return FileRecord(len(data), hash_bytes(data))
@@ -106,13 +108,13 @@ def write_file(files: FileSystem, folder: str, name: str, data: bytes) -> FileRe
 def write_chunks(
     files: FileSystem, folder: str, leaves: Mapping[str, SnapshotLeaf], budget: HostMemoryBudget
 ) -> dict[str, dict[str, WrittenChunk]]:
-    """Writes what this process has of every leaf, and returns when it is on disk.
+    """Writes this process's chunks of every leaf; returns when they are on disk.
 
     Returns:
-        Path -> chunk -> what was written.
+        Path -> name of the chunk -> what was written.
 
     Raises:
-        ValueError: the pieces of a leaf are not of its type, or too few or too many.
+        ValueError: the pieces of a leaf have another dtype, or too few or too many bytes.
     """
     jobs = [(path, name) for path, leaf in nonempty(leaves).items() for name in leaf.parts]
     with ThreadPoolExecutor(WRITER_THREADS) as pool, ThreadPoolExecutor(leaf_hashing.HASH_THREADS) as hashers:
@@ -125,7 +127,7 @@ def write_chunks(
             with budget(size), files.create(name) as out:
                 part = _write(out.write, leaf.parts[chunk](), path, leaf, size, hashers)
             if size >= SYNC_ALONE_BYTES:
-                files.sync([name])  # while others are written and hashed
+                files.sync([name])  # while other files are written and hashed
             return part
 
         running = [pool.submit(write, job) for job in jobs]
@@ -144,7 +146,7 @@ def write_chunks(
 def leaf_records(
     leaves: Mapping[str, SnapshotLeaf], written: Mapping[str, Mapping[str, WrittenChunk]]
 ) -> dict[str, LeafRecord]:
-    """What the manifest says of leaves that one process wrote."""
+    """Manifest records of leaves that one process wrote."""
     out = {}
     for path, leaf in leaves.items():
         blocks = next((part.blocks for part in written[path].values()), [hash_bytes(b"")])
@@ -153,7 +155,7 @@ def leaf_records(
 
 
 def file_records(written: Mapping[str, Mapping[str, WrittenChunk]], hashed: bool = False) -> dict[str, FileRecord]:
-    """What the manifest says of the files of array data; with a hash of their own where the leaf's is not enough."""
+    """Manifest records of files with array data; `hashed` adds each file's own hash, for leaves in several chunks."""
     return {
         f"{array_store.leaf_folder(path)}/{name}": FileRecord(part.bytes, part.hash if hashed else None)
         for path, parts in written.items()
@@ -162,13 +164,13 @@ def file_records(written: Mapping[str, Mapping[str, WrittenChunk]], hashed: bool
 
 
 def leaf_record(leaf: SnapshotLeaf, blocks: list[str]) -> LeafRecord:
-    """A leaf's entry in the manifest, from the hashes of its blocks."""
+    """Manifest record of a leaf, from the hashes of its blocks."""
     several = tuple(blocks) if len(blocks) > 1 else ()
     return LeafRecord(leaf.shape, leaf.dtype, leaf_hashing.combine_block_hashes(blocks), leaf.key_impl, several)
 
 
 def nonempty(leaves: Mapping[str, SnapshotLeaf]) -> dict[str, SnapshotLeaf]:
-    """Those that have a file: a leaf without elements has none."""
+    """Leaves that have a file: a leaf without elements has none."""
     return {path: leaf for path, leaf in leaves.items() if 0 not in leaf.array_shape}
 
 
@@ -180,7 +182,7 @@ def _write(
     size: int,
     hashers: ThreadPoolExecutor,
 ) -> WrittenChunk:
-    """Writes one chunk, each piece while it is hashed."""
+    """Writes one chunk; each piece is hashed while it is written."""
     hasher, written = leaf_hashing.BlockHasher(), 0
     for piece in pieces:
         if piece.dtype != leaf.array_dtype:
@@ -188,14 +190,14 @@ def _write(
         for part in split_pieces(as_bytes(piece), leaf_hashing.PIECE_BYTES):
             hashed = hashers.submit(hasher.update, part)
             rest = part.data
-            while len(rest):  # an unbuffered file may take a part
+            while len(rest):  # an unbuffered file may write only a part
                 count = put(rest)
                 rest = rest[count if isinstance(count, int) else len(rest) :]
             hashed.result()
             written += len(part)
         if written > size:
             break
-        del piece, part, rest, hashed  # before the next one is made
+        del piece, part, rest, hashed  # frees this piece before the next one is created
     if written != size:
         raise ValueError(f"leaf {path} has {size} bytes, and its pieces have {written}.")
     return WrittenChunk(size, hasher.blocks())

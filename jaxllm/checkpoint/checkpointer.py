@@ -1,4 +1,4 @@
-"""The Checkpointer: save in the background, commit in one move, verify on the way back."""
+"""Checkpointer: asynchronous checkpointing with atomic commit, retention and verified restore."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ COPY_MODES: dict[str, CopyMode] = {"lazy": "device", "eager": "host", "blocking"
 
 
 class Checkpointer(ReadOnlyCheckpointer):
-    """Saves and restores the state of one run in one place.
+    """Checkpointer of one run: saves and restores its state in one directory.
 
     Args:
-        directory: holds the checkpoints, one folder a step: a path, or a URL (gs://, s3://, memory://, ...).
-        config: how often, how many, in the background or not.
-        read_only: True for readers (eval, serving): nothing is created, locked, cleaned or renamed. A writer takes
-            the directory's lock at once and removes what killed writers left there.
+        directory: contains one folder per step: a path, or a URL (gs://, s3://, memory://, ...).
+        config: retention and saving mode.
+        read_only: True for readers (evaluation, serving): nothing is created, locked, cleaned or renamed. A writer
+            locks the directory at once and removes leftovers of killed writers.
 
     Attributes:
-        stalls: seconds that each save kept its caller, by step.
+        stalls: step -> seconds for which its save blocked the caller.
 
     Raises:
         CheckpointBusyError: another writer has the directory.
@@ -67,9 +67,8 @@ class Checkpointer(ReadOnlyCheckpointer):
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Saves `state` as the checkpoint of `step`.
 
-        Returns as soon as its arrays may be donated (`config.saving`). The checkpoint is there for readers once
-        everything is on disk, never in part. A save still in flight is waited for first; if it failed, this raises its
-        error and saves nothing.
+        Returns as soon as its arrays may be donated (`config.saving`). Readers see the checkpoint once all of it is on
+        disk, never a part. A save in flight is waited for first; if it failed, this raises its error and saves nothing.
 
         Args:
             step: finished steps.
@@ -77,7 +76,7 @@ class Checkpointer(ReadOnlyCheckpointer):
             meta: JSON: data cursor, config, fingerprints, versions.
 
         Returns:
-            False, and nothing is written, if that step is on disk already; else True.
+            False if that step is on disk already (nothing is written); else True.
 
         Raises:
             CheckpointError: the state is not savable (the message names the leaf), `meta` is not JSON, later steps are
@@ -99,12 +98,12 @@ class Checkpointer(ReadOnlyCheckpointer):
         return True
 
     def save_streamed(self, step: int, leaves: Mapping[str, StreamedLeaf], meta: Mapping[str, Any]) -> bool:
-        """`save` of a state that is never in memory as a whole: its leaves come by path, in pieces.
+        """Saves a state that is never in memory as a whole: leaves by path, each in pieces.
 
-        The checkpoint is the one that `save` makes of the same values. It is on disk when this returns.
+        The checkpoint is the same as that of `save` for the same values. It is on disk when this returns.
 
         Raises:
-            CheckpointError: as in `save`; its cause is what went wrong, if that was in the making of a piece.
+            CheckpointError: as in `save`; its cause is the exception of a piece's iterator, if that raised.
         """
         if (text := self._check_save(step, meta)) is None:
             return False
@@ -112,10 +111,10 @@ class Checkpointer(ReadOnlyCheckpointer):
         return True
 
     def wait(self) -> None:
-        """Returns when no save is in flight.
+        """Waits until no save is in flight.
 
         Raises:
-            CheckpointError: the save failed. Reported once; earlier checkpoints are untouched.
+            CheckpointError: the save failed. Raised once; earlier checkpoints are untouched.
         """
         if self._writer is not None:
             self._writer.join()
@@ -125,7 +124,7 @@ class Checkpointer(ReadOnlyCheckpointer):
             raise failure
 
     def close(self) -> None:
-        """Waits for the save in flight and lets another writer in. A second call does nothing.
+        """Waits for the save in flight and releases the directory's lock. A second call does nothing.
 
         Raises:
             CheckpointError: that save failed.
@@ -145,24 +144,26 @@ class Checkpointer(ReadOnlyCheckpointer):
         self.close()
 
     def set_aside_after(self, step: int) -> list[Path | str]:
-        """Renames the checkpoints later than `step` to `aside_*`, so that training can go on from there another way.
+        """Rollback: renames the checkpoints later than `step` to `aside_*`, so that training can continue from `step`.
 
         Returns:
-            Where they are now. They no longer count and are never deleted.
+            The new paths. Set-aside checkpoints no longer count as checkpoints and are not deleted by retention.
         """
         self._require_writer()
         self.wait()
         return [self._at(self._directory.set_aside(later, "aside")) for later in self.steps() if later > step]
 
     def collect(self, *, set_aside: bool = False, dry: bool = False) -> list[str]:
-        """Deletes what the config does not keep, now; the newest checkpoint whose contents are good always stays.
+        """Garbage collection: deletes the checkpoints that retention does not keep.
+
+        The newest checkpoint whose contents are verified is always kept.
 
         Args:
-            set_aside: also what was set aside, as damaged or by `set_aside_after`.
+            set_aside: also delete folders that were set aside, as corrupt or by `set_aside_after`.
             dry: delete nothing.
 
         Returns:
-            The names of the folders that are deleted.
+            The names of the folders that are deleted, or would be with `dry`.
         """
         self._require_writer()
         self.wait()
@@ -181,18 +182,18 @@ class Checkpointer(ReadOnlyCheckpointer):
     # Inside
 
     def _check_save(self, step: int, meta: Mapping[str, Any]) -> str | None:
-        """`meta` as text if `step` can be saved now; None if it is on disk already."""
+        """Returns `meta` as JSON text if `step` can be saved now, None if that step is on disk already."""
         self._require_writer()
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-            raise CheckpointError(f"step is {step!r}: give the number of finished steps, an int from 0.")
+            raise CheckpointError(f"step is {step!r}: give the number of finished steps, an int of 0 or more.")
         text, present = _meta_text(meta), self.steps()
         if step in present:
             return None
         if present and step < present[-1]:
             raise CheckpointError(
-                f"{self._directory} holds step {present[-1]}, later than step {step} to be saved, and would resume "
-                f"there. After restoring an older step call set_aside_after(step), or save into another directory."
+                f"{self._directory} has step {present[-1]}, later than step {step} to be saved, and a resume would "
+                f"start there. After restoring an older step call set_aside_after(step), or save to another directory."
             )
         return text
 
@@ -202,14 +203,14 @@ class Checkpointer(ReadOnlyCheckpointer):
     def _write_arrays(
         self, folder: str, leaves: Mapping[str, SnapshotLeaf], budget: HostMemoryBudget
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
-        """Writes the arrays into a folder, and returns when they are on disk."""
+        """Writes the arrays into a folder; returns, when they are on disk, their records for the manifest."""
         files = self._directory.files
         described = checkpoint_writer.write_metadata(files, folder, leaves)
         written = checkpoint_writer.write_chunks(files, folder, leaves, budget)
         return checkpoint_writer.leaf_records(leaves, written), described | checkpoint_writer.file_records(written)
 
     def _write(self, step: int, meta: str, leaves: Mapping[str, SnapshotLeaf], one_at_a_time: bool = False) -> None:
-        """Writes and commits one checkpoint; then applies retention."""
+        """Writes and atomically commits one checkpoint, then applies retention."""
         try:
             folder = self._directory.begin_save(step)
             budget = HostMemoryBudget(1 if one_at_a_time else self.config.host_bytes)
@@ -233,10 +234,10 @@ class Checkpointer(ReadOnlyCheckpointer):
         try:
             self._write(step, meta, leaves)
         except Exception as error:
-            self._failure = error  # raised by the next save, wait or close
+            self._failure = error  # the next save, wait or close raises it
 
     def _unretained(self) -> list[int]:
-        """Steps that the config does not keep. Checkpoints with missing or cut files neither count nor go."""
+        """Steps that retention deletes. Checkpoints with missing or truncated files neither count nor are deleted."""
         whole = [step for step in self.steps() if self._reader.is_complete(step)]
         return sorted(set(whole) - self.config.retained(whole))
 
@@ -270,11 +271,11 @@ class Checkpointer(ReadOnlyCheckpointer):
 
 
 def _meta_text(meta: Mapping[str, Any]) -> str:
-    """`meta` as JSON that reads back equal."""
+    """Converts `meta` to JSON text, and checks that it reads back equal."""
     try:
         text = json.dumps(dict(meta), indent=1)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"meta is not JSON: {error}. Give dicts, lists, strings, numbers, None.") from error
+        raise CheckpointError(f"meta is not JSON: {error}. Use dicts, lists, strings, numbers, None.") from error
     for key, value in json.loads(text).items():
         if key not in meta or (value != meta[key] and value == value):
             raise CheckpointError(

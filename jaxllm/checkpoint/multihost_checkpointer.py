@@ -1,13 +1,13 @@
-"""One checkpoint of an array state that lives in several processes, on a file system or object store that they share.
+"""Multi-host checkpointing: several processes save one sharded state to a shared file system or object store.
 
-Process 0 owns the directory: it makes the folder, writes what is whole in every process, waits for the others, writes
-the manifest and commits. Every process writes the shards that are its own, each as one zarr chunk whose bytes are the
-shard's, and reports their hashes, which are taken before they are written. So nothing is gathered and no array's byte
+Process 0 owns the directory: it creates the folder, writes the leaves that every process has as a whole, waits for the
+others, writes the manifest and commits. Every process writes its own shards, each as one zarr chunk with the bytes of
+the shard, and reports their content hashes, which are taken before writing. So nothing is gathered, and no array data
 is sent from one process to another.
 
-The hash of a leaf is over its values in C order, which no process has. So when all chunks are written, each process
-reads its share of the leaf's blocks back, comparing what it reads with the chunks' hashes; all this is in the
-background.
+The hash of a leaf is over its values in C order, which no process has as a whole. So when all chunks are written, each
+process reads back its share of the leaf's blocks, and compares what it reads with the hashes of the chunks. All this
+happens in the background.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class CheckpointGroup(Protocol):
-    """The processes that save together; ``jaxllm.parallel.distributed.ProcessGroup`` is one.
+    """Group of processes that save together; ``jaxllm.parallel.distributed.ProcessGroup`` is one.
 
-    rank, size: this process, and how many there are.
-    gather: every process's text by rank, in process 0; nothing in the others.
-    tell: process 0's text, in every process.
+    rank: index of this process. size: number of processes.
     """
 
     rank: int
     size: int
 
-    def gather(self, topic: str, text: str) -> list[str]: ...
+    def gather(self, topic: str, text: str) -> list[str]:
+        """Texts of all processes by rank, in process 0; an empty list in the others."""
+        ...
 
-    def broadcast(self, topic: str, text: str = "") -> str: ...
+    def broadcast(self, topic: str, text: str = "") -> str:
+        """Text of process 0, in every process."""
+        ...
 
 
 class MultihostCheckpointer(Checkpointer):
-    """A `Checkpointer` that every process of a group opens on the same directory.
+    """Multi-host `Checkpointer`: every process of a group opens it on the same directory.
 
-    Every process calls the same methods in the same order with the same arguments; each raises what any of them met.
+    All processes call the same methods in the same order with the same arguments; an error in one is raised in all.
     """
 
     def __init__(
@@ -65,18 +67,18 @@ class MultihostCheckpointer(Checkpointer):
         self._group = group
 
     def latest(self) -> int | None:
-        """As process 0 sees it."""
+        """Newest complete checkpoint's step as seen by process 0; None if there is none."""
         return json.loads(self._group.broadcast("checkpoint/latest", json.dumps(self._is_lead and super().latest())))
 
     def resume(self, abstract_state: Any) -> RestoredCheckpoint | None:
-        """As `Checkpointer.resume`; process 0 looks for the newest good one, the others take the same."""
-        self._group.gather("checkpoint/resume", "")  # nobody reads a folder that process 0 is about to rename
+        """Same as `Checkpointer.resume`; process 0 finds the newest good checkpoint, and the others use the same."""
+        self._group.gather("checkpoint/resume", "")  # barrier: no process reads a folder that process 0 may rename
         step = super().latest_good() if self._is_lead else None
         step = json.loads(self._group.broadcast("checkpoint/resume", json.dumps(step)))
         return None if step is None else RestoredCheckpoint(step, *self.restore(abstract_state, step))
 
     def set_aside_after(self, step: int) -> list[Path | str]:
-        """As `Checkpointer.set_aside_after`; the paths are told in process 0 only."""
+        """Same as `Checkpointer.set_aside_after`; only process 0 gets the paths."""
         self.wait()
         return super().set_aside_after(step) if self._is_lead else []
 
@@ -98,16 +100,17 @@ class MultihostCheckpointer(Checkpointer):
         return text
 
     def _capture(self, state: Any, copy: CopyMode) -> dict[str, SnapshotLeaf]:
-        # A copy on the devices is one program of all processes: all make it, or none.
+        # A copy on the devices is one program of all processes: either all run it, or none.
         said = self._group.gather("checkpoint/room", copy)
         copy = self._group.broadcast("checkpoint/room", next((one for one in said if one != "device"), copy))  # type: ignore[assignment]
         leaves = snapshot.capture(state, copy=copy, multihost=True)
         return leaves if self._is_lead else {path: leaf for path, leaf in leaves.items() if leaf.split}
 
     def _write(self, step: int, meta: str, leaves: Mapping[str, SnapshotLeaf], one_at_a_time: bool = False) -> None:
-        """Process 0 speaks three times: when the folder is there, when all chunks are, and in the end.
+        """Writes and commits one checkpoint together.
 
-        What it says is JSON; one with a `problem` is its last word.
+        Process 0 broadcasts three times: when the folder exists, when all chunks are written, and at the end. The
+        messages are JSON; a message with a `problem` is the last one.
         """
         if self._is_lead:
             try:
@@ -133,7 +136,7 @@ class MultihostCheckpointer(Checkpointer):
     def _write_arrays(
         self, folder: str, leaves: Mapping[str, SnapshotLeaf], budget: HostMemoryBudget
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
-        """What process 0 writes, and what the manifest says of all."""
+        """Writes the metadata and the whole leaves in process 0; returns the manifest records of all leaves."""
         files = checkpoint_writer.write_metadata(self._directory.files, folder, leaves)
         self._announce()
         split = {path: leaf for path, leaf in leaves.items() if leaf.split}
@@ -141,7 +144,7 @@ class MultihostCheckpointer(Checkpointer):
         try:
             written = checkpoint_writer.write_chunks(self._directory.files, folder, own, budget)
             problem = None
-        except Exception as error:  # told when the others listen
+        except Exception as error:  # raised after the collective calls, so that the other processes do not hang
             written, problem = {}, error
         records, chunks = self._write_shards(folder, split)
         if problem is not None:
@@ -152,10 +155,10 @@ class MultihostCheckpointer(Checkpointer):
     def _write_shards(
         self, folder: str, leaves: Mapping[str, SnapshotLeaf]
     ) -> tuple[dict[str, LeafRecord], dict[str, FileRecord]]:
-        """Writes this process's shards and hashes its share of the blocks of all; returns what the manifest says.
+        """Writes this process's shards and hashes its share of all blocks; returns the manifest records.
 
         Raises:
-            CheckpointError: in process 0, naming the process that could not; the others are told in the end.
+            CheckpointError: in process 0, naming the process that failed; the others receive it at the end.
         """
         chunks = self._gather_results(
             "checkpoint/chunks",
@@ -176,7 +179,7 @@ class MultihostCheckpointer(Checkpointer):
     def _records(
         self, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
     ) -> dict[str, LeafRecord]:
-        """What the manifest says of leaves whose chunks are all there; nothing in processes other than 0."""
+        """Manifest records of leaves whose chunks are all written; empty in processes other than 0."""
         hashes = self._gather_results("checkpoint/blocks", lambda: self._hash_own_blocks(folder, leaves, chunks))
         records = {}
         for path, leaf in leaves.items() if self._is_lead else ():
@@ -187,7 +190,7 @@ class MultihostCheckpointer(Checkpointer):
     def _hash_own_blocks(
         self, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
     ) -> dict[str, dict[int, str]]:
-        """Path -> number -> hash of the blocks that are this process's to hash."""
+        """Path -> block number -> hash, for the blocks that this process hashes (round robin)."""
         out: dict[str, dict[int, str]] = {}
         turn = 0
         for path, leaf in leaves.items():
@@ -204,10 +207,10 @@ class MultihostCheckpointer(Checkpointer):
         return out
 
     def _gather_results(self, topic: str, work: Callable[[], _T]) -> list[_T]:
-        """What `work` gives in each process, in process 0; nothing in the others.
+        """Results of `work` of all processes, in process 0; an empty list in the others.
 
         Raises:
-            CheckpointError: in process 0, of those where it failed.
+            CheckpointError: in process 0, naming the processes in which `work` failed.
         """
         try:
             text = json.dumps({"result": work()})
@@ -230,7 +233,7 @@ def write_shards(
 def _check_chunks(
     of: MultihostCheckpointer, folder: str, leaves: Mapping[str, SnapshotLeaf], chunks: Mapping[str, FileRecord]
 ) -> None:
-    """Whether all chunks were written, and can be seen from here."""
+    """Raises CheckpointError unless all chunks were written and are visible to this process."""
     files = of._directory.files
     for path, leaf in leaves.items():
         wanted = math.prod(n // c for n, c in zip(leaf.array_shape, leaf.chunk, strict=True))
@@ -240,7 +243,7 @@ def _check_chunks(
         unseen = [name for name in there if files.size(f"{folder}/{name}") is None]
         if unseen:
             raise CheckpointError(
-                f"process 0 does not see {len(unseen)} files that the others wrote, such as {folder}/{unseen[0]} in "
-                f"{files}: the {of._group.size} processes do not share a file system there. Choose a directory that "
-                "they share."
+                f"process 0 does not see {len(unseen)} files that other processes wrote, such as {folder}/{unseen[0]} "
+                f"in {files}: the {of._group.size} processes do not share a file system there. Choose a directory on "
+                "a shared file system."
             )

@@ -1,4 +1,4 @@
-"""Looking at checkpoints and restoring them: everything that only reads."""
+"""Read-only checkpoint access: lists, verifies, maps and restores checkpoints without changing the directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class RestoredCheckpoint(NamedTuple):
-    """What `Checkpointer.resume` found."""
+    """Checkpoint that `Checkpointer.resume` restored: its step, state and meta."""
 
     step: int
     state: Any
@@ -32,7 +32,7 @@ class RestoredCheckpoint(NamedTuple):
 
 
 class ReadOnlyCheckpointer:
-    """The checkpoints of one place, read and verified."""
+    """Read-only access to the checkpoints of one directory; everything that it returns is verified."""
 
     def __init__(self, directory: str | os.PathLike | FileSystem):
         self._directory = StepDirectories(directory)
@@ -40,24 +40,24 @@ class ReadOnlyCheckpointer:
         self.directory = self._at("")
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending. One being saved or deleted is not among them."""
+        """Steps with a complete checkpoint, ascending; checkpoints being saved or deleted are excluded."""
         return self._directory.steps()
 
     def set_aside(self) -> list[str]:
-        """Names of the folders that were set aside, as damaged or by `set_aside_after`."""
+        """Names of the folders that were set aside, as corrupt or by `set_aside_after`."""
         return self._directory.set_aside_folders()
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint's step, its contents unchecked; None if there is none."""
+        """Step of the newest complete checkpoint, without verifying its contents; None if there is none."""
         return max(self.steps(), default=None)
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
-        """The `meta` saved with a step (default: the newest), verified."""
+        """Reads the `meta` saved with a step (default: the newest), verified."""
         step = self._reader.resolve_step(step)
         return self._reader.meta(step, self._reader.manifest(step))
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """Every leaf's shape, dtype and hash, without reading an array.
+        """Manifest of a step (default: the newest): every leaf's shape, dtype and content hash. Reads no array.
 
         Raises:
             CheckpointNotFoundError: no such step.
@@ -66,20 +66,20 @@ class ReadOnlyCheckpointer:
         return self._reader.manifest(self._reader.resolve_step(step))
 
     def verify(self, step: int | None = None, progress: Progress | None = None) -> None:
-        """Reads everything of a checkpoint and compares it with its manifest.
+        """Reads a whole checkpoint (default: the newest) and compares it with its manifest.
 
         Raises:
-            CheckpointCorruptError: naming the leaf or file.
+            CheckpointCorruptError: names the leaf or file.
         """
         self._reader.verify(self._reader.resolve_step(step), progress)
 
     def latest_good(self) -> int | None:
-        """The newest step that passes `verify`; None if the directory holds no checkpoint at all.
+        """Newest step that passes `verify`; None if the directory has no checkpoint at all.
 
-        Corrupt newer ones are reported (logged as errors) and, by a writer, renamed to `corrupt_*`.
+        Newer corrupt checkpoints are logged as errors and, by a writer, renamed to `corrupt_*`.
 
         Raises:
-            CheckpointCorruptError: checkpoints exist and none is good: starting afresh is the user's decision.
+            CheckpointCorruptError: checkpoints exist and none is good; whether to start afresh is the user's decision.
         """
         found = self._newest_good(self.verify)
         return None if found is None else found[0]
@@ -87,22 +87,22 @@ class ReadOnlyCheckpointer:
     def restore(
         self, abstract_state: Any = None, step: int | None = None, reading: RestoreOptions = EXACT
     ) -> tuple[Any, dict[str, Any]]:
-        """Reads and verifies a checkpoint and puts it where `abstract_state` says.
+        """Reads and verifies a checkpoint and places it as `abstract_state` requests (resharding on restore).
 
         Args:
-            abstract_state: pytree of `jax.ShapeDtypeStruct` or jax arrays, whose shardings (of any mesh; none means the
-                default device) the result takes, or numpy arrays for leaves to be left in host memory. None: nested
-                dicts of numpy arrays, whatever was saved.
-            step: default: the newest.
-            reading: other names, another dtype, a part of it.
+            abstract_state: pytree of `jax.ShapeDtypeStruct` or jax arrays, whose shardings (of any mesh; without one,
+                the default device) the result takes, or numpy arrays for leaves that stay in host memory. None:
+                nested dicts of numpy arrays of everything that was saved.
+            step: the checkpoint; default: the newest.
+            reading: options for other names, another dtype, or a partial restore.
 
         Returns:
             (state, meta).
 
         Raises:
             CheckpointNotFoundError: no such step.
-            CheckpointCorruptError: naming step, leaf or file, and the other steps.
-            CheckpointMismatchError: other leaves, shapes or dtypes than saved.
+            CheckpointCorruptError: names step, leaf or file, and the other steps.
+            CheckpointMismatchError: leaves, shapes or dtypes differ from the saved ones.
         """
         step = self._reader.resolve_step(step)
         manifest = self._reader.manifest(step)
@@ -117,12 +117,12 @@ class ReadOnlyCheckpointer:
         prefix: str = "params",
         reading: RestoreOptions = EXACT,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reads one subtree of the state only, such as the parameters without the optimizer's state.
+        """Restores one subtree of the state, such as the parameters without the optimizer state.
 
         Args:
             abstract_params: as in `restore`, for the subtree.
-            step: default: the newest.
-            prefix: the subtree's path in the saved state, such as `params` or `opt_state/0`.
+            step: the checkpoint; default: the newest.
+            prefix: path of the subtree in the saved state, such as `params` or `opt_state/0`.
             reading: as in `restore`; its paths are those of the whole state.
 
         Returns:
@@ -137,32 +137,32 @@ class ReadOnlyCheckpointer:
         if not inside:
             tops = sorted({p.split("/")[0] for p in manifest.leaves})
             where = self._reader.describe_step(step)
-            raise CheckpointError(f"{where} has nothing below {prefix!r}: it holds {', '.join(tops)}.")
+            raise CheckpointError(f"{where} has nothing below {prefix!r}: it has {', '.join(tops)}.")
         meta = self._reader.meta(step, manifest)
         return self._restore(step, manifest, inside, abstract_params, reading, prefix), meta
 
     def map_leaves(self, step: int | None = None, *, prefix: str = "params") -> dict[str, np.ndarray]:
-        """One subtree's leaves by their path in it, verified, as read-only views of the checkpoint's files.
+        """Memory-mapped leaves of one subtree by their path in it: verified, read-only views of the files.
 
-        What is read of them is in memory only while it is used (`jaxllm.files.release`).
+        Their data is in memory only while it is used (`jaxllm.files.release`).
 
         Args:
-            step: default: the newest.
+            step: the checkpoint; default: the newest.
             prefix: as in `restore_params`; a subtree that was not saved has no leaves.
 
         Raises:
             CheckpointNotFoundError: no such step.
-            CheckpointCorruptError: naming leaf and file.
+            CheckpointCorruptError: names leaf and file.
         """
         leaves = self.open_leaves(step, prefix=prefix)
         return {path.removeprefix(prefix + "/"): leaf.mapped() for path, leaf in leaves.items()}
 
     def open_leaves(self, step: int | None = None, *, prefix: str = "") -> dict[str, CheckpointLeaf]:
-        """The leaves of a checkpoint, to be read slice by slice, each verified as it is read.
+        """Opens the leaves of a checkpoint for reading slice by slice; each slice is verified when it is read.
 
         Args:
-            step: default: the newest.
-            prefix: the path of a subtree; empty for all.
+            step: the checkpoint; default: the newest.
+            prefix: path of a subtree; empty for all leaves.
         """
         step = self._reader.resolve_step(step)
         manifest = self._reader.manifest(step)
@@ -170,17 +170,17 @@ class ReadOnlyCheckpointer:
         return self._reader.leaves(step, manifest, inside)
 
     def resume(self, abstract_state: Any) -> RestoredCheckpoint | None:
-        """Restores the newest good checkpoint, as `restore` does, reading it once.
+        """Resumes: restores the newest good checkpoint as `restore` does, reading it once.
 
-        A corrupt newer one is stepped over: logged as an error and, by a writer, renamed to `corrupt_*`.
+        A newer corrupt checkpoint is skipped: it is logged as an error and, by a writer, renamed to `corrupt_*`.
         A mismatch is an error at once.
 
         Returns:
-            None if the directory holds no checkpoint.
+            The restored checkpoint; None if the directory has no checkpoint.
 
         Raises:
             CheckpointCorruptError: checkpoints exist and none is good.
-            CheckpointMismatchError: other leaves, shapes or dtypes than saved.
+            CheckpointMismatchError: leaves, shapes or dtypes differ from the saved ones.
         """
         found = self._newest_good(lambda step: self.restore(abstract_state, step))
         return None if found is None else RestoredCheckpoint(found[0], *found[1])
@@ -194,7 +194,7 @@ class ReadOnlyCheckpointer:
         reading: RestoreOptions,
         prefix: str = "",
     ) -> Any:
-        """Reads leaves among `saved` (below `prefix`) and builds the tree that `abstract` asks for."""
+        """Reads leaves among `saved` (below `prefix`) and builds the tree that `abstract` requests."""
         if abstract is None:
             targets: dict[str, Any] = {p: np.empty(0, leaf.stored_dtype) for p, leaf in saved.items()}
         else:
@@ -208,7 +208,7 @@ class ReadOnlyCheckpointer:
         def put(path: str) -> Any:
             return place_leaf(path, found[path], leaves, targets[path])
 
-        # Keys go through compiled functions, which the processes of a group call in the same order.
+        # PRNG keys go through compiled functions, which the processes of a group must call in the same order.
         keys = [path for path, source in found.items() if saved[source.paths[0]].key_impl is not None]
         plain = [path for path in found if path not in keys]
         records = {path: saved[found[path].paths[0]] for path in plain}
@@ -218,7 +218,7 @@ class ReadOnlyCheckpointer:
         return jax.tree.unflatten(jax.tree.structure(abstract), placed.values())
 
     def _newest_good(self, attempt: Callable[[int], _T]) -> tuple[int, _T] | None:
-        """The newest step for which `attempt` meets no corruption, and its result; reports the others loudly."""
+        """(step, result) of the newest step for which `attempt` finds no corruption; logs the corrupt ones."""
         bad: list[CheckpointCorruptError] = []
         for step in reversed(self.steps()):
             try:
@@ -241,7 +241,7 @@ class ReadOnlyCheckpointer:
         ) from bad[0]
 
     def _set_corrupt_aside(self, step: int) -> str:
-        """What becomes of a damaged checkpoint, in words."""
+        """Sets a corrupt checkpoint aside, if this is a writer; a sentence about that for the log."""
         return ""
 
     def _at(self, name: str) -> Path | str:

@@ -1,7 +1,7 @@
-"""A checkpoint as another one: part of it, in another dtype, with layers stacked or alone, under other names.
+"""Checkpoint conversion: a subset of the leaves, another dtype, layers stacked or unstacked, other names.
 
-Meshes need no conversion: a checkpoint holds whole arrays, of which every process reads the slices that it needs. What
-is here changes what is stored, a piece of a leaf at a time.
+Meshes need no conversion: a checkpoint has whole arrays, and on restore every process reads the slices that it needs
+(resharding). This module changes what is stored, one piece of a leaf at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, dtype_from
 
 LayerStorage = Literal["stacked", "single"]
 PIECE_BYTES = 2**25
-"""Bytes of a leaf that are in memory at a time."""
+"""Bytes of a leaf in memory at a time."""
 
 _STACK = re.compile(r"(?P<before>(?:.*/)?)segments/(?P<segment>\d+)/(?P<slot>\d+)/(?P<rest>[^/].*)")
 _LAYER = re.compile(r"(?P<before>(?:.*/)?)layers/(?P<segment>\d+)/(?P<slot>\d+)/(?P<row>\d+)/(?P<rest>.+)")
@@ -29,13 +29,13 @@ _LAYER = re.compile(r"(?P<before>(?:.*/)?)layers/(?P<segment>\d+)/(?P<slot>\d+)/
 
 @dataclasses.dataclass(frozen=True)
 class RelayoutOptions:
-    """What becomes of a checkpoint's leaves.
+    """Options of a checkpoint conversion.
 
     Attributes:
-        only: the paths of subtrees to keep, such as ``params``; empty keeps all.
-        dtype: of the floating-point leaves; None leaves them.
-        layers: stacked: one leaf for all layers of a group, ``segments/0/0/...``, as models here have them; single: one
-            leaf a layer, ``layers/0/0/ROW/...``. None leaves them.
+        only: paths of the subtrees to keep, such as ``params``; empty keeps all.
+        dtype: new dtype of floating-point leaves; None keeps theirs.
+        layers: stacked: one leaf for all layers of a group, ``segments/0/0/...``, as in this library's models; single:
+            one leaf per layer, ``layers/0/0/ROW/...``. None keeps the layers as they are.
     """
 
     only: tuple[str, ...] = ()
@@ -44,10 +44,10 @@ class RelayoutOptions:
 
 
 def leaf_sources(saved: Mapping[str, LeafRecord], layout: RelayoutOptions) -> dict[str, LeafSource]:
-    """Where each leaf of the new checkpoint comes from.
+    """Source of each leaf of the new checkpoint.
 
     Raises:
-        CheckpointError: nothing is left.
+        CheckpointError: no leaf is left.
     """
     kept = {
         path: leaf
@@ -56,7 +56,7 @@ def leaf_sources(saved: Mapping[str, LeafRecord], layout: RelayoutOptions) -> di
     }
     if not kept:
         tops = sorted({path.split("/")[0] for path in saved})
-        raise CheckpointError(f"nothing is below {', '.join(layout.only)}: the checkpoint holds {', '.join(tops)}.")
+        raise CheckpointError(f"there is no leaf below {', '.join(layout.only)}: the checkpoint has {', '.join(tops)}.")
     if layout.layers == "single":
         inside = {p: leaf for p, leaf in kept.items() if _STACK.fullmatch(p) and leaf.shape}
         found = unstack_sources(inside, _single)
@@ -74,7 +74,11 @@ def relayout_leaves(
     dtype: str | None,
     progress: Progress | None = None,
 ) -> dict[str, StreamedLeaf]:
-    """The new leaves, in pieces that are read, verified and converted as they are asked for."""
+    """Leaves of the new checkpoint, in pieces that are read, verified and converted on demand.
+
+    Raises:
+        CheckpointError: a finite value overflows the new dtype.
+    """
     shapes = {path: source.shape(leaves) for path, source in sources.items()}
     total = sum(int(np.prod(shape)) for shape in shapes.values())
     done = 0
@@ -91,7 +95,7 @@ def relayout_leaves(
                 with np.errstate(over="ignore"):
                     piece, before = piece.astype(to), piece
                 if np.isfinite(before).all() and not np.isfinite(piece).all():
-                    raise CheckpointError(f"{path} has values that are too large for {to}.")
+                    raise CheckpointError(f"{path} has values that overflow {to}.")
             done += piece.size
             yield piece
             if progress is not None:

@@ -1,5 +1,7 @@
-"""Which saved leaf becomes which leaf of a state, and its way onto devices: any layout, partly, renamed, in another
-dtype, stacked or not."""
+"""Restore: maps saved leaves to the leaves of a state and places them on devices.
+
+Resharding on restore to any mesh; partial restore, other names, another dtype, layers stacked or unstacked.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ _SHOWN = 6  # mismatching leaves listed in full before "and N more"
 
 @dataclasses.dataclass(frozen=True)
 class LeafSource:
-    """Where a leaf comes from, if not from the saved one of its own path.
+    """Source of a leaf, if that is not the saved leaf of the same path.
 
     Attributes:
-        paths: saved leaves: one, or those to be stacked.
-        row: of the first dimension of the one; None takes all of it.
-        stack: whether they get a new first dimension, with a row for each.
+        paths: paths of saved leaves: one, or several to be stacked.
+        row: row of the saved leaf's first dimension; None takes the whole leaf.
+        stack: whether the saved leaves are stacked along a new first dimension, one row for each.
     """
 
     paths: tuple[str, ...]
@@ -36,14 +38,14 @@ class LeafSource:
     stack: bool = False
 
     def shape(self, saved: Mapping[str, Any]) -> tuple[int, ...]:
-        """The leaf's shape, from those of the saved ones."""
+        """Shape of the leaf, from the shapes of the saved leaves."""
         inner = tuple(saved[self.paths[0]].shape)
         if self.row is not None:
             return inner[1:]
         return (len(self.paths), *inner) if self.stack else inner
 
     def read(self, saved: Mapping[str, CheckpointLeaf], index: Index | None = None) -> np.ndarray:
-        """A slice of the leaf's values; of the saved ones no more is read than it takes."""
+        """Reads a slice of the leaf's values; reads no more of the saved leaves than the slice needs."""
         if self.row is not None:
             inner = index or tuple(slice(None) for _ in saved[self.paths[0]].shape[1:])
             return saved[self.paths[0]].read((slice(self.row, self.row + 1), *inner))[0]
@@ -55,13 +57,13 @@ class LeafSource:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreOptions:
-    """How the leaves of a state are found in a checkpoint.
+    """Restore options: how the leaves of a state are found in a checkpoint.
 
     Attributes:
-        sources: where leaves come from, by their paths in the state; others have the same path on disk.
-        cast: whether numbers take the dtype that is asked for; otherwise another dtype is refused.
-        partial: whether leaves of the checkpoint may be left out, and leaves that it lacks are taken from the state
-            that is given, as they are.
+        sources: path in the state -> source; other leaves have the same path in the checkpoint.
+        cast: whether values are converted to the requested dtype; otherwise a different dtype is an error.
+        partial: whether leaves of the checkpoint may be left out, and leaves that it lacks are taken unchanged from
+            the given state.
     """
 
     sources: Mapping[str, LeafSource] = dataclasses.field(default_factory=dict)
@@ -69,6 +71,7 @@ class RestoreOptions:
     partial: bool = False
 
     def source(self, path: str) -> LeafSource:
+        """Source of the leaf at `path` of the state."""
         return self.sources.get(path, LeafSource((path,)))
 
 
@@ -76,10 +79,11 @@ EXACT = RestoreOptions()
 
 
 def unstack_sources(stacks: Mapping[str, LeafRecord], name: Callable[[str, int], str]) -> dict[str, LeafSource]:
-    """Leaves of single layers, from those that hold all layers of a group, one a row.
+    """Sources of single layers' leaves, from leaves that stack all layers of a group, one per row.
 
     Args:
-        name: (path, row) -> the path of that row alone.
+        stacks: path -> record of the stacked leaves.
+        name: (path, row) -> path of the leaf of that row.
     """
     return {name(path, row): LeafSource((path,), row) for path, leaf in stacks.items() for row in range(leaf.shape[0])}
 
@@ -87,10 +91,13 @@ def unstack_sources(stacks: Mapping[str, LeafRecord], name: Callable[[str, int],
 def stack_sources(
     saved: Mapping[str, LeafRecord], place: Callable[[str], tuple[str, int] | None]
 ) -> dict[str, LeafSource]:
-    """Leaves that hold all layers of a group, from those of single layers.
+    """Sources of leaves that stack all layers of a group, from the leaves of single layers.
 
     Args:
-        place: path -> (path of the stack, row in it); None for one that is in no stack.
+        place: path -> (path of the stack, row in it); None for a leaf that is in no stack.
+
+    Raises:
+        CheckpointMismatchError: a row of a stack is missing.
     """
     rows: dict[str, dict[int, str]] = {}
     for path in saved:
@@ -98,19 +105,19 @@ def stack_sources(
             rows.setdefault(found[0], {})[found[1]] = path
     for path, have in rows.items():
         if sorted(have) != list(range(len(have))):
-            raise CheckpointMismatchError(f"{path} is to be stacked from the layers {sorted(have)}: some are missing.")
+            raise CheckpointMismatchError(f"{path} cannot be stacked: of its layers only {sorted(have)} are saved.")
     return {path: LeafSource(tuple(have[row] for row in range(len(have))), stack=True) for path, have in rows.items()}
 
 
 def check_match(
     wanted: Mapping[str, Any], saved: Mapping[str, LeafRecord], where: str, reading: RestoreOptions = EXACT
 ) -> None:
-    """Compares the leaves asked for with those saved.
+    """Compares the requested leaves with the saved ones.
 
     Args:
         wanted: path -> anything with `shape` and `dtype`.
-        saved: path -> what the manifest says.
-        where: the checkpoint's name, for the message.
+        saved: path -> the manifest's record.
+        where: name of the checkpoint, for the message.
 
     Raises:
         CheckpointMismatchError: naming the leaves, with the closest names, shapes and dtypes.
@@ -122,7 +129,7 @@ def check_match(
     lines = []
     if not reading.partial:
         for path in missing:
-            # A leaf left over on the other side is the likelier meaning than one that already has its match.
+            # A saved leaf without a match is a likelier meaning than one that is already matched.
             close = difflib.get_close_matches(path, extra, n=1) or difflib.get_close_matches(path, saved, n=1)
             lines.append(f"{path}: not in the checkpoint" + (f" (closest: {close[0]})" if close else ""))
         for path in extra:
@@ -134,21 +141,21 @@ def check_match(
         record = saved[needs[path][0]]
         shape = reading.source(path).shape(saved)
         if tuple(leaf.shape) != shape:
-            lines.append(f"{path}: shape {tuple(leaf.shape)} asked for, {shape} saved")
+            lines.append(f"{path}: shape {tuple(leaf.shape)} requested, {shape} saved")
         if str(leaf.dtype) != record.dtype and not (reading.cast and record.key_impl is None):
-            lines.append(f"{path}: dtype {leaf.dtype} asked for, {record.dtype} saved")
+            lines.append(f"{path}: dtype {leaf.dtype} requested, {record.dtype} saved")
     if not lines:
         return
     shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     raise CheckpointMismatchError(
-        f"{where} does not hold the state asked for:\n{shown}{more}\n"
+        f"{where} does not have the requested state:\n{shown}{more}\n"
         "Build the state from the config that was saved with it (read_meta), or name another checkpoint."
     )
 
 
 def require_arrays(leaves: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError for a restore target that has no shape and dtype."""
+    """Raises a CheckpointError for a restore target without shape and dtype."""
     for path, leaf in leaves.items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise CheckpointError(
@@ -158,12 +165,14 @@ def require_arrays(leaves: Mapping[str, Any]) -> None:
 
 
 def place_leaf(path: str, source: LeafSource, saved: Mapping[str, CheckpointLeaf], target: Any) -> Any:
-    """Puts a saved leaf where `target` says; of each of its files no more is read than this process's devices hold.
+    """Reads a leaf and places it on devices; reads no more of each file than this process's devices need.
 
     Args:
-        path: the leaf's name, for messages.
-        target: a jax array or ShapeDtypeStruct (its sharding decides; none: the default device), or a numpy array
-            (the result is one too).
+        path: path of the leaf, for messages.
+        source: the saved leaves that it is made from.
+        saved: path -> saved leaf.
+        target: a jax array or ShapeDtypeStruct (its sharding applies; without one, the default device), or a numpy
+            array (the result is a numpy array too).
 
     Raises:
         CheckpointError: a sharding without devices, or a 64-bit leaf while x64 is off.
@@ -175,7 +184,7 @@ def place_leaf(path: str, source: LeafSource, saved: Mapping[str, CheckpointLeaf
     sharding = getattr(target, "sharding", None)
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         raise CheckpointError(
-            f"leaf {path} is to be restored onto an abstract mesh, which has no devices: "
+            f"leaf {path} cannot be restored onto an abstract mesh, which has no devices: "
             "give the ShapeDtypeStruct a NamedSharding of a concrete mesh."
         )
     if record.key_impl is not None:
@@ -186,13 +195,13 @@ def place_leaf(path: str, source: LeafSource, saved: Mapping[str, CheckpointLeaf
     dtype = np.dtype(target.dtype)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise CheckpointError(
-            f'leaf {path} is {dtype}, which JAX would cut to 32 bits: jax.config.update("jax_enable_x64", True).'
+            f'leaf {path} is {dtype}, which JAX would truncate to 32 bits: jax.config.update("jax_enable_x64", True).'
         )
 
     slices: dict[str, np.ndarray] = {}
 
     def piece(index: Index | None) -> np.ndarray:
-        if str(index) not in slices:  # devices that hold the same share what is read
+        if str(index) not in slices:  # devices with the same slice share one read
             slices[str(index)] = source.read(saved, index).astype(dtype, copy=False)
         return slices[str(index)]
 

@@ -1,7 +1,7 @@
-"""How often to save: as often as the time that saving costs is worth what a failure would cost.
+"""Optimal checkpoint interval (Young, Daly): balances the cost of saving against the work that failures lose.
 
-A save costs the stall d; with failures at a mean time M apart, half an interval of work is lost at each, and Young's
-first-order optimum is T = sqrt(2 d M); Daly's estimate adds the terms that matter when d is not small beside M:
+A save stalls training for d seconds. With a mean time M between failures, each failure loses half an interval of work,
+and Young's first-order optimum is T = sqrt(2 d M). Daly adds the terms that matter if d is not small relative to M:
 
     T = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d    for d < 2M, else T = M
 
@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 
 PRIOR_HOURS = 24.0
-"""Hours without a failure that a host is believed to have behind it before anything is known of it."""
+"""Prior: hours without a failure that are assumed for a host before anything is observed."""
 
 
 def optimal_interval(stall: float, between_failures: float) -> float:
-    """Seconds of work between two saves.
+    """Optimal interval: seconds of work between two saves.
 
     Args:
-        stall: seconds that a save costs.
+        stall: seconds for which a save stalls training.
         between_failures: mean seconds between two failures.
     """
     if stall >= 2 * between_failures:
@@ -31,10 +31,16 @@ def optimal_interval(stall: float, between_failures: float) -> float:
 
 
 def mean_time_between_failures(seconds: float, failures: int, hosts: int) -> float:
-    """Mean seconds between two failures of a run, from those so far and what is believed of hosts beforehand."""
+    """Estimated mean seconds between two failures of a run, from its failures so far and the prior for its hosts."""
     return (seconds + PRIOR_HOURS * 3600 / hosts) / (failures + 1)
 
 
 def interval_steps(stall: float, step_seconds: float, failures_apart: float) -> int:
-    """The interval in steps, one or more."""
+    """Optimal interval in steps, 1 or more.
+
+    Args:
+        stall: seconds for which a save stalls training.
+        step_seconds: seconds of a step.
+        failures_apart: mean seconds between two failures.
+    """
     return max(1, round(optimal_interval(stall, failures_apart) / max(step_seconds, 1e-6)))

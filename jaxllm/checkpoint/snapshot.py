@@ -1,9 +1,9 @@
-"""Copying a state so that training can go on while it is written.
+"""Snapshot: a copy of the state that is written while training continues (asynchronous checkpointing).
 
-JAX steps donate the state they are given: the next step overwrites it. So a lazy snapshot begins with a copy inside the
-devices' memory, which takes as long as reading and writing the state at the memory's own speed, and which the devices
-do on their own; the next step then runs beside the copy from device to host. (A copy to pinned host memory would need
-no second one on the device, but a step that donates its input waits for all that reads it.)
+Training steps donate their state, so the next step overwrites it. A lazy snapshot therefore begins with a copy inside
+device memory, which takes as long as reading and writing the state at the memory's bandwidth, and which the devices run
+by themselves; the next step then overlaps with the transfer from device to host. (A copy to pinned host memory would
+need no second copy on the device, but a step that donates its input waits for everything that reads it.)
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jaxllm.checkpoint.storage.leaf_paths import leaf_paths
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotLeaf:
-    """One leaf on its way to disk.
+    """Leaf of a snapshot, ready to be written.
 
     shape, dtype, key_impl: as in the manifest.
-    array_shape, array_dtype: of the numbers: key data for typed keys.
-    chunk: shape of one chunk; the leaf's own where one process has all of it.
-    parts: what this process writes, by the name of the chunk; each call makes the chunk's values, in C order, in pieces
-        of any size.
+    array_shape, array_dtype: shape and dtype of the stored values (for typed PRNG keys, of the key data).
+    chunk: shape of one chunk; the leaf's own shape if one process has all of it.
+    parts: name -> call, for the chunks that this process writes; the call returns the chunk's values in C order, in
+        pieces of any size.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class SnapshotLeaf:
 
     @property
     def split(self) -> bool:
-        """Whether several processes write it."""
+        """Whether several processes write the leaf."""
         return self.chunk != self.array_shape
 
 
@@ -54,7 +54,7 @@ def single_chunk_leaf(
     pieces: Callable[[], Iterable[np.ndarray]],
     key: tuple[str, str] | None = None,
 ) -> SnapshotLeaf:
-    """A leaf that one process writes as one chunk; `key` is the dtype and implementation of typed keys."""
+    """Leaf that one process writes as one chunk; `key` is the (dtype, implementation) of typed PRNG keys."""
     outer = shape[:-1] if key else shape
     name, impl = key or (str(dtype), None)
     return SnapshotLeaf(outer, name, impl, shape, dtype, shape, {array_store.single_chunk_name(shape): pieces})
@@ -64,15 +64,15 @@ CopyMode = Literal["device", "host", "none"]
 
 
 def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str, SnapshotLeaf]:
-    """Every leaf of a state, copied: the caller may donate or overwrite its arrays afterwards.
+    """Snapshot of every leaf of a state: the caller may donate or overwrite its arrays afterwards.
 
     Args:
         state: jax arrays of any dtype and sharding, typed PRNG keys and numpy arrays.
-        copy: where copies of jax arrays are; none: there are none, the caller waits for the writing.
-        shared: leaves may live in several processes, which all call this; each gets its own parts.
+        copy: memory in which jax arrays are copied; none makes no copy, and the caller waits until they are written.
+        multihost: leaves may be sharded over several processes, which all call this; each gets its own chunks.
 
     Raises:
-        CheckpointError: a leaf is no array, was donated, or lives partly in other processes.
+        CheckpointError: a leaf is not an array, was donated, or is partly on devices of other processes.
     """
     leaves = leaf_paths(state)
     keys: dict[str, tuple[str, str]] = {}
@@ -80,12 +80,12 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
     for path, leaf in leaves.items():
         if isinstance(leaf, np.ndarray | np.generic):
             if leaf.dtype.kind in "OSUMm":
-                raise CheckpointError(f"leaf {path} has dtype {leaf.dtype}: a checkpoint holds numbers; use `meta`.")
+                raise CheckpointError(f"leaf {path} has dtype {leaf.dtype}: only numeric arrays are saved; use `meta`.")
             continue
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
             raise CheckpointError(
-                f"leaf {path} is a {type(leaf).__name__}, and a checkpoint holds arrays. "
-                "Make it one (jnp.asarray), or put it into `meta`, which holds JSON."
+                f"leaf {path} is a {type(leaf).__name__}, but only arrays are saved. "
+                "Convert it (jnp.asarray), or put it into `meta`, which is JSON."
             )
         if leaf.is_deleted():
             raise CheckpointError(
@@ -93,8 +93,8 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
             )
         if not leaf.is_fully_addressable and not multihost:
             raise CheckpointError(
-                f"leaf {path} lives partly on devices of other processes. This Checkpointer saves from one process: "
-                "open a SharedCheckpointer in each of them."
+                f"leaf {path} is partly on devices of other processes. This Checkpointer saves from one process: "
+                "open a MultihostCheckpointer in each of them."
             )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             keys[path] = str(leaf.dtype), str(jax.random.key_impl(leaf))
@@ -119,15 +119,15 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
 
 
 def device_bytes(state: Any) -> int:
-    """Bytes of a state on this process's devices, each replica once a device."""
+    """Bytes of a state on this process's devices; replicas count once per device."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not _is_key(leaf)]
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
 def has_room_for_copy(state: Any) -> bool:
-    """Whether the devices have had the memory for one more copy of a state to spare so far.
+    """Whether the devices' free memory, at its least so far, suffices for one more copy of a state.
 
-    CPU devices, which do not say, have it: their memory is the host's.
+    True for CPU devices, which report no statistics: their memory is the host's.
     """
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
@@ -138,11 +138,11 @@ def has_room_for_copy(state: Any) -> bool:
 
 
 ChunkShards = dict[str, list[tuple[tuple[slice, ...], Any]]]
-"""Chunk -> (where in it, values), on a device or the host."""
+"""Name of a chunk -> [(index within the chunk, values)], on a device or the host."""
 
 
 def _shards(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[tuple[int, ...], ChunkShards]]:
-    """(shape of a chunk, parts) of each array, every value once; without references to the arrays themselves."""
+    """(shape of a chunk, shards by chunk) of each array, every value once; keeps no references to the arrays."""
     out: dict[str, tuple[tuple[int, ...], ChunkShards]] = {}
     for path, array in arrays.items():
         own = [(s.index, s.data) for s in array.addressable_shards if s.replica_id == 0 and s.data is not None]
@@ -151,7 +151,7 @@ def _shards(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[tuple[int, ...],
         elif array.is_fully_replicated:
             local = array.addressable_data(0)
             everywhere = tuple(slice(None) for _ in array.shape)
-            # Which process it is that writes decides the caller: all of them can.
+            # Every process can write it; the caller decides which one does.
             out[path] = array.shape, {array_store.single_chunk_name(array.shape): [(everywhere, local)]}
         else:
             chunk = array.sharding.shard_shape(array.shape)
@@ -161,7 +161,7 @@ def _shards(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[tuple[int, ...],
 
 
 def _copy_on_device(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays again, on the same devices, by one call for those that share them."""
+    """Copies of the arrays on the same devices; one call for each set of devices."""
     groups: dict[Any, list[str]] = {}
     for path, array in arrays.items():
         where = array.sharding
@@ -180,12 +180,12 @@ def _copy_on_device(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 @jax.jit
 def _copy(arrays: list[jax.Array], work: Any) -> tuple[list[jax.Array], Any]:
-    # On CPUs a program that only moves data runs in the thread that calls it; one with a product of matrices does not.
+    # On CPUs a program that only moves data runs in the calling thread; with a matmul it runs asynchronously.
     return [jnp.copy(array) for array in arrays], None if work is None else work @ work
 
 
 def _copy_to_host(parts: ChunkShards) -> ChunkShards:
-    """The same in host memory."""
+    """Copies of the shards in host memory."""
     for pieces in parts.values():
         for _, data in pieces:
             data.copy_to_host_async()
@@ -195,7 +195,7 @@ def _copy_to_host(parts: ChunkShards) -> ChunkShards:
 def _chunk_readers(
     parts: ChunkShards, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: Any
 ) -> dict[str, Callable[[], Iterable[np.ndarray]]]:
-    """Each part as a call, after which nothing holds its device memory any more."""
+    """Calls that return each chunk's values; a call drops the last reference to the chunk's device memory."""
 
     def call(pieces: list[tuple[tuple[slice, ...], Any]]) -> Iterable[np.ndarray]:
         if len(pieces) == 1:
@@ -211,7 +211,7 @@ def _chunk_readers(
 
 
 def _chunk_name(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
-    """The zarr chunk that a shard is."""
+    """Name of the zarr chunk for a shard."""
     return ".".join(str((part.start or 0) // size) for part, size in zip(index, chunk, strict=True))
 
 

@@ -1,6 +1,6 @@
-"""State of other parts of a program, saved and restored together with a run's own.
+"""State providers: state of other parts of a program that is saved and restored together with the run's state.
 
-    class Average:                                   # of the parameters, kept by a callback
+    class Average:                                   # running average of the parameters, kept by a callback
         name = "average"
         def arrays(self): return self.params         # any pytree of arrays; None for none
         def facts(self): return {"decay": self.decay}  # JSON; None for nothing
@@ -8,9 +8,9 @@
 
     train(config, also=[Average()])
 
-A provider says what its state is, not how it moves: snapshot, layout, hashing and storage are the checkpoint's
-(the composable state providers of DataStates-LLM). A run's parameters, optimizer, step and random key are
-the arrays of its own state; its data cursor, metrics, config and versions are its own facts.
+A provider declares its state; snapshot, layout, hashing and storage are done by the checkpoint (the composable state
+providers of DataStates-LLM). The run's own arrays are parameters, optimizer state, step and random key; its own facts
+are data cursor, metrics, config and versions.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ PROVIDERS_KEY = "also"
 
 @runtime_checkable
 class StateProvider(Protocol):
-    """A part of a program that has a state.
+    """State provider: a part of a program with state to be checkpointed.
 
-    name: under which it is saved; another one for each provider of a run.
-    arrays: its arrays as they are now; on restoring they say shapes, dtypes and shardings.
-    facts: what else it needs, as JSON.
-    restore: takes back what both gave.
+    name: the name under which the state is saved; unique among the providers of a run.
     """
 
     name: str
 
-    def arrays(self) -> Any: ...
+    def arrays(self) -> Any:
+        """Pytree of the current arrays, or None; on restore they give shapes, dtypes and shardings."""
+        ...
 
-    def facts(self) -> Any: ...
+    def facts(self) -> Any:
+        """JSON values that belong to the state, or None."""
+        ...
 
-    def restore(self, arrays: Any, facts: Any) -> None: ...
+    def restore(self, arrays: Any, facts: Any) -> None:
+        """Takes back the arrays and facts that were saved."""
+        ...
 
 
 def with_provider_arrays(state: Any, providers: Sequence[StateProvider]) -> Any:
-    """A dataclass's fields, and below ``also`` the providers' arrays; the state itself where there are none."""
+    """Fields of the state (a dataclass), with the providers' arrays under ``also``; the state itself without any."""
     arrays = {one.name: found for one in providers if (found := one.arrays()) is not None}
     if not arrays:
         return state
@@ -52,10 +55,10 @@ def with_provider_arrays(state: Any, providers: Sequence[StateProvider]) -> Any:
 
 
 def collect_facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
-    """The providers' facts by name, for the checkpoint's ``meta``.
+    """Facts of the providers by name, for the checkpoint's ``meta``.
 
     Raises:
-        CheckpointError: two have the same name.
+        CheckpointError: two providers have the same name.
     """
     names = [one.name for one in providers]
     if len(set(names)) < len(names):
@@ -64,23 +67,23 @@ def collect_facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
 
 
 def check_providers(meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> None:
-    """Refuses a checkpoint that was saved with other providers.
+    """Checks that a checkpoint was saved with the same providers.
 
     Raises:
-        CheckpointError: names those that one side lacks.
+        CheckpointError: the providers are different; the message names both sets.
     """
     saved, here = meta.get(PROVIDERS_KEY, {}), [one.name for one in providers]
     lacking = [name for name in here if name not in saved]
     left = [name for name in saved if name not in here]
     if lacking or left:
         raise CheckpointError(
-            f"the checkpoint was saved with the state of {', '.join(saved) or 'no provider'}, and this run has "
-            f"{', '.join(here) or 'none'}: give train(also=...) the same, or start a new run."
+            f"the checkpoint was saved with the state of {', '.join(saved) or 'no provider'}, but this run has "
+            f"{', '.join(here) or 'none'}: pass the same providers to train(also=...), or start a new run."
         )
 
 
 def restore_providers(kind: type, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
-    """The state of ``kind`` from what was restored; the providers take theirs."""
+    """State of type ``kind`` from the restored values ``found``; the providers restore theirs."""
     said = meta.get(PROVIDERS_KEY, {})
     arrays = found[PROVIDERS_KEY] if isinstance(found, Mapping) else {}
     for one in providers:

@@ -188,7 +188,7 @@ def test_same_and_older_steps(tmp_path):
         assert not checkpointer.save(10, {"x": np.zeros(4)}, {})
         assert checkpointer.read_meta(10) == {"first": 1}
         checkpointer.save(20, STATE, {})
-        with pytest.raises(CheckpointError, match=r"holds step 20, later than step 15.*set_aside_after"):
+        with pytest.raises(CheckpointError, match=r"has step 20, later than step 15.*set_aside_after"):
             checkpointer.save(15, STATE, {})
         assert [p.name for p in checkpointer.set_aside_after(10)] == ["aside_00000020"]
         checkpointer.save(15, STATE, {})

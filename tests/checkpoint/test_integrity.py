@@ -151,7 +151,7 @@ def test_newer_format_is_told_apart_from_damage(run):
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
     with (
         Checkpointer(run, read_only=True) as reader,
-        pytest.raises(CheckpointCorruptError, match="format is 3, and this version of jaxllm reads 2"),
+        pytest.raises(CheckpointCorruptError, match="format is 3, but this version of jaxllm reads format 2"),
     ):
         reader.manifest()
 
@@ -182,9 +182,9 @@ def test_mismatched_shapes_and_dtypes(run):
     state["step"] = jnp.float32(0)
     state["rng"] = jax.random.key(0, impl="rbg")
     message = mismatch(run, state)
-    assert "params/embed: shape (32, 16) asked for, (64, 16) saved" in message
-    assert "step: dtype float32 asked for, int32 saved" in message
-    assert "rng: dtype key<rbg> asked for, key<fry> saved" in message
+    assert "params/embed: shape (32, 16) requested, (64, 16) saved" in message
+    assert "step: dtype float32 requested, int32 saved" in message
+    assert "rng: dtype key<rbg> requested, key<fry> saved" in message
     assert message.count("\n") == 4
 
 

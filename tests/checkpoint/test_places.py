@@ -118,7 +118,7 @@ def test_renamed_partial_and_cast(tmp_path):
         assert found["w"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(found["w"], np.float32)[:, 0, 0], [1, 0])
         assert found["new"].dtype == np.float64
-        with pytest.raises(CheckpointMismatchError, match=r"w: dtype bfloat16 asked for, float32 saved"):
+        with pytest.raises(CheckpointMismatchError, match=r"w: dtype bfloat16 requested, float32 saved"):
             checkpointer.restore(want, reading=RestoreOptions(sources))
         mine = {"old": jnp.zeros(4), "extra": jnp.full(2, 7.0)}
         with pytest.raises(CheckpointMismatchError, match="extra: not in the checkpoint"):

@@ -179,5 +179,5 @@ def test_params_only_touches_no_other_file(tmp_path, fsdp):
         assert_same(embed, state["params"]["embed"])
         loose, _ = reader.restore_params(prefix="params/blocks")
         assert set(loose) == {"wq", "wo", "norm"}
-        with pytest.raises(CheckpointError, match="it holds opt_state, params, rng, step"):
+        with pytest.raises(CheckpointError, match="it has opt_state, params, rng, step"):
             reader.restore_params(prefix="weights")

@@ -81,7 +81,7 @@ def test_an_object_store_and_the_state_of_others(tmp_path: Path) -> None:
     assert other.saved == 8
     np.testing.assert_array_equal(other.weights, np.full(3, 5.0))
     assert [step for step, _, _ in losses(tmp_path / "runs" / "tiny")] == list(range(1, STEPS + 1))
-    with pytest.raises(CheckpointError, match="saved with the state of one, and this run has two"):
+    with pytest.raises(CheckpointError, match="saved with the state of one, but this run has two"):
         train(config, also=[Counter("two", 0)])
     with pytest.raises(CheckpointError, match="same name"):
         train(run_config(tmp_path, name="another", directory=next(PLACES)), also=[Counter("a", 0), Counter("a", 0)])

@@ -1,4 +1,4 @@
-"""Peer storage: the memory of all peer servers as one file system; a file lies on one host's server, some on every one."""
+"""Peer storage: the memory of all peer servers as one file system; some files lie on one host, some on every one."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NAME = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class LeafRecord:
-    """One leaf of the saved state."""
+    """Manifest record of one leaf of the saved state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,7 +69,7 @@ class LeafRecord:
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """One file of the checkpoint. `hash` is None for array data that the leaf's hash covers."""
+    """Manifest record of one file: its size in bytes and its hash (None for array data that a leaf's hash covers)."""
 
     bytes: int
     hash: str | None = None
@@ -77,13 +77,13 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Contents of one checkpoint."""
+    """Manifest: the contents of one checkpoint."""
 
     step: int
     leaves: dict[str, LeafRecord]
     files: dict[str, FileRecord]
     block: int = leaf_hashing.BLOCK_BYTES
-    """Bytes of a block of a leaf's hash."""
+    """Bytes of one block of a leaf's hash."""
 
     @functools.cached_property
     def owners(self) -> dict[str, str]:
@@ -110,7 +110,7 @@ class Manifest:
         """Parses and checks a manifest.
 
         Raises:
-            ValueError: not a manifest of this format, or its digest does not match; the message says which.
+            ValueError: not a manifest of this format, or its digest does not match; the message states which.
         """
         body = json.loads(text)
         if not isinstance(body, dict) or "format" not in body or "digest" not in body:
@@ -119,7 +119,7 @@ class Manifest:
         if body["format"] == FORMAT and digest != _digest(body):
             raise ValueError("its bytes do not match its own digest")
         if body["format"] != FORMAT:
-            raise ValueError(f"its format is {body['format']!r}, and this version of jaxllm reads {FORMAT}")
+            raise ValueError(f"its format is {body['format']!r}, but this version of jaxllm reads format {FORMAT}")
         leaves = {
             p: LeafRecord(**{**leaf, "shape": tuple(leaf["shape"]), "blocks": tuple(leaf.get("blocks", ()))})
             for p, leaf in body["leaves"].items()

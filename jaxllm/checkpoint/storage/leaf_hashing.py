@@ -69,7 +69,7 @@ class BlockHasher:
 
 
 def combine_block_hashes(blocks: Iterable[str]) -> str:
-    """The hash of a leaf from those of its blocks."""
+    """Hash of a leaf from the hashes of its blocks."""
     blocks = list(blocks)
     if len(blocks) == 1:
         return blocks[0]
@@ -80,7 +80,7 @@ def combine_block_hashes(blocks: Iterable[str]) -> str:
 
 
 def hash_array(array: np.ndarray) -> str:
-    """Hash of an array's values (any dtype)."""
+    """Content hash of an array's values (any dtype), by blocks."""
     return combine_block_hashes(hash_bytes(piece) for piece in split_pieces(as_bytes(array), BLOCK_BYTES))
 
 

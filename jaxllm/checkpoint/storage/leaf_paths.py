@@ -47,7 +47,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entry(entry: Any) -> str:
-    """One step of a path in a pytree, without JAX's brackets and quotes."""
+    """Text of one entry of a pytree path, without JAX's brackets and quotes."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
