@@ -1,7 +1,7 @@
-"""Models from one form into another, a tensor or a part of one in memory at a time.
+"""Model conversion between formats, with one tensor or a slice of one in memory at a time.
 
-To Hugging Face's layout, or to a checkpoint like that of a run, from either of them or from a GGUF file. The result
-has its name only when it is complete.
+From a run, a Hugging Face directory or a GGUF file to Hugging Face's format or to a checkpoint like a run's. The
+result gets its name only when it is complete (atomic commit).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint import Checkpointer, CheckpointError, StreamedLeaf
-from jaxllm.config import from_dict, to_dict
-from jaxllm.convert.load import open_tokenizer
+from jaxllm.config import to_dict
+from jaxllm.convert.run_files import checked_tokenizer, open_checkpoints, read_run
 from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.files import release
 from jaxllm.hub import HubError, ModelSource, find_model, open_source
@@ -33,7 +33,7 @@ from jaxllm.text.tokenizer_files import write_stop_ids
 
 DType = Literal["float32", "bfloat16", "float16"]
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float64")
-"""What a checkpoint's parameters can be in."""
+"""Dtypes that a checkpoint's parameters can have."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -49,29 +49,29 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
-"""Files beside the weights, copied as they are."""
+"""Tokenizer and template files beside the weights, copied unchanged."""
 TOKENIZER_DEFINITIONS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
-"""Those that hold a tokenizer which can be opened here."""
+"""Tokenizer files that this package can read."""
 
 Leaves = Callable[[str], dict[str, StreamedLeaf]]
 
 
 @dataclass(frozen=True)
 class ConvertibleModel:
-    """A model to convert; no weight has been read.
+    """Model to convert; no weight has been read yet.
 
     Attributes:
-        config: the architecture, in our terms.
+        config: architecture.
         source: its ``config.json``.
-        dtype: what all of its weights are in; None where they are not all in one.
-        tensors: as an export has them, by their names.
-        weights: names of those that are parameters.
-        leaves: our parameters in a dtype, to be streamed.
-        carried: what an export has beside them.
-        tokenizer: opens it; None where there is none.
-        write_words: writes the tokenizer and the template into a directory.
-        keeps: whether an export keeps types and ``config.json`` as they are where none is asked for.
-        exact: names of tensors that stay in float32 whatever the others are in.
+        dtype: dtype of all its weights; None if they have several.
+        tensors: tensors of an export, by Hugging Face name.
+        weights: names of the tensors that are parameters.
+        leaves: parameters of this package in a dtype, to be streamed.
+        carried: tensors of an export that are not parameters.
+        tokenizer: opens the tokenizer; None if there is none.
+        write_tokenizer: writes tokenizer and template into a directory.
+        keeps: whether an export without a requested dtype keeps dtypes and ``config.json`` unchanged.
+        exact: names of tensors that stay in float32 whatever the dtype of the others.
     """
 
     config: DecoderConfig
@@ -82,14 +82,14 @@ class ConvertibleModel:
     leaves: Leaves
     carried: Carried
     tokenizer: Callable[[], Tokenizer] | None
-    write_words: Callable[[Path], None]
+    write_tokenizer: Callable[[Path], None]
     keeps: bool = False
     exact: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What was written: to where, how many tensors (or leaves) and bytes, in what, and whether it has a tokenizer."""
+    """Result of a conversion: directory, number of tensors (or leaves), bytes, dtype, has a tokenizer or not."""
 
     path: Path
     tensors: int
@@ -110,32 +110,33 @@ def convert(
     shard_bytes: int = 5 * 2**30,
     progress: Progress | None = None,
 ) -> ConversionResult:
-    """Writes a model in another form.
+    """Writes a model in another format.
 
     Args:
         source: as in ``load_model``.
-        out: the directory to make; there is nothing of that name yet.
-        to: "hf": config.json, safetensors and tokenizer files that transformers opens; "jaxllm": a checkpoint and a
-            tokenizer that ``load_model`` opens.
-        dtype: what the parameters become. By default what they are, exactly: an export of a Hugging Face directory has
-            the same bytes; elsewhere weights of several types, or quantised ones, become float32, which holds them all.
-        step: which checkpoint of a run; the newest by default.
-        upcycle: make a mixture of so many experts of a dense model, whose first forward pass is the same.
-        top_k: how many of them a token meets, 2 by default; for ``upcycle``.
-        shard_bytes: of one safetensors file, at most.
+        out: directory to create; it must not exist.
+        to: "hf": config.json, safetensors and tokenizer files for transformers; "jaxllm": a checkpoint and a tokenizer
+            for ``load_model``.
+        dtype: dtype of the written parameters. By default values are preserved: an export of a Hugging Face directory
+            has the same bytes; elsewhere weights of several dtypes, or quantised ones, become float32.
+        step: step of a run's checkpoint; the newest by default.
+        upcycle: sparse upcycling: make a mixture of this many experts of a dense model; the first forward pass is the
+            same.
+        top_k: experts per token, 2 by default; for ``upcycle``.
+        shard_bytes: maximum size of a safetensors file.
         progress: called for every tensor.
 
     Raises:
-        HubError: the model cannot be read, has no such form, has a value that is not finite or not in ``dtype``'s
+        HubError: the model cannot be read, has no such format, has a value that is not finite or out of ``dtype``'s
             range; ``out`` exists; or ``top_k`` is given without ``upcycle``.
         CheckpointError: the run's checkpoint is missing or damaged.
         DataError: the tokenizer cannot be read, or is another model's.
     """
     out = Path(out)
-    if out.exists():  # before anything is read
+    if out.exists():  # checked before anything is read
         raise HubError(f"{out} exists; choose another name, or move it away.")
     if top_k is not None and upcycle is None:
-        raise HubError(f"top_k = {top_k} is of the experts that upcycle makes: say how many, or leave it out.")
+        raise HubError(f"top_k = {top_k} is for upcycle: give upcycle, the number of experts, too, or leave it out.")
     model = _open(find_model(source), step)
     write = _write_hf if to == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
@@ -143,7 +144,7 @@ def convert(
             mixture = _upcycled(model, upcycle, 2 if top_k is None else top_k, named=to == "hf")
             if to == "jaxllm":
                 return replace(_write_jaxllm(mixture, temporary, dtype, shard_bytes, progress), path=out)
-            # By way of a checkpoint, from which single experts can be read.
+            # Through a checkpoint, from which single experts can be read.
             way = temporary / "checkpoint"
             way.mkdir()
             _write_jaxllm(mixture, way, None, shard_bytes, progress)
@@ -154,10 +155,10 @@ def convert(
 
 
 def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool) -> ConvertibleModel:
-    """The model with experts in the place of its feed-forward layers.
+    """Model with mixtures of experts in place of its feed-forward layers.
 
     Args:
-        named: it must be a family's.
+        named: a family of transformers must have the architecture.
     """
     config = upcycled_config(model.config, experts, top_k)
     shapes = {path: leaf.shape for path, leaf in paths(functional(config).abstract()).items()}
@@ -198,7 +199,7 @@ def _open_source(source: ModelSource) -> ConvertibleModel:
         to = _dtypes(source.config, dtype)
         return {p: StreamedLeaf(x.shape, to[p], stream_leaf(by_path[p], to[p], p)) for p, x in shapes.items()}
 
-    def words(folder: Path) -> None:
+    def write_tokenizer(folder: Path) -> None:
         if source.gguf is None:
             copy_tokenizer_files(source.path, folder)
         elif there:
@@ -218,38 +219,36 @@ def _open_source(source: ModelSource) -> ConvertibleModel:
         leaves=leaves,
         carried=carried,
         tokenizer=(lambda: source.tokenizer) if there else None,
-        write_words=words,
+        write_tokenizer=write_tokenizer,
         keeps=source.gguf is None,
         exact=exact,
     )
 
 
 def _dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
-    """What each parameter is in where they are in ``dtype``; some are wider."""
+    """Dtype of each parameter if most are in ``dtype``; some are wider."""
     return {path: leaf.dtype for path, leaf in paths(functional(replace(config, param_dtype=dtype)).abstract()).items()}  # type: ignore[arg-type]
 
 
 def _exact(config: DecoderConfig) -> set[str]:
-    """Parameters that stay in float32 where others are in bfloat16."""
+    """Parameters that stay in float32 when others are in bfloat16."""
     return {path for path, dtype in _dtypes(config, "bfloat16").items() if dtype != jnp.bfloat16}
 
 
 def _open_run(path: Path, step: int | None) -> ConvertibleModel:
-    with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
-        meta = checkpointer.read_meta(step)
+    with open_checkpoints(path) as checkpointer:
+        run = read_run(path, checkpointer, step)
         arrays = checkpointer.map_leaves(step)
         kept = checkpointer.map_leaves(step, prefix="carried")
-    config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
-    tokenizer = None if meta["tokenizer"] is None else open_tokenizer(path, meta["tokenizer"])
+    config, meta = run.config, run.meta
+    tokenizer = None if run.fingerprint is None else run.tokenizer()
     about = meta.get("carried", {"names": [], "twice": {}, "bare": False})
     carried = Carried({n: kept[str(i)] for i, n in enumerate(about["names"])}, about["twice"], about["bare"])
-    source = meta.get("source") or config_json(
-        config, meta["config"].get("data", {}).get("seq_len"), _tokens(tokenizer)
-    )
+    source = run.source or config_json(config, meta["config"].get("data", {}).get("seq_len"), _tokens(tokenizer))
 
     def leaves(dtype: str) -> dict[str, StreamedLeaf]:
         to = _dtypes(config, dtype)
-        return {p: StreamedLeaf(a.shape, to[p], _pieces(a, to[p], p)) for p, a in arrays.items()}
+        return {p: StreamedLeaf(a.shape, to[p], _slices(a, to[p], p)) for p, a in arrays.items()}
 
     tensors = their_tensors(source, config, arrays, carried)
     return ConvertibleModel(
@@ -261,7 +260,7 @@ def _open_run(path: Path, step: int | None) -> ConvertibleModel:
         leaves=leaves,
         carried=carried,
         tokenizer=None if tokenizer is None else lambda: tokenizer,
-        write_words=lambda folder: copy_tokenizer_files(path / "tokenizer", folder),
+        write_tokenizer=lambda folder: copy_tokenizer_files(path / "tokenizer", folder),
         exact=tuple(
             n for n, x in tensors.items() if n not in carried.tensors and x.dtype != jnp.dtype(config.param_dtype)
         ),
@@ -269,7 +268,7 @@ def _open_run(path: Path, step: int | None) -> ConvertibleModel:
 
 
 def _tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Ids that a ``config.json`` names."""
+    """Token ids that a ``config.json`` contains."""
     if tokenizer is None:
         return {}
     stops = list(tokenizer.stop_ids)
@@ -277,12 +276,12 @@ def _tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a directory has a tokenizer's file of a kind that is read here."""
+    """Whether a directory has a tokenizer file that this package can read."""
     return any(file for pattern in TOKENIZER_DEFINITIONS for file in folder.glob(pattern))
 
 
 def copy_tokenizer_files(folder: Path, out: Path) -> None:
-    """Copies what belongs to the tokenizer and the template."""
+    """Copies the files of tokenizer and template."""
     for pattern in TOKENIZER_FILES:
         for file in sorted(folder.glob(pattern)):
             target = out / file.relative_to(folder)
@@ -290,15 +289,19 @@ def copy_tokenizer_files(folder: Path, out: Path) -> None:
             shutil.copyfile(file, target)
 
 
-def _write_hf(model: ConvertibleModel, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None) -> ConversionResult:
+def _write_hf(
+    model: ConvertibleModel, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress | None
+) -> ConversionResult:
     to = dtype or (None if model.keeps else model.dtype or "float32")
     tensors = cast(model.tensors, to, [name for name in model.weights if name not in model.exact])
     tensors = cast(tensors, None, model.exact)
     write_shards(folder, tensors, shard_bytes, progress)
     write_config(folder, model.source, to if dtype or {"dtype", "torch_dtype"} & model.source.keys() else None)
-    model.write_words(folder)
+    model.write_tokenizer(folder)
     size = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
-    return ConversionResult(folder, len(tensors), size, to or model.dtype or "several types", model.tokenizer is not None)
+    return ConversionResult(
+        folder, len(tensors), size, to or model.dtype or "several types", model.tokenizer is not None
+    )
 
 
 def _write_jaxllm(
@@ -322,11 +325,11 @@ def _write_jaxllm(
         "tokenizer": tokenizer and tokenizer.fingerprint,
         "versions": {"jaxllm": importlib.metadata.version("jaxllm")},
     }
-    words = folder / "tokenizer"
-    words.mkdir()
-    model.write_words(words)
-    if tokenizer is not None and open_tokenizer(folder, tokenizer.fingerprint).stop_ids != tokenizer.stop_ids:
-        write_stop_ids(words, tokenizer.stop_ids)  # they were in a config.json
+    tokenizer_folder = folder / "tokenizer"
+    tokenizer_folder.mkdir()
+    model.write_tokenizer(tokenizer_folder)
+    if tokenizer is not None and checked_tokenizer(folder, tokenizer.fingerprint).stop_ids != tokenizer.stop_ids:
+        write_stop_ids(tokenizer_folder, tokenizer.stop_ids)  # the source has them in its config.json
     try:
         with Checkpointer(folder / "checkpoints") as checkpointer:
             checkpointer.save_streamed(0, counted, meta)
@@ -339,19 +342,19 @@ def _write_jaxllm(
     return ConversionResult(folder, len(leaves), size, to, model.tokenizer is not None)
 
 
-def _pieces(array: np.ndarray, dtype: np.dtype, path: str, size: int = 2**22) -> Iterator[np.ndarray]:
-    """A mapped array as ``dtype``, in pieces of ``size`` elements."""
+def _slices(array: np.ndarray, dtype: np.dtype, path: str, size: int = 2**22) -> Iterator[np.ndarray]:
+    """Slices of ``size`` elements of a memory-mapped array, cast to ``dtype``."""
     flat = array.reshape(-1)
     for begin in range(0, flat.size, size):
         with np.errstate(over="ignore", invalid="ignore"):
-            piece = flat[begin : begin + size].astype(dtype)
-        if not np.isfinite(piece).all():
+            part = flat[begin : begin + size].astype(dtype)
+        if not np.isfinite(part).all():
             raise HubError(f"{path} has values that are not finite in {dtype}.")
-        yield piece
+        yield part
         release([array])
 
 
-def _counted(pieces: Any, path: str, done: int, total: int, progress: Progress | None) -> Iterator[np.ndarray]:
+def _counted(slices: Any, path: str, done: int, total: int, progress: Progress | None) -> Iterator[np.ndarray]:
     if progress is not None:
         progress(path, done, total)
-    yield from pieces
+    yield from slices

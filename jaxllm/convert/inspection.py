@@ -1,6 +1,6 @@
-"""What a model's files hold and what loading would make of them, from headers alone: no weight is read.
+"""Model inspection: what a model's files contain and how it would be loaded, from headers only; no weight is read.
 
-What cannot be understood is a finding beside what can.
+Errors in the files are reported as findings.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from jaxllm.checkpoint import Checkpointer, CheckpointError
-from jaxllm.config import from_dict, to_dict
+from jaxllm.checkpoint import CheckpointError
+from jaxllm.config import to_dict
 from jaxllm.convert.convert import has_tokenizer
+from jaxllm.convert.run_files import open_checkpoints, read_run
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, decoder_config, find_model, safetensors
 from jaxllm.hub.families.config_json import config_json
@@ -44,14 +45,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file.
+    """Tensor of a file.
 
     Attributes:
-        name: there.
-        shape: there.
-        kind: its type or quantised format.
-        bytes: in the file.
-        ours: the parameter that it becomes, or what else becomes of it.
+        name: name in the file.
+        shape: shape in the file.
+        kind: dtype or quantised format.
+        bytes: size in the file.
+        ours: parameter of this package that it becomes, or how else it is used.
     """
 
     name: str
@@ -63,20 +64,20 @@ class TensorInfo:
 
 @dataclass
 class Inspection:
-    """What was found.
+    """Result of an inspection.
 
     Attributes:
-        path: of the files.
+        path: path of the files.
         format: "Hugging Face", "GGUF", or "jaxllm run".
-        family: its name in transformers or in the file; None where none is known.
-        config: the architecture; None where it is not understood.
-        parameters: how many; of a model that is not understood, how many numbers the tensors hold.
-        bytes: of all tensors in the files.
-        tensors: of the files.
-        tokenizer: its properties by name; None where there is none.
+        family: name of the family in transformers or in the file; None if unknown.
+        config: architecture; None if it is not supported.
+        parameters: number of parameters; of an unsupported model, number of elements of the tensors.
+        bytes: size of all tensors in the files.
+        tensors: tensors of the files.
+        tokenizer: properties of the tokenizer by name; None if there is none.
         templates: chat templates by name.
-        loading: what loading would do, in sentences.
-        findings: what is wrong, in sentences.
+        loading: sentences about how the model would be loaded.
+        findings: sentences about errors.
     """
 
     path: str
@@ -92,7 +93,7 @@ class Inspection:
     findings: list[str] = field(default_factory=list)
 
     def attempt(self, what: Callable[[], T]) -> T | None:
-        """What ``what`` gives; an error that is the files' is a finding instead."""
+        """Returns the result of a function; an error in the files becomes a finding instead."""
         try:
             return what()
         except (HubError, DataError, CheckpointError) as error:
@@ -100,7 +101,7 @@ class Inspection:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """JSON values of the inspection."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain["config"] = self.config and to_dict(self.config)
         plain["tensors"] = [dataclasses.asdict(t) | {"shape": list(t.shape)} for t in self.tensors]
@@ -108,10 +109,10 @@ class Inspection:
 
 
 def inspect_model(name: Path | str) -> Inspection:
-    """Looks at a run, a directory in Hugging Face's layout, a GGUF file, ``smollm2`` or ``hf:ORG/NAME``.
+    """Inspects a run, a directory in Hugging Face's format, a GGUF file, ``smollm2`` or ``hf:ORG/NAME``.
 
     Raises:
-        HubError: there is nothing of that name, or it is no model's file.
+        HubError: there is nothing of that name, or it is not a model's file.
     """
     path = find_model(name)
     if not path.exists():
@@ -156,13 +157,13 @@ def _hf(path: Path) -> Inspection:
 
 
 def _quantised(name: str, tensor: Any, parts: Mapping[str, TensorInfo]) -> TensorInfo:
-    """A tensor that others stand for."""
+    """Tensor that several stored tensors represent."""
     own = [parts[n] for n in (name + BLOCKS, name + SCALES) if n in parts]
     return TensorInfo(name, tensor.shape, " + ".join(one.kind for one in own), sum(one.bytes for one in own))
 
 
 def _headers(path: Path, found: Inspection) -> dict[str, Any]:
-    """The tensors of all files that can be opened."""
+    """Tensors of all files that can be opened."""
     tensors: dict[str, Any] = {}
     if not (path / safetensors.INDEX).exists():
         return found.attempt(lambda: safetensors.open_model(path)) or tensors
@@ -197,7 +198,7 @@ def _gguf(path: Path) -> Inspection:
 def _match(
     found: Inspection, source: Mapping[str, Any], tensors: Mapping[str, Any], infos: Mapping[str, TensorInfo]
 ) -> None:
-    """Which of our parameters the tensors are; fills in ``tensors``, ``loading`` and ``findings``."""
+    """Matches tensors to parameters; fills in ``tensors``, ``loading`` and ``findings``."""
     if found.config is None:
         found.tensors = [dataclasses.replace(info, ours="not known") for info in infos.values()]
         return
@@ -228,14 +229,14 @@ def _dtype_sentences(config: DecoderConfig, kinds: set[str]) -> list[str]:
 
 def _run(path: Path) -> Inspection:
     found = Inspection(str(path), "jaxllm run")
-    with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
+    with open_checkpoints(path) as checkpointer:
         steps = checkpointer.steps()
         if not steps:
             found.findings.append(f"{path} has no finished checkpoint yet.")
             return found
         manifest = found.attempt(checkpointer.manifest)
-        meta = found.attempt(checkpointer.read_meta)
-    if manifest is None or meta is None:
+        run = found.attempt(lambda: read_run(path, checkpointer))
+    if manifest is None or run is None:
         return found
     leaves = {p: leaf for p, leaf in manifest.leaves.items() if p.split("/")[0] == "params"}
     found.tensors = [
@@ -244,8 +245,7 @@ def _run(path: Path) -> Inspection:
     ]
     others = len(manifest.leaves) - len(leaves)
     data = sum(file.bytes for file in manifest.files.values() if file.hash is None)
-    config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
-    found.config = config
+    found.config = config = run.config
     found.loading.append(
         f"Step {manifest.step} is read (there: {', '.join(map(str, steps))}), in {config.param_dtype}."
     )
@@ -253,12 +253,12 @@ def _run(path: Path) -> Inspection:
         size = mebibytes(data - sum(tensor.bytes for tensor in found.tensors))
         found.loading.append(f"{others} other leaves, {size}, are for training and are not read.")
     try:
-        found.family = (meta.get("source") or config_json(config))["model_type"]
+        found.family = (run.source or config_json(config))["model_type"]
     except HubError as error:
         found.loading.append(f"It cannot be exported: {error}")
-    if meta["tokenizer"] is not None:
-        _tokenizer(found, lambda: load_tokenizer(path / "tokenizer"), meta["tokenizer"])
-    _template(found, lambda: load_template(path / "tokenizer"))
+    if run.fingerprint is not None:
+        _tokenizer(found, run.stored_tokenizer, run.fingerprint)
+    _template(found, run.template)
     return found
 
 
@@ -296,11 +296,12 @@ def _template(found: Inspection, opened: Callable[[], ChatTemplate | None]) -> N
 
 
 def mebibytes(size: float) -> str:
+    """Size in MiB, for display."""
     return f"{size / 2**20:,.1f} MiB"
 
 
 def group_layers(tensors: Iterable[TensorInfo]) -> list[tuple[TensorInfo, int]]:
-    """The tensors with those of like layers as one, whose number is a range; and how many they are."""
+    """Groups tensors that differ only in the layer, with their counts; a group's name has * for the layer."""
     groups: dict[tuple[str, tuple[int, ...], str, str], list[TensorInfo]] = {}
     for tensor in tensors:
         stem = re.sub(r"\.\d+\.", ".*.", tensor.name)

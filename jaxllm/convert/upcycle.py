@@ -1,6 +1,6 @@
-"""A dense model as a mixture of experts (arXiv:2212.05055): every expert begins as a copy of the feed-forward layer.
+"""Sparse upcycling (arXiv:2212.05055): a mixture of experts whose experts are copies of a dense feed-forward layer.
 
-Whatever its router chooses, the weights of the chosen sum to one, so that the first forward pass is the dense model's.
+The routing weights of the selected experts sum to one, so the first forward pass is the dense model's.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ ROUTER = "/mlp/router"
 
 
 def upcycled_config(config: DecoderConfig, experts: int, top_k: int) -> DecoderConfig:
-    """The architecture with so many experts in the place of each feed-forward layer, of which a token meets ``top_k``.
+    """Architecture with this many experts in place of each feed-forward layer, ``top_k`` of them per token.
 
     Raises:
-        HubError: it has experts already, or layers that no expert is like; or the numbers make no mixture.
+        HubError: the model has experts already, feed-forward layers that experts cannot copy, or the sizes are
+            illegal.
     """
 
     def one(block: BlockConfig) -> BlockConfig:
         mlp = block.mlp
         if not isinstance(mlp, MlpConfig):
-            raise HubError("the model has experts already; upcycling begins with a dense one.")
+            raise HubError("the model has experts already; upcycling needs a dense model.")
         if not mlp.gated or mlp.bias:
             raise HubError("the model's feed-forward layers have biases or no gate; experts have a gate and no biases.")
         try:
@@ -42,7 +43,7 @@ def upcycled_config(config: DecoderConfig, experts: int, top_k: int) -> DecoderC
 
 
 def upcycled_leaf(path: str, shape: tuple[int, ...], dense: dict[str, StreamedLeaf]) -> StreamedLeaf:
-    """A parameter of the mixture, to be streamed, made of the dense model's."""
+    """Parameter of the mixture of experts, streamed from the dense model's."""
     if path.endswith(ROUTER):
         dtype = next(iter(dense.values())).dtype
         return StreamedLeaf(shape, dtype, _router(path, shape, dtype))
@@ -53,14 +54,14 @@ def upcycled_leaf(path: str, shape: tuple[int, ...], dense: dict[str, StreamedLe
 
 
 def _router(path: str, shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Drawn as a new model's; the same for the same name."""
+    """Router weights, initialised like a new model's; the same for the same name."""
     rng = np.random.default_rng(zlib.crc32(path.encode()))
     for _ in range(shape[0]):
         yield (rng.standard_normal(shape[1:], np.float32) * shape[1] ** -0.5).astype(dtype)
 
 
 def _copies(leaf: StreamedLeaf, count: int) -> Iterator[np.ndarray]:
-    """Each layer's values ``count`` times; the leaf comes in pieces of any size, a layer is held."""
+    """Each layer's values ``count`` times; the leaf comes in slices of any size, one layer is held in memory."""
     size = int(np.prod(leaf.shape[1:]))
     layer, filled = np.empty(size, leaf.dtype), 0
     for piece in leaf.pieces:
@@ -72,4 +73,4 @@ def _copies(leaf: StreamedLeaf, count: int) -> Iterator[np.ndarray]:
             if filled == size:
                 for _ in range(count):
                     yield layer
-                layer, filled = np.empty(size, leaf.dtype), 0  # whoever got the last one may still read it
+                layer, filled = np.empty(size, leaf.dtype), 0  # a new buffer: the consumer may still read the last one

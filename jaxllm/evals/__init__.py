@@ -1,4 +1,4 @@
-"""Measuring models by tasks: scoring and writing over the engine, local tasks, and lm-eval's."""
+"""Evaluation on tasks: scoring and generation over the engine, local task files, and lm-eval's tasks."""
 
 from typing import TYPE_CHECKING
 

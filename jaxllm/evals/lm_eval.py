@@ -1,7 +1,7 @@
-"""lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) over the engine, in this process.
+"""Adapter to lm-eval (https://github.com/EleutherAI/lm-evaluation-harness), which runs in this process over the engine.
 
-Its models answer lists of requests, each with ``args``: ``loglikelihood`` (context, continuation),
-``loglikelihood_rolling`` (text,), ``generate_until`` (context, settings). It is imported when it is needed.
+lm-eval's models answer lists of requests, each with ``args``: ``loglikelihood`` (context, continuation),
+``loglikelihood_rolling`` (text,), ``generate_until`` (context, settings). lm-eval is imported on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxllm.files import DataError
 
 
 def adapter(scorer: Scorer) -> Any:
-    """A model as lm-eval has them.
+    """Model in lm-eval's interface.
 
     Raises:
         DataError: lm-eval is not installed.
@@ -38,7 +38,7 @@ def adapter(scorer: Scorer) -> Any:
 
 
 def run_lm_eval(scorer: Scorer, tasks: Sequence[str], limit: int | None = None) -> dict[str, dict[str, Any]]:
-    """Results of lm-eval's tasks, by task and metric.
+    """Runs tasks of lm-eval; returns the results by task and metric.
 
     Raises:
         DataError: lm-eval is not installed.

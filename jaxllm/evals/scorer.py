@@ -1,4 +1,4 @@
-"""What tasks ask of a model: how likely a continuation is, how likely a text is, and what it would write."""
+"""Scorer: log-likelihoods of continuations and of texts, and generated answers, over one engine."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from jaxllm.infer import LLM, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
-"""Tokens that ``write`` makes at most, where a task does not say."""
+"""Maximum number of generated tokens if a task has no setting."""
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "seed")
 
 
 class Scorer:
-    """Answers the three kinds of requests that lm-eval has, over one engine.
+    """Scorer for the three kinds of requests that lm-eval has, over one engine.
 
     Args:
-        llm: its engine needs the full sampler.
+        llm: LLM whose engine has the full sampler.
     """
 
     def __init__(self, llm: LLM):
         self.llm = llm
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): the continuation's log-probability, and whether greedy decoding writes it.
+        """Log-likelihood of each continuation after its context, and whether greedy decoding generates it.
 
-        Spaces at the end of a context belong to the continuation, whose tokens are those that the whole has after the
-        context's. What is too long loses its beginning.
+        Spaces at the end of a context are moved to the continuation. Its tokens are those of the whole text after the
+        context's. A text that is too long is truncated from the left.
 
         Raises:
-            ValueError: an empty continuation, or one that alone is too long.
+            ValueError: an empty continuation, or one that does not fit with a context.
         """
         texts = []
         for context, continuation in pairs:
@@ -43,7 +43,7 @@ class Scorer:
         return self._score(texts)
 
     def texts(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of each text, its first token included; long ones in windows of the engine's length."""
+        """Log-likelihood of each text, its first token included; long ones in windows of the engine's length."""
         most = self.llm.engine.max_len - 1
         windows, owners = [], []
         for owner, text in enumerate(texts):
@@ -62,10 +62,10 @@ class Scorer:
         return sums
 
     def write(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What each prompt is continued with, by lm-eval's settings: ``until``, ``max_gen_toks``, ``do_sample``, ...
+        """Generates a completion per prompt, by lm-eval's settings: ``until``, ``max_gen_toks``, ``do_sample``, ...
 
         Raises:
-            ValueError: a setting that is not known here.
+            ValueError: a setting that is not supported.
         """
         params, ids = [], []
         for prompt, settings in prompts:
@@ -76,10 +76,10 @@ class Scorer:
                     f"max_gen_toks = {params[-1].max_tokens}; the engine has {room} tokens for prompts then."
                 )
             ids.append(self._ids(prompt)[-room:])
-        return [made.outputs[0].text for made in self.llm.generate(ids, params)]
+        return [one.outputs[0].text for one in self.llm.generate(ids, params)]
 
     def _score(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Of token ids, the last so many: their log-probability, and whether each is the likeliest."""
+        """Log-likelihood of the last tokens of each text, and whether each of them is the most likely."""
         most = self.llm.engine.max_len - 1
         for _, scored in texts:
             if scored >= most:
@@ -87,8 +87,8 @@ class Scorer:
                     f"a continuation of {scored} tokens does not fit the engine's {most + 1} with a context."
                 )
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
-        made = self.llm.generate([ids[-most:] for ids, _ in texts], params)
-        found = [one.prompt_scores[-scored:] for one, (_, scored) in zip(made, texts, strict=True)]
+        completions = self.llm.generate([ids[-most:] for ids, _ in texts], params)
+        found = [one.prompt_scores[-scored:] for one, (_, scored) in zip(completions, texts, strict=True)]
         return [(sum(value for value, _ in scores), all(rank == 0 for _, rank in scores)) for scores in found]
 
     def _start(self) -> list[int]:
@@ -100,10 +100,10 @@ class Scorer:
 
 
 def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
-    """lm-eval's settings of a written answer.
+    """Sampling parameters from lm-eval's generation settings.
 
     Raises:
-        ValueError: one that is not known here.
+        ValueError: a setting that is not supported.
     """
     known = {"until", "max_gen_toks", *SAMPLING}
     if unknown := set(settings) - known:

@@ -1,8 +1,8 @@
-"""Tasks in files of one's own: a JSON object a line, of one of three kinds.
+"""Local tasks: files with a JSON object per line, of one of three kinds.
 
-{"prompt": ..., "choices": [...], "answer": 0}    the likeliest choice: acc, and acc_norm by bytes of the choice
-{"prompt": ..., "target": ...}                    the first line written is the target: exact_match
-{"text": ...}                                     how likely a text is: bits_per_byte
+{"prompt": ..., "choices": [...], "answer": 0}    multiple choice by likelihood: acc, and acc_norm per byte of a choice
+{"prompt": ..., "target": ...}                    the first generated line equals the target: exact_match
+{"text": ...}                                     likelihood of a text: bits_per_byte
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ KINDS = ({"prompt", "choices", "answer"}, {"prompt", "target"}, {"text"})
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Of a task.
+    """Result of a task.
 
     Attributes:
-        name: of its file.
-        rows: of it.
-        metrics: by name.
-        errors: standard error of each that is a mean over rows.
+        name: name of its file.
+        rows: number of rows.
+        metrics: metrics by name.
+        errors: standard error of each metric that is a mean over rows.
     """
 
     name: str
@@ -44,21 +44,21 @@ class TaskResult:
 
 
 def run_task(scorer: Scorer, path: Path, limit: int | None = None) -> TaskResult:
-    """Measures a model by a file.
+    """Evaluates a model on a task file.
 
     Args:
-        limit: rows to take, from the beginning; all by default.
+        limit: number of first rows to use; all by default.
 
     Raises:
-        DataError: a row that is of no kind, or of another than the first; names it.
+        DataError: a row is of no kind, or of another kind than the first; names it.
     """
     rows = _read(path)[:limit]
     if "choices" in rows[0]:
         return _choices(scorer, path.stem, rows)
     if "target" in rows[0]:
         settings = {"until": ["\n"], "max_gen_toks": 64}
-        made = scorer.write([(row["prompt"], settings) for row in rows])
-        hits = [text.strip() == row["target"].strip() for text, row in zip(made, rows, strict=True)]
+        answers = scorer.write([(row["prompt"], settings) for row in rows])
+        hits = [text.strip() == row["target"].strip() for text, row in zip(answers, rows, strict=True)]
         return _means(path.stem, {"exact_match": hits})
     nats = -sum(scorer.texts([row["text"] for row in rows]))
     size = sum(len(row["text"].encode()) for row in rows)

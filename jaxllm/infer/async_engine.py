@@ -108,8 +108,8 @@ class AsyncEngine:
         try:
             while self._take(wait=not self.engine.busy):
                 if self.engine.busy:
-                    for piece in self.engine.step():
-                        self._deliver(piece)
+                    for delta in self.engine.step():
+                        self._deliver(delta)
         except BaseException as error:
             self._failure = error
         stopped = EngineStopped("the engine has stopped.")
@@ -166,13 +166,13 @@ class AsyncEngine:
                 del self._streams[number]
                 self.engine.cancel(request)
 
-    def _deliver(self, piece: OutputDelta) -> None:
-        if (stream := self._streams.get(piece.request.id)) is None:
+    def _deliver(self, delta: OutputDelta) -> None:
+        if (stream := self._streams.get(delta.request.id)) is None:
             return
-        stream[3].append(piece.number) if piece.finish is not None else None
-        if len(stream[3]) == piece.request.params.n:
-            del self._streams[piece.request.id]
-        _post(*stream[1:3], piece)
+        stream[3].append(delta.number) if delta.finish is not None else None
+        if len(stream[3]) == delta.request.params.n:
+            del self._streams[delta.request.id]
+        _post(*stream[1:3], delta)
 
 
 def _post(loop: asyncio.AbstractEventLoop, out: asyncio.Queue[Any], item: Any) -> None:

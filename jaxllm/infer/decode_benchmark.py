@@ -101,9 +101,9 @@ class DecodeBenchmark:
         waiting, first = self.batch, start
         seen: set[int] = set()
         while self.engine.busy:
-            for piece in self.engine.step():
-                if piece.tokens and piece.request.id not in seen:
-                    seen.add(piece.request.id)
+            for delta in self.engine.step():
+                if delta.tokens and delta.request.id not in seen:
+                    seen.add(delta.request.id)
                     waiting -= 1
                     first = time.perf_counter()
         end = time.perf_counter()

@@ -83,18 +83,18 @@ class Guide:
         self._matcher, self._width = matcher, width
         self.error = ""
         self.mask: np.ndarray | None = None
-        self._look()
+        self._update()
 
     def copy(self) -> Guide:
         """Copy with the same state."""
-        made = Guide.__new__(Guide)
-        made.__dict__ = {**self.__dict__, "_matcher": self._matcher.deep_copy()}
-        return made
+        guide = Guide.__new__(Guide)
+        guide.__dict__ = {**self.__dict__, "_matcher": self._matcher.deep_copy()}
+        return guide
 
     def advance(self, token: int) -> bool:
         """Advances by a sampled token; returns whether another token may follow."""
         self._matcher.consume_token(token)
-        self._look()
+        self._update()
         return self.mask is not None
 
     @property
@@ -102,7 +102,7 @@ class Guide:
         """Whether the text so far is a complete match."""
         return not self.error and self._matcher.is_accepting()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         self.mask = None
         if not self._matcher.is_error() and not self._matcher.is_stopped():
             bits = self._matcher.compute_bitmask()
@@ -136,7 +136,7 @@ class Grammars:
         self._limits = self._library.LLParserLimits(**PARSER_LIMITS, verbose_errors=False)
         wrapped = self._library.TokenizerWrapper(_GrammarTokenizer(tokenizer))
         self._tokenizer = self._library.LLTokenizer(wrapped, eos_token=list(tokenizer.stop_ids))
-        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()
+        self._cached: OrderedDict[Grammar, Guide] = OrderedDict()
         self._lock = threading.Lock()
 
     def guide(self, grammar: Grammar) -> Guide:
@@ -146,23 +146,23 @@ class Grammars:
             ValueError: the grammar is invalid, not supported, or exceeds the work limits; says why.
         """
         with self._lock:
-            if (found := self._kept.get(grammar)) is not None:
-                self._kept.move_to_end(grammar)
+            if (found := self._cached.get(grammar)) is not None:
+                self._cached.move_to_end(grammar)
                 return found.copy()
         try:
-            told = self._told(grammar)
+            source = self._grammar_source(grammar)
         except ValueError as error:
             raise ValueError(f"grammar ({grammar.kind}): {error}.") from None
-        made = Guide(self._library.LLMatcher(self._tokenizer, told, limits=self._limits), self._width)
-        if made.error or made.mask is None:
-            raise ValueError(f"grammar ({grammar.kind}): {made.error or 'no token can begin such a text'}.")
+        guide = Guide(self._library.LLMatcher(self._tokenizer, source, limits=self._limits), self._width)
+        if guide.error or guide.mask is None:
+            raise ValueError(f"grammar ({grammar.kind}): {guide.error or 'no token can begin such a text'}.")
         with self._lock:
-            self._kept[grammar] = made
-            while len(self._kept) > CACHED_GRAMMARS:
-                self._kept.popitem(last=False)
-        return made.copy()
+            self._cached[grammar] = guide
+            while len(self._cached) > CACHED_GRAMMARS:
+                self._cached.popitem(last=False)
+        return guide.copy()
 
-    def _told(self, grammar: Grammar) -> str:
+    def _grammar_source(self, grammar: Grammar) -> str:
         matcher = self._library.LLMatcher
         if grammar.kind == "json_schema":
             return matcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})

@@ -8,16 +8,16 @@ UNKNOWN_LENGTH = 2048
 """Maximum sequence length if neither the model nor the engine's configuration has one."""
 
 
-def choose_max_len(config: DecoderConfig, asked: int | None, longest: int | None) -> int:
+def choose_max_len(config: DecoderConfig, requested: int | None, longest: int | None) -> int:
     """Maximum sequence length in tokens: the requested one, else the length that the model was trained on.
 
     Raises:
         ValueError: more tokens than the model supports.
     """
     most, why = hard_limit(config)
-    if asked is not None and most is not None and asked > most:
-        raise ValueError(f"engine: max_len = {asked}, but {why} {most} tokens.")
-    return asked or min(n for n in (most, longest or UNKNOWN_LENGTH) if n is not None)
+    if requested is not None and most is not None and requested > most:
+        raise ValueError(f"engine: max_len = {requested}, but {why} {most} tokens.")
+    return requested or min(n for n in (most, longest or UNKNOWN_LENGTH) if n is not None)
 
 
 def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:

@@ -153,10 +153,10 @@ class LLM:
         left = request.params.n
         try:
             while left:
-                for piece in self.engine.step():
-                    if piece.request is request:
-                        left -= piece.finish is not None
-                        yield piece
+                for delta in self.engine.step():
+                    if delta.request is request:
+                        left -= delta.finish is not None
+                        yield delta
         finally:
             self.engine.cancel(request)
 
@@ -199,10 +199,10 @@ def completion(request: Request) -> Completion:
     outputs = []
     for s in request.outputs:
         assert s.finish is not None
-        made = tuple(s.tokens[len(request.prompt) :])
+        tokens = tuple(s.tokens[len(request.prompt) :])
         wanted = request.params.logprobs is not None
         logprobs, top = (tuple(s.logprobs), tuple(map(tuple, s.top))) if wanted else ((), ())
-        outputs.append(Output(s.text, made, s.finish, logprobs, top))
+        outputs.append(Output(s.text, tokens, s.finish, logprobs, top))
     return Completion(tuple(request.prompt), tuple(outputs), tuple(request.prompt_scores), tuple(request.prompt_top))
 
 

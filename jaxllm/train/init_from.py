@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import sharding
-from jaxllm.checkpoint import Checkpointer
-from jaxllm.config import ConfigError, differences, from_dict
+from jaxllm.config import ConfigError, differences
+from jaxllm.convert.run_files import TokenizerMismatchError, open_checkpoints, read_run
 from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
-from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
+from jaxllm.text import ChatTemplate, Tokenizer
 
 RUN_FIELDS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
 """Fields of the architecture that the run chooses; all others must be the model's."""
@@ -78,20 +78,20 @@ def _from_files(path: Path) -> InitialModel:
 
 def _of_run(path: Path) -> InitialModel:
     """Newest checkpoint of a run."""
-    with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
-        meta = checkpointer.read_meta()
-    config = from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model")
+    with open_checkpoints(path) as checkpointer:
+        run = read_run(path, checkpointer)
 
     def load(mesh: Mesh, dtype: str) -> Any:
-        model = functional(config)
+        model = functional(run.config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-        with Checkpointer(path / "checkpoints", read_only=True) as checkpointer:
+        with open_checkpoints(path) as checkpointer:
             params, _ = checkpointer.restore_params(abstract)
         with jax.set_mesh(mesh):
             return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 
-    folder = path / "tokenizer"
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.fingerprint != meta["tokenizer"]:
-        raise ConfigError(f"{folder} is not the tokenizer that the checkpoint in {path} was trained with.")
-    return InitialModel(config, tokenizer, load_template(folder), meta.get("source"), load)
+    try:
+        tokenizer = run.tokenizer()
+    except TokenizerMismatchError:
+        message = f"{path / 'tokenizer'} is not the tokenizer that the checkpoint in {path} was trained with."
+        raise ConfigError(message) from None
+    return InitialModel(run.config, tokenizer, run.template(), run.source, load)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxllm.infer
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
@@ -219,3 +220,15 @@ def test_buckets_end_at_the_budget():
 def test_too_few_pages_are_refused():
     with pytest.raises(ValueError, match="pages = 8, but one sequence of 64 tokens needs 9 of 8"):
         engines.build(dataclasses.replace(engines.ENGINES["roomy"], pages=8))
+
+
+def test_old_names_work_and_warn():
+    with pytest.warns(FutureWarning, match="max_sequences") as heard:
+        config = EngineConfig(sequences=2, budget=8, loop=1)
+    assert len(heard) == 3
+    assert config == EngineConfig(max_sequences=2, max_batched_tokens=8, decode_steps=1)
+    with pytest.warns(FutureWarning, match="OutputDelta"):
+        assert jaxllm.infer.Piece is jaxllm.infer.OutputDelta
+    engine = engines.engine("roomy")
+    with pytest.warns(FutureWarning, match="runner"):
+        assert engine.device is engine.runner

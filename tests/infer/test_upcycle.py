@@ -51,7 +51,7 @@ def test_what_cannot_be_upcycled_is_named(tmp_path: Path) -> None:
     gemma = peers.peer("gemma2", 0).save(tmp_path / "gemma2")
     with pytest.raises(HubError, match="no family of transformers has this architecture"):
         convert(gemma, tmp_path / "out", "hf", upcycle=4)
-    with pytest.raises(HubError, match="top_k = 3 is of the experts that upcycle makes"):
+    with pytest.raises(HubError, match="top_k = 3 is for upcycle"):
         convert(gemma, tmp_path / "out", "hf", top_k=3)
     with pytest.raises(HubError, match="top_k = 2 of experts = 1; choose 1 or fewer"):
         convert(gemma, tmp_path / "out", "jaxllm", upcycle=1)

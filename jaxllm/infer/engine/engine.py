@@ -367,30 +367,30 @@ class Engine:
         return out
 
     def _replica_outputs(
-        self, plan: StepPlan, shape: StepShape, made: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
+        self, plan: StepPlan, shape: StepShape, outputs: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
     ) -> list[OutputDelta]:
         """Output of one replica's step; appends the computed chunks to ``work``, see ``EngineMetrics.add_step``."""
         out, at = [], 0
-        tokens = made["tokens"].tolist()
+        tokens = outputs["tokens"].tolist()
         for row, chunk in enumerate(plan.chunks):
             sequence, request = chunk.sequence, chunk.sequence.request
-            if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in made:
-                step_outputs.record_prompt_scores(chunk, made, at)
+            if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in outputs:
+                step_outputs.record_prompt_scores(chunk, outputs, at)
             at += chunk.count
             gained = 0
             if chunk.samples and sequence.finish is None:
                 sequence.pending -= plan.steps
                 sampled = [tokens[step][row] for step in range(plan.steps)]
-                out.append(self._append_tokens(sequence, sampled, made, row))
+                out.append(self._append_tokens(sequence, sampled, outputs, row))
                 gained = len(out[-1].tokens)
             work.append((chunk.start, gained if shape.decode else chunk.count, gained))
         return out
 
     def _append_tokens(
-        self, sequence: Sequence, sampled: list[int], made: Mapping[str, np.ndarray], row: int
+        self, sequence: Sequence, sampled: list[int], outputs: Mapping[str, np.ndarray], row: int
     ) -> OutputDelta:
         """Appends sampled tokens to a sequence, up to its end."""
-        new, text, finish = step_outputs.append_tokens(sequence, sampled, made, row, self.version)
+        new, text, finish = step_outputs.append_tokens(sequence, sampled, outputs, row, self.version)
         self.metrics.generated_tokens += len(new)
         if finish is None:
             sequence.text += text

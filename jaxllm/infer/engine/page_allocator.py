@@ -1,8 +1,9 @@
 """Page allocator of the paged KV cache: reference counts, free pages, and cached pages that are found by content.
 
-A page whose tokens are all known is registered under a hash of them and of all tokens before them. When nobody uses it
-any more it stays cached, can be found by the next request with the same prefix, and is evicted when its memory is
-needed, least recently used first (arXiv:2312.07104 keeps a radix tree of them; a chain of hashes finds the same pages).
+A sequence's page table lists its pages by position. A page whose tokens are all known is registered under a hash of
+them and of all tokens before them. When nobody uses it any more it stays cached, can be found by the next request with
+the same prefix, and is evicted when its memory is needed, least recently used first (arXiv:2312.07104 keeps a radix
+tree of them; a chain of hashes finds the same pages).
 """
 
 from __future__ import annotations

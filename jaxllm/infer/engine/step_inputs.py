@@ -105,7 +105,7 @@ def slot_row(sequence: Sequence, vocab: int) -> np.ndarray:
         sequence.tokens[len(request.prompt) :],
         bias=dict(request.params.logit_bias),
         allowed=request.params.allowed_tokens,
-        words=request.bad_words,
+        bad_words=request.bad_words,
         stops=sorted(request.stop_ids),
     )
     return packed

@@ -11,26 +11,26 @@ from jaxllm.infer.engine.sequence import Finish, Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk
 
 
-def record_prompt_scores(chunk: ScheduledChunk, made: Mapping[str, np.ndarray], at: int) -> None:
+def record_prompt_scores(chunk: ScheduledChunk, outputs: Mapping[str, np.ndarray], at: int) -> None:
     """Records the prompt log-probabilities of a prefill chunk, whose rows begin at ``at``."""
     request = chunk.sequence.request
     many = min(chunk.count, len(request.prompt) - 1 - chunk.start)
     if many > 0:
-        pairs = zip(made["scores"][at : at + many].tolist(), made["ranks"][at : at + many].tolist(), strict=True)
+        pairs = zip(outputs["scores"][at : at + many].tolist(), outputs["ranks"][at : at + many].tolist(), strict=True)
         request.prompt_scores[chunk.start : chunk.start + many] = list(pairs)
     for row, place in enumerate(range(chunk.start, chunk.start + many), at):
-        best = zip(made["prompt_ids"][row].tolist(), made["prompt_top"][row].tolist(), strict=True)
+        best = zip(outputs["prompt_ids"][row].tolist(), outputs["prompt_top"][row].tolist(), strict=True)
         request.prompt_top[place] = tuple(itertools.islice(best, request.params.prompt_logprobs))
 
 
 def append_tokens(
-    sequence: Sequence, fresh: list[int], made: Mapping[str, np.ndarray], row: int, version: int
+    sequence: Sequence, fresh: list[int], outputs: Mapping[str, np.ndarray], row: int, version: int
 ) -> tuple[tuple[int, ...], str, Finish | None]:
     """Appends sampled tokens to a sequence, up to its end.
 
     Args:
         fresh: tokens that the device has sampled for it.
-        made, row: outputs of the step, and the sequence's row in them.
+        outputs, row: outputs of the step, and the sequence's row in them.
         version: version of the weights.
 
     Returns:
@@ -47,8 +47,8 @@ def append_tokens(
         sequence.tokens.append(token)
         sequence.versions.append(version)
         if params.needs_logprobs:
-            sequence.logprobs.append(float(made["logprobs"][number, row]))
-            ids, values = made["top_ids"][number, row], made["top_logprobs"][number, row]
+            sequence.logprobs.append(float(outputs["logprobs"][number, row]))
+            ids, values = outputs["top_ids"][number, row], outputs["top_logprobs"][number, row]
             best = zip(ids.tolist(), values.tolist(), strict=True)
             sequence.top.append(list(itertools.islice(best, params.logprobs or 0)))
         ended = token in sequence.request.stop_ids

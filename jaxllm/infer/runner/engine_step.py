@@ -178,8 +178,8 @@ class EngineStep:
             run = self._decode_loop if self.shape.decode else self._prefill_step
             pools, last, out, slots = run(params, self._copy_shared_pages(pools, packed), last, packed, slots, masks)
             # Replicated on every device: the host reads it from one of them.
-            made = pools, last, sharding.constrain(out, None, None)
-        return made if slots is None else (*made, tuple(slots))
+            outputs = pools, last, sharding.constrain(out, None, None)
+        return outputs if slots is None else (*outputs, tuple(slots))
 
     def _copy_shared_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> Pools:
         """Copy-on-write: copies the shared pages that the step is going to write to."""
@@ -231,8 +231,8 @@ class EngineStep:
         """Token ids of the flat batch: from the host, or the last token of the request's slot."""
         rows = jnp.arange(self.shape.tokens, dtype=jnp.int32)
         request = jnp.clip(jnp.searchsorted(x["starts"], rows, side="right") - 1, 0, self.shape.requests - 1)
-        made = last[jnp.minimum(x["slots"][request], self.shape.slots - 1)]
-        return jnp.where(x["tokens"] >= 0, x["tokens"], made)
+        latest = last[jnp.minimum(x["slots"][request], self.shape.slots - 1)]
+        return jnp.where(x["tokens"] >= 0, x["tokens"], latest)
 
     def _step_batch(self, x: dict[str, Array], tokens: Int[Array, " T"], kv_lens: Int[Array, " S"]) -> StepBatch:
         tables = tuple(x["tables"])
@@ -326,43 +326,47 @@ class EngineStep:
         def begin(packed: Array, last: Array) -> Any:
             x = inputs.unpack(packed)
             last = last.at[x["slots"]].set(self._input_tokens(last, x), mode="drop")
-            made = {name: jnp.zeros(shape, dtype) for name, shape, dtype in self.shape.outputs.fields}
-            return (jnp.int32(0), x["slots"] >= slots), last, made
+            outputs = {name: jnp.zeros(shape, dtype) for name, shape, dtype in self.shape.outputs.fields}
+            return (jnp.int32(0), x["slots"] >= slots), last, outputs
 
         def read(packed: Array, last: Array, turn: Any) -> StepBatch:
             (i, done), x = turn, inputs.unpack(packed)
-            there = (x["slots"] < slots) & going(x, i, done)
-            return self._step_batch(x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(there, x["kv_lens"] + i, 0))
+            active_rows = (x["slots"] < slots) & active(x, i, done)
+            return self._step_batch(
+                x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(active_rows, x["kv_lens"] + i, 0)
+            )
 
-        def going(x: dict[str, Array], i: Array, done: Array) -> Array:
+        def active(x: dict[str, Array], i: Array, done: Array) -> Array:
             return (i < x["steps"]) & ~jnp.all(done)
 
-        def choose(packed: Array, logits: Array, last: Array, turn: Any, made: Any, state: Any, masks: Any) -> Any:
+        def choose(packed: Array, logits: Array, last: Array, turn: Any, outputs: Any, state: Any, masks: Any) -> Any:
             (i, done), x = turn, inputs.unpack(packed)
-            here = going(x, i, done)
-            places = jnp.where(here, x["slots"], slots)
+            active_now = active(x, i, done)
+            places = jnp.where(active_now, x["slots"], slots)
             kv_lens = jnp.where(places < slots, x["kv_lens"] + i, 0)
             with jax.named_scope("sample"):
                 out, state = self._sample(logits, x | {"slots": places}, kv_lens, state, masks)
-            at = jnp.where(here, i, self.shape.decode_steps)
-            made = {name: made[name].at[at].set(out[name].astype(made[name].dtype), mode="drop") for name in made}
+            at = jnp.where(active_now, i, self.shape.decode_steps)
+            outputs = {
+                name: outputs[name].at[at].set(out[name].astype(outputs[name].dtype), mode="drop") for name in outputs
+            }
             last = last.at[places].set(out["tokens"], mode="drop")
             done = done | jnp.any(out["tokens"][:, None] == x["stops"], axis=1)
-            return (i + 1, done), last, made, state
+            return (i + 1, done), last, outputs, state
 
-        def go_on(carry: Any) -> Array:
-            return jnp.any(each(lambda packed, turn: going(inputs.unpack(packed), *turn))(packed, carry[0]))
+        def continues(carry: Any) -> Array:
+            return jnp.any(each(lambda packed, turn: active(inputs.unpack(packed), *turn))(packed, carry[0]))
 
         def one(carry: Any) -> Any:
-            turn, pools, last, made, state = carry
+            turn, pools, last, outputs, state = carry
             pools, hidden = self._forward(params, pools, each(read)(packed, last, turn))
             logits = self._logits(params, hidden)
-            turn, last, made, state = each(choose)(packed, logits, last, turn, made, state, masks)
-            return turn, pools, last, made, state
+            turn, last, outputs, state = each(choose)(packed, logits, last, turn, outputs, state, masks)
+            return turn, pools, last, outputs, state
 
-        turn, last, made = each(begin)(packed, last)
-        _, pools, last, made, state = jax.lax.while_loop(go_on, one, (turn, pools, last, made, state))
-        return pools, last, each(self.shape.outputs.pack)(made), state
+        turn, last, outputs = each(begin)(packed, last)
+        _, pools, last, outputs, state = jax.lax.while_loop(continues, one, (turn, pools, last, outputs, state))
+        return pools, last, each(self.shape.outputs.pack)(outputs), state
 
 
 def copy_pages(

@@ -23,7 +23,7 @@ from jaxllm.infer.runner.packed_buffer import PackedBuffer
 MAX_BAD_WORD_TOKENS = 8
 """Tokens of the longest bad word."""
 MAX_BAD_WORDS = 32
-"""Bad words of several tokens that a request may have; the number of single-token ones is not limited."""
+"""Bad bad_words of several tokens that a request may have; the number of single-token ones is not limited."""
 IN_PROMPT, IS_STOP, COUNT = 1 << 30, 1 << 29, (1 << 29) - 1
 """Bit field of a token in ``LogitsState.seen``: in the prompt; a stop token; its count in the completion."""
 SHAPED, MASKED, SAMPLES = 1, 2, 4
@@ -39,13 +39,13 @@ class LogitsState(NamedTuple):
         seen: bit field of each token, see ``IN_PROMPT``.
         bias: added to logits; -inf forbids a token.
         recent: the sequence's last tokens, the newest at the end; -1 where there is none.
-        words: bad words, each at the end of its row after -1; a row of -1 where there is none.
+        bad_words: bad words, each at the end of its row after -1; a row of -1 where there is none.
     """
 
     seen: Int[Array, "R V"]
     bias: Float[Array, "R V"]
     recent: Int[Array, "R W"]
-    words: Int[Array, "R M W1"]
+    bad_words: Int[Array, "R M W1"]
 
 
 class LogitsParams(NamedTuple):
@@ -72,7 +72,7 @@ def slot_buffer(vocab: int) -> PackedBuffer:
     """Packed buffer of ``seat``: one slot's state."""
     return PackedBuffer((
         ("slot", (), "int32"), ("seen", (vocab,), "int32"), ("bias", (vocab,), "float32"),
-        ("recent", (MAX_BAD_WORD_TOKENS - 1,), "int32"), ("words", (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), "int32"),
+        ("recent", (MAX_BAD_WORD_TOKENS - 1,), "int32"), ("bad_words", (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), "int32"),
     ))  # fmt: skip
 
 
@@ -113,9 +113,9 @@ def process_logits(
         new = new + state.bias[slots].astype(real)
         early = (params.positions < params.earliest)[:, None] & ((seen & IS_STOP) != 0)
         new = jnp.where(early, -jnp.inf, new)
-        words, recent = state.words[slots], state.recent[slots]
-        begun = jnp.all((words[:, :, :-1] == recent[:, None]) | (words[:, :, :-1] < 0), axis=2)
-        last = jnp.where(begun & (words[:, :, -1] >= 0), words[:, :, -1], logits.shape[1])
+        bad_words, recent = state.bad_words[slots], state.recent[slots]
+        prefix_matches = jnp.all((bad_words[:, :, :-1] == recent[:, None]) | (bad_words[:, :, :-1] < 0), axis=2)
+        last = jnp.where(prefix_matches & (bad_words[:, :, -1] >= 0), bad_words[:, :, -1], logits.shape[1])
         new = jax.vmap(lambda row, tokens: row.at[tokens].set(-jnp.inf, mode="drop"))(new, last)
         return jnp.where(((params.kind & SHAPED) != 0)[:, None], new, logits)
 
@@ -149,7 +149,7 @@ def fill_slot(
     *,
     bias: dict[int, float],
     allowed: Sequence[int] | None,
-    words: Sequence[tuple[int, ...]],
+    bad_words: Sequence[tuple[int, ...]],
     stops: Sequence[int],
 ) -> None:
     """Fills the packed buffer of a slot, on the host.
@@ -159,7 +159,7 @@ def fill_slot(
         prompt, text: known tokens of the prompt and of the completion.
         bias: logit biases by token.
         allowed: the only tokens that may be sampled; None: all.
-        words: bad words, each of MAX_BAD_WORD_TOKENS tokens at most, and MAX_BAD_WORDS of several tokens at most.
+        bad_words: bad words, each of MAX_BAD_WORD_TOKENS tokens at most, and MAX_BAD_WORDS of several tokens at most.
         stops: stop tokens.
     """
     x["seen"][list(set(prompt))] = IN_PROMPT
@@ -171,10 +171,10 @@ def fill_slot(
         x["bias"][list(allowed)] = 0
     for token, value in bias.items():
         x["bias"][token] += value
-    for (token,) in (word for word in words if len(word) == 1):
+    for (token,) in (word for word in bad_words if len(word) == 1):
         x["bias"][token] = -np.inf
-    x["words"][:] = -1
-    for row, word in zip(x["words"], (word for word in words if len(word) > 1), strict=False):
+    x["bad_words"][:] = -1
+    for row, word in zip(x["bad_words"], (word for word in bad_words if len(word) > 1), strict=False):
         row[MAX_BAD_WORD_TOKENS - len(word) :] = word
     known = [*prompt, *text][-(MAX_BAD_WORD_TOKENS - 1) :]
     x["recent"][:] = -1

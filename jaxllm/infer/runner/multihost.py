@@ -130,12 +130,12 @@ class MultihostRunner:
         if not self.follows:
             self._group.delete_broadcasts(TOPIC, turn)
 
-    def _tell(self, name: str, numbers: list[Any], *arrays: np.ndarray) -> None:
+    def _tell(self, name: str, values: list[Any], *arrays: np.ndarray) -> None:
         """Broadcasts a call to the followers."""
         if self.follows:
             return
         held = [[str(a.dtype), a.shape, base64.b64encode(a.tobytes()).decode()] for a in arrays]
-        self._group.broadcast(TOPIC, json.dumps([name, numbers, held]))
+        self._group.broadcast(TOPIC, json.dumps([name, values, held]))
         self._turn += 1
 
     def follow(self, weights: Callable[[], Any] | None = None) -> None:
@@ -149,7 +149,7 @@ class MultihostRunner:
         """
         runner = self._runner
         while True:
-            name, numbers, held = json.loads(self._group.broadcast(TOPIC, timeout=PATIENCE))
+            name, values, held = json.loads(self._group.broadcast(TOPIC, timeout=PATIENCE))
             arrays = [np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for dtype, shape, text in held]
             if name == "close":
                 return
@@ -160,13 +160,13 @@ class MultihostRunner:
                     )
                 runner.swap(weights())
             elif name == "run":
-                runner.run(runner.shape(*numbers), *arrays)
+                runner.run(runner.shape(*values), *arrays)
             elif name == "seat":
-                runner.seat(*numbers, *arrays)
+                runner.seat(*values, *arrays)
             elif name == "read":
-                runner.read(*numbers)
+                runner.read(*values)
             else:
-                replica, index, pages = numbers
+                replica, index, pages = values
                 runner.write(replica, index, pages, Slots(*arrays))
 
 
@@ -177,6 +177,6 @@ class _PendingResult:
         self._runner, self._turn, self._result = runner, turn, result
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        made = np.asarray(self._result)
+        array = np.asarray(self._result)
         self._runner.delivered(self._turn)
-        return made
+        return array

@@ -58,8 +58,8 @@ class EngineProgram:
 
     def jit(self) -> Any:
         """Jitted function, to be lowered."""
-        numbers = tuple(i for i, name in enumerate(self.arguments) if name in self.donated)
-        return jax.jit(self.function, donate_argnums=numbers, keep_unused=True)
+        donated = tuple(i for i, name in enumerate(self.arguments) if name in self.donated)
+        return jax.jit(self.function, donate_argnums=donated, keep_unused=True)
 
 
 @dataclass
@@ -157,9 +157,9 @@ class ProgramCache:
         started = time.monotonic()
         cached = contextlib.nullcontext() if self.folder is None else _without_jax_cache()
         with cached, ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            made = list(pool.map(self._compile_or_load, programs))
+            executables = list(pool.map(self._compile_or_load, programs))
         self.counts.seconds += time.monotonic() - started
-        return {program.name: one for program, one in zip(programs, made, strict=True)}
+        return {program.name: one for program, one in zip(programs, executables, strict=True)}
 
     def saved_value(self, name: str, value: Any = None) -> Any:
         """Saves a JSON value under a name, or without a value returns the saved one; None if there is none."""
