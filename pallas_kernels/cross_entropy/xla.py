@@ -32,7 +32,7 @@ class ChunkedLossOptions(NamedTuple):
     chunk: int
 
 
-class BandSums(NamedTuple):
+class CrossEntropySums(NamedTuple):
     """Loss and its two statistics, as the operation returns them."""
 
     loss: Float[Array, ""]
@@ -63,9 +63,9 @@ def default_chunk(tokens: int, vocab: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array) -> BandSums:
-    def add(sums: BandSums, hidden: Array, targets: Array, weights: Array) -> tuple[BandSums, tuple[()]]:
-        return BandSums(*map(jnp.add, sums, _chunk(options, hidden, head, targets, weights).sums)), ()
+def _sums(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array) -> CrossEntropySums:
+    def add(sums: CrossEntropySums, hidden: Array, targets: Array, weights: Array) -> tuple[CrossEntropySums, tuple[()]]:
+        return CrossEntropySums(*map(jnp.add, sums, _chunk(options, hidden, head, targets, weights).sums)), ()
 
     sums, _ = _over_chunks(add, _zero(weights), options.chunk, hidden, targets, weights)
     return sums
@@ -73,9 +73,9 @@ def _sums(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Arra
 
 def _forward(
     options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array
-) -> tuple[BandSums, Any]:
+) -> tuple[CrossEntropySums, Any]:
     def add(
-        carry: tuple[BandSums, Array], hidden: Array, targets: Array, weights: Array
+        carry: tuple[CrossEntropySums, Array], hidden: Array, targets: Array, weights: Array
     ) -> tuple[Any, tuple[Array, Array]]:
         sums, d_head = carry
         part = _chunk(options, hidden, head, targets, weights)
@@ -85,14 +85,14 @@ def _forward(
         # of the large operand would copy it transposed on CPU. The barrier keeps XLA from undoing this.
         columns = jax.lax.optimization_barrier(hidden.T)
         d_head += jnp.einsum("dc,cv->dv", columns, d_logits, preferred_element_type=weights.dtype)
-        return (BandSums(*map(jnp.add, sums, part.sums)), d_head), (d_hidden, part.losses)
+        return (CrossEntropySums(*map(jnp.add, sums, part.sums)), d_head), (d_hidden, part.losses)
 
     start = (_zero(weights), jnp.zeros_like(head.T, weights.dtype))
     (sums, d_head), (d_hidden, losses) = _over_chunks(add, start, options.chunk, hidden, targets, weights)
     return sums, (d_hidden, jax.lax.optimization_barrier(d_head).T.astype(head.dtype), losses)
 
 
-def _backward(options: ChunkedLossOptions, residuals: Any, d_sums: BandSums) -> tuple[Array, Array, None, Array]:
+def _backward(options: ChunkedLossOptions, residuals: Any, d_sums: CrossEntropySums) -> tuple[Array, Array, None, Array]:
     d_hidden, d_head, losses = residuals
     d_loss = d_sums.loss  # the two statistics are not differentiable
     return (d_hidden * d_loss).astype(d_hidden.dtype), (d_head * d_loss).astype(d_head.dtype), None, losses * d_loss
@@ -104,7 +104,7 @@ _sums.defvjp(_forward, _backward)
 class _Chunk(NamedTuple):
     """Loss sums of one chunk of tokens, and the closure that computes its logit gradients."""
 
-    sums: BandSums
+    sums: CrossEntropySums
     losses: Float[Array, " C"]  # unweighted
     d_logits: Callable[[], Float[Array, "C V"]]
 
@@ -136,13 +136,13 @@ def _chunk(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Arr
         slopes = exps * slope[:, None] - jnp.where(hit, weights[:, None], 0.0)
         return slopes if options.softcap is None else slopes * (1.0 - jnp.square(logits / options.softcap))
 
-    sums = BandSums(jnp.sum(weights * losses), jnp.sum(weights * nll), jnp.sum(weights * z))
+    sums = CrossEntropySums(jnp.sum(weights * losses), jnp.sum(weights * nll), jnp.sum(weights * z))
     return _Chunk(sums, losses, d_logits)
 
 
-def _zero(weights: Array) -> BandSums:
+def _zero(weights: Array) -> CrossEntropySums:
     zero = jnp.sum(jnp.zeros_like(weights))  # varies over the same mesh axes as the weights
-    return BandSums(zero, zero, zero)
+    return CrossEntropySums(zero, zero, zero)
 
 
 def _over_chunks(step: Callable[..., tuple[Any, Any]], carry: Any, chunk: int, *arrays: Array) -> tuple[Any, Any]:

@@ -46,7 +46,7 @@ KILLERS = ("everything", "many blocks")
 """Cases that a mutant is tried on, until one fails; see tests/proofs/kernels/mutants.py."""
 
 _SHARED = {
-    "another target": ("blockwise", "local, NOWHERE), varying", "local + 1, NOWHERE), varying"),
+    "another target": ("blockwise", "local, NO_TARGET), varying", "local + 1, NO_TARGET), varying"),
     "z-loss slope missing": ("blockwise", "(1.0 + 2.0 * options.z_loss * lse)", "1.0"),
     "z-loss missing": ("blockwise", "nll + options.z_loss * z, nll", "nll, nll"),
     "cap's slope missing": ("blockwise", "1.0 - part * part", "1.0"),
@@ -67,8 +67,8 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla_bands", "chunks not added up"): ("bands", "d_rows += jnp", "d_rows = jnp"),
     ("xla_bands", "bands not added up"): (
         "bands",
-        "_put(d_hidden, _cut(d_hidden, start, count) + more",
-        "_put(d_hidden, more",
+        "_update(d_hidden, _slice(d_hidden, start, count) + more",
+        "_update(d_hidden, more",
     ),
     ("xla_bands", "last piece missing"): ("bands", "if rest else state", "if False else state"),
     ("xla_bands", "cap's slope missing"): ("bands", "of_target, 0.0)) * slope", "of_target, 0.0))"),
@@ -89,7 +89,11 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
         "jnp.sum(total * jnp.exp(top - highest), axis",
         "jnp.sum(total, axis",
     ),
-    ("pallas_gpu", "beyond the vocabulary"): ("pallas_gpu", "jnp.where(column < vocab, cap", "jnp.where(True, cap"),
+    ("pallas_gpu", "beyond the vocabulary"): (
+        "pallas_gpu",
+        "jnp.where(column < vocab, apply_softcap",
+        "jnp.where(True, apply_softcap",
+    ),
     ("pallas_gpu", "last band missing"): ("pallas_gpu", "if vocab % band:", "if False:"),
     ("pallas_gpu", "band's place"): ("pallas_gpu", "i, first[0] + start)", "i, start)"),
     ("pallas_gpu", "not added up"): ("pallas_gpu", "return acc + dot(a, b, (1, 1))", "return dot(a, b, (1, 1))"),
@@ -101,10 +105,10 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
 def small_pieces() -> Iterator[None]:
     """Blocks so small that few tokens and ids cross many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(8, 16, 16, 8))
-        patch.setattr(config, "tokens_of_a_chunk", lambda tokens: min(tokens, 8))
-        patch.setattr(config, "vocab_of_a_band", lambda chunk, vocab: min(vocab, 8))
-        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(4, 8, 4, 8, 2, 96, 16, 2, 1, 1))
+        patch.setattr(config, "tpu_blocks", lambda *_: config.CrossEntropyTpuBlocks(8, 16, 16, 8))
+        patch.setattr(config, "chunk_tokens", lambda tokens: min(tokens, 8))
+        patch.setattr(config, "band_vocab", lambda chunk, vocab: min(vocab, 8))
+        patch.setattr(config, "gpu_blocks", lambda *_: config.CrossEntropyGpuBlocks(4, 8, 4, 8, 2, 96, 16, 2, 1, 1))
         yield
 
 

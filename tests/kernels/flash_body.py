@@ -74,9 +74,9 @@ KILLERS = ("everything", "packed", "more bands than one band's length", "window 
 """Cases that a mutant is tried on, until one fails; see tests/proofs/kernels/mutants.py."""
 
 _SHARED = {
-    "mask off by one": ("blockwise", "seen = kv_at <= q_at", "seen = kv_at < q_at"),
-    "window off by one": ("blockwise", "kv_at > q_at - window", "kv_at >= q_at - window"),
-    "dropped segment": ("blockwise", "(q_in == kv_in) & ", ""),
+    "mask off by one": ("blockwise", "seen = kv_pos <= q_pos", "seen = kv_pos < q_pos"),
+    "window off by one": ("blockwise", "kv_pos > q_pos - window", "kv_pos >= q_pos - window"),
+    "dropped segment": ("blockwise", "(q_seg == kv_seg) & ", ""),
     "wrong scale": ("blockwise", "scores, slope = products * options.scale,", "scores, slope = products,"),
     "wrong slope": ("blockwise", "(1.0 - part * part)", "1.0"),
     "missing rescale": ("blockwise", "keep = jnp.exp(top - highest)", "keep = jnp.ones_like(top)"),
@@ -89,9 +89,9 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("reference", "wrong scale"): ("reference", "k.astype(dtype)) * scale", "k.astype(dtype)) * scale * 1.01"),
     ("reference", "dropped segment"): ("reference", "(q_segments == kv_segments) & ", ""),
     ("reference", "missing rescale"): ("reference", "weights / safe", "weights"),
-    ("xla", "mask off by one"): ("xla", "seen = kv_at[:, None, :] <= q", "seen = kv_at[:, None, :] < q"),
+    ("xla", "mask off by one"): ("xla", "seen = kv_pos[:, None, :] <= q", "seen = kv_pos[:, None, :] < q"),
     ("xla", "wrong scale"): ("xla", "rows, k) * options.scale,", "rows, k),"),
-    ("xla", "dropped segment"): ("xla", "(q_in == kv_in) & ", ""),
+    ("xla", "dropped segment"): ("xla", "(q_seg == kv_seg) & ", ""),
     ("xla", "missing rescale"): ("xla", "carry[2] * keep + out", "carry[2] + out"),
     ("xla", "missing delta"): ("xla", "(d_weights - delta_rows)", "d_weights"),
     **{(name, what): edit for name in ("pallas_tpu", "pallas_gpu") for what, edit in _SHARED.items()},
@@ -107,12 +107,12 @@ def small_pieces() -> Iterator[None]:
     from pallas_kernels.flash_attention import tpu_grid, xla
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "LEAST_BAND", 4)
-        patch.setattr(xla, "BLOCK", 6)
+        patch.setattr(xla, "MIN_BAND", 4)
+        patch.setattr(xla, "KV_BLOCK", 6)
         patch.setattr(xla, "FEW_QUERIES", 3)
         patch.setattr(tpu_grid, "LANES", 8)
-        patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(rows=32, kv=16))
-        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(q=8, kv=4, q_back=4, kv_back=8))
+        patch.setattr(config, "tpu_blocks", lambda *_: config.FlashTpuBlocks(rows=32, kv=16))
+        patch.setattr(config, "gpu_blocks", lambda *_: config.FlashGpuBlocks(q=8, kv=4, q_back=4, kv_back=8))
         yield
 
 

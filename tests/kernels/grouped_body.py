@@ -42,7 +42,7 @@ CASES = {
     "whole tiles": Case((8, 16, 0), 8, 16, 8),
     "rows left over": Case((3, 12), 14, 9, 7),
 }
-"""Tiles are of 8 rows and columns in ``small_pieces``."""
+"""GroupedTiles are of 8 rows and columns in ``small_pieces``."""
 
 KILLERS = ("rows left over", "empty first, last and between", "no multiple of anything")
 """Cases that a mutant is tried on, until one fails; see tests/proofs/kernels/mutants.py."""
@@ -83,14 +83,14 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
 
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
-    """Tiles so small that few rows cross many of them."""
+    """GroupedTiles so small that few rows cross many of them."""
     from pallas_kernels.grouped_matmul import xla
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "LEAST_BLOCK", 4)
-        patch.setattr(config, "product_tiles", lambda *_: config.Tiles(8, 8, 8))
-        patch.setattr(config, "outer_tiles", lambda *_: config.Tiles(8, 0, 8, 8))
-        patch.setattr(config, "gpu_tiles", lambda *_: config.GpuTiles(8, 4, 8, 8, 8, 4, 4, 1, 2))
+        patch.setattr(xla, "MIN_BLOCK", 4)
+        patch.setattr(config, "matmul_tiles", lambda *_: config.GroupedTiles(8, 8, 8))
+        patch.setattr(config, "outer_tiles", lambda *_: config.GroupedTiles(8, 0, 8, 8))
+        patch.setattr(config, "gpu_tiles", lambda *_: config.GroupedGpuTiles(8, 4, 8, 8, 8, 4, 4, 1, 2))
         yield
 
 

@@ -102,8 +102,8 @@ _TPU = {
     "unfinished copy": ("self._each_tile(lambda i: self._tile(i, read=True).wait())", "pass"),
 }
 _GPU = {
-    "mask off by one": ("(kv_at[None] <= at)", "(kv_at[None] < at)"),
-    "window off by one": ("(kv_at[None] > at - options.window)", "(kv_at[None] >= at - options.window)"),
+    "mask off by one": ("(kv_pos[None] <= at)", "(kv_pos[None] < at)"),
+    "window off by one": ("(kv_pos[None] > at - options.window)", "(kv_pos[None] >= at - options.window)"),
     "wrong page": (".at[request, at // page_size]", ".at[request, 0 * at]"),
     "wrong slot": ("mask), self.kv_head, at %", "mask), self.kv_head, (at + 1) %"),
     "missing rescale": ("x * keep + dot", "x + dot"),
@@ -138,14 +138,14 @@ def small_pieces() -> Iterator[None]:
     from pallas_kernels.paged_attention import config, pallas_gpu, pallas_tpu, xla
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "QUERIES", 4)
-        patch.setattr(xla, "SLOTS", (16, 8))
-        tpu = config.TpuBlocks(rows=32, slots=16, scores=256, buffer_bytes=2**20, cores=2)
+        patch.setattr(xla, "BLOCK_TOKENS", 4)
+        patch.setattr(xla, "READ_SLOTS", (16, 8))
+        tpu = config.PagedTpuBlocks(rows=32, slots=16, scores=256, buffer_bytes=2**20, cores=2)
         patch.setattr(pallas_tpu, "LANES", 4)
-        patch.setattr(pallas_tpu, "UNROLLED", 64)
+        patch.setattr(pallas_tpu, "MAX_UNROLLED", 64)
         patch.setattr(config, "tpu_blocks", lambda *_: tpu)
-        patch.setattr(pallas_gpu, "LEAST", 1)
-        patch.setattr(config, "gpu_blocks", lambda *_: config.GpuBlocks(rows=16, slots=8, programs=256))
+        patch.setattr(pallas_gpu, "MIN_DOT_DIM", 1)
+        patch.setattr(config, "gpu_blocks", lambda *_: config.PagedGpuBlocks(rows=16, slots=8, programs=256))
         yield
 
 

@@ -78,19 +78,19 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
         'refs[f"{name}_before"][...]',
         "jnp.zeros_like(refs[name])",
     ),
-    ("pallas_tpu", "gradients not home"): ("pallas_tpu", "-tour.last)", "0)"),
-    ("pallas_tpu", "dropped segment"): ("pallas_tpu", "kv_at, segments,", f"kv_at, {_ALIKE('segments')},"),
-    ("pallas_tpu", "sent without room"): ("tpu_passing", "pl.semaphore_wait(self.free, 1)", "pass"),
-    ("pallas_tpu", "sums sent without room"): ("tpu_passing", "pl.semaphore_wait(self.follower_free, 1)", "pass"),
-    ("pallas_tpu", "not waited for"): ("tpu_passing", "_wait(self._copies())", "pass"),
-    ("pallas_tpu", "sums not waited for"): ("tpu_passing", "_wait(self._follower_copies())", "pass"),
+    ("pallas_tpu", "gradients not home"): ("pallas_tpu", "-ring_pass.last)", "0)"),
+    ("pallas_tpu", "dropped segment"): ("pallas_tpu", "kv_pos, segments,", f"kv_pos, {_ALIKE('segments')},"),
+    ("pallas_tpu", "sent without room"): ("tpu_remote_dma", "pl.semaphore_wait(self.free, 1)", "pass"),
+    ("pallas_tpu", "sums sent without room"): ("tpu_remote_dma", "pl.semaphore_wait(self.grads_free, 1)", "pass"),
+    ("pallas_tpu", "not waited for"): ("tpu_remote_dma", "_wait(self._copies())", "pass"),
+    ("pallas_tpu", "sums not waited for"): ("tpu_remote_dma", "_wait(self._grad_copies())", "pass"),
     ("pallas_tpu", "wrong buffer"): (
-        "tpu_passing",
+        "tpu_remote_dma",
         "here, there = self.slot, 1 - self.slot",
         "here = there = self.slot",
     ),
     ("pallas_tpu", "sums of the wrong buffer"): (
-        "tpu_passing",
+        "tpu_remote_dma",
         "here, there = 1 - self.slot,",
         "here, there = self.slot,",
     ),
@@ -105,7 +105,7 @@ def small_pieces() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tpu_grid, "LANES", 8)
-        patch.setattr(config, "tpu_blocks", lambda *_: config.TpuBlocks(rows=16, kv=8))
+        patch.setattr(config, "tpu_blocks", lambda *_: config.FlashTpuBlocks(rows=16, kv=8))
         yield
 
 

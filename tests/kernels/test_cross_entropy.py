@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import explain
 from pallas_kernels.cross_entropy import config, linear_cross_entropy
 from pallas_kernels.cross_entropy.api import IMPLEMENTATIONS
-from pallas_kernels.cross_entropy.xla import LEAST_CHUNK, MOST_LOGITS, default_chunk
+from pallas_kernels.cross_entropy.xla import MAX_LOGITS, MIN_CHUNK, default_chunk
 from tests.kernels import cross_entropy_body
 from tests.kernels.cross_entropy_body import CASES, PALLAS, PLAIN, Case, draw, errors, loss_and_grads, oracle
 
@@ -115,7 +115,7 @@ def test_cpus_take_fewer_products_and_others_fewer_bytes():
 
 @pytest.mark.parametrize("implementation", ["xla", "xla_bands"])
 def test_never_all_logits(implementation, monkeypatch):
-    monkeypatch.setattr(config, "vocab_of_a_band", lambda chunk, vocab: 128)
+    monkeypatch.setattr(config, "band_vocab", lambda chunk, vocab: 128)
     tokens, embed, vocab = 2048, 8, 512
 
     def temporary(tokens: int) -> int:
@@ -131,20 +131,20 @@ def test_never_all_logits(implementation, monkeypatch):
 
 
 def test_default_chunk():
-    assert default_chunk(10, 50) == LEAST_CHUNK
+    assert default_chunk(10, 50) == MIN_CHUNK
     assert default_chunk(4096, 8192) == 512
-    assert default_chunk(2**20, 2**17) == MOST_LOGITS // 2**17 == 512
-    assert default_chunk(2**20, 2**30) == LEAST_CHUNK
+    assert default_chunk(2**20, 2**17) == MAX_LOGITS // 2**17 == 512
+    assert default_chunk(2**20, 2**30) == MIN_CHUNK
 
 
 def test_bands():
-    assert config.vocab_of_a_band(10, 50) == 50
-    assert config.vocab_of_a_band(8192, 128256) == 128256 // 16
-    assert config.vocab_of_a_band(8192, 256000) == 256000 // 32
-    assert config.vocab_of_a_band(8192, 50257) == 8192
-    assert config.vocab_of_a_band(1024, 128256) == 128256 // 2
-    assert config.vocab_of_a_band(2**20, 50257) == config.LEAST_BAND
-    assert config.tokens_of_a_chunk(100) == 100
+    assert config.band_vocab(10, 50) == 50
+    assert config.band_vocab(8192, 128256) == 128256 // 16
+    assert config.band_vocab(8192, 256000) == 256000 // 32
+    assert config.band_vocab(8192, 50257) == 8192
+    assert config.band_vocab(1024, 128256) == 128256 // 2
+    assert config.band_vocab(2**20, 50257) == config.MIN_BAND
+    assert config.chunk_tokens(100) == 100
 
 
 def test_what_cannot_be_is_refused(rng):

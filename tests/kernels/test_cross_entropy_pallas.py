@@ -117,7 +117,7 @@ def test_limits_are_named(implementation, float64, monkeypatch, rng):
         with pytest.raises(NotImplementedError, match="tokens' logits; chunk = 2"):
             call(*arguments, chunk=2)
         if implementation == "pallas_gpu":
-            monkeypatch.setattr(pallas_gpu, "MOST_ELEMENTS", 20)
+            monkeypatch.setattr(pallas_gpu, "MAX_ELEMENTS", 20)
             with pytest.raises(NotImplementedError, match=r"fewer than 2\^31 elements: .* head \[5, 4\]"):
                 call(*arguments)
         else:

@@ -145,8 +145,8 @@ def test_scale(implementation, rng, float64):
 def test_memory_is_linear_in_the_sequence(monkeypatch):
     from pallas_kernels.flash_attention import xla
 
-    monkeypatch.setattr(xla, "LEAST_BAND", 16)
-    monkeypatch.setattr(xla, "BLOCK", 32)
+    monkeypatch.setattr(xla, "MIN_BAND", 16)
+    monkeypatch.setattr(xla, "KV_BLOCK", 32)
 
     def temporary(s: int) -> int:
         q, k = (jax.ShapeDtypeStruct((1, s, heads, 4), jnp.float32) for heads in (4, 2))

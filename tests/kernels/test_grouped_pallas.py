@@ -95,7 +95,7 @@ def test_tiles_fit(kind):
     limits = config.tpu_limits(kind)
     for x in SHAPES.values():
         item = 2 if x.dtype == "bfloat16" else 4
-        product = config.product_tiles(kind, x.m, x.e, x.k, x.n, item)
+        product = config.matmul_tiles(kind, x.m, x.e, x.k, x.n, item)
         outer = config.outer_tiles(kind, x.m, x.e, x.k, x.n, item)
         held = item * (product.rows * product.inner + product.inner * product.columns)
         assert held < limits.tiles_bytes
@@ -124,7 +124,7 @@ def test_limits_are_named(implementation, float64, monkeypatch):
         with pytest.raises(NotImplementedError, match=r"no empty arrays: lhs float32\[0, 4\]"):
             call(low[:0], low_rhs, sizes)
         if implementation == "pallas_gpu":
-            monkeypatch.setattr(pallas_gpu, "MOST_ELEMENTS", 20)
+            monkeypatch.setattr(pallas_gpu, "MAX_ELEMENTS", 20)
             with pytest.raises(NotImplementedError, match=r"fewer than 2\^31 elements: .* rhs \[1, 4, 5\]"):
                 call(low, low_rhs, sizes)
         with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=r"inside a jax.shard_map .* over data"):

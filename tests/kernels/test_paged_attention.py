@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
-from pallas_kernels.paged_attention.ragged import Ragged
+from pallas_kernels.paged_attention.ragged import RaggedBatch
 from tests.kernels import paged_body
 from tests.kernels.paged_body import CASES, LAYER, LAYERS, MIXED, Case, draw, error
 
@@ -237,7 +237,7 @@ def test_formats():
 def test_parts_of_a_flat_batch_are_the_whole(requests, parts):
     """Each row of a part is the request's token at the position that it has in the whole, and nothing else is."""
     lengths, before = np.array(requests).T
-    whole = Ragged(
+    whole = RaggedBatch(
         jnp.zeros((len(requests), 1), jnp.int32),
         jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32),
         jnp.asarray(lengths + before, jnp.int32),

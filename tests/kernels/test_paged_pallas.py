@@ -73,11 +73,11 @@ def test_limits_are_named(rng, float64, monkeypatch):
             call(rows, q.astype(jnp.float64))
         with pytest.raises(NotImplementedError, match="pages of a multiple of 8 slots in float32, not 4"):
             call(rows[:, :, :, :4])
-        with pytest.raises(NotImplementedError, match=r"multiple of 4 numbers, not 9: PageFormat\(multiple=4\)"):
+        with pytest.raises(NotImplementedError, match=r"multiple of 4 elements, not 9: PageFormat\(multiple=4\)"):
             call(jnp.pad(rows, ((0, 0),) * 4 + ((0, 1),)), multiple=9)
         with pytest.raises(NotImplementedError, match=r"a page table of up to 131072 entries, not \[6, 30000\]"):
             call(rows, table=jnp.zeros((6, 30000), jnp.int32))
-        monkeypatch.setattr(pallas_gpu, "LEAST", 16)
+        monkeypatch.setattr(pallas_gpu, "MIN_DOT_DIM", 16)
         with pytest.raises(NotImplementedError, match="head dims of a multiple of 16, not 4 and 4"):
             call(rows, implementation="pallas_gpu")
 
@@ -93,4 +93,4 @@ def test_a_padded_slot_is_zeros():
     form = PageFormat(1, 3, 2, multiple=4)
     packed = form.pack(jnp.ones((2, 1, 3)), jnp.ones((2, 1, 2)), jnp.float32)
     assert packed.scales is None
-    np.testing.assert_array_equal(packed.numbers, [[[1, 1, 1, 1, 1, 0, 0, 0]]] * 2)
+    np.testing.assert_array_equal(packed.data, [[[1, 1, 1, 1, 1, 0, 0, 0]]] * 2)

@@ -49,7 +49,7 @@ def test_what_was_measured_is_used(folder):
     [
         (
             {"rowz": 1024},
-            r"TPU_v9_lite.json: flash_attention, 2 bytes: 'rowz' is no field of TpuBlocks; there are rows,",
+            r"TPU_v9_lite.json: flash_attention, 2 bytes: 'rowz' is no field of FlashTpuBlocks; legal: rows,",
         ),
         ({"rows": 1000}, r"TPU_v9_lite.json: .*: rows = 1000; it must be a power of two, at least 128"),
         ({"kv": 64}, r"kv = 64; it must be a power of two, at least 128"),
@@ -98,7 +98,7 @@ def test_the_search_finds_the_fastest_and_leaves_out_what_fails(folder):
         return 1 / blocks.rows + (0.1 if blocks.kv == 512 else 0.05)
 
     fields = (("both", {"rows": (512, 1024, 2048), "kv": (256, 512, 2048)}),)
-    search = tune.Search("2 bytes", config.TpuBlocks(), fields, seconds)
+    search = tune.Search("2 bytes", config.FlashTpuBlocks(), fields, seconds)
     assert tune.best(search) == {"rows": 2048, "kv": 256}
     assert tune.best(dataclasses.replace(search, seconds=lambda *_: 1.0)) == {}, "no faster than the default"
     tune.store("flash_attention", KIND, {"2 bytes": tune.best(search)})
@@ -107,7 +107,7 @@ def test_the_search_finds_the_fastest_and_leaves_out_what_fails(folder):
 
 
 def test_searches_are_of_fields_that_blocks_have():
-    for platform, blocks in (("gpu", config.GpuBlocks), ("tpu", config.TpuBlocks)):
+    for platform, blocks in (("gpu", config.FlashGpuBlocks), ("tpu", config.FlashTpuBlocks)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tune.flash, "work", lambda shape: None)
             patch.setattr(tune, "_seconds", lambda *_: lambda blocks, part: 1.0)
@@ -126,7 +126,7 @@ def test_a_candidate_is_timed_with_its_blocks_and_checked(monkeypatch):
 
     work = tune.flash.work(dataclasses.replace(tune.flash.TINY["tiny"], s=8))
     seconds = tune._seconds(dataclasses.replace(work, contenders={"it": contender}), "it", "tpu_blocks")
-    blocks, scale = config.TpuBlocks(rows=256), 1.0
+    blocks, scale = config.FlashTpuBlocks(rows=256), 1.0
     forward, both = (seconds(blocks, part) for part in ("forward", "both"))
     assert forward > 0
     assert both > 0
