@@ -1,1 +1,1 @@
-"""Plans: which layout a run should have on which devices, by formula first and by the compiler then."""
+"""Planning: predicts which parallel layout of a run is fastest and fits, by a cost model, then by the compiler."""

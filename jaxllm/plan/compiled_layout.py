@@ -1,4 +1,4 @@
-"""What the compiler makes of a layout: its memory, its collectives, and the seconds of its schedule."""
+"""AOT compilation of a layout: memory, collectives and scheduled step time of its compiled program."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 from jaxllm.compiler import aot, program_walker
 from jaxllm.compiler.timeline import timeline
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.layout_search import Layout
+from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.plan.timeline_rates import rates_of
 from jaxllm.train.compile_step import compile_for
 from sharding.isolate import Progress
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A layout's program.
+class CompiledLayout:
+    """Compiled program of a layout.
 
     Attributes:
-        report: of the compiler.
-        seconds: of its schedule: on TPUs by the compiler's estimated cycles, on GPUs by roofline alone, a lower bound.
+        report: the compiler's report: memory and collectives.
+        seconds: time of the compiled schedule: on TPUs by the compiler's estimated cycles, on GPUs by roofline alone,
+            a lower bound.
     """
 
     report: aot.CompileReport
@@ -33,15 +34,17 @@ class Compiled:
         return {**self.report.to_json(), "seconds": self.seconds}
 
 
-def compile_layout(layout: Layout, cluster: Cluster, progress: Progress | None = None) -> Compiled:
-    """Compiles a layout's step in a process of its own.
+def compile_layout(layout: ParallelLayout, cluster: Cluster, progress: Progress | None = None) -> CompiledLayout:
+    """Compiles a layout's train step in a child process.
 
     Raises:
-        OutOfDeviceMemory: the compiler says it does not fit.
-        CompilerMissing: names the extra to install.
+        OutOfDeviceMemory: the compiler reports that the program does not fit.
+        CompilerMissing: no compiler is installed; names the extra to install.
     """
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "program.json"
         report = compile_for(layout.run, cluster.topology.name, progress=progress, keep=kept)
         text, placement = aot.kept(kept)
-    return Compiled(report, timeline(program_walker.read(text, placement), rates_of(cluster, layout.mesh)).seconds)
+    return CompiledLayout(
+        report, timeline(program_walker.read(text, placement), rates_of(cluster, layout.mesh)).seconds
+    )

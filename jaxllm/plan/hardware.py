@@ -1,24 +1,24 @@
-"""Devices and the links between them, by data sheet: what times and costs are computed from.
+"""Hardware table: FLOP/s, HBM, links, power and price of each device kind, by data sheet.
 
-Arithmetic and memory are those of ``jaxllm.compiler.device_peaks`` and ``sharding.topology``; here are the links, and what a
-device draws and costs. A file changes entries or adds some (``read``):
+Peak FLOP/s and HBM are those of ``jaxllm.compiler.device_peaks`` and ``sharding.topology``; links, power and price
+are defined here. A file changes or adds entries (``read``):
 
     [v6e]
     link = 88e9                # measured, bytes/s each way (Pipette, DATE 2024, plans with attained bandwidths)
     dollars_per_hour = 1.22    # what you pay
 
     [h800]
-    like = "h100"              # compiled for, and all that is not said here
+    like = "h100"              # device kind to compile for; also the default of all other fields
     link = 200e9
 
-Sources. Rates of 8-bit products: the sheets of `jaxllm.compiler.device_peaks`. ICI: cloud.google.com/tpu/docs, "interconnect
-bandwidth per chip, bidirectional" of each generation, over its links and two directions. Data-centre network of TPUs:
-jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200 (NVLink, half of the
-total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX systems). Hosts: PCIe of 16
-lanes, generation 4 (A100) and 5; of TPUs Google does not say, 16 GB/s are assumed (set host); their memory that of
-DGX systems, two processors of eight channels for eight GPUs (DDR4-3200 of A100, DDR5-4800 of H100, -5600 of B200).
-Watts of TPU v4: arXiv:2304.01433, table 4; of other TPUs none are published. Dollars: list prices on demand of
-cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have too many prices for one.
+Sources. Rates of 8-bit matmuls: the sheets of `jaxllm.compiler.device_peaks`. ICI: cloud.google.com/tpu/docs,
+"interconnect bandwidth per chip, bidirectional" of each generation, over its links and two directions. Data-centre
+network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200
+(NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX
+systems). Hosts: PCIe x16, generation 4 (A100) and 5; for TPUs it is not published and 16 GB/s are assumed (set host).
+Host memory: that of DGX systems, two processors of eight channels for eight GPUs (DDR4-3200 of A100, DDR5-4800 of
+H100, -5600 of B200). Watts of TPU v4: arXiv:2304.01433, table 4; none are published for other TPUs. Dollars: on-demand
+list prices of cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have no single list price.
 """
 
 from __future__ import annotations
@@ -41,30 +41,29 @@ from sharding.topology import GENERATIONS, Topology
 
 
 class HardwareError(ValueError):
-    """A file of hardware cannot be understood; the message says what is legal."""
+    """Illegal hardware file or device kind; the message says what is legal."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one jax device, which on a TPU7x is half a chip.
+    """Hardware of one JAX device, which on a TPU7x is half a chip.
 
     Attributes:
-        name: the first part of a topology's name.
+        name: device kind, the first part of a topology's name.
         flops: dense bfloat16, FLOP/s.
-        flops_float32: of float32 products as jax does them by default there, FLOP/s.
-        flops_int8, flops_fp8: of products of 8-bit numbers; where it has no units for them, those of bfloat16.
-        bandwidth: of its memory, bytes/s.
-        hbm_bytes: memory there is.
-        link: bytes/s each way, of one of a TPU's links to neighbours, or of a GPU to all others of its node.
-        network: bytes/s each way, of a device to other slices or nodes.
+        flops_float32: float32 matmuls at JAX's default precision there, FLOP/s.
+        flops_int8, flops_fp8: 8-bit matmuls, FLOP/s; the bfloat16 rate where the device has no units for them.
+        bandwidth: HBM bandwidth, bytes/s.
+        hbm_bytes: HBM capacity.
+        link: bytes/s each way, of one of a TPU's ICI links, or of a GPU to all others of its node (NVLink).
+        network: bytes/s each way, of a device to other slices or nodes (DCN).
         host: bytes/s each way, of a device to its host's memory.
-        hop: seconds that a message takes to a neighbour; to any device of a node, or of another one.
-        tile: products' dimensions are rounded up to multiples of it.
-        like: generation that programs are compiled for; "" if they cannot be.
-        host_memory: bytes/s that the host's processor reads and writes of its memory, a device's share; None where its
-            maker does not say.
-        watts: of a device at work; None where its maker does not say.
-        dollars_per_hour: of a device; None where there is no list price.
+        hop: latency in seconds of a message to a neighbour; on GPUs to any device of a node, or of another one.
+        tile: matmul dimensions are rounded up to multiples of it.
+        like: device kind that programs are compiled for; "" if they cannot be compiled.
+        host_memory: bandwidth of the host's memory, a device's share, bytes/s; None where not published.
+        watts: power of a device at work; None where not published.
+        dollars_per_hour: price of a device; None where there is no list price.
     """
 
     name: str
@@ -114,7 +113,7 @@ def _made(
     fp8: float = 1.0,
     **more: Any,
 ) -> Hardware:
-    # TPUs make a float32 product of one bfloat16 pass by default, GPUs take TF32's half rate.
+    # By default, float32 matmuls take one bfloat16 pass on TPUs, and TF32 at half rate on GPUs.
     slower = 2 if gpu else 1
     hop = 5e-6 if gpu else 1e-6
     rates = peak.flops, peak.flops / slower, int8 * peak.flops, fp8 * peak.flops, peak.bandwidth
@@ -148,14 +147,16 @@ TABLE = {
         _known("b200", 900e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=89.6e9, watts=1000.0),
     )
 }
-"""By name. Links of a TPU7x are a chip's, shared by its two devices. An A100 can be planned for, not compiled for."""
+"""Hardware by name. A TPU7x's links are a chip's, shared by its two devices. An A100 can be planned for, not compiled
+for.
+"""
 
 
 def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, Hardware]:
-    """The table with the changes and additions of a TOML or JSON file.
+    """Hardware table with the changes and additions of a TOML or JSON file.
 
     Raises:
-        HardwareError: it is not understood; says where and what is legal.
+        HardwareError: the file is illegal; says where, and what is legal.
     """
     known = dict(TABLE if table is None else table)
     try:
@@ -165,16 +166,18 @@ def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, H
         raise HardwareError(f"hardware: cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
         raise HardwareError(
-            f"hardware: {path} is no {'JSON' if path.suffix == '.json' else 'TOML'}: {error}"
+            f"hardware: {path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}"
         ) from error
     fields = [field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "like")]
     for name, changes in entries.items():
         if not isinstance(changes, Mapping):
-            raise HardwareError(f"hardware: {path}: {name} is no table; write [{name}] and under it what changes.")
+            raise HardwareError(
+                f"hardware: {path}: {name} is not a table; write [{name}] with the changed fields below it."
+            )
         like = changes.get("like", name)
         if like not in known:
             raise HardwareError(
-                f"hardware: {path}: [{name}] is new: say like which it is (like = ...): {', '.join(known)}."
+                f"hardware: {path}: [{name}] is new: name the device kind it extends (like = ...): {', '.join(known)}."
             )
         for field, value in changes.items():
             if field not in (*fields, "like"):
@@ -190,12 +193,12 @@ def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, H
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices that a run is planned for.
+    """Cluster of devices that a run is planned for.
 
     Attributes:
-        name: as given.
-        hardware: of each device.
-        topology: how they are joined; of a kind that is not compiled for, one of the same form.
+        name: name as given.
+        hardware: hardware of each device.
+        topology: topology of the devices; for a kind that is not compiled for, one of the same form.
     """
 
     name: str
@@ -204,28 +207,29 @@ class Cluster:
 
     @classmethod
     def parse(cls, name: str, table: Mapping[str, Hardware] | None = None) -> Cluster:
-        """Reads a topology's name, of one of the table's kinds of hardware.
+        """Cluster with the given topology name, of a device kind in the table.
 
         Raises:
-            ShardingError: there is no such topology; lists the known.
+            ShardingError: there is no such topology; lists the known ones.
+            HardwareError: the device kind is not in the table.
         """
         table = TABLE if table is None else table
         count, star, one = name.strip().lower().rpartition("*")
         kind, colon, shape = one.partition(":")
         if kind not in table or kind == "cpu":
             topology = Topology.parse(name)  # lists the known ones, or it is a CPU
-            raise HardwareError(f"{topology} is not planned for; there are {', '.join(table)}.")
+            raise HardwareError(f"{topology} has no hardware entry to plan for; legal: {', '.join(table)}.")
         form = table[kind].like or "h100"
         topology = Topology.parse(f"{count}{star}{form}{colon}{shape}")
         return cls(name.strip().lower(), table[kind], topology)
 
     @property
     def devices(self) -> int:
-        """Their number."""
+        """Number of devices."""
         return self.topology.num_devices
 
     def resized(self, factor: int) -> Cluster | None:
-        """One of the same kind, ``factor`` times as large, as cubic as can be; None if there is none."""
+        """Cluster of the same kind, ``factor`` times as large, as cubic as possible; None if there is none."""
         shape = self.topology.shape
         if self.topology.platform == "gpu":
             return _cluster(self.hardware, [(shape[0] * factor, shape[1])])
@@ -233,7 +237,7 @@ class Cluster:
 
     @classmethod
     def sized(cls, hardware: Hardware, devices: int) -> Cluster | None:
-        """One of so many devices: the most cubic slice, nodes of eight GPUs or one of fewer; None if there is none."""
+        """Cluster of that many devices: the most cubic slice, or nodes of up to eight GPUs; None if there is none."""
         kind = GENERATIONS[hardware.like or "h100"]
         if kind.platform == "gpu":
             return _cluster(hardware, [(devices // 8, 8) if devices % 8 == 0 else (1, devices)])
@@ -246,7 +250,7 @@ def _slices(chips: int, dimensions: int) -> list[tuple[int, ...]]:
 
 
 def _cluster(hardware: Hardware, shapes: Sequence[tuple[int, ...]]) -> Cluster | None:
-    """Of the first shape that there is."""
+    """Cluster of the first shape that exists."""
     for sides in shapes:
         written = "x".join(map(str, sides))
         with contextlib.suppress(ShardingError):

@@ -1,9 +1,9 @@
-"""Layouts of a run on a cluster, by predicted step time.
+"""Layout search: ranks parallel layouts of a run on a cluster by predicted step time.
 
-Every mesh over the axes that can help, what a block recomputes, micro-batches, schedules and shares of offloaded layers
-is tried by formula; what the model or the batch does not fit is left out (the checks are those of ``jaxllm train``), as
-is what another layout beats: one of the same mesh and policy that fits with fewer micro-batches is never slower
-(dominance, as Galvatron prunes, arXiv:2211.13878). Nothing is compiled; the same question has the same answer.
+The cost model evaluates every mesh over the useful axes, remat policies, micro-batches, pipeline schedules and shares
+of offloaded layers. Layouts that the model or the batch does not fit are skipped (by the checks of ``jaxllm train``),
+and so are dominated ones: of the same mesh and policy, one that fits with fewer micro-batches is never slower
+(dominance pruning, Galvatron, arXiv:2211.13878). Nothing is compiled, and the result is deterministic.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxllm.config import ConfigError
+from jaxllm.lazy import lazy_exports
 from jaxllm.models import DecoderConfig
 from jaxllm.parallel.mesh_search import factorings
 from jaxllm.parallel.parallel_config import ParallelConfig
@@ -24,7 +25,7 @@ from jaxllm.plan.formulas import memory_estimate as memory
 from jaxllm.plan.formulas import step_time as time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.device_work import architecture, leaves_of, rules_of
-from jaxllm.plan.formulas.memory_estimate import Memory
+from jaxllm.plan.formulas.memory_estimate import MemoryEstimate
 from jaxllm.plan.formulas.step_time import StepTime, is_mixture
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
@@ -34,68 +35,69 @@ from jaxllm.train.step.step_builder import check_optimizer
 from sharding import AXES, MeshSpec, Rules, ShardingError
 
 REMATS = ("none", "elementwise", "full")
-"""From the fastest to the one that keeps least."""
+"""Remat policies, from the fastest to the one that saves least."""
 OFFLOADS = (0.0, 0.5, 1.0)
-"""Shares of a stage's layers whose activations wait in the host's memory; of a pipeline, which alone can."""
+"""Shares of a stage's layers whose activations are offloaded to host memory; only pipelines support it."""
 MOST_MICRO_BATCHES = 64
 LONG_ROW = 32_768
-"""Rows from which on the sequence is split over devices; shorter ones have the batch for that."""
+"""Sequence length from which on the sequence is split over devices; shorter ones are split by batch."""
 ROOM = {"tpu": 1.0, "gpu": 0.92}
-"""Share of a device's memory that a plan may fill: the TPU compiler knows what there is; on GPUs, NCCL and cuBLAS take
-some, and a process must be given this much (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+"""Fraction of HBM that a layout may fill: the TPU compiler knows the capacity; on GPUs, NCCL and cuBLAS take some, and
+the process must be given this much (XLA_PYTHON_CLIENT_MEM_FRACTION).
+"""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One way to lay a run out, predicted.
+class ParallelLayout:
+    """Parallel layout of a run, with its predicted memory and step time.
 
     Attributes:
-        run: the run, its mesh and all else chosen.
-        mesh: the same mesh, parsed.
-        memory: of a device.
-        time: of a step.
-        limit: bytes that a device may be filled with.
+        run: the run, with its mesh and all other choices made.
+        mesh: the run's mesh, parsed.
+        memory: memory estimate of a device.
+        time: predicted step time.
+        limit: bytes of a device that may be filled.
     """
 
     run: RunConfig
     mesh: MeshSpec
-    memory: Memory
+    memory: MemoryEstimate
     time: StepTime
     limit: int
 
     @property
     def fits(self) -> bool:
-        """Whether the prediction is within the limit."""
+        """True if the memory estimate is within the limit."""
         return self.memory.total <= self.limit
 
     @property
     def over(self) -> int:
-        """Bytes that are too many."""
+        """Bytes above the limit."""
         return max(0, self.memory.total - self.limit)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search finds.
+class LayoutSearchResult:
+    """Result of a layout search.
 
     Attributes:
-        layouts: those that fit, fastest first.
-        nearest: of those that do not, the one least over; None where all fit or nothing is legal.
-        tried: layouts predicted.
+        layouts: layouts that fit, fastest first.
+        nearest: the layout that is least over the limit, if none fits; None where some fit or nothing is legal.
+        tried: number of layouts predicted.
     """
 
-    layouts: tuple[Layout, ...]
-    nearest: Layout | None
+    layouts: tuple[ParallelLayout, ...]
+    nearest: ParallelLayout | None
     tried: int
 
 
-def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAULT) -> Found:
-    """All layouts of a run on a cluster that fit, fastest first, the best of each mesh and schedule.
+def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAULT) -> LayoutSearchResult:
+    """Searches all layouts of a run on a cluster; those that fit, fastest first, the best one of each mesh.
 
-    The run's own mesh, remat, accumulate and plan play no part; its model, data and batch are kept.
+    The run's own mesh, remat, accumulate and parallel settings are ignored; its model, data and batch are kept.
     """
-    limit = room(cluster)
-    fitting: list[Layout] = []
+    limit = memory_limit(cluster)
+    fitting: list[ParallelLayout] = []
     nearest: tuple[int, RunConfig, MeshSpec] | None = None
     tried = 0
     for mesh in meshes(run, cluster):
@@ -106,30 +108,32 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
                 tried += 1
                 over = memory.predict(laid, mesh, cluster.topology.platform).total - limit
                 if over <= 0:
-                    fitting.append(predicted(laid, mesh, cluster, calibration, limit))
-                    break  # the rest of the family computes or sends more
+                    fitting.append(predict_layout(laid, mesh, cluster, calibration, limit))
+                    break  # the rest of the family computes or communicates more
                 if nearest is None or over < nearest[0]:
                     nearest = over, laid, mesh
     fitting.sort(key=lambda layout: (round(layout.time.seconds, 9), layout.memory.total, str(layout.mesh)))
-    least = None if fitting or nearest is None else predicted(*nearest[1:], cluster, calibration, limit)
-    return Found(tuple(_distinct(fitting)), least, tried)
+    least = None if fitting or nearest is None else predict_layout(*nearest[1:], cluster, calibration, limit)
+    return LayoutSearchResult(tuple(_distinct(fitting)), least, tried)
 
 
-def predicted(
+def predict_layout(
     run: RunConfig, mesh: MeshSpec, cluster: Cluster, calibration: Calibration = DEFAULT, limit: int | None = None
-) -> Layout:
-    """A run as it is, on a legal mesh."""
-    return Layout(
+) -> ParallelLayout:
+    """Prediction for a run as it is, on a legal mesh."""
+    return ParallelLayout(
         run,
         mesh,
         memory.predict(run, mesh, cluster.topology.platform),
         time.predict(run, cluster, mesh, calibration),
-        room(cluster) if limit is None else limit,
+        memory_limit(cluster) if limit is None else limit,
     )
 
 
-def larger(run: RunConfig, cluster: Cluster) -> str:
-    """The nearest plan that fits, in a sentence: more devices, fewer rows, or shorter ones."""
+def suggest_fitting(run: RunConfig, cluster: Cluster) -> str:
+    """Sentence with the nearest change that makes the run fit: more devices, fewer rows, or shorter ones; "" if none
+    is found.
+    """
     said = []
     for factor in (2, 4, 8):
         more = cluster.resized(factor)
@@ -151,13 +155,13 @@ def larger(run: RunConfig, cluster: Cluster) -> str:
     return ("; ".join(said) + ".").capitalize() if said else ""
 
 
-def room(cluster: Cluster) -> int:
-    """Bytes that a plan may fill of a device."""
+def memory_limit(cluster: Cluster) -> int:
+    """Bytes of a device that a layout may fill."""
     return int(cluster.hardware.hbm_bytes * ROOM[cluster.topology.platform])
 
 
 def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
-    """Meshes over the axes that can help this run: bounded, in a fixed order."""
+    """Candidate meshes over the axes that can help this run, in a fixed order."""
     devices = cluster.devices
     neighbours = cluster.topology.shape[-1] if cluster.topology.platform == "gpu" else 16
     names = ["data", "stage", "fsdp"]
@@ -184,7 +188,7 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
 
 
 def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
-    """The run on a mesh: groups of layouts, in each of which the first that fits is the fastest."""
+    """Candidate runs on a mesh, in groups whose first fitting member is the fastest."""
     size = dict(mesh.axes)
     ways = math.prod(size.get(name, 1) for name in ("data", "fsdp", "expert"))
     rows, stages = run.data.batch_size // ways, size.get("stage", 1)
@@ -195,7 +199,7 @@ def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
     if stages == 1:
         if not _legal(run, plan, mesh, 1):
             return
-        for remat, zero in itertools.product(REMATS, (3, 2, 1)):  # of one micro-batch, ZeRO-1 does what ZeRO-2 does
+        for remat, zero in itertools.product(REMATS, (3, 2, 1)):  # with one micro-batch, ZeRO-1 and ZeRO-2 are the same
             yield (_laid(run, plan, mesh, n, remat, zero) for n in micro if zero > 1 or n > 1)
         return
     for accumulate in (n for n in micro if n >= 2 * stages or n == micro[-1]):
@@ -219,7 +223,7 @@ def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int,
 
 
 def _legal(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int) -> bool:
-    """Whether parameters, micro-batch and pipeline fit the mesh, by the checks of training."""
+    """True if parameters, micro-batch and pipeline fit the mesh, by the checks of training."""
     laid = dataclasses.replace(run, parallel=plan, accumulate=accumulate)
     try:
         if (stages := dict(mesh.axes).get("stage", 1)) > 1:
@@ -242,7 +246,7 @@ def _parameters_fit(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> bool
 
 
 def _runs(run: RunConfig, mesh: MeshSpec) -> bool:
-    """Whether the run's optimizer can do with the layout."""
+    """True if the run's optimizer supports the layout."""
     try:
         check_optimizer(run, mesh.abstract())
     except ConfigError:
@@ -270,10 +274,17 @@ def _divides(mesh: MeshSpec, slices: int) -> bool:
     return True
 
 
-def _distinct(layouts: list[Layout]) -> Iterator[Layout]:
-    """The fastest of each mesh: its other micro-batches and schedules are no other plan to a reader."""
+def _distinct(layouts: list[ParallelLayout]) -> Iterator[ParallelLayout]:
+    """Fastest layout of each mesh, whatever its micro-batches and schedule."""
     seen: set[MeshSpec] = set()
     for layout in layouts:
         if layout.mesh not in seen:
             seen.add(layout.mesh)
             yield layout
+
+
+__getattr__, _ = lazy_exports(
+    __name__,
+    {__name__: ("ParallelLayout", "predict_layout")},
+    renamed={"Layout": "ParallelLayout", "predicted": "predict_layout"},
+)

@@ -1,10 +1,10 @@
-"""A calibration from a run's own profile: what its devices and links reached of their data sheets.
+"""Calibration from a profile: fits the cost model's attained fractions to a run's measured step.
 
     jaxllm train llama3_8b --observe.profile 10:13 ...         on the devices
     jaxllm plan llama3_70b --on v6e:16x16 --calibrate runs/llama3_8b
 
-Products, attention and memory get one factor, since operations of a compiled program are fused across them; links get
-theirs; the share of arithmetic behind which weights can be sent is known only where some of it was not hidden.
+Matmul, attention and memory share one factor, since a compiled program fuses operations across them; links have
+another; the weight overlap is known only where some communication was exposed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sharding.topology import GENERATIONS
 
 
 def calibration_of(path: Path, hardware: Hardware) -> Calibration:
-    """What the run in a directory reached, by its newest profile.
+    """Calibration from the newest profile of the run in a directory.
 
     Args:
-        path: of the run.
-        hardware: that is planned for; the run must have used it.
+        path: directory of the run.
+        hardware: hardware that is planned for; the run must have used it.
 
     Raises:
         DataError: there is no run or no profile, its steps are not marked, or it ran on other devices.
@@ -40,27 +40,25 @@ def calibration_of(path: Path, hardware: Hardware) -> Calibration:
     kind = str(record.facts.get("device_kind", "unknown devices"))
     wanted = GENERATIONS[hardware.like].device_kind if hardware.like else hardware.name
     if kind != wanted:
-        raise DataError(f"{path} ran on {kind}, and {hardware.name} is {wanted}: a profile calibrates its own devices.")
+        raise DataError(f"{path} ran on {kind}, not on {wanted} ({hardware.name}): calibrate with a run on that kind.")
     if not seen.steps:
         raise DataError(f"{path}/profiles: no step is marked in the newest profile; take it with --observe.profile.")
     run, devices = from_dict(RunConfig, record.config), int(record.facts["devices"])
     mesh = fitting_mesh(run, functional(run.model, run.parallel.rules()), devices)
     cluster = Cluster.sized(hardware, devices)
     if cluster is None:
-        raise DataError(f"{path} ran on {devices} devices, and there is no {hardware.name} of so many.")
-    return fitted(seen, step_time.predict(run, cluster, mesh), DEFAULT)
+        raise DataError(f"{path} ran on {devices} devices, and {hardware.name} has no topology of that size.")
+    return fit_calibration(seen, step_time.predict(run, cluster, mesh), DEFAULT)
 
 
-def fitted(seen: ProfileSummary, predicted: StepTime, used: Calibration) -> Calibration:
-    """The calibration with which the prediction made with ``used`` would have been what a profile says."""
+def fit_calibration(seen: ProfileSummary, predicted: StepTime, used: Calibration) -> Calibration:
+    """Calibration with which the prediction made with ``used`` would match the profile."""
     computed, sent = seen.computing / seen.steps, seen.communicating / seen.steps
     factor = (predicted.compute + predicted.memory) / computed
-    out = replace(
-        used, **{name: min(1.0, getattr(used, name) * factor) for name in ("products", "attention", "memory")}
-    )
+    out = replace(used, **{name: min(1.0, getattr(used, name) * factor) for name in ("matmul", "attention", "memory")})
     expected = sum(sum(part.values()) for part in (predicted.near, predicted.far, predicted.hidden))
     if sent and expected:
-        out = replace(out, links=min(1.0, used.links * expected / sent))
+        out = replace(out, link=min(1.0, used.link * expected / sent))
     if seen.exposed > 0.01 * seen.communicating:
-        out = replace(out, hidden=min(1.0, (seen.communicating - seen.exposed) / seen.computing))
+        out = replace(out, weight_overlap=min(1.0, (seen.communicating - seen.exposed) / seen.computing))
     return out

@@ -1,4 +1,4 @@
-"""A layout as a recipe file, and as JSON."""
+"""Layout export: a layout as a recipe file, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from jaxllm.config import to_dict
 from jaxllm.files import atomic
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.layout_search import Layout
+from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.train import RunConfig
 
 
-def function_name(layout: Layout, cluster: Cluster) -> str:
-    """Of the recipe in the file."""
+def function_name(layout: ParallelLayout, cluster: Cluster) -> str:
+    """Name of the recipe function in the file."""
     name = re.sub(r"\W+", "_", f"{layout.run.name}_{cluster.name}").strip("_").lower()
     return name if name.isidentifier() else f"run_{name}"
 
 
-def write_recipe(path: Path, layout: Layout, cluster: Cluster) -> str:
+def write_recipe(path: Path, layout: ParallelLayout, cluster: Cluster) -> str:
     """Writes FILE.py with a function that returns the run; returns ``FILE.py:FUNCTION``."""
     seconds, gib = layout.time.seconds, layout.memory.total / 2**30
     says = [
@@ -33,7 +33,7 @@ def write_recipe(path: Path, layout: Layout, cluster: Cluster) -> str:
 
 
 def write_run(path: Path, run: RunConfig, name: str, says: list[str], returns: str) -> str:
-    """Writes a recipe: a module that ``says`` so, with a function ``name`` that returns the run."""
+    """Writes a recipe module with docstring lines ``says`` and a function ``name`` that returns the run."""
     config = pprint.pformat(to_dict(run), indent=1, width=110, sort_dicts=False)
     lines = [
         f'"""{says[0]}',
@@ -59,8 +59,8 @@ def write_run(path: Path, run: RunConfig, name: str, says: list[str], returns: s
     return f"{path}:{name}"
 
 
-def to_json(layout: Layout, cluster: Cluster) -> dict[str, Any]:
-    """JSON-able data of a prediction."""
+def to_json(layout: ParallelLayout, cluster: Cluster) -> dict[str, Any]:
+    """JSON-able data of a predicted layout."""
     time = dataclasses.asdict(layout.time)
     return {
         "topology": cluster.name,

@@ -1,21 +1,21 @@
-"""Plans as text."""
+"""Text views of layouts: ranking, breakdown of time and memory, compiled programs, price."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from jaxllm.parallel.sharding_table_view import columns
-from jaxllm.plan.compiled_layout import Compiled
+from jaxllm.plan.compiled_layout import CompiledLayout
 from jaxllm.plan.formulas import offload_time
-from jaxllm.plan.formulas.device_work import Work
+from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.layout_search import Found, Layout
-from jaxllm.plan.training_cost import Cost
+from jaxllm.plan.layout_search import LayoutSearchResult, ParallelLayout
+from jaxllm.plan.training_cost import TrainingCost
 from sharding.topology import GIB
 
 
-def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
-    """Layouts, the fastest first: what is chosen, time and its parts, memory."""
+def ranking(layouts: Sequence[ParallelLayout], cluster: Cluster) -> str:
+    """Table of layouts, fastest first: choices, step time and its parts, memory."""
     spent = ("compute", "HBM", "ICI", "DCN", "bubble", "host")
     head = ("", "mesh", "remat", "micro", "plan", "s/step", "MFU %", *spent, "GiB")
     if cluster.topology.platform == "gpu":
@@ -26,7 +26,7 @@ def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
             str(layout.mesh),
             layout.run.model.remat,
             str(layout.run.accumulate),
-            plan(layout),
+            describe_plan(layout),
             _seconds(layout.time.seconds),
             f"{100 * layout.time.mfu(cluster.hardware.flops):.1f}",
             *(f"{100 * seconds / layout.time.seconds:.0f}%" for seconds in parts(layout).values()),
@@ -37,8 +37,8 @@ def ranking(layouts: Sequence[Layout], cluster: Cluster) -> str:
     return columns(head, rows, "><<><>>>>>>>>>")
 
 
-def parts(layout: Layout) -> dict[str, float]:
-    """Seconds of a step by what they are spent on."""
+def parts(layout: ParallelLayout) -> dict[str, float]:
+    """Seconds of a step by cause."""
     time = layout.time
     near, far = sum(time.near.values()), sum(time.far.values())
     return {
@@ -51,8 +51,8 @@ def parts(layout: Layout) -> dict[str, float]:
     }
 
 
-def plan(layout: Layout) -> str:
-    """What a layout chooses besides mesh, remat and micro-batches."""
+def describe_plan(layout: ParallelLayout) -> str:
+    """Settings of a layout besides mesh, remat and micro-batches."""
     parallel, sizes = layout.run.parallel, dict(layout.mesh.axes)
     said = [f"ZeRO-{parallel.zero}"] if layout.mesh.axes != (("data", sizes.get("data", 0)),) else []
     said += ["sequence"] if parallel.sequence else []
@@ -61,8 +61,8 @@ def plan(layout: Layout) -> str:
     return ", ".join(said)
 
 
-def explained(layout: Layout, cluster: Cluster) -> str:
-    """Where a layout's time and memory go."""
+def explained(layout: ParallelLayout, cluster: Cluster) -> str:
+    """Breakdown of a layout's step time and memory."""
     time, memory = layout.time, layout.memory
     lines = [f"{layout.run.name} on {cluster.name}, {layout.mesh}: {time.seconds:.3f} s a step, predicted", ""]
     lines.append("seconds of a step")
@@ -81,13 +81,13 @@ def explained(layout: Layout, cluster: Cluster) -> str:
     if memory.host:
         lines.append(f"  {'in the memory of its host':<44}{memory.host / GIB:10.3f}")
         forward = time.compute / 3 / layout.run.accumulate  # a third of the arithmetic
-        work = Work.of(layout.run, layout.mesh)
-        lines += [f"    {line}" for line in offload_time.said(work, cluster.hardware, forward)]
+        work = DeviceWork.of(layout.run, layout.mesh)
+        lines += [f"    {line}" for line in offload_time.describe(work, cluster.hardware, forward)]
     return "\n".join(lines)
 
 
-def nothing_fits(found: Found, cluster: Cluster, larger: str) -> str:
-    """What is over, by how much, and what would fit."""
+def nothing_fits(found: LayoutSearchResult, cluster: Cluster, larger: str) -> str:
+    """Message for a search without a fitting layout: the nearest layout, its excess, and what would fit."""
     layout = found.nearest
     if layout is None:
         return (
@@ -104,8 +104,8 @@ def nothing_fits(found: Found, cluster: Cluster, larger: str) -> str:
     return "\n".join(lines).rstrip()
 
 
-def compiled(rows: Sequence[tuple[Layout, Compiled | str]]) -> str:
-    """Layouts beside what the compiler says of them: a program, or a message of what it refused."""
+def compiled(rows: Sequence[tuple[ParallelLayout, CompiledLayout | str]]) -> str:
+    """Table of predicted and compiled layouts; a string in place of a program says why it was not compiled."""
     head = ("", "mesh", "s/step", "compiled", "GiB", "compiled", "of it arguments", "collectives of a step", "took")
     lines = []
     for number, (layout, found) in enumerate(rows, 1):
@@ -123,8 +123,8 @@ def compiled(rows: Sequence[tuple[Layout, Compiled | str]]) -> str:
     return columns(head, lines, "><>>>>><>")
 
 
-def price(cost: Cost, layout: Layout) -> str:
-    """Time, energy and money of a number of tokens."""
+def price(cost: TrainingCost, layout: ParallelLayout) -> str:
+    """Time, energy and price of training on a number of tokens."""
     energy = f"{cost.megawatt_hours:,.1f} MWh" if cost.megawatt_hours is not None else "energy not known (watts)"
     money = f"${cost.dollars:,.0f}" if cost.dollars is not None else "price not known (dollars_per_hour)"
     return (

@@ -1,4 +1,4 @@
-"""What a cluster does in a second, for the timelines of compiled programs."""
+"""Rates of a cluster for timelines of compiled programs: FLOP/s, bandwidth and times of collectives."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sharding import MeshSpec
 
 
 def rates_of(cluster: Cluster, mesh: MeshSpec) -> Rates:
-    """Of a cluster with a mesh over it: collectives as ``Network`` times them, TPU kernels by the compiler's cycles.
+    """Rates of a cluster with a mesh over it: collectives by ``Network``, TPU kernels by the compiler's cycles.
 
-    A collective whose axes are not known goes over all of them.
+    A collective whose axes are unknown counts as one over all of them.
     """
     network, everything = Network(cluster, mesh), [name for name, _ in mesh.axes]
 

@@ -1,4 +1,4 @@
-"""What a number of tokens costs with a layout: time, energy, money."""
+"""Training cost of a layout for a number of tokens: time, energy, price."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from dataclasses import dataclass
 
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.layout_search import Layout
+from jaxllm.plan.layout_search import ParallelLayout
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of training on a number of tokens, without stops and evaluations.
+class TrainingCost:
+    """Cost of training on a number of tokens, without stops and evaluations.
 
     Attributes:
-        tokens: asked for.
-        steps: whole ones.
-        days: of all devices.
-        device_hours: of one.
-        megawatt_hours: of the devices alone, at the data sheet's power; None where that is not known.
-        dollars: at the hardware table's price; None where there is none.
+        tokens: requested tokens.
+        steps: whole steps.
+        days: wall-clock days.
+        device_hours: hours summed over devices.
+        megawatt_hours: energy of the devices alone, at the data sheet's power; None where that is unknown.
+        dollars: price by the hardware table; None where there is none.
     """
 
     tokens: float
@@ -35,17 +35,17 @@ class Cost:
         return f"{self.days:,.1f} days, {self.device_hours:,.0f} device hours{energy}{money}"
 
 
-def cost(layout: Layout, cluster: Cluster, tokens: float) -> Cost:
-    """Of ``tokens`` tokens with a layout."""
+def cost(layout: ParallelLayout, cluster: Cluster, tokens: float) -> TrainingCost:
+    """Cost of training on ``tokens`` tokens with a layout."""
     steps = math.ceil(tokens / (layout.run.data.batch_size * layout.run.data.seq_len))
-    return spent(cluster, tokens, steps, steps * layout.time.seconds)
+    return cost_of_time(cluster, tokens, steps, steps * layout.time.seconds)
 
 
-def spent(cluster: Cluster, tokens: float, steps: int, seconds: float) -> Cost:
-    """Of a cluster for so many seconds."""
+def cost_of_time(cluster: Cluster, tokens: float, steps: int, seconds: float) -> TrainingCost:
+    """Cost of a cluster for that many seconds."""
     hours = seconds / 3600 * cluster.devices
     hardware = cluster.hardware
-    return Cost(
+    return TrainingCost(
         tokens,
         steps,
         seconds / 86400,

@@ -10,13 +10,13 @@ import random
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, LatentConfig, MlpConfig, MoeConfig
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.optim.config import LAYERWISE
 from jaxllm.parallel.sharding_table import device_bytes
 from jaxllm.plan.formulas import memory_estimate, step_time
 from jaxllm.plan.formulas.calibration import DEFAULT
-from jaxllm.plan.formulas.device_work import Work
+from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.layout_search import REMATS, search
 from jaxllm.train import RunConfig
@@ -36,7 +36,7 @@ def drawn(trial: int) -> RunConfig:
         [
             AttentionConfig(heads=heads, kv_heads=8, head_dim=rng.choice([64, 128])),
             AttentionConfig(heads=heads, kv_heads=heads, head_dim=64, window=512, qk_norm="head", bias="qkv"),
-            LatentConfig(heads=heads, latent=128, q_latent=rng.choice([None, 256])),
+            MLAConfig(heads=heads, latent=128, q_latent=rng.choice([None, 256])),
         ]
     )
     mlp = rng.choice(
@@ -55,7 +55,9 @@ def drawn(trial: int) -> RunConfig:
     return dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=64, seq_len=1024))
 
 
-def on(run: RunConfig, mesh: str, topology: str, **changes) -> tuple[memory_estimate.Memory, step_time.StepTime]:
+def on(
+    run: RunConfig, mesh: str, topology: str, **changes
+) -> tuple[memory_estimate.MemoryEstimate, step_time.StepTime]:
     """Prediction of a run on a mesh."""
     cluster, spec = Cluster.parse(topology), MeshSpec.parse(mesh)
     model = dataclasses.replace(run.model, **changes)
@@ -164,8 +166,8 @@ def test_recomputing_more_keeps_less_and_computes_more(trial):
 def test_products_of_8_bits_are_as_fast_as_the_devices_units(topology, products, times):
     """``fp8_block`` multiplies what its numbers stand for, and v6e has no units for float8."""
     run = llama3_8b()
-    plain, rounded = (on(run, "fsdp=8", topology, products=name)[1] for name in ("plain", products))
-    work = Work.of(dataclasses.replace(run, mesh="fsdp=8"), MeshSpec.parse("fsdp=8"))
+    plain, rounded = (on(run, "fsdp=8", topology, matmul_precision=name)[1] for name in ("plain", products))
+    work = DeviceWork.of(dataclasses.replace(run, mesh="fsdp=8"), MeshSpec.parse("fsdp=8"))
     hardware = Cluster.parse(topology).hardware
     if times == 1.0:
         assert rounded.compute == plain.compute

@@ -41,12 +41,12 @@ def test_a_file_changes_and_adds(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[h800]\nlink = 1e9\n", "say like which"),
+        ("[h800]\nlink = 1e9\n", "name the device kind"),
         ("[v6e]\nlinks = 1e9\n", "Did you mean 'link'?"),
         ('[v6e]\nlink = "fast"\n', "give a number"),
         ("[v6e]\nlink = 0\n", "give a positive number"),
-        ("[v6e\n", "is no TOML"),
-        ("v6e = 3\n", "is no table"),
+        ("[v6e\n", "is not valid TOML"),
+        ("v6e = 3\n", "is not a table"),
     ],
 )
 def test_mistakes_in_a_file_say_what_is_legal(tmp_path, text, says):

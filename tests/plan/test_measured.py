@@ -14,7 +14,7 @@ from jaxllm.observe.profile_summary import ProfileSummary
 from jaxllm.plan.formulas import step_time
 from jaxllm.plan.formulas.calibration import DEFAULT
 from jaxllm.plan.hardware import TABLE, Cluster
-from jaxllm.plan.measured_calibration import fitted
+from jaxllm.plan.measured_calibration import fit_calibration
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 
@@ -38,17 +38,17 @@ def seen(step: step_time.StepTime, slower: float, links: float) -> ProfileSummar
 @pytest.mark.parametrize(("slower", "links"), [(1.0, 1.0), (1.3, 1.0), (1.0, 1.7), (1.2, 1.4)])
 def test_what_was_seen_is_predicted(slower, links):
     before = step_time.predict(run(), CLUSTER, MESH)
-    found = fitted(seen(before, slower, links), before, DEFAULT)
+    found = fit_calibration(seen(before, slower, links), before, DEFAULT)
     after = step_time.predict(run(), CLUSTER, MESH, found)
     assert after.compute + after.memory == pytest.approx(slower * (before.compute + before.memory), rel=0.01)
     sent = [sum(sum(part.values()) for part in (step.near, step.far, step.hidden)) for step in (before, after)]
     assert sent[1] == pytest.approx(links * sent[0], rel=0.01)
-    assert found.links == pytest.approx(DEFAULT.links / links)
+    assert found.link == pytest.approx(DEFAULT.link / links)
 
 
 def test_no_share_is_more_than_the_data_sheet():
     before = step_time.predict(run(), CLUSTER, MESH)
-    found = fitted(seen(before, 0.1, 0.1), before, DEFAULT)
+    found = fit_calibration(seen(before, 0.1, 0.1), before, DEFAULT)
     assert max(dataclasses.asdict(found).values()) == 1.0
 
 
@@ -79,7 +79,7 @@ def profiled(tmp_path):
 def test_the_command_plans_by_a_runs_profile(profiled, capsys):
     argv = ["plan", "llama3_8b", "--on", "v6e:8x8", "--no-compile", "--as-is", "--calibrate", str(profiled)]
     assert cli.main(argv) == 0
-    assert f"products {100 * DEFAULT.products / 1.25:.0f}%, attention {100 * DEFAULT.attention / 1.25:.0f}%" in (
+    assert f"matmul {100 * DEFAULT.matmul / 1.25:.0f}%, attention {100 * DEFAULT.attention / 1.25:.0f}%" in (
         capsys.readouterr().out
     )
 
@@ -87,7 +87,7 @@ def test_the_command_plans_by_a_runs_profile(profiled, capsys):
 def test_a_profile_of_other_devices_is_refused(profiled, capsys):
     argv = ["plan", "llama3_8b", "--on", "v5p:4x4x4", "--no-compile", "--as-is", "--calibrate", str(profiled)]
     assert cli.main(argv) == 2
-    assert "ran on TPU v6 lite, and v5p is TPU v5" in capsys.readouterr().err
+    assert "ran on TPU v6 lite, not on TPU v5 (v5p)" in capsys.readouterr().err
 
 
 def test_clusters_of_a_number_of_devices():

@@ -9,10 +9,10 @@ import pytest
 from jaxllm.models import functional
 from jaxllm.plan import plan_view
 from jaxllm.plan.formulas import memory_estimate
-from jaxllm.plan.formulas.device_work import Work
-from jaxllm.plan.formulas.offload_time import Layer, block_bytes, device_every, largest_share, update_seconds
+from jaxllm.plan.formulas.device_work import DeviceWork
+from jaxllm.plan.formulas.offload_time import LayerUpdateTime, block_bytes, device_every, largest_share, update_seconds
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.layout_search import predicted
+from jaxllm.plan.layout_search import predict_layout
 from jaxllm.train import RunConfig
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import fitting_mesh
@@ -31,15 +31,15 @@ def run(**fields) -> RunConfig:
 
 def layout(config: RunConfig, on: str = "h100:1x8"):
     mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), 8)
-    return predicted(config, mesh, Cluster.parse(on))
+    return predict_layout(config, mesh, Cluster.parse(on))
 
 
 def test_the_stride_is_where_link_and_host_are_even():
-    layer = Layer(state=6.0, gradients=1.0, host=3.0)
+    layer = LayerUpdateTime(state=6.0, gradients=1.0, host=3.0)
     assert device_every(layer, 400) == 4
     assert update_seconds(layer, 4, 4) == 9.0 == 6 + 3 * 1.0
-    assert device_every(Layer(state=1.0, gradients=1.0, host=100.0), 32) == 1
-    assert device_every(Layer(state=2.0, gradients=1.0, host=0.5), 32) == 32
+    assert device_every(LayerUpdateTime(state=1.0, gradients=1.0, host=100.0), 32) == 1
+    assert device_every(LayerUpdateTime(state=2.0, gradients=1.0, host=0.5), 32) == 32
     # By hand, of three layers: 3 x 6; 6 and 9 of two groups; 6 and 2 of the link beside 6 of the host.
     assert [update_seconds(layer, 3, n) for n in (1, 2, 3)] == [18.0, 7.0 + 6.0, 8.0]
 
@@ -67,7 +67,7 @@ def test_activations_on_the_host_are_what_the_formula_says():
     assert found.host == 32 * 4096 * (2 * numbers + 4 * 32)
     half = memory_estimate.predict(run(remat="offload:0.5"), MeshSpec.parse(MESH), "gpu")
     assert found.host - half.host == pytest.approx(32 * 4096 * (4096 + 2 * 1024 + 2 * 14336))
-    work = Work.of(run(remat="offload"), MeshSpec.parse(MESH))
+    work = DeviceWork.of(run(remat="offload"), MeshSpec.parse(MESH))
     ((block, count),) = work.blocks.items()
     assert count * sum(block_bytes(work, block)) == found.host
 
@@ -76,7 +76,7 @@ def test_what_lives_where_is_said():
     config = run(remat="offload:0.5", host=HostConfig(optimizer=True, device_every=2))
     text = plan_view.explained(layout(config), Cluster.parse("h100:1x8"))
     assert "in the memory of its host" in text
-    assert "activations: products of 50% of the tokens; a forward pass hides" in text
+    assert "activations: matmul outputs of 50% of the tokens; a forward pass hides" in text
     assert "one of 2 updated on the device; fastest by formula:" in text
     slower, plain = layout(config), layout(run(remat="elementwise"))
     assert slower.time.host > 0 == plain.time.host

@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from jaxllm.data import DataConfig
-from jaxllm.models.remat import RematError, by_layer
-from jaxllm.plan.remat_solver import NAMED, cheapest, solve, written
+from jaxllm.models.remat import RematError, policies_by_layer
+from jaxllm.plan.remat_solver import NAMED, format_policies, solve, solve_policies
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import hardware_flops_per_token, recomputed_flops
 from tests import tiny
@@ -24,7 +24,7 @@ def config(layers: int, **fields) -> RunConfig:
 
 def bytes_of(run: RunConfig, remat: str, bend: float = 1.0, mixed: int = 0) -> int:
     """A program's bytes: a sum over layers, which a program may bend, and something for loops of several kinds."""
-    layers = by_layer(remat, run.model.segments)
+    layers = policies_by_layer(remat, run.model.segments)
     total = sum(KEPT[name] for name in layers)
     return round(BASE + total**bend + (mixed if len(set(layers)) > 1 else 0))
 
@@ -33,7 +33,7 @@ def bytes_of(run: RunConfig, remat: str, bend: float = 1.0, mixed: int = 0) -> i
 def test_nothing_is_cheaper_in_the_room(room):
     run = config(6)
     costs = {name: [recomputed_flops(name, run.model, run.model.pattern, 64)] for name in NAMED}
-    counts = cheapest(run.model, KEPT, costs, room)
+    counts = solve_policies(run.model, KEPT, costs, room)
     assert counts is not None
     found = sum(n * costs[name][0] for name, n in counts[0])
     legal = [
@@ -43,12 +43,12 @@ def test_nothing_is_cheaper_in_the_room(room):
     ]
     assert found == pytest.approx(min(legal))
     assert sum(n * KEPT[name] for name, n in counts[0]) <= room
-    assert len(by_layer(written(run.model, counts), run.model.segments)) == 6
+    assert len(policies_by_layer(format_policies(run.model, counts), run.model.segments)) == 6
 
 
 def test_nothing_fits_into_less_than_nothing():
     run = config(4)
-    assert cheapest(run.model, KEPT, {name: [0.0] for name in NAMED}, -1) is None
+    assert solve_policies(run.model, KEPT, {name: [0.0] for name in NAMED}, -1) is None
 
 
 def least(run: RunConfig, budget: int, bend: float, mixed: int) -> float:

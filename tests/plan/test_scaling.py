@@ -16,14 +16,14 @@ from jaxllm.models import functional
 from jaxllm.plan.scaling_laws import (
     EXCESS,
     LAWS,
-    Parametric,
-    Repeated,
+    ParametricLaw,
+    RepeatedDataPlan,
     ScalingError,
-    count,
-    repeated,
-    shape,
+    count_parameters,
+    effective_data,
+    model_of_size,
+    plan_repeated_data,
     step_law,
-    worth,
 )
 
 BUDGETS = st.floats(17, 26).map(lambda power: 10.0**power)
@@ -46,7 +46,7 @@ def test_kaplan_grows_the_model():
 @given(BUDGETS, st.sampled_from(["chinchilla", "hoffmann"]), st.floats(0.2, 5))
 def test_no_other_split_is_better(flops, name, factor):
     law = LAWS[name]
-    assert isinstance(law, Parametric)
+    assert isinstance(law, ParametricLaw)
     best = law.best(flops)
     assert best.flops == pytest.approx(flops)
     assert best.loss is not None
@@ -58,11 +58,11 @@ def test_no_other_split_is_better(flops, name, factor):
 def test_a_shape_has_the_size(parameters):
     vocab = 32_000 if parameters < 3e8 else 128_256
     try:
-        made = shape(parameters, vocab)
+        made = model_of_size(parameters, vocab)
     except ScalingError:
         assert parameters < vocab * 128 * 1.5
         return
-    whole, body = count(made)
+    whole, body = count_parameters(made)
     leaves = jax.tree.leaves(functional(made).abstract())
     assert whole == sum(math.prod(leaf.shape) for leaf in leaves)
     assert whole - body == vocab * made.embed_dim * (1 if made.tied else 2)
@@ -81,13 +81,13 @@ def test_step_law_at_what_its_paper_trained():
 
 def test_repeats_are_worth_less_and_less():
     """arXiv:2305.16264: four epochs hardly less than fresh tokens; never more than 16.4, and little after 16."""
-    assert worth(5e9, 1e10) == 5e9
-    assert 0.93 < worth(4e10, 1e10) / 4e10 < 0.94, "1 + 15.39 (1 - exp(-3 / 15.39)) = 3.73 of 4"
-    values = [worth(epochs * 1e10, 1e10) for epochs in (1, 2, 4, 16, 64, 1e6)]
+    assert effective_data(5e9, 1e10) == 5e9
+    assert 0.93 < effective_data(4e10, 1e10) / 4e10 < 0.94, "1 + 15.39 (1 - exp(-3 / 15.39)) = 3.73 of 4"
+    values = [effective_data(epochs * 1e10, 1e10) for epochs in (1, 2, 4, 16, 64, 1e6)]
     assert values == sorted(values)
     assert values[-1] == pytest.approx(16.387756e10)
-    assert worth(16e10, 1e10) - worth(15e10, 1e10) < 0.4e10
-    assert worth(1e12, 1e9, EXCESS) == pytest.approx(6.309743e9)
+    assert effective_data(16e10, 1e10) - effective_data(15e10, 1e10) < 0.4e10
+    assert effective_data(1e12, 1e9, EXCESS) == pytest.approx(6.309743e9)
 
 
 @given(BUDGETS, st.sampled_from(["chinchilla", "hoffmann"]), st.floats(0.02, 3))
@@ -95,12 +95,12 @@ def test_repeats_are_worth_less_and_less():
 def test_the_split_with_little_data_is_that_of_a_search(flops, name, share):
     """Against every split on a fine grid; equations 5 and 6 written out."""
     law = LAWS[name]
-    assert isinstance(law, Parametric)
+    assert isinstance(law, ParametricLaw)
     free = law.best(flops)
     unique = share * free.tokens
-    found = repeated(law, flops, unique)
+    found = plan_repeated_data(law, flops, unique)
     if share >= 1:
-        assert found == Repeated(free, free.tokens, 0.0)
+        assert found == RepeatedDataPlan(free, free.tokens, 0.0)
         return
     grid = free.parameters * np.exp(np.linspace(-7, 7, 20_001))
     # U_N: what the law trains on so many tokens, found by halving.
@@ -120,7 +120,7 @@ def test_the_split_with_little_data_is_that_of_a_search(flops, name, share):
     assert found.size.flops == pytest.approx(flops)
     assert found.size.parameters <= free.parameters * (1 + 1e-6), "epochs before parameters"
     assert found.lost == pytest.approx(losses[best] - free.loss, abs=1e-7)
-    assert found.worth == pytest.approx(worth(found.size.tokens, unique))
+    assert found.worth == pytest.approx(effective_data(found.size.tokens, unique))
 
 
 @given(st.floats(0.3, 1e5))

@@ -11,10 +11,10 @@ from jaxllm import cli
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.models import functional
 from jaxllm.plan import layout_search
-from jaxllm.plan.compiled_layout import Compiled
+from jaxllm.plan.compiled_layout import CompiledLayout
 from jaxllm.plan.formulas import memory_estimate
 from jaxllm.plan.formulas.calibration import DEFAULT
-from jaxllm.plan.formulas.device_work import Work
+from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import TABLE, Cluster
 from jaxllm.plan.plan_export import write_recipe
 from jaxllm.train.run import fitting_mesh
@@ -67,7 +67,7 @@ def test_its_first_is_no_slower_than_any_plan_that_fits():
                 continue
             if dict(mesh.axes).get("stage", 1) > 1:
                 continue
-            other = layout_search.predicted(laid, mesh, cluster)
+            other = layout_search.predict_layout(laid, mesh, cluster)
             assert not other.fits or best.time.seconds <= other.time.seconds * (1 + 1e-9)
 
 
@@ -84,14 +84,14 @@ def test_offloading_frees_the_device_and_waits_for_a_slow_host():
     run = dataclasses.replace(cut(llama3_8b(), 8, 16), accumulate=8, mesh="stage=4")
     mesh = MeshSpec.parse(run.mesh)
     away = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, offload=1.0))
-    plain, fast = (layout_search.predicted(laid, mesh, Cluster.parse("h100:1x4")) for laid in (run, away))
+    plain, fast = (layout_search.predict_layout(laid, mesh, Cluster.parse("h100:1x4")) for laid in (run, away))
     table = {"h100": dataclasses.replace(TABLE["h100"], host=1e9)}
-    slow = layout_search.predicted(away, mesh, Cluster.parse("h100:1x4", table))
+    slow = layout_search.predict_layout(away, mesh, Cluster.parse("h100:1x4", table))
     assert plain.memory.host == 0 < fast.memory.host
     assert fast.memory.total < plain.memory.total
-    kept = memory_estimate.kept_bytes(Work.of(away, mesh))
+    kept = memory_estimate.kept_bytes(DeviceWork.of(away, mesh))
     assert kept == 4 * 8192 * 4096 * 2, "the inputs of a stage's two layers, for two rows"
-    hidden = DEFAULT.hidden * slow.time.compute / 3
+    hidden = DEFAULT.weight_overlap * slow.time.compute / 3
     assert slow.time.host == pytest.approx(2 * (8 * kept / 1e9 - hidden))
     assert slow.time.seconds > fast.time.seconds + slow.time.host - fast.time.host
 
@@ -135,7 +135,7 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
         sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes"), 2**30)
         names = {field.name: 0 for field in dataclasses.fields(CompileReport)}
         fixed = {"name": "x", "topology": cluster.name, "jax": "", "compiler": "", "collectives": (), "transfers": ()}
-        return Compiled(CompileReport(**{**names, **sizes, **fixed, "cycles": None, "hbm_bytes": None}), 0.125)
+        return CompiledLayout(CompileReport(**{**names, **sizes, **fixed, "cycles": None, "hbm_bytes": None}), 0.125)
 
     monkeypatch.setattr("jaxllm.plan.compiled_layout.compile_layout", compile_layout)
     assert cli.main(["plan", "quickstart", "--on", "v6e:2x2", "--top", "2", *SMALL]) == 0
@@ -150,9 +150,9 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
     [
         (["quickstart", "--on", "v9:2x2"], "unknown topology"),
         (["quickstar", "--on", "v6e:2x2"], "Did you mean 'quickstart'?"),
-        (["quickstart", "--on", "v6e:2x2", "--top", "0"], "show 1 layout or more"),
-        (["quickstart", "--on", "cpu:4"], "is not planned for"),
-        (["quickstart", "--on", "v6e:2x2,h100:1x4", "--save", "x.py"], "name one topology"),
+        (["quickstart", "--on", "v6e:2x2", "--top", "0"], "give --top of 1 or more"),
+        (["quickstart", "--on", "cpu:4"], "has no hardware entry to plan for"),
+        (["quickstart", "--on", "v6e:2x2,h100:1x4", "--save", "x.py"], "needs a single topology"),
     ],
 )
 def test_mistakes_say_what_is_legal(argv, says, capsys):

@@ -14,7 +14,7 @@ from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 if TYPE_CHECKING:
-    from jaxllm.plan.compiled_layout import Compiled
+    from jaxllm.plan.compiled_layout import CompiledLayout
     from jaxllm.plan.formulas.calibration import Calibration
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.layout_search import ParallelLayout
@@ -137,7 +137,7 @@ def _layouts(
     return shown
 
 
-def _compiled(layouts: list[ParallelLayout], cluster: Cluster) -> list[Compiled | str]:
+def _compiled(layouts: list[ParallelLayout], cluster: Cluster) -> list[CompiledLayout | str]:
     """Compiles layouts and prints the results: a report for each, or the reason why it does not fit."""
     from jaxllm.plan import compiled_layout, plan_view
     from sharding.isolate import OutOfDeviceMemory
@@ -145,7 +145,7 @@ def _compiled(layouts: list[ParallelLayout], cluster: Cluster) -> list[Compiled 
     if cluster.hardware.like != cluster.hardware.name:
         print(f"\nnot compiled: no compiler for {cluster.hardware.name} is available")
         return []
-    out: list[Compiled | str] = []
+    out: list[CompiledLayout | str] = []
     for number, layout in enumerate(layouts, 1):
         try:
             out.append(compiled_layout.compile_layout(layout, cluster, progress_line(f"{number} of {len(layouts)}: ")))

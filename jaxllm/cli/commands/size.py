@@ -43,8 +43,16 @@ def _size(
     from jaxllm.cli import UsageError
     from jaxllm.plan import hardware as table
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.scaling_laws import LAWS, Parametric, count, effective_data, repeated, shape, step_law
-    from jaxllm.plan.training_cost import spent
+    from jaxllm.plan.scaling_laws import (
+        LAWS,
+        ParametricLaw,
+        count_parameters,
+        effective_data,
+        model_of_size,
+        plan_repeated_data,
+        step_law,
+    )
+    from jaxllm.plan.training_cost import cost_of_time
 
     for name, value in (("flops", flops), ("vocab_size", vocab_size), ("seq_len", seq_len), ("unique", unique)):
         if value is not None and not 0 < value < math.inf:
@@ -57,12 +65,12 @@ def _size(
     chosen = LAWS[law]
     found, scarce = chosen.best(flops), None
     if unique is not None and found.tokens > unique:
-        if not isinstance(chosen, Parametric):
+        if not isinstance(chosen, ParametricLaw):
             raise UsageError(f"--unique {unique}: --law {law} has no loss to weigh repeats by; choose another law.")
-        scarce = repeated(chosen, flops, unique)
+        scarce = plan_repeated_data(chosen, flops, unique)
         found = scarce.size
-    model = shape(found.parameters, vocab_size)
-    whole, body = count(model)
+    model = model_of_size(found.parameters, vocab_size)
+    whole, body = count_parameters(model)
     tokens = flops / 6 / whole
     rate, batch = step_law(body, tokens)
     rows = round_rows(batch / seq_len)
@@ -92,7 +100,7 @@ def _size(
     )
     for cluster in clusters:
         seconds = flops / (cluster.devices * cluster.hardware.flops * mfu)
-        print(f"{cluster.name} at {mfu:.0%} MFU: {spent(cluster, tokens, steps, seconds)}")
+        print(f"{cluster.name} at {mfu:.0%} MFU: {cost_of_time(cluster, tokens, steps, seconds)}")
     if save is not None:
         print(f"saved: {_saved(save, model, seq_len, rows, rate, steps)}")
 

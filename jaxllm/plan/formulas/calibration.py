@@ -1,9 +1,9 @@
-"""What real programs reach of what data sheets promise: one set of numbers for all hardware and models.
+"""Calibration of the cost model: attained fraction of data-sheet peaks, one set of values for all hardware and models.
 
-They were chosen once, by hand and rounded: ``products``, ``attention`` and ``memory`` so that the 8B recipe takes on a
-v6e:8x8 what the TPU compiler estimates; ``links``, ``hidden`` and ``beside`` as what collectives usually reach. No
-number was fitted to a published utilisation, but those were in sight when attention's share was chosen, as programs of
-the ranking were when terms were (docs/train/plan.md, which compares with both).
+The values were chosen once, by hand and rounded: ``matmul``, ``attention`` and ``memory`` so that the 8B recipe takes
+on a v6e:8x8 what the TPU compiler estimates; ``link``, ``weight_overlap`` and ``ring_overlap`` as collectives usually
+attain. No value was fitted to a published MFU, but published MFUs were known when attention's share was chosen, as
+were the programs of the ranking when the terms were chosen (docs/train/plan.md, which compares with both).
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of peaks, all dimensionless.
+    """Attained fractions of peaks, all dimensionless.
 
     Attributes:
-        products: of FLOP/s in matrix products of whole tiles: the pipeline's fill, epilogues, the clock under load.
-        attention: of FLOP/s in attention, whose products are small and wait for exponentials.
-        memory: of the memory's bytes/s.
-        links: of a link's bytes/s.
-        hidden: of arithmetic during which gathers of weights and sums of gradients can go on.
-        beside: likewise for what attention sends around its ring.
+        matmul: of FLOP/s, in matmuls of whole tiles: pipeline fill, epilogues, clock under load.
+        attention: of FLOP/s, in attention, whose matmuls are small and wait for exponentials.
+        memory: of the HBM bandwidth.
+        link: of a link's bandwidth.
+        weight_overlap: of compute time, during which all-gathers of weights and reductions of gradients can overlap.
+        ring_overlap: of attention's compute time, during which ring attention's communication can overlap.
     """
 
-    products: float = 0.80
+    matmul: float = 0.80
     attention: float = 0.60
     memory: float = 0.85
-    links: float = 0.85
-    hidden: float = 0.80
-    beside: float = 0.80
+    link: float = 0.85
+    weight_overlap: float = 0.80
+    ring_overlap: float = 0.80
 
 
 DEFAULT = Calibration()
+"""Shipped calibration."""

@@ -1,12 +1,12 @@
-"""How long a collective takes: where a mesh's axes lie on a torus or in nodes, and what its links carry.
+"""Time of collectives: placement of mesh axes on a torus or in nodes, and the bandwidth of its links.
 
-Bandwidths add up over the dimensions of a torus, and a closed ring has two ways round (jax-ml/scaling-book, chapter on
+Bandwidths add up over the dimensions of a torus, and a closed ring has two directions (jax-ml/scaling-book, chapter on
 sharding). Beyond a slice or a node a collective has two levels, which overlap: the slower one counts. A device of k in
-the slice sends its k-th part of what goes between slices.
+the slice sends the k-th part of what goes between slices.
 
     all-gather, reduce-scatter of V bytes    V (n-1)/n over the links' bytes/s
     all-reduce                               twice that
-    all-to-all of V bytes a device           V p / 4 over those of a torus' dimension of p; V (n-1)/n of a switch
+    all-to-all of V bytes a device           V p / 4 over the bytes/s of a torus dimension of p; V (n-1)/n of a switch
     collective-permute                       V over one link
 """
 
@@ -21,13 +21,13 @@ from sharding import MeshSpec
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a mesh axis along one dimension of the devices.
+class AxisSegment:
+    """Segment of a mesh axis along one dimension of the devices.
 
     Attributes:
-        dimension: of a slice (from 0), or of the devices of a node (0); -1 between slices or nodes.
-        size: devices of it.
-        stride: devices between two neighbours of it, along the dimension.
+        dimension: dimension of a slice (from 0), or of the devices of a node (0); -1 between slices or nodes.
+        size: number of devices.
+        stride: distance between neighbouring devices of the segment, along the dimension.
     """
 
     dimension: int
@@ -36,12 +36,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Time:
+class CollectiveTime:
     """Seconds of a collective.
 
     Attributes:
-        near: over links inside a slice or node.
-        far: over the network between them.
+        near: over links inside a slice or node (ICI, NVLink).
+        far: over the network between them (DCN).
     """
 
     near: float = 0.0
@@ -49,12 +49,12 @@ class Time:
 
     @property
     def seconds(self) -> float:
-        """Both go on at once."""
+        """Total seconds: both levels overlap, so the slower one counts."""
         return max(self.near, self.far)
 
 
 class Network:
-    """Times of collectives over a mesh's axes on a cluster."""
+    """Network model: times of collectives over a mesh's axes on a cluster."""
 
     def __init__(self, cluster: Cluster, mesh: MeshSpec):
         self.hardware, topology = cluster.hardware, cluster.topology
@@ -76,8 +76,8 @@ class Network:
         for name, parts in _lay(inside, self.sides).items():
             self.parts[name] += parts
 
-    def time(self, kind: str, axes: Sequence[str], size: int) -> Time:
-        """Of one collective that moves ``size`` bytes, see ``jaxllm.parallel.sharding_table.Expected``."""
+    def time(self, kind: str, axes: Sequence[str], size: int) -> CollectiveTime:
+        """Time of a collective that moves ``size`` bytes, see ``jaxllm.parallel.sharding_table.ExpectedCollective``."""
         parts = [part for axis in axes for part in self.parts[axis]]
         near = [part for part in parts if part.dimension >= 0]
         inside, outside = math.prod(p.size for p in near), math.prod(p.size for p in parts if p.dimension < 0)
@@ -85,21 +85,21 @@ class Network:
         latency = self._steps(near, outside) * self.hardware.hop * twice
         far = self._far(kind, size, inside, outside) * twice
         if inside == 1:
-            return Time(far=far + latency if outside > 1 else 0.0)
+            return CollectiveTime(far=far + latency if outside > 1 else 0.0)
         if kind == "collective-permute":
             stride = min(stride for _, stride in self._dimensions(near).values())
-            return Time(size * stride / self.hardware.link + self.hardware.hop, far)
+            return CollectiveTime(size * stride / self.hardware.link + self.hardware.hop, far)
         if "all-to-all" in kind:
             moved = size / outside
             if not self.torus:
-                return Time(moved * (inside - 1) / inside / self.hardware.link + latency, far)
+                return CollectiveTime(moved * (inside - 1) / inside / self.hardware.link + latency, far)
             along = [moved * p / 4 / self._bandwidth(d, p, s) for d, (p, s) in self._dimensions(near).items()]
-            return Time(max(along) + latency, far)
+            return CollectiveTime(max(along) + latency, far)
         speed = sum(self._bandwidth(d, p, s) for d, (p, s) in self._dimensions(near).items())
-        return Time(twice * size * (inside - 1) / inside / speed + latency, far)
+        return CollectiveTime(twice * size * (inside - 1) / inside / speed + latency, far)
 
     def spread(self, axes: Sequence[str]) -> int:
-        """Dimensions of the torus that axes go over."""
+        """Number of torus dimensions that the axes span."""
         return len({part.dimension for axis in axes for part in self.parts[axis]})
 
     def _far(self, kind: str, size: int, inside: int, outside: int) -> float:
@@ -109,8 +109,8 @@ class Network:
             return size * ((outside - 1) / outside if "all-to-all" in kind else 1.0) / self.hardware.network
         return size / inside * (outside - 1) / outside / self.hardware.network
 
-    def _dimensions(self, parts: Sequence[Part]) -> Mapping[int, tuple[int, int]]:
-        """Of each dimension that parts lie in, their common size and the stride of the innermost."""
+    def _dimensions(self, parts: Sequence[AxisSegment]) -> Mapping[int, tuple[int, int]]:
+        """For each dimension that the segments lie in, their total size and the stride of the innermost."""
         out: dict[int, tuple[int, int]] = {}
         for part in parts:
             size, stride = out.get(part.dimension, (1, part.stride))
@@ -118,25 +118,25 @@ class Network:
         return out
 
     def _bandwidth(self, dimension: int, size: int, stride: int) -> float:
-        """Bytes/s of a device along a dimension; rings that lie between each other's devices share the links."""
+        """Bytes/s of a device along a dimension; interleaved rings share the links."""
         if not self.torus:
             return self.hardware.link
         ring = self.closed[dimension] and size * stride == self.sides[dimension] and size > 2
         return self.hardware.link * (2 if ring else 1) / stride
 
-    def _steps(self, near: Sequence[Part], outside: int) -> float:
-        """Messages that a collective sends one after the other."""
+    def _steps(self, near: Sequence[AxisSegment], outside: int) -> float:
+        """Number of sequential messages of a collective."""
         sizes = [size for size, _ in self._dimensions(near).values()]
         inside = sum(size - 1 for size in sizes) if self.torus else sum(math.log2(size) for size in sizes)
         return inside + 10 * math.log2(outside) * (outside > 1)
 
 
-def _far(size: int) -> list[Part]:
-    return [Part(-1, size, 1)] if size > 1 else []
+def _far(size: int) -> list[AxisSegment]:
+    return [AxisSegment(-1, size, 1)] if size > 1 else []
 
 
 def _outermost(mesh: MeshSpec, nodes: int) -> dict[str, int]:
-    """How many parts of each axis lie in different nodes: devices are numbered node by node."""
+    """Number of parts of each axis that lie in different nodes; devices are numbered node by node."""
     out = {}
     for name, size in mesh.axes:
         out[name] = math.gcd(size, nodes)
@@ -144,23 +144,23 @@ def _outermost(mesh: MeshSpec, nodes: int) -> dict[str, int]:
     return out
 
 
-def _lay(sizes: Mapping[str, int], sides: Sequence[int]) -> dict[str, list[Part]]:
-    """Where axes lie: the innermost first, along whole dimensions where some multiply to its size."""
+def _lay(sizes: Mapping[str, int], sides: Sequence[int]) -> dict[str, list[AxisSegment]]:
+    """Segments of each axis: the innermost axis first, along whole dimensions where some multiply to its size."""
     left = list(sides)
-    out: dict[str, list[Part]] = {}
+    out: dict[str, list[AxisSegment]] = {}
     for name, size in reversed(list(sizes.items())):
         out[name] = []
         for place in _whole(size, left) or range(len(left)):
             part = math.gcd(size, left[place])
             if part > 1:
-                out[name].append(Part(place, part, sides[place] // left[place]))
+                out[name].append(AxisSegment(place, part, sides[place] // left[place]))
                 left[place] //= part
                 size //= part
     return out
 
 
 def _whole(size: int, left: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions that multiply to ``size``, as few as can be; none if there are none."""
+    """Dimensions that multiply to ``size``, as few as possible; empty if there are none."""
     places = [i for i, side in enumerate(left) if side > 1]
     best: tuple[int, ...] = ()
     for chosen in range(1, 2 ** len(places)):

@@ -1,4 +1,4 @@
-"""What a device has and does in a step, by formula: weights, products, bytes through memory.
+"""Work of one device in a step, by formula: its weights, token counts and matmul shapes.
 
 Legend: B batch, S sequence, D embed, T tokens of a micro-batch on a device, L layers.
 """
@@ -26,19 +26,20 @@ from sharding import LogicalAxes, MeshSpec, Rules
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One parameter, all layers of it stacked; numbers are those of one layer on one device.
+class DeviceWeight:
+    """One parameter on one device, stacked over layers; element counts are per layer.
 
     Attributes:
-        name: its path.
-        layers: how many of them a device has.
-        shape: of all of them, as they lie on a device between steps.
-        stored: numbers as it lies between steps.
-        used: numbers while it is used, gathered.
-        sides: of a matrix as it is used: width on the residual stream's side, and on the other.
-        share: of a device's tokens that meet it: top_k / experts of an expert, summed over the device's experts.
-        matrix: whether products use it.
-        expert: whether it is an expert's.
+        name: path of the parameter.
+        layers: number of layers on the device.
+        shape: shard shape between steps, all layers.
+        stored: elements of the shard between steps.
+        used: elements during use, after the all-gather.
+        sides: a matrix's dimensions during use: width on the residual stream's side, and on the other.
+        share: fraction of a device's tokens that use it: top_k / experts for an expert, summed over the device's
+            experts.
+        matrix: whether it is used in matmuls.
+        expert: whether it belongs to an expert.
     """
 
     name: str
@@ -53,24 +54,25 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Work:
-    """A run on a mesh, as one device sees it.
+class DeviceWork:
+    """A run on a mesh as one device sees it.
 
     Attributes:
         run: the run.
-        mesh: its sizes, none open.
-        weights: of a device; of a pipeline's stage.
-        tokens: of a micro-batch.
-        residual_tokens: of them, those of the residual stream that a device has, where that is split further.
-        row: length of a row.
-        tensor: parts of heads and widths.
-        stages: of the pipeline; 1 without.
-        micro_batches: of a step.
+        mesh: the mesh, all sizes known.
+        weights: parameters of the device (of its pipeline stage).
+        tokens: tokens of a micro-batch.
+        residual_tokens: tokens of the residual stream on the device, where that is split further (sequence
+            parallelism).
+        row: sequence length.
+        tensor: tensor parallelism: number of shards of heads and widths.
+        stages: pipeline stages; 1 without a pipeline.
+        micro_batches: micro-batches of a step.
     """
 
     run: RunConfig
     mesh: MeshSpec
-    weights: tuple[Weight, ...]
+    weights: tuple[DeviceWeight, ...]
     tokens: int
     residual_tokens: int
     row: int
@@ -79,8 +81,8 @@ class Work:
     micro_batches: int
 
     @classmethod
-    def of(cls, run: RunConfig, mesh: MeshSpec) -> Work:
-        """Of a run whose mesh is legal."""
+    def of(cls, run: RunConfig, mesh: MeshSpec) -> DeviceWork:
+        """Work of a run whose mesh is legal."""
         check_remat(run.model)
         sizes = dict(mesh.axes)
         stages = sizes.get("stage", 1)
@@ -102,20 +104,20 @@ class Work:
 
     @property
     def width(self) -> int:
-        """Bytes of a number in compute dtype."""
+        """Bytes of an element in compute dtype."""
         return jnp.dtype(self.run.model.dtype).itemsize
 
     @property
     def blocks(self) -> dict[BlockConfig, float]:
-        """The kinds of block, and how many of each a device has."""
+        """Block kinds, with the number of blocks of each on a device."""
         return {block: count / self.stages for block, count in _kinds(self.run.model)}
 
     def stream_bytes(self) -> int:
-        """The residual stream of a micro-batch."""
+        """Bytes of the residual stream of a micro-batch."""
         return self.residual_tokens * self.run.model.embed_dim * self.width
 
     def inner_widths(self, block: BlockConfig) -> dict[str, float]:
-        """Widths of a block's inner values, of a token on one device: heads and feed-forward are split over tensor."""
+        """Widths of a block's inner activations, per token on one device; heads and MLP are split over tensor."""
         attention = block.attention
         heads = attention.heads
         keys = getattr(attention, "head_dim", None) or attention.nope_dim + attention.rope_dim  # type: ignore[union-attr]
@@ -130,12 +132,12 @@ class Work:
         return {name: width if name == "sent" else width / self.tensor for name, width in widths.items()}
 
     def attended(self, block: BlockConfig) -> float:
-        """Products of a token with those it attends to, on one device."""
+        """Multiply-accumulates of a token's scores (or values) with the tokens it attends to, on one device."""
         return block.attention.attention_macs * causal_mean(self.row, block.attention.window) / self.tensor
 
 
-class Leaf(NamedTuple):
-    """A parameter as it is declared."""
+class ParameterLeaf(NamedTuple):
+    """Declaration of a parameter: path, shape, logical axes, and whether it is a matrix."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,36 +147,36 @@ class Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def cached_model(config: DecoderConfig, rules: Rules) -> Functional:
-    """The model of a plan's rules."""
+    """Model for a config and sharding rules, cached."""
     return functional(config, rules)
 
 
 @functools.lru_cache(maxsize=256)
 def rules_of(parallel: ParallelConfig) -> Rules:
-    """The sharding table of a plan."""
+    """Sharding rules of a parallel config, cached."""
     return parallel.rules()
 
 
 @functools.lru_cache(maxsize=64)
-def leaves_of(config: DecoderConfig) -> tuple[Leaf, ...]:
+def leaves_of(config: DecoderConfig) -> tuple[ParameterLeaf, ...]:
     """All parameters of a model."""
     model = functional(config)
     logical = jax.tree.leaves(model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
     matrices = jax.tree.leaves(model.matrices())
     found = jax.tree_util.tree_leaves_with_path(model.abstract())
     return tuple(
-        Leaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, axes, matrix)
+        ParameterLeaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, axes, matrix)
         for (path, leaf), axes, matrix in zip(found, logical, matrices, strict=True)
     )
 
 
 def architecture(config: DecoderConfig) -> DecoderConfig:
-    """The model without what is only about how it runs: the key of what is computed once."""
+    """Config without settings that only concern execution: the cache key of what depends on the architecture alone."""
     return replace(config, remat="full", unroll=1)
 
 
 @functools.lru_cache(maxsize=4096)
-def _weights(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> tuple[Weight, ...]:
+def _weights(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> tuple[DeviceWeight, ...]:
     stages, abstract = dict(mesh.axes).get("stage", 1), mesh.abstract()
     return tuple(_weight(config, rules, abstract, stages, *leaf) for leaf in leaves_of(config))
 
@@ -188,7 +190,7 @@ def _weight(
     shape: tuple[int, ...],
     axes: LogicalAxes,
     matrix: bool,
-) -> Weight:
+) -> DeviceWeight:
     stored = _part(shape, rules.spec(axes, mesh, shape), mesh)
     used = _part(shape, rules.spec(axes, mesh, shape, gathered=True), mesh)
     of_layers = axes[0] == "layers"
@@ -208,7 +210,7 @@ def _weight(
         assert isinstance(mlp, MoeConfig)
         share = mlp.top_k * _ways(mesh, rules.mesh_axes("experts")) / mlp.experts
     per_layer = whole // first if of_layers and in_place else whole // max(1, layers)
-    return Weight(
+    return DeviceWeight(
         name,
         layers,
         stored,
@@ -222,7 +224,7 @@ def _weight(
 
 
 def _part(shape: tuple[int, ...], spec: Any, mesh: AbstractMesh) -> tuple[int, ...]:
-    """Shape of a device's part."""
+    """Shard shape of a device."""
     out = []
     for size, split in zip(shape, spec, strict=True):
         names = () if split is None else (split,) if isinstance(split, str) else split
@@ -245,7 +247,7 @@ def _kinds(config: DecoderConfig) -> tuple[tuple[BlockConfig, int], ...]:
 
 
 def without_stages(run: RunConfig, mesh: MeshSpec) -> tuple[RunConfig, MeshSpec]:
-    """One stage of a pipeline as a run of its own, of as many layers, on the rest of the mesh."""
+    """One pipeline stage as a run of its own, with that many layers, on the rest of the mesh."""
     stages = dict(mesh.axes).get("stage", 1)
     if stages == 1:
         return run, mesh
@@ -255,16 +257,16 @@ def without_stages(run: RunConfig, mesh: MeshSpec) -> tuple[RunConfig, MeshSpec]
 
 
 def check_remat(config: DecoderConfig) -> None:
-    """Refuses what no formula is of.
+    """Raises for remat policies without a formula.
 
     Raises:
-        NotImplementedError: says what there is.
+        NotImplementedError: names the supported policies.
     """
     if config.remat not in get_args(Remat) and offloaded_share(config.remat) is None:
         legal = ", ".join((*get_args(Remat), "offload"))
-        raise NotImplementedError(f'model.remat = "{config.remat}": plans have formulas for {legal}, of all layers.')
+        raise NotImplementedError(f'model.remat = "{config.remat}": the cost model supports {legal}, for all layers.')
 
 
 def gated(block: BlockConfig) -> bool:
-    """Whether a feed-forward layer has a gate."""
+    """True if a block's MLP is gated."""
     return not isinstance(block.mlp, MlpConfig) or block.mlp.gated

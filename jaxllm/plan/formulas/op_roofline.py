@@ -1,13 +1,13 @@
-"""What each kind of operation of a model takes, by formula: training, prefill and decode under a device's roofline.
+"""Roofline of each kind of operation of a model: training, prefill and decode, by formula.
 
     ops = roofline(config, "decode", batch=64, seq_len=8192, hardware=TABLE["v6e"])
 
-An operation takes the longer of its arithmetic at the peak and its bytes at the memory's bandwidth, whichever it is
-"bound by" (LLM-Viewer, arXiv:2402.16363; GenZ, arXiv:2406.01698). Work is divided evenly over the devices and what
-they send each other is not here: ``jaxllm plan`` has it. A product's bytes are its matrix and what goes in and out;
-attention keeps its scores to itself; what is elementwise moves the residual stream through memory a few times. Of a
-mixture's experts, those are read that some token is expected to choose. Backward, a product is two of the same size.
-Decoding is one token a row, with all of ``seq_len`` before it in the cache.
+An operation takes the longer of its FLOPs at the peak and its bytes at the memory bandwidth; the longer one is its
+bound (LLM-Viewer, arXiv:2402.16363; GenZ, arXiv:2406.01698). Work is divided evenly over the devices; communication is
+not included (``jaxllm plan`` includes it). A matmul's bytes are its weights, inputs and outputs; attention keeps its
+scores on chip; elementwise operations move the residual stream through memory a few times. For a mixture of experts,
+the experts are read that some token is expected to choose. In the backward pass a matmul becomes two of the same size.
+Decode is one token a row, with all of ``seq_len`` before it in the KV cache.
 
 Legend: T tokens, D embed, V vocab, E experts.
 """
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
 from jaxllm.optim.matrix_params import STREAM_AXES
-from jaxllm.plan.formulas.device_work import Leaf, check_remat, leaves_of
+from jaxllm.plan.formulas.device_work import ParameterLeaf, check_remat, leaves_of
 from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
 from jaxllm.plan.hardware import Hardware
 from jaxllm.train.model_flops import causal_mean
@@ -34,15 +34,15 @@ PHASES: tuple[Phase, ...] = ("training", "prefill", "decode")
 
 @dataclass(frozen=True)
 class OpCost:
-    """One kind of operation, in all layers, on one device.
+    """Cost of one kind of operation, in all layers, on one device.
 
     Attributes:
-        name: such as ``mlp/up``.
-        count: layers that have it.
-        flops: of products.
-        bytes: through the device's memory.
-        seconds: by the roofline.
-        bound: "products" or "memory".
+        name: name such as ``mlp/up``.
+        count: number of layers that have it.
+        flops: FLOPs of its matmuls.
+        bytes: bytes through the device's memory.
+        seconds: time by the roofline.
+        bound: what bounds it, "products" (FLOPs) or "memory".
     """
 
     name: str
@@ -54,14 +54,15 @@ class OpCost:
 
     @property
     def intensity(self) -> float:
-        """FLOPs for each byte."""
+        """Arithmetic intensity, FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else math.inf
 
 
 def roofline(
     config: DecoderConfig, phase: Phase, *, batch: int, seq_len: int, hardware: Hardware, devices: int = 1
 ) -> list[OpCost]:
-    """A pass over ``batch`` rows of ``seq_len`` tokens, or one token more of each (decode): its operations in order.
+    """Roofline of one pass over ``batch`` rows of ``seq_len`` tokens, or one more token of each (decode); operations
+    in order.
 
     Raises:
         ValueError: a size is below one, or the phase is unknown.
@@ -71,7 +72,7 @@ def roofline(
     for name, value in (("batch", batch), ("seq_len", seq_len), ("devices", devices)):
         if value < 1:
             raise ValueError(f"{name} = {value}; give a positive number.")
-    counted = _Counted(config, phase, batch, seq_len)
+    counted = _OpCounter(config, phase, batch, seq_len)
     rows = {name: (count, flops / devices, moved / devices) for name, (count, flops, moved) in counted.ops().items()}
     out = []
     for name, (count, flops, moved) in rows.items():
@@ -82,7 +83,7 @@ def roofline(
 
 
 def table(ops: Sequence[OpCost], title: str) -> str:
-    """As text, with a line for all."""
+    """Text table of the operations, with a line of totals."""
     total = sum(op.seconds for op in ops) or 1.0
     head = f"{'':<26}{'layers':>7}{'GFLOP':>13}{'GB':>11}{'FLOP/byte':>11}{'ms':>11}{'share':>8}  bound by"
     lines = [title, head]
@@ -98,8 +99,8 @@ def _line(name: str, count: str, flops: float, moved: float, each: float, second
     return f"{name:<26}{count:>7}{numbers}{100 * seconds / total:>7.1f}%  "
 
 
-class _Counted:
-    """(layers, FLOPs, bytes) of each kind of operation on all devices together."""
+class _OpCounter:
+    """Counts (layers, FLOPs, bytes) of each kind of operation, over all devices."""
 
     def __init__(self, config: DecoderConfig, phase: Phase, batch: int, seq_len: int) -> None:
         self.config, self.phase, self.batch, self.seq_len = config, phase, batch, seq_len
@@ -111,7 +112,7 @@ class _Counted:
         self.again = self.train and config.remat == "full"
 
     def ops(self) -> dict[str, tuple[int, float, float]]:
-        """In the order of the model."""
+        """(layers, FLOPs, bytes) by operation, in the order of the model."""
         out: dict[str, tuple[int, float, float]] = {}
 
         def add(name: str, count: int, flops: float, moved: float) -> None:
@@ -119,7 +120,7 @@ class _Counted:
             out[name] = (before[0] + count, before[1] + flops, before[2] + moved)
 
         d, leaves = self.config.embed_dim, leaves_of(self.config)
-        rows = 2 * self.tokens * d * self.width  # looked up and written
+        rows = 2 * self.tokens * d * self.width  # read and written
         add("embedding", 1, 0.0, rows * (3 if self.train else 1))
         for leaf in leaves:
             if leaf.matrix and leaf.name.startswith("segments"):
@@ -132,14 +133,14 @@ class _Counted:
             add("optimizer", 1, 0.0, UPDATE_BYTES * sum(math.prod(leaf.shape) for leaf in leaves))
         return out
 
-    def _product(self, leaf: Leaf) -> tuple[float, float]:
+    def _product(self, leaf: ParameterLeaf) -> tuple[float, float]:
         layers, *shape = leaf.shape
         axes, tokens, read = leaf.axes[1:], float(self.tokens), 1.0
         if "experts" in axes:
             mlp = self._block(leaf).mlp
             assert isinstance(mlp, MoeConfig)
-            tokens *= mlp.top_k / mlp.experts  # of one expert
-            read = 1 - (1 - mlp.top_k / mlp.experts) ** self.tokens  # the share of experts that some token chooses
+            tokens *= mlp.top_k / mlp.experts  # expected tokens of one expert
+            read = 1 - (1 - mlp.top_k / mlp.experts) ** self.tokens  # expected share of experts that are chosen
         experts = shape[axes.index("experts")] if "experts" in axes else 1
         sides = [n for n, axis in zip(shape, axes, strict=True) if axis != "experts"]
         into = math.prod(sides[:-1]) if axes[-1] in STREAM_AXES else sides[0]
@@ -151,7 +152,9 @@ class _Counted:
         return layers * experts * flops, layers * experts * (weights + moved)
 
     def _passes(self, last: bool) -> int:
-        """Products of the size of the forward one: the gradients' two, and one again but for a dense block's last."""
+        """Number of matmuls of the forward matmul's size: forward, two gradients, and recomputation except of a
+        block's last one.
+        """
         return (3 + (self.again and not last)) if self.train else 1
 
     def _attention(self, block: BlockConfig) -> tuple[float, float]:
@@ -160,14 +163,14 @@ class _Counted:
         if self.phase == "decode":
             seen = min(self.seq_len, window)
             dims = attention.attention_macs
-            if cached.latent:  # queries and what they get are latents
+            if cached.latent:  # MLA with absorbed projections: queries and outputs are latents
                 dims = attention.heads * (cached.key_dim + cached.value_dim)
             flops = 2.0 * self.tokens * dims * seen
             return flops, self.batch * (seen * cached.elements + dims) * self.width
         flops = 2.0 * self.tokens * attention.attention_macs * causal_mean(self.seq_len, attention.window)
         numbers = attention.attention_macs + (0 if cached.latent else cached.elements)
         if cached.latent:
-            numbers *= 2  # expanded, each head has keys and values of its own
+            numbers *= 2  # uncompressed: each head has its own keys and values
         times = 1 + self.again + (ATTENTION_BACKWARD if self.train else 0)
         product_times = 1 + self.again + (2 if self.train else 0)
         return flops * product_times, self.tokens * numbers * self.width * times
@@ -180,17 +183,17 @@ class _Counted:
         return float(self.tokens * forward * self.width * times)
 
     def _head(self) -> tuple[float, float]:
-        """Of training all positions' logits; of the others one a row."""
+        """(FLOPs, bytes) of the output head: logits of all positions in training, otherwise of one a row."""
         tokens = self.tokens if self.train else self.batch
         d, v = self.config.embed_dim, self.config.vocab_size
         passes = 3 if self.train else 1
         return 2.0 * tokens * d * v * passes, (v * d + tokens * (d + v)) * self.width * passes
 
-    def _block(self, leaf: Leaf) -> BlockConfig:
+    def _block(self, leaf: ParameterLeaf) -> BlockConfig:
         _, segment, place, *_ = leaf.name.split("/")
         return self.config.segments[int(segment)][0][int(place)]
 
 
 def _named(name: str) -> str:
-    """``segments/0/0/mlp/up`` -> ``mlp/up``."""
+    """Operation name of a parameter: ``segments/0/0/mlp/up`` -> ``mlp/up``."""
     return "/".join(name.split("/")[3:])

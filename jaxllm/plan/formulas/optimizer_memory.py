@@ -1,4 +1,4 @@
-"""What an optimizer keeps on a device."""
+"""Optimizer state bytes on a device."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ import jax
 from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
-from jaxllm.plan.formulas.device_work import Work, architecture, cached_model, rules_of
+from jaxllm.plan.formulas.device_work import DeviceWork, architecture, cached_model, rules_of
 from jaxllm.train import RunConfig
 from jaxllm.train.step.train_state import abstract_state
 from sharding import MeshSpec, Rules
 
 STEPS = 8
-"""Bytes of AdamW's two counters, beside its two moments of each parameter."""
+"""Bytes of AdamW's two step counters, beside the two moments of each parameter."""
 
 
-def check(run: RunConfig) -> None:
-    """Refuses what has no formula.
+def check_optimizer(run: RunConfig) -> None:
+    """Raises for optimizers without a formula.
 
     Raises:
         ConfigError: says what to do instead.
     """
     if run.optim.kind == "mezo":
         raise ConfigError(
-            'plan: optim.kind = "mezo" has no backward pass, and there are no formulas for steps without; plan another '
-            "optimizer, or compile the run for its devices."
+            'plan: optim.kind = "mezo" has no backward pass, and the cost model has no formula for such steps; '
+            "plan another optimizer, or compile the run for its devices."
         )
 
 
-def state_bytes(work: Work, parameters: int, laid: Callable[[Sequence[int]], int] = math.prod) -> int:
-    """Of a device's optimizer state.
+def state_bytes(work: DeviceWork, parameters: int, laid: Callable[[Sequence[int]], int] = math.prod) -> int:
+    """Bytes of a device's optimizer state.
 
     Args:
-        parameters: bytes of the device's parameters; AdamW's state is twice that. Of other rules the state itself is
-            asked, nothing allocated.
-        laid: numbers that an array of a shape takes.
+        work: work of the device.
+        parameters: bytes of the device's parameters; AdamW's state is twice that. For other optimizers the abstract
+            state is evaluated, without allocation.
+        laid: elements that an array of a shape takes in memory.
     """
     optim = work.run.optim
     if optim.kind == "adamw" and optim.moments == "float32" and optim.rounding == "nearest":
         return 2 * parameters + STEPS
-    same = replace(optim, schedule=ScheduleConfig("constant"))  # the key of what is computed once
+    same = replace(optim, schedule=ScheduleConfig("constant"))  # cache key
     return _abstract_bytes(architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid)
 
 

@@ -9,7 +9,7 @@ from tests.proofs.harness import proof
 from tests.proofs.plan.points import POINTS, compile_arguments, compile_point, stored
 
 
-def predicted(name: str) -> memory_estimate.Memory:
+def predicted(name: str) -> memory_estimate.MemoryEstimate:
     """Of a point."""
     point = POINTS[name]
     cluster = Cluster.parse(point.on)

@@ -84,7 +84,7 @@ def compiled_here(topology: Topology, config: dict[str, Any]) -> dict[str, float
     program = program_walker.read(text, Placement.of(mesh))
     spec = MeshSpec(tuple((name, size) for name, size in mesh.shape.items()))
     plain = rates_of(Cluster.parse(topology.name), spec)
-    rates = dataclasses.replace(plain, send=lambda exchange: plain.send(exchange) / DEFAULT.links)
+    rates = dataclasses.replace(plain, send=lambda exchange: plain.send(exchange) / DEFAULT.link)
     made = timeline.timeline(program, rates)
     return {"seconds": made.seconds, "compute": made.compute, "exposed": sum(made.exposed.values())}
 
