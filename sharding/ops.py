@@ -226,8 +226,8 @@ def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: st
     # The axis that is summed over also splits the result: compute partial sums, then reduce-scatter them. The transpose
     # is then an all-gather of the cotangent and one matmul with the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
-    summands = _dot(x, w, contract, parts)
-    return checkpoint_name(jax.sharding.reshard(summands, there), SCATTERED_SUM)
+    partial_sums = _dot(x, w, contract, parts)
+    return checkpoint_name(jax.sharding.reshard(partial_sums, there), SCATTERED_SUM)
 
 
 def split_tokens(x: Array, share: float) -> tuple[Array, Array]:

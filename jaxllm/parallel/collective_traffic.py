@@ -199,12 +199,12 @@ class _Step:
                 size = self._bytes(tokens, count, attention.head_dim)
                 yield ExpectedCollective("all-to-all", ulysses, 1 + passes, size, "queries, keys, values, results")
             ids = rows * self.seq_len // self.size(self.axes("attn_seq")) * 4
-            yield ExpectedCollective("all-gather", ulysses, passes, ids, "numbers of documents")
+            yield ExpectedCollective("all-gather", ulysses, passes, ids, "segment ids")
         if split and not ring:
             gathered = rows * self.seq_len
             kv = self._bytes(gathered, 2, kv_heads, attention.head_dim)
             yield ExpectedCollective(
-                "all-gather", split, passes, kv + gathered * 4, "keys, values, numbers of documents"
+                "all-gather", split, passes, kv + gathered * 4, "keys, values, segment ids"
             )
             yield ExpectedCollective("reduce-scatter", split, 1, kv, "their gradients")
         if ring:

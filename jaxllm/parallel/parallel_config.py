@@ -28,7 +28,8 @@ class ParallelConfig:
         sequence: sequence parallelism (Megatron, arXiv:2205.05198): the residual stream and the norms are split by
             sequence over ``tensor`` as well; less memory for the same communication.
         overlap: with ``sequence``, "compiler" leaves the all-gathers before a layer's matmuls and the reduce-scatters
-            after them to the compiler; "ring" overlaps them with the matmuls (collective matmul, ``sharding.collective_matmul``).
+            after them to the compiler; "ring" overlaps them with the matmuls (collective matmul,
+            ``sharding.collective_matmul``).
         context: context parallelism over the axis ``context``: "ring" is ring attention (arXiv:2310.01889);
             "all_gather" gathers all keys and values on each device (as in Llama 3, arXiv:2407.21783).
         layout: assignment of a row's tokens to devices over ``context`` (``pallas_kernels.ring_attention.layout``).

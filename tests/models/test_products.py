@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import sharding
+from jaxllm.config import from_dict
 from jaxllm.models import DecoderConfig
 from jaxllm.models.low_precision_matmul import (
     AMAX_HISTORY_LENGTH,
@@ -150,3 +151,10 @@ def test_experts_and_rings_are_refused():
     with pytest.raises(ValueError, match='matmul_precision = "int8" needs dense layers'):
         dataclasses.replace(moe, matmul_precision="int8")
     assert DecoderConfig(matmul_precision="int8").matmul_precision == "int8"
+
+
+def test_the_deprecated_name_of_the_field_is_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="DecoderConfig.products is now matmul_precision"):
+        config = DecoderConfig(products="int8")  # type: ignore[call-arg]
+    assert config == DecoderConfig(matmul_precision="int8")
+    assert from_dict(DecoderConfig, {"products": "int8"}) == config

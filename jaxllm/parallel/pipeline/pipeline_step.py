@@ -1,4 +1,4 @@
-"""Pipeline step on one device: a loop over ticks that runs the operations of the schedule table.
+"""Pipeline parallelism: the step of one device, a loop over ticks that runs the operations of the schedule table.
 
 See ``schedule_executor``.
 
