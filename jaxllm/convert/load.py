@@ -116,7 +116,7 @@ def _load(
     with open_checkpoints(path) as checkpointer:
         step = checkpointer.latest_good() if step is None else step
         if step is None:
-            raise ModelNotFoundError(f"{path} has no finished checkpoint yet; train it for longer.")
+            raise ModelNotFoundError(f"{path} has no finished checkpoint yet; train it until its first save.")
         try:
             run = read_run(path, checkpointer, step)
         except CheckpointNotFoundError as error:

@@ -73,7 +73,7 @@ class Scorer:
             room = self.llm.engine.max_len - params[-1].max_tokens
             if room < 1:
                 raise ValueError(
-                    f"max_gen_toks = {params[-1].max_tokens}; the engine has {room} tokens for prompts then."
+                    f"max_gen_toks = {params[-1].max_tokens} leaves {room} tokens for prompts; give a smaller number."
                 )
             ids.append(self._ids(prompt)[-room:])
         return [one.outputs[0].text for one in self.llm.generate(ids, params)]

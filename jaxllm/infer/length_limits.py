@@ -26,7 +26,7 @@ def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:
     for block in config.blocks:
         scaling = None if block.attention.rope is None else block.attention.rope.scaling
         if isinstance(scaling, (DynamicScaling, LongRopeScaling)):
-            what = f"{type(scaling).__name__} turns what is cached by other angles beyond"
+            what = f"{type(scaling).__name__} changes the rotary angles of cached keys beyond"
             limits.append((scaling.original_length, what))
     known = [(most, what) for most, what in limits if most is not None]
     return min(known, default=(None, ""))

@@ -13,9 +13,9 @@ from typing import ClassVar
 import pytest
 
 from benchmarks import train, train_plan
-from benchmarks.as_run import as_run, decoder
-from benchmarks.interleaved import OURS, Contender, Failed, Restarted, in_turn, ratio
-from benchmarks.setting import Setting
+from benchmarks.peers.as_run import as_run, decoder
+from benchmarks.peers.interleaved import OURS, Contender, Failed, Restarted, in_turn, ratio
+from benchmarks.peers.setting import Setting
 from benchmarks.train_plan import SHAPES, Planned, fitted, most, planned, topology_of
 from jaxllm.config import ConfigError
 from jaxllm.train.model_flops import train_flops_per_token
@@ -76,8 +76,8 @@ def test_as_many_layers_as_the_compiler_lets_in_every_precision(monkeypatch):
     compiled = []
 
     def compile_for(run, on):
-        compiled.append((run.model.products, run.model.layers))
-        layer = 5 if run.model.products == "plain" else 6
+        compiled.append((run.model.matmul_precision, run.model.layers))
+        layer = 5 if run.model.matmul_precision == "plain" else 6
         return SimpleNamespace(total_bytes=(20 + layer * run.model.layers) * GIB)
 
     monkeypatch.setattr(train_plan, "compile_for", compile_for)

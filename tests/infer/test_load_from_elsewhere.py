@@ -230,6 +230,6 @@ def test_padding_to_a_bucket_does_not_lengthen_a_prompt(tmp_path: Path, rope: di
         LLM(m, single_user_config(m, 12), manifest=None).generate(prompt, params)[0] for m in (loaded, plain)
     )
     assert first.outputs[0].tokens == second.outputs[0].tokens
-    with pytest.raises(ValueError, match="Scaling turns what is cached by other angles beyond 12"):
+    with pytest.raises(ValueError, match="Scaling changes the rotary angles of cached keys beyond 12"):
         LLM(loaded, EngineConfig(max_len=13), manifest=None)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["rope_parameters"] == rope

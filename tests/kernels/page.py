@@ -1,4 +1,5 @@
-"""The tables of docs/internals/kernels.md, made of the stored record of `make proof kernels`; the text around them is written.
+"""The tables of docs/internals/kernels.md, made of the stored record of `make proof kernels`; the text around them is
+written.
 
 python -m tests.kernels.page        writes them
 """

@@ -1,4 +1,4 @@
-"""Tool choice: turns a chat request's ``tools`` and ``tool_choice`` into prompt, grammar and parser options."""
+"""Tool calling: resolves a chat request's ``tools`` and ``tool_choice`` into prompt, grammar and parser options."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm.infer.runner.engine_step import empty_pools
 from jaxllm.infer.runner.paged_cache import PagedCache, layer_groups
-from jaxllm.models import BlockConfig, DecoderConfig, LatentConfig, MlpConfig, RopeConfig, YarnScaling, functional
+from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, MlpConfig, RopeConfig, YarnScaling, functional
 from tests import quick
 from tests.proofs.harness import proof
 from tests.proofs.real_models.families import cached, error, full
@@ -20,7 +20,7 @@ from tests.proofs.real_models.families import cached, error, full
 def drawn(rng: np.random.Generator) -> DecoderConfig:
     """A random model with latent attention."""
     scaling = [None, YarnScaling(4.0, 16, magnitude=1.2)][rng.integers(2)]
-    latent = LatentConfig(
+    latent = MLAConfig(
         heads=int(rng.integers(1, 5)),
         latent=int(rng.integers(3, 9)),
         q_latent=[None, int(rng.integers(3, 9))][rng.integers(2)],
@@ -75,10 +75,10 @@ SIZES = [(61, 512, 64, "bfloat16"), (27, 512, 64, "float32"), (5, 24, 6, "float3
 def cache_bytes(case: tuple[int, int, int, str]) -> dict[str, float]:
     """A token takes (latent + rotated key) numbers a layer, in the program that the compiler made."""
     layers, latent, rope, dtype = case
-    attention = LatentConfig(heads=2, latent=latent, nope_dim=4, rope_dim=rope, value_dim=4)
+    attention = MLAConfig(heads=2, latent=latent, nope_dim=4, rope_dim=rope, value_dim=4)
     block = BlockConfig(attention, MlpConfig(8))
     config = DecoderConfig(40, 8, layers, pattern=(block,), dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
     more = argument_bytes(config, 12, 16) - argument_bytes(config, 4, 16)
     wanted = 8 * 16 * layers * (latent + rope) * jnp.dtype(dtype).itemsize
-    assert dataclasses.replace(config, layers=1).blocks[0].attention.cached.numbers == latent + rope
+    assert dataclasses.replace(config, layers=1).blocks[0].attention.kv_spec.elements == latent + rope
     return {"bytes": float(more - wanted)}

@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.config import to_dict
 from jaxllm.models import MoeConfig, functional
-from jaxllm.parallel.collective_traffic import expected
+from jaxllm.parallel.collective_traffic import expected_collectives
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import compile_for
@@ -77,7 +77,7 @@ def wanted(run: RunConfig, num_devices: int) -> Counter[tuple[str, int]]:
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, num_devices).abstract()
     found: Counter[tuple[str, int]] = Counter()
-    for one in expected(
+    for one in expected_collectives(
         model, mesh, run.parallel, rows=run.data.batch_size, seq_len=run.data.seq_len, accumulate=run.accumulate
     ):
         found[one.kind, math.prod(mesh.shape[axis] for axis in one.axes)] += one.bytes * one.count

@@ -1,8 +1,8 @@
 """Utilisations that others have published, beside what the formulas say of their configurations. All are predicted.
 
-One calibration (``jaxllm.plan.formulas.calibration``) for all rows. What a row's own policy computes again is a share of a
-block's products, between remat = "elementwise" (none) and "full" (all): the prediction is interpolated. The paper's GPT
-of 530B is left out: its 35 stages do not divide a width by which parameters could be stored here.
+One calibration (``jaxllm.plan.formulas.calibration``) for all rows. What a row's own policy computes again is a share
+of a block's products, between remat = "elementwise" (none) and "full" (all): the prediction is interpolated. The
+paper's GPT of 530B is left out: its 35 stages do not divide a width by which parameters could be stored here.
 """
 
 from __future__ import annotations
