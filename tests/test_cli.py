@@ -72,7 +72,7 @@ def test_every_command_explains_itself(capsys):
 
 def test_the_summary_of_a_command_is_the_first_line_of_its_docstring():
     for name, command in cli.COMMANDS.items():
-        function = getattr(importlib.import_module(f"jaxllm.cli.commands.{command.module}"), command.function)
+        function = getattr(importlib.import_module(command.module), command.function)
         assert (function.__doc__ or "").splitlines()[0] == command.summary, name
 
 

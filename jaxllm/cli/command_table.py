@@ -11,7 +11,7 @@ class Command:
     """Command of ``jaxllm``.
 
     Attributes:
-        module: name of its module in ``jaxllm.cli.commands``.
+        module: dotted name of its module.
         function: name of the function there that takes the arguments and returns the exit status.
         summary: line in ``jaxllm --help``; the first line of the function's docstring.
     """
@@ -22,107 +22,107 @@ class Command:
 
     def __call__(self, argv: list[str]) -> int:
         """Runs the command and returns its exit status."""
-        return getattr(importlib.import_module(f"jaxllm.cli.commands.{self.module}"), self.function)(argv)
+        return getattr(importlib.import_module(self.module), self.function)(argv)
 
 
 COMMANDS = {
     "train": Command(
-        "train",
+        "jaxllm.cli.commands.train",
         "train",
         "Train a model: `jaxllm train RECIPE [--setting value ...]`; resumes a stopped run.",
     ),
     "launch": Command(
-        "launch",
+        "jaxllm.cli.commands.launch",
         "launch",
         "Launch processes and restart them: `jaxllm launch local -n 4 -- train RECIPE`.",
     ),
     "shard": Command(
-        "shard",
+        "jaxllm.cli.commands.shard",
         "shard",
         "Show how a run is sharded: `jaxllm shard RECIPE --mesh fsdp=4,tensor=2`.",
     ),
     "size": Command(
-        "size",
+        "jaxllm.cli.commands.size",
         "size",
         "Size a model and its training for a budget: `jaxllm size --flops 1e21`.",
     ),
     "plan": Command(
-        "plan",
+        "jaxllm.cli.commands.plan",
         "plan",
         "Rank parallel layouts by predicted step time: `jaxllm plan RECIPE --on v6e:8x8`.",
     ),
     "compile": Command(
-        "compile",
+        "jaxllm.cli.commands.compile",
         "compile",
         "Compile the train step ahead of time: `jaxllm compile RECIPE --on v6e:8x8`.",
     ),
     "roofline": Command(
-        "roofline",
+        "jaxllm.cli.commands.roofline",
         "roofline",
         "Show what bounds each operation: `jaxllm roofline RECIPE --on v6e:2x4`.",
     ),
     "pipeline": Command(
-        "pipeline",
+        "jaxllm.cli.commands.pipeline",
         "pipeline",
         "Show pipeline schedules: `jaxllm pipeline 1f1b --stages 4 --micro-batches 8`.",
     ),
     "generate": Command(
-        "generate",
+        "jaxllm.cli.commands.generate",
         "generate",
         "Complete a prompt and stream the completion: `jaxllm generate MODEL --prompt TEXT`.",
     ),
     "chat": Command(
-        "chat",
+        "jaxllm.cli.commands.chat",
         "chat",
         "Chat with a model: `jaxllm chat MODEL`, for example `jaxllm chat smollm2`.",
     ),
     "serve": Command(
-        "serve",
+        "jaxllm.cli.commands.serve",
         "serve",
         "Serve a model to OpenAI clients: `jaxllm serve MODEL --port 8000`.",
     ),
     "convert": Command(
-        "convert",
+        "jaxllm.cli.commands.convert",
         "convert",
         "Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm`.",
     ),
     "inspect": Command(
-        "inspect",
+        "jaxllm.cli.commands.inspect",
         "inspect",
         "Inspect a model's files: architecture, tensors, tokenizer: `jaxllm inspect MODEL`.",
     ),
     "eval": Command(
-        "eval",
+        "jaxllm.cli.commands.eval",
         "evaluate",
         "Evaluate a model: bits per byte on its held-out text, or tasks: `jaxllm eval MODEL`.",
     ),
     "bench": Command(
-        "bench",
+        "jaxllm.cli.commands.bench",
         "bench",
         "Measure decode throughput: `jaxllm bench MODEL`; or load-test a server: `bench serve`.",
     ),
     "reproduce": Command(
-        "reproduce",
+        "jaxllm.cli.commands.reproduce",
         "reproduce",
         "Rerun the configuration of a receipt and compare losses: `jaxllm reproduce RECEIPT`.",
     ),
     "report": Command(
-        "report",
+        "jaxllm.cli.commands.report",
         "report",
         "Report on a run as one HTML page, or as text: `jaxllm report RUN [--text]`.",
     ),
     "compare": Command(
-        "report",
+        "jaxllm.cli.commands.report",
         "compare",
         "Compare runs on one HTML page: `jaxllm compare RUN RUN ...`.",
     ),
     "data": Command(
-        "data",
+        "jaxllm.cli.commands.data",
         "data",
         "Inspect, tokenize, pack and clean data: `jaxllm data COMMAND FILES`.",
     ),
     "checkpoint": Command(
-        "checkpoint",
+        "jaxllm.cli.commands.checkpoint",
         "checkpoint",
         "List, verify, compare, reshard, remove checkpoints: `jaxllm checkpoint COMMAND WHERE`.",
     ),

@@ -25,7 +25,7 @@ from jaxllm.files import release
 from jaxllm.hub import HubError, ModelSource, find_model, open_source
 from jaxllm.hub.families.config_json import TOKENS, config_json
 from jaxllm.hub.families.families import family
-from jaxllm.hub.huggingface import Carried, by_leaf, cast, match, paths, stream_leaf, their_tensors, write_config
+from jaxllm.hub.huggingface import CarriedTensors, sources_by_leaf, cast, match_tensors, leaves_by_path, stream_leaf, hf_tensors, write_config
 from jaxllm.hub.safetensors import Progress, hub_directory, write_shards
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import Tokenizer
@@ -80,7 +80,7 @@ class ConvertibleModel:
     tensors: Mapping[str, Any]
     weights: tuple[str, ...]
     leaves: Leaves
-    carried: Carried
+    carried: CarriedTensors
     tokenizer: Callable[[], Tokenizer] | None
     write_tokenizer: Callable[[Path], None]
     keeps: bool = False
@@ -161,7 +161,7 @@ def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool)
         named: a family of transformers must have the architecture.
     """
     config = upcycled_config(model.config, experts, top_k)
-    shapes = {path: leaf.shape for path, leaf in paths(functional(config).abstract()).items()}
+    shapes = {path: leaf.shape for path, leaf in leaves_by_path(functional(config).abstract()).items()}
     ids = {name: model.source[name] for name in TOKENS if name in model.source}
     try:
         source = config_json(config, model.source.get("max_position_embeddings"), ids)
@@ -174,7 +174,7 @@ def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool)
         dense = model.leaves(dtype)
         return {path: upcycled_leaf(path, shape, dense) for path, shape in shapes.items()}
 
-    return replace(model, config=config, source=source, leaves=leaves, carried=Carried(), keeps=False)
+    return replace(model, config=config, source=source, leaves=leaves, carried=CarriedTensors(), keeps=False)
 
 
 def _open(path: Path, step: int | None) -> ConvertibleModel:
@@ -191,9 +191,9 @@ def _open(path: Path, step: int | None) -> ConvertibleModel:
 
 def _open_source(source: ModelSource) -> ConvertibleModel:
     table = family(source.source).table
-    shapes = paths(functional(source.config).abstract())
-    found, carried = match(table, source.config, shapes, source.tensors)
-    by_path = by_leaf(found, source.tensors)
+    shapes = leaves_by_path(functional(source.config).abstract())
+    found, carried = match_tensors(table, source.config, shapes, source.tensors)
+    by_path = sources_by_leaf(found, source.tensors)
 
     def leaves(dtype: str) -> dict[str, StreamedLeaf]:
         to = _dtypes(source.config, dtype)
@@ -227,7 +227,7 @@ def _open_source(source: ModelSource) -> ConvertibleModel:
 
 def _dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
     """Dtype of each parameter if most are in ``dtype``; some are wider."""
-    return {path: leaf.dtype for path, leaf in paths(functional(replace(config, param_dtype=dtype)).abstract()).items()}  # type: ignore[arg-type]
+    return {path: leaf.dtype for path, leaf in leaves_by_path(functional(replace(config, param_dtype=dtype)).abstract()).items()}  # type: ignore[arg-type]
 
 
 def _exact(config: DecoderConfig) -> set[str]:
@@ -243,14 +243,14 @@ def _open_run(path: Path, step: int | None) -> ConvertibleModel:
     config, meta = run.config, run.meta
     tokenizer = None if run.fingerprint is None else run.tokenizer()
     about = meta.get("carried", {"names": [], "twice": {}, "bare": False})
-    carried = Carried({n: kept[str(i)] for i, n in enumerate(about["names"])}, about["twice"], about["bare"])
+    carried = CarriedTensors({n: kept[str(i)] for i, n in enumerate(about["names"])}, about["twice"], about["bare"])
     source = run.source or config_json(config, meta["config"].get("data", {}).get("seq_len"), _tokens(tokenizer))
 
     def leaves(dtype: str) -> dict[str, StreamedLeaf]:
         to = _dtypes(config, dtype)
         return {p: StreamedLeaf(a.shape, to[p], _slices(a, to[p], p)) for p, a in arrays.items()}
 
-    tensors = their_tensors(source, config, arrays, carried)
+    tensors = hf_tensors(source, config, arrays, carried)
     return ConvertibleModel(
         config=config,
         source=source,

@@ -26,10 +26,10 @@ from jaxllm.hub.families.config_json import config_json
 from jaxllm.hub.families.families import family
 from jaxllm.hub.gguf.gguf_config import hf_config
 from jaxllm.hub.gguf.gguf_file import open_gguf
-from jaxllm.hub.gguf.gguf_model import Changed, hf_tensors
-from jaxllm.hub.huggingface import match_names, paths, read_config
+from jaxllm.hub.gguf.gguf_model import TransformedTensor, hf_tensors
+from jaxllm.hub.huggingface import match_names, leaves_by_path, read_config
 from jaxllm.hub.model_source import refuse_pickle
-from jaxllm.hub.quantised_checkpoints import BLOCKS, CONFIG, SCALES, dequantised, without_quantisation
+from jaxllm.hub.quantised_checkpoints import BLOCKS, CONFIG_KEY, SCALES, dequantise_tensors, without_quantisation
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import (
     ChatTemplate,
@@ -128,7 +128,7 @@ def inspect_model(name: Path | str) -> Inspection:
     if found.config is None:
         found.parameters = sum(math.prod(tensor.shape) for tensor in found.tensors)
     else:
-        leaves = paths(functional(found.config).abstract()).values()
+        leaves = leaves_by_path(functional(found.config).abstract()).values()
         found.parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     return found
 
@@ -142,9 +142,9 @@ def _hf(path: Path) -> Inspection:
         found.config = found.attempt(lambda: decoder_config(source))
     tensors = _headers(path, found)
     infos = {n: TensorInfo(n, t.shape, str(t.dtype), t.nbytes) for n, t in tensors.items()}
-    plain = (found.attempt(lambda: dequantised(given, tensors)) or tensors) if source else tensors
+    plain = (found.attempt(lambda: dequantise_tensors(given, tensors)) or tensors) if source else tensors
     if plain is not tensors:
-        method = given[CONFIG]["quant_method"]
+        method = given[CONFIG_KEY]["quant_method"]
         found.loading.append(f"Matrices are quantised ({method}); they are dequantised as they are read.")
         parts = {n: info for n, info in infos.items() if n not in plain}
         infos = {n: infos.get(n) or _quantised(n, plain[n], parts) for n in plain}
@@ -184,7 +184,7 @@ def _gguf(path: Path) -> Inspection:
     if source:
         found.config = found.attempt(lambda: decoder_config(source))
         tensors = hf_tensors(model, source)
-        raw = {n: t.tensor.name if isinstance(t, Changed) else t.name for n, t in tensors.items()}
+        raw = {n: t.tensor.name if isinstance(t, TransformedTensor) else t.name for n, t in tensors.items()}
         _match(found, source, tensors, {n: infos[raw[n]] for n in tensors})
         found.tensors += [info for name, info in infos.items() if name not in raw.values()]
     else:
@@ -203,7 +203,7 @@ def _match(
         found.tensors = [dataclasses.replace(info, ours="not known") for info in infos.values()]
         return
     config, table = found.config, family(source).table
-    names = match_names(table, config, paths(functional(config).abstract()), tensors)
+    names = match_names(table, config, leaves_by_path(functional(config).abstract()), tensors)
     found.findings += [f"{problem}." for problem in names.problems]
     ours = {name: ", ".join(map(str, theirs.parts)) for name, theirs in names.wanted.items()}
     ours |= {name: f"the same as {own}" for name, own in names.twice.items()}
@@ -219,7 +219,7 @@ def _match(
 
 
 def _dtype_sentences(config: DecoderConfig, kinds: set[str]) -> list[str]:
-    count = sum(math.prod(leaf.shape) for leaf in paths(functional(config).abstract()).values())
+    count = sum(math.prod(leaf.shape) for leaf in leaves_by_path(functional(config).abstract()).values())
     wide, half = (mebibytes(count * size) for size in (4, 2))
     return [
         f"The weights are {', '.join(sorted(kinds)) or 'not there'} in the files; "

@@ -15,7 +15,7 @@ from jaxllm.checkpoint import CheckpointNotFoundError
 from jaxllm.convert.run_files import open_checkpoints, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
-from jaxllm.hub.packed_weights import Weights
+from jaxllm.hub.packed_weights import WeightFormat
 from jaxllm.models import Functional, functional, unstack_layers
 from jaxllm.text import ChatTemplate, Tokenizer
 
@@ -65,7 +65,7 @@ def load_model(
     step: int | None = None,
     dtype: str | None = None,
     layers: Literal["stacked", "apart"] = "stacked",
-    weights: Weights = "plain",
+    weights: WeightFormat = "plain",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads a run or a model of another library; only parameters are read, never the optimizer state.
@@ -100,7 +100,7 @@ def load_model(
 
 
 def _load(
-    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: Weights, progress: Progress | None
+    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: WeightFormat, progress: Progress | None
 ) -> LoadedModel:
     if not (path / "checkpoints").is_dir():
         signs = ("config.json", "*.safetensors", "*.gguf")
@@ -133,7 +133,7 @@ def _load(
 
 
 def _load_from_elsewhere(
-    path: Path, mesh: Mesh, dtype: str, weights: Weights, progress: Progress | None
+    path: Path, mesh: Mesh, dtype: str, weights: WeightFormat, progress: Progress | None
 ) -> LoadedModel:
     source = open_source(path)
     tokenizer, template = source.tokenizer, source.template

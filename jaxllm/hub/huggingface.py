@@ -22,16 +22,16 @@ from jaxllm.files import release
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families.families import decoder_config, family
-from jaxllm.hub.packed_weights import Weights, place_packed, staying_packed
-from jaxllm.hub.quantised_checkpoints import dequantised, without_quantisation
-from jaxllm.hub.safetensors import Lazy, Progress
-from jaxllm.hub.weight_mapping import TensorPart, Theirs, WeightTable, layout
+from jaxllm.hub.packed_weights import WeightFormat, place_packed, packed_leaf_paths
+from jaxllm.hub.quantised_checkpoints import dequantise_tensors, without_quantisation
+from jaxllm.hub.safetensors import LazyTensor, Progress
+from jaxllm.hub.weight_mapping import TensorPart, HFTensor, WeightTable, hf_layout
 from jaxllm.models import DecoderConfig, PackedExperts, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Suffixes of tensors in older files that are computed, not learned; an export carries them through unchanged."""
 
-READERS = 2
+READER_THREADS = 2
 """Number of layers of a leaf that are read and converted in parallel; each needs a buffer of its own."""
 EXPERT_LEAVES = 3
 """Number of leaves of a layer held in memory while the tensors of its experts are written one by one."""
@@ -41,7 +41,7 @@ Tensors = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedTensors:
     """Data beside the parameters that an export needs to reproduce the loaded files.
 
     Attributes:
@@ -70,7 +70,7 @@ class HubModel:
     config: DecoderConfig
     params: Any
     source: Mapping[str, Any]
-    carried: Carried = Carried()
+    carried: CarriedTensors = CarriedTensors()
 
 
 def load_hf(
@@ -101,7 +101,7 @@ def load_tensors(
     *,
     mesh: Mesh | None = None,
     dtype: str = "float32",
-    weights: Weights = "plain",
+    weights: WeightFormat = "plain",
     progress: Progress | None = None,
 ) -> HubModel:
     """Loads a model from a ``config.json`` and its tensors; see ``load_hf``.
@@ -118,10 +118,10 @@ def load_tensors(
     model = functional(config)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-    leaves = paths(abstract)
-    found, carried = match(family(source).table, config, leaves, tensors)
-    sources = by_leaf(found, tensors)
-    kept = staying_packed(sources, mesh) if weights == "packed" else set()
+    leaves = leaves_by_path(abstract)
+    found, carried = match_tensors(family(source).table, config, leaves, tensors)
+    sources = sources_by_leaf(found, tensors)
+    kept = packed_leaf_paths(sources, mesh) if weights == "packed" else set()
     loaded: dict[str, jax.Array | PackedExperts] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
@@ -142,15 +142,15 @@ def export_hf(
     Raises:
         HubError: the directory exists, or the disk refuses.
     """
-    leaves = paths(model.params)
-    tensors = their_tensors(model.source, model.config, leaves, model.carried)
+    leaves = leaves_by_path(model.params)
+    tensors = hf_tensors(model.source, model.config, leaves, model.carried)
     with safetensors.hub_directory(Path(directory)) as temporary:
         safetensors.write_shards(temporary, tensors, shard_bytes, progress)
         write_config(temporary, model.source, model.config.param_dtype)
 
 
-def their_tensors(
-    source: Mapping[str, Any], config: DecoderConfig, leaves: Mapping[str, Any], carried: Carried
+def hf_tensors(
+    source: Mapping[str, Any], config: DecoderConfig, leaves: Mapping[str, Any], carried: CarriedTensors
 ) -> dict[str, Any]:
     """Tensors of an export under Hugging Face names, each made from our ``leaves`` when it is requested.
 
@@ -158,13 +158,13 @@ def their_tensors(
         HubError: the architecture has weights that the family has no name for.
     """
     try:
-        names = layout(family(source).table, config, leaves, bare=carried.bare)
+        names = hf_layout(family(source).table, config, leaves, bare=carried.bare)
     except ValueError as error:
         raise HubError(str(error)) from error
     row_of = functools.lru_cache(EXPERT_LEAVES)(lambda path, row: np.asarray(leaves[path][row]))
     tensors: dict[str, Any] = {
-        name: Lazy(
-            theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_theirs, theirs, leaves, row_of)
+        name: LazyTensor(
+            theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_hf_tensor, theirs, leaves, row_of)
         )
         for name, theirs in names.items()
     }
@@ -194,7 +194,7 @@ def cast(tensors: Tensors, dtype: str | None, names: Iterable[str]) -> dict[str,
     out = dict(tensors)
     for name in names:
         to = tensors[name].dtype if dtype is None else jnp.dtype(dtype)
-        out[name] = Lazy(tuple(tensors[name].shape), to, functools.partial(make, name, to))
+        out[name] = LazyTensor(tuple(tensors[name].shape), to, functools.partial(make, name, to))
     return out
 
 
@@ -205,7 +205,7 @@ def write_config(directory: Path, source: Mapping[str, Any], dtype: str | None) 
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def to_theirs(tensor: Theirs, leaves: Mapping[str, Any], row_of: RowOf | None = None) -> np.ndarray:
+def to_hf_tensor(tensor: HFTensor, leaves: Mapping[str, Any], row_of: RowOf | None = None) -> np.ndarray:
     """One Hugging Face tensor, made from our leaves.
 
     Args:
@@ -217,7 +217,7 @@ def to_theirs(tensor: Theirs, leaves: Mapping[str, Any], row_of: RowOf | None = 
             value = row_of(part.path, part.at[0])[part.at[1:]]
         else:
             value = np.asarray(leaves[part.path][part.at] if part.at else leaves[part.path])
-        pieces.append(part.piece.to_theirs(value))
+        pieces.append(part.piece.to_hf(value))
     axis, by_turns = tensor.parts[0].axis, tensor.parts[0].step > 1
     if by_turns:
         out = np.stack(pieces, axis + 1).reshape(tensor.shape)
@@ -240,7 +240,7 @@ def read_model(directory: Path) -> tuple[Mapping[str, Any], Tensors]:
     given = read_config(directory)
     source = without_quantisation(given)
     decoder_config(source)  # what cannot be understood is refused before weights are looked for
-    return source, dequantised(given, safetensors.open_model(directory))
+    return source, dequantise_tensors(given, safetensors.open_model(directory))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -257,14 +257,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return value
 
 
-def paths(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Leaves by path, in the order of the tree."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 @dataclass(frozen=True)
-class Names:
+class NameMatch:
     """Match between the tensors of a file and those of an architecture, by names and shapes alone.
 
     Attributes:
@@ -275,17 +275,17 @@ class Names:
         problems: tensors that are missing, unused, or of another shape or dtype; each the end of a sentence.
     """
 
-    wanted: Mapping[str, Theirs]
+    wanted: Mapping[str, HFTensor]
     carried: tuple[str, ...]
     twice: Mapping[str, str]
     bare: bool
     problems: tuple[str, ...]
 
 
-def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors) -> Names:
+def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors) -> NameMatch:
     """Compares names, shapes and dtypes with those of the architecture; no value is read."""
     bare = not any(name.startswith(table.prefix) for name in tensors)
-    wanted = layout(table, config, leaves, bare=bare)
+    wanted = hf_layout(table, config, leaves, bare=bare)
     carried = tuple(
         n for n in tensors if n not in wanted and (f".{n}".endswith(NOT_WEIGHTS) or table.beyond(n, config))
     )
@@ -305,12 +305,12 @@ def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, 
             problems.append(f"{name} has shape {list(shape)}; the config asks for {list(theirs.shape)}")
         if not jnp.issubdtype(dtype, jnp.floating):
             problems.append(f"{name} holds {dtype}; weights are floating point, and no quantised kind is read here")
-    return Names(wanted, carried, twice, bare, tuple(problems))
+    return NameMatch(wanted, carried, twice, bare, tuple(problems))
 
 
-def match(
+def match_tensors(
     table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors
-) -> tuple[Mapping[str, Theirs], Carried]:
+) -> tuple[Mapping[str, HFTensor], CarriedTensors]:
     """Their tensors by name, and those that are no parameters, once every name and shape agrees.
 
     Raises:
@@ -324,7 +324,7 @@ def match(
         if not _equal(tensors[name], tensors[own]):
             raise HubError(f"{name} differs from {own}, but the config ties them.")
         release(tensors.values())
-    return names.wanted, Carried({n: np.asarray(tensors[n]) for n in names.carried}, names.twice, names.bare)
+    return names.wanted, CarriedTensors({n: np.asarray(tensors[n]) for n in names.carried}, names.twice, names.bare)
 
 
 def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
@@ -334,20 +334,20 @@ def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
     return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.shape[0], rows))
 
 
-Source = tuple[Any, TensorPart]
+TensorSource = tuple[Any, TensorPart]
 """One of their tensors, and the place of our weight in it."""
 
 
-def by_leaf(found: Mapping[str, Theirs], tensors: Tensors) -> dict[str, list[Source]]:
+def sources_by_leaf(found: Mapping[str, HFTensor], tensors: Tensors) -> dict[str, list[TensorSource]]:
     """Sources of each of our leaves, layer by layer."""
-    sources: dict[str, list[Source]] = {}
+    sources: dict[str, list[TensorSource]] = {}
     for name, theirs in found.items():
         for part in theirs.parts:
             sources.setdefault(part.path, []).append((tensors[name], part))
     return sources
 
 
-def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
+def place_leaf(leaf: Any, sources: list[TensorSource], path: str) -> jax.Array:
     """Places one of our leaves on devices: each device's slice is copied and converted on its own, layer by layer."""
     depth, by_place = len(sources[0][1].at), {part.at: (tensor, part) for tensor, part in sources}
 
@@ -360,14 +360,14 @@ def place_leaf(leaf: Any, sources: list[Source], path: str) -> jax.Array:
             there = tuple(span[i] for span, i in zip(spans, here, strict=False))
             _read(by_place[there], index[depth:], path, value[here])
 
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(READER_THREADS) as pool:
             list(pool.map(read, itertools.product(*(range(len(span)) for span in spans[:depth]))))
         return value
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
 
 
-def stream_leaf(sources: list[Source], dtype: np.dtype, path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
+def stream_leaf(sources: list[TensorSource], dtype: np.dtype, path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
     """Values of one of our leaves as consecutive pieces in C order on the host, a layer or less at a time."""
     for tensor, part in sources:
         first, size = part.shape[0], math.prod(part.shape) * dtype.itemsize
@@ -381,7 +381,7 @@ def stream_leaf(sources: list[Source], dtype: np.dtype, path: str, piece_bytes: 
         release([tensor])
 
 
-def _read(source: Source, inner: tuple[slice, ...], path: str, out: np.ndarray) -> None:
+def _read(source: TensorSource, inner: tuple[slice, ...], path: str, out: np.ndarray) -> None:
     """Reads the part ``inner`` of our weight into ``out``, converted to its dtype.
 
     Raises:

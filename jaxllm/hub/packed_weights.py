@@ -13,17 +13,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.quantised_checkpoints import E8M0_NAN, GROUP, Dequantised, Stored
+from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, DequantisedTensor, QuantisedArrays
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart
 from jaxllm.models import PackedExperts
 
 EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 
 
-Weights = Literal["plain", "packed"]
+WeightFormat = Literal["plain", "packed"]
 
 
-def staying_packed(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Mesh) -> set[str]:
+def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Mesh) -> set[str]:
     """Paths of the expert leaves that are made of quantised tensors alone.
 
     Raises:
@@ -32,7 +32,7 @@ def staying_packed(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Me
     kept = {
         path
         for path, parts in sources.items()
-        if path.endswith(EXPERTS) and all(isinstance(t, Dequantised) and t.stored is not None for t, _ in parts)
+        if path.endswith(EXPERTS) and all(isinstance(t, DequantisedTensor) and t.stored is not None for t, _ in parts)
     }
     if not kept:
         raise HubError("no experts of this model are quantised, so that none can stay packed; load it plain.")
@@ -67,7 +67,7 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
     return PackedExperts(jax.device_put(values, place), jax.device_put(scales, place), block)
 
 
-def _ours(stored: Stored, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+def _ours(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """Values, scales and block of a part, in the order of our dimensions."""
     if stored.block is not None:
         assert part.piece.groups == SWAPPED
@@ -76,4 +76,4 @@ def _ours(stored: Stored, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tup
         return np.asarray(stored.values[:]).T, scales.T, (columns, rows)
     rows = slice(part.begin, None, part.step)  # gate and up by turns
     values, scales = np.asarray(stored.values[:, rows]), np.asarray(stored.scales[:, rows])
-    return values.reshape(*values.shape[:2], -1).swapaxes(1, 2), scales.swapaxes(1, 2), (GROUP, 1)
+    return values.reshape(*values.shape[:2], -1).swapaxes(1, 2), scales.swapaxes(1, 2), (MXFP4_GROUP, 1)

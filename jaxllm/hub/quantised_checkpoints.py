@@ -21,10 +21,10 @@ from numpy.typing import DTypeLike
 
 from jaxllm.hub.errors import HubError
 
-CONFIG = "quantization_config"
+CONFIG_KEY = "quantization_config"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-GROUP = 32
+MXFP4_GROUP = 32
 """Number of values that share a scale in MXFP4."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0_NAN, E8M0_BIAS = 255, 127
@@ -33,7 +33,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class QuantisedArrays:
     """Stored arrays of a quantised tensor, as they are in the file.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stored:
 
 
 @dataclass(frozen=True, eq=False)
-class Dequantised:
+class DequantisedTensor:
     """Lazy float32 tensor that is dequantised slice by slice.
 
     Attributes:
@@ -58,7 +58,7 @@ class Dequantised:
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
-    stored: Stored | None = None
+    stored: QuantisedArrays | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -84,36 +84,36 @@ def without_quantisation(source: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         HubError: an unknown kind of quantisation; names the known ones.
     """
-    given = source.get(CONFIG)
+    given = source.get(CONFIG_KEY)
     if given is None:
         return source
     kind = given.get("quant_method") if isinstance(given, Mapping) else None
     if kind not in KINDS:
-        raise HubError(f"config.json: {CONFIG} has quant_method {kind!r}; known: {', '.join(sorted(KINDS))}.")
-    return {name: value for name, value in source.items() if name != CONFIG}
+        raise HubError(f"config.json: {CONFIG_KEY} has quant_method {kind!r}; known: {', '.join(sorted(KINDS))}.")
+    return {name: value for name, value in source.items() if name != CONFIG_KEY}
 
 
-def dequantised(source: Mapping[str, Any], tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+def dequantise_tensors(source: Mapping[str, Any], tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Tensors of a model with this ``config.json`` under the names of the plain model.
 
     Raises:
         HubError: scales are missing or of another shape, or a quantised tensor has none.
     """
-    given = source.get(CONFIG)
+    given = source.get(CONFIG_KEY)
     return tensors if given is None else KINDS[given["quant_method"]](given, tensors)
 
 
 def _fp8(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     block = given.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise HubError(f"config.json: {CONFIG} has weight_block_size = {block!r}; legal: two positive numbers.")
+        raise HubError(f"config.json: {CONFIG_KEY} has weight_block_size = {block!r}; legal: two positive numbers.")
     out: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors:
             continue
         scale = tensors.get(name + SCALE)
         if scale is not None:
-            out[name] = blocks_of_fp8(name, tensor, scale, (block[0], block[1]))
+            out[name] = fp8_tensor(name, tensor, scale, (block[0], block[1]))
         elif str(tensor.dtype).startswith("float8"):
             raise HubError(f"{name} is in float8, and there is no {name}{SCALE} beside it.")
         else:
@@ -121,7 +121,7 @@ def _fp8(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def blocks_of_fp8(name: str, tensor: Any, scale: Any, block: tuple[int, int]) -> Dequantised:
+def fp8_tensor(name: str, tensor: Any, scale: Any, block: tuple[int, int]) -> DequantisedTensor:
     """Dequantises an FP8 matrix with the scales of its blocks; the last blocks may be cut short.
 
     Raises:
@@ -140,7 +140,7 @@ def blocks_of_fp8(name: str, tensor: Any, scale: Any, block: tuple[int, int]) ->
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(tensor[index]).astype(np.float32) * scales
 
-    return Dequantised(shape, read, Stored(tensor, scale, block))
+    return DequantisedTensor(shape, read, QuantisedArrays(tensor, scale, block))
 
 
 def _mxfp4(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,13 +150,13 @@ def _mxfp4(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, An
             whole = name.removesuffix(BLOCKS)
             if (scales := tensors.get(whole + SCALES)) is None:
                 raise HubError(f"{name} is there, and no {whole}{SCALES}.")
-            out[whole] = blocks_of_mxfp4(whole, tensor, scales)
+            out[whole] = mxfp4_tensor(whole, tensor, scales)
         elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
             out[name] = tensor
     return out
 
 
-def blocks_of_mxfp4(name: str, blocks: Any, scales: Any) -> Dequantised:
+def mxfp4_tensor(name: str, blocks: Any, scales: Any) -> DequantisedTensor:
     """Dequantises stacked MXFP4 matrices, transposed as gpt-oss stores them.
 
     Raises:
@@ -164,7 +164,7 @@ def blocks_of_mxfp4(name: str, blocks: Any, scales: Any) -> Dequantised:
     """
     shape = tuple(blocks.shape)
     bytes_ = blocks.dtype == np.uint8 and scales.dtype == np.uint8
-    if not bytes_ or len(shape) != 4 or shape[3] * 2 != GROUP or tuple(scales.shape) != shape[:3]:
+    if not bytes_ or len(shape) != 4 or shape[3] * 2 != MXFP4_GROUP or tuple(scales.shape) != shape[:3]:
         raise HubError(
             f"{name}{BLOCKS} is {blocks.dtype}{list(shape)}, {name}{SCALES} {scales.dtype}{list(scales.shape)}; "
             "MXFP4 has bytes [E, O, G, 16] and [E, O, G]."
@@ -175,14 +175,14 @@ def blocks_of_mxfp4(name: str, blocks: Any, scales: Any) -> Dequantised:
         of_expert, of_column, of_row = index
         part = np.asarray(blocks[of_expert, of_row])
         values = decode_mxfp4(part, np.asarray(scales[of_expert, of_row]))
-        return values.reshape(*part.shape[:2], groups * GROUP)[:, :, of_column].swapaxes(1, 2)
+        return values.reshape(*part.shape[:2], groups * MXFP4_GROUP)[:, :, of_column].swapaxes(1, 2)
 
-    return Dequantised((experts, groups * GROUP, rows), read, Stored(blocks, scales))
+    return DequantisedTensor((experts, groups * MXFP4_GROUP, rows), read, QuantisedArrays(blocks, scales))
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Decodes MXFP4: float32[..., G, 32] from bytes [..., G, 16] and scales [..., G]; a scale of 255 is NaN."""
-    values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], GROUP)
+    values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], MXFP4_GROUP)
     with np.errstate(over="ignore"):
         values = np.ldexp(values, scales.astype(np.int32)[..., None] - E8M0_BIAS)
     return np.where(scales[..., None] == E8M0_NAN, np.float32(np.nan), values)

@@ -177,7 +177,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lazy:
+class LazyTensor:
     """Lazy array: it is computed each time that it is converted, ``np.asarray(lazy)``."""
 
     shape: tuple[int, ...]

@@ -30,18 +30,18 @@ class WeightPiece:
     path: str
     groups: Groups
 
-    def to_ours(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    def from_hf(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Views their array in our ``shape``."""
         order = [dim for group in self.groups for dim in group]
         inverse = np.argsort(order)
         return array.reshape([shape[dim] for dim in order]).transpose(inverse)
 
-    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+    def to_hf(self, array: np.ndarray) -> np.ndarray:
         """Our array in their shape; a view where the layout allows it."""
         order = [dim for group in self.groups for dim in group]
-        return array.transpose(order).reshape(self.their_shape(array.shape))
+        return array.transpose(order).reshape(self.hf_shape(array.shape))
 
-    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Their shape for our ``shape`` of one layer."""
         return tuple(math.prod(shape[dim] for dim in group) for group in self.groups)
 
@@ -60,7 +60,7 @@ class WeightEntry:
     by_turns: bool = False
 
 
-def one(name: str, path: str, groups: Groups) -> WeightEntry:
+def single_entry(name: str, path: str, groups: Groups) -> WeightEntry:
     """WeightEntry of a tensor that is one of our weights."""
     return WeightEntry(name, (WeightPiece(path, groups),))
 
@@ -105,44 +105,44 @@ LLAMA = WeightTable(
     prefix="model.",
     layer="layers.{layer}.",
     block=(
-        one("input_layernorm.weight", "attention_norm/gain", VECTOR),
-        one("self_attn.q_proj.weight", "attention/q", HEADS_OUT),
-        one("self_attn.k_proj.weight", "attention/k", HEADS_OUT),
-        one("self_attn.v_proj.weight", "attention/v", HEADS_OUT),
-        one("self_attn.o_proj.weight", "attention/o", HEADS_IN),
-        one("self_attn.q_proj.bias", "attention/q_bias", HEADS),
-        one("self_attn.k_proj.bias", "attention/k_bias", HEADS),
-        one("self_attn.v_proj.bias", "attention/v_bias", HEADS),
-        one("self_attn.o_proj.bias", "attention/o_bias", VECTOR),
-        one("self_attn.q_norm.weight", "attention/q_norm/gain", VECTOR),
-        one("self_attn.k_norm.weight", "attention/k_norm/gain", VECTOR),
-        one("post_attention_layernorm.weight", "mlp_norm/gain", VECTOR),
-        one("mlp.gate_proj.weight", "mlp/gate", SWAPPED),
-        one("mlp.up_proj.weight", "mlp/up", SWAPPED),
-        one("mlp.down_proj.weight", "mlp/down", SWAPPED),
-        one("mlp.gate_proj.bias", "mlp/gate_bias", VECTOR),
-        one("mlp.up_proj.bias", "mlp/up_bias", VECTOR),
-        one("mlp.down_proj.bias", "mlp/down_bias", VECTOR),
+        single_entry("input_layernorm.weight", "attention_norm/gain", VECTOR),
+        single_entry("self_attn.q_proj.weight", "attention/q", HEADS_OUT),
+        single_entry("self_attn.k_proj.weight", "attention/k", HEADS_OUT),
+        single_entry("self_attn.v_proj.weight", "attention/v", HEADS_OUT),
+        single_entry("self_attn.o_proj.weight", "attention/o", HEADS_IN),
+        single_entry("self_attn.q_proj.bias", "attention/q_bias", HEADS),
+        single_entry("self_attn.k_proj.bias", "attention/k_bias", HEADS),
+        single_entry("self_attn.v_proj.bias", "attention/v_bias", HEADS),
+        single_entry("self_attn.o_proj.bias", "attention/o_bias", VECTOR),
+        single_entry("self_attn.q_norm.weight", "attention/q_norm/gain", VECTOR),
+        single_entry("self_attn.k_norm.weight", "attention/k_norm/gain", VECTOR),
+        single_entry("post_attention_layernorm.weight", "mlp_norm/gain", VECTOR),
+        single_entry("mlp.gate_proj.weight", "mlp/gate", SWAPPED),
+        single_entry("mlp.up_proj.weight", "mlp/up", SWAPPED),
+        single_entry("mlp.down_proj.weight", "mlp/down", SWAPPED),
+        single_entry("mlp.gate_proj.bias", "mlp/gate_bias", VECTOR),
+        single_entry("mlp.up_proj.bias", "mlp/up_bias", VECTOR),
+        single_entry("mlp.down_proj.bias", "mlp/down_bias", VECTOR),
     ),
     whole=(
-        one("model.embed_tokens.weight", "embedding/table", MATRIX),
-        one("model.norm.weight", "head/norm/gain", VECTOR),
-        one("lm_head.weight", "head/weight", MATRIX),
+        single_entry("model.embed_tokens.weight", "embedding/table", MATRIX),
+        single_entry("model.norm.weight", "head/norm/gain", VECTOR),
+        single_entry("lm_head.weight", "head/weight", MATRIX),
     ),
 )
 """The Llama line: Llama, SmolLM2, Mistral, Qwen2 (biases), Qwen3 (q and k norms)."""
 
 GEMMA = LLAMA.with_block(
-    one("post_attention_layernorm.weight", "attention_out_norm/gain", VECTOR),
-    one("pre_feedforward_layernorm.weight", "mlp_norm/gain", VECTOR),
-    one("post_feedforward_layernorm.weight", "mlp_out_norm/gain", VECTOR),
+    single_entry("post_attention_layernorm.weight", "attention_out_norm/gain", VECTOR),
+    single_entry("pre_feedforward_layernorm.weight", "mlp_norm/gain", VECTOR),
+    single_entry("post_feedforward_layernorm.weight", "mlp_out_norm/gain", VECTOR),
 )
 
 OLMO2 = LLAMA.with_block(
-    one("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
-    one("self_attn.k_norm.weight", "attention/k_norm/gain", HEADS),
-    one("post_attention_layernorm.weight", "attention_out_norm/gain", VECTOR),
-    one("post_feedforward_layernorm.weight", "mlp_out_norm/gain", VECTOR),
+    single_entry("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
+    single_entry("self_attn.k_norm.weight", "attention/k_norm/gain", HEADS),
+    single_entry("post_attention_layernorm.weight", "attention_out_norm/gain", VECTOR),
+    single_entry("post_feedforward_layernorm.weight", "mlp_out_norm/gain", VECTOR),
     without=("attention_norm/gain", "mlp_norm/gain"),
 )
 
@@ -153,9 +153,9 @@ def experts(
     """Entries for the experts and the router of a layer called ``layer``."""
     names = ((gate, "gate"), (up, "up"), (down, "down"))
     each = (
-        one(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED) for theirs, ours in names
+        single_entry(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED) for theirs, ours in names
     )
-    return one(f"{layer}.gate.weight", "mlp/router", SWAPPED), *each
+    return single_entry(f"{layer}.gate.weight", "mlp/router", SWAPPED), *each
 
 
 MIXTRAL = LLAMA.with_block(*experts("block_sparse_moe", "w1", "w3", "w2"))
@@ -163,20 +163,20 @@ MIXTRAL = LLAMA.with_block(*experts("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3_MOE = LLAMA.with_block(*experts("mlp"))
 
 SHARED = tuple(
-    one(f"mlp.shared_experts.{name}_proj.weight", f"mlp/shared/{name}", SWAPPED) for name in ("gate", "up", "down")
+    single_entry(f"mlp.shared_experts.{name}_proj.weight", f"mlp/shared/{name}", SWAPPED) for name in ("gate", "up", "down")
 )
 
 DEEPSEEK = LLAMA.with_block(
-    one("self_attn.q_proj.weight", "attention/q", HEADS_OUT),
-    one("self_attn.q_a_proj.weight", "attention/q_down", SWAPPED),
-    one("self_attn.q_a_proj.bias", "attention/q_bias", VECTOR),
-    one("self_attn.q_a_layernorm.weight", "attention/q_norm/gain", VECTOR),
-    one("self_attn.q_b_proj.weight", "attention/q_up", HEADS_OUT),
-    one("self_attn.kv_a_proj_with_mqa.weight", "attention/kv_down", SWAPPED),
-    one("self_attn.kv_a_proj_with_mqa.bias", "attention/kv_bias", VECTOR),
-    one("self_attn.kv_a_layernorm.weight", "attention/kv_norm/gain", VECTOR),
-    one("self_attn.kv_b_proj.weight", "attention/kv_up", HEADS_OUT),
-    one("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR),
+    single_entry("self_attn.q_proj.weight", "attention/q", HEADS_OUT),
+    single_entry("self_attn.q_a_proj.weight", "attention/q_down", SWAPPED),
+    single_entry("self_attn.q_a_proj.bias", "attention/q_bias", VECTOR),
+    single_entry("self_attn.q_a_layernorm.weight", "attention/q_norm/gain", VECTOR),
+    single_entry("self_attn.q_b_proj.weight", "attention/q_up", HEADS_OUT),
+    single_entry("self_attn.kv_a_proj_with_mqa.weight", "attention/kv_down", SWAPPED),
+    single_entry("self_attn.kv_a_proj_with_mqa.bias", "attention/kv_bias", VECTOR),
+    single_entry("self_attn.kv_a_layernorm.weight", "attention/kv_norm/gain", VECTOR),
+    single_entry("self_attn.kv_b_proj.weight", "attention/kv_up", HEADS_OUT),
+    single_entry("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR),
     *experts("mlp"),
     *SHARED,
 )
@@ -184,15 +184,15 @@ DEEPSEEK = replace(DEEPSEEK, more_layers=True)
 """DeepSeek-V2 and V3. The layers after their last one predict further tokens (MTP) and are carried along."""
 
 GLM4_MOE = replace(
-    LLAMA.with_block(one("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR), *experts("mlp"), *SHARED),
+    LLAMA.with_block(single_entry("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR), *experts("mlp"), *SHARED),
     more_layers=True,
 )
 
 STACKED = ((0,), (1,), (2,))
 GPT_OSS = LLAMA.with_block(
-    one("self_attn.sinks", "attention/sinks", VECTOR),
-    one("mlp.router.weight", "mlp/router", SWAPPED),
-    one("mlp.router.bias", "mlp/router_bias", VECTOR),
+    single_entry("self_attn.sinks", "attention/sinks", VECTOR),
+    single_entry("mlp.router.weight", "mlp/router", SWAPPED),
+    single_entry("mlp.router.bias", "mlp/router_bias", VECTOR),
     WeightEntry(
         "mlp.experts.gate_up_proj",
         (WeightPiece("mlp/experts/gate", STACKED), WeightPiece("mlp/experts/up", STACKED)),
@@ -205,14 +205,14 @@ GPT_OSS = LLAMA.with_block(
         axis=1,
         by_turns=True,
     ),
-    one("mlp.experts.down_proj", "mlp/experts/down", STACKED),
-    one("mlp.experts.down_proj_bias", "mlp/experts/down_bias", MATRIX),
+    single_entry("mlp.experts.down_proj", "mlp/experts/down", STACKED),
+    single_entry("mlp.experts.down_proj_bias", "mlp/experts/down_bias", MATRIX),
 )
 """gpt-oss: all experts in one tensor, with gate and up columns interleaved."""
 
 OLMOE = QWEN3_MOE.with_block(
-    one("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
-    one("self_attn.k_norm.weight", "attention/k_norm/gain", HEADS),
+    single_entry("self_attn.q_norm.weight", "attention/q_norm/gain", HEADS),
+    single_entry("self_attn.k_norm.weight", "attention/k_norm/gain", HEADS),
 )
 
 PHI3 = LLAMA.with_block(
@@ -232,8 +232,8 @@ GPT2 = WeightTable(
     prefix="transformer.",
     layer="h.{layer}.",
     block=(
-        one("ln_1.weight", "attention_norm/gain", VECTOR),
-        one("ln_1.bias", "attention_norm/bias", VECTOR),
+        single_entry("ln_1.weight", "attention_norm/gain", VECTOR),
+        single_entry("ln_1.bias", "attention_norm/bias", VECTOR),
         WeightEntry(
             "attn.c_attn.weight",
             tuple(WeightPiece(f"attention/{name}", ((0,), (1, 2))) for name in ("q", "k", "v")),
@@ -242,21 +242,21 @@ GPT2 = WeightTable(
         WeightEntry(
             "attn.c_attn.bias", tuple(WeightPiece(f"attention/{name}_bias", HEADS) for name in ("q", "k", "v"))
         ),
-        one("attn.c_proj.weight", "attention/o", ((0, 1), (2,))),
-        one("attn.c_proj.bias", "attention/o_bias", VECTOR),
-        one("ln_2.weight", "mlp_norm/gain", VECTOR),
-        one("ln_2.bias", "mlp_norm/bias", VECTOR),
-        one("mlp.c_fc.weight", "mlp/up", MATRIX),
-        one("mlp.c_fc.bias", "mlp/up_bias", VECTOR),
-        one("mlp.c_proj.weight", "mlp/down", MATRIX),
-        one("mlp.c_proj.bias", "mlp/down_bias", VECTOR),
+        single_entry("attn.c_proj.weight", "attention/o", ((0, 1), (2,))),
+        single_entry("attn.c_proj.bias", "attention/o_bias", VECTOR),
+        single_entry("ln_2.weight", "mlp_norm/gain", VECTOR),
+        single_entry("ln_2.bias", "mlp_norm/bias", VECTOR),
+        single_entry("mlp.c_fc.weight", "mlp/up", MATRIX),
+        single_entry("mlp.c_fc.bias", "mlp/up_bias", VECTOR),
+        single_entry("mlp.c_proj.weight", "mlp/down", MATRIX),
+        single_entry("mlp.c_proj.bias", "mlp/down_bias", VECTOR),
     ),
     whole=(
-        one("transformer.wte.weight", "embedding/table", MATRIX),
-        one("transformer.wpe.weight", "embedding/positions", MATRIX),
-        one("transformer.ln_f.weight", "head/norm/gain", VECTOR),
-        one("transformer.ln_f.bias", "head/norm/bias", VECTOR),
-        one("lm_head.weight", "head/weight", MATRIX),
+        single_entry("transformer.wte.weight", "embedding/table", MATRIX),
+        single_entry("transformer.wpe.weight", "embedding/positions", MATRIX),
+        single_entry("transformer.ln_f.weight", "head/norm/gain", VECTOR),
+        single_entry("transformer.ln_f.bias", "head/norm/bias", VECTOR),
+        single_entry("lm_head.weight", "head/weight", MATRIX),
     ),
 )
 
@@ -290,13 +290,13 @@ class TensorPart:
         """The part ``inner`` of our weight; of their tensor only the rows that hold it are read."""
         first = self.piece.groups[0][0]  # ours, outermost in their rows
         span = range(*inner[first].indices(self.shape[first]))
-        size = self.piece.their_shape(self.shape)
+        size = self.piece.hf_shape(self.shape)
         each = size[0] // self.shape[first]
         spans = [(span.start * each, span.stop * each), *((0, n) for n in size[1:])]
         place = tuple(self._along(axis, *span) for axis, span in enumerate(spans))
         shape = (*self.shape[:first], len(span), *self.shape[first + 1 :])
         rest = (*inner[:first], slice(None), *inner[first + 1 :])
-        return self.piece.to_ours(np.asarray(tensor[place]), shape)[rest]
+        return self.piece.from_hf(np.asarray(tensor[place]), shape)[rest]
 
     def _along(self, axis: int, start: int, stop: int) -> slice:
         """Indices of the piece in their tensor."""
@@ -307,16 +307,16 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class Theirs:
+class HFTensor:
     """One of their tensors: its shape, and our weights in it, in order."""
 
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
 
 
-def layout(
+def hf_layout(
     table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], *, bare: bool = False
-) -> dict[str, Theirs]:
+) -> dict[str, HFTensor]:
     """Their tensors by name, for a model with these ``leaves`` (path -> array or shape).
 
     Args:
@@ -325,7 +325,7 @@ def layout(
     Raises:
         ValueError: the table has no place for a leaf: the architecture is not of this family.
     """
-    out: dict[str, Theirs] = {}
+    out: dict[str, HFTensor] = {}
     for entry, within, at, layer in _entries(table, config):
         path = f"{within}{entry.pieces[0].path}"
         if path not in leaves:
@@ -355,13 +355,13 @@ def _entries(
                 layer += 1
 
 
-def _theirs(entry: WeightEntry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> Theirs:
+def _theirs(entry: WeightEntry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> HFTensor:
     parts: list[TensorPart] = []
     begin, shape, step = 0, (), len(entry.pieces) if entry.by_turns else 1
     for number, piece in enumerate(entry.pieces):
         path = within + piece.path
         ours = tuple(leaves[path].shape[len(at) :])
-        shape = piece.their_shape(ours)
+        shape = piece.hf_shape(ours)
         parts.append(TensorPart(path, at, ours, piece, number if entry.by_turns else begin, entry.axis, step))
         begin += shape[entry.axis]
-    return Theirs((*shape[: entry.axis], begin, *shape[entry.axis + 1 :]), tuple(parts))
+    return HFTensor((*shape[: entry.axis], begin, *shape[entry.axis + 1 :]), tuple(parts))

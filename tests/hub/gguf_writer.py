@@ -12,9 +12,9 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Ggml
 
 from jaxllm.hub.families.families import decoder_config, family
-from jaxllm.hub.huggingface import paths
+from jaxllm.hub.huggingface import leaves_by_path
 from jaxllm.hub.safetensors import open_model, write_model
-from jaxllm.hub.weight_mapping import layout
+from jaxllm.hub.weight_mapping import hf_layout
 from jaxllm.models import functional
 
 ARCHS = {
@@ -54,7 +54,7 @@ GEMMA_NAMES = {
 def save(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
     """A random model in Hugging Face's layout."""
     ours = decoder_config(config)
-    tensors = layout(family(config).table, ours, paths(functional(ours).abstract()))
+    tensors = hf_layout(family(config).table, ours, leaves_by_path(functional(ours).abstract()))
     rng = np.random.default_rng(seed)
     # Large enough that a wrong order of rows would change every logit.
     values = {n: rng.normal(0.0, 0.3, theirs.shape).astype(np.float32) for n, theirs in tensors.items()}

@@ -13,7 +13,7 @@ from jaxllm.hub.gguf import ggml_formats
 QUANTISED = [kind for kind in ggml_formats.KINDS.values() if kind.decode is not None]
 
 
-def blocks(kind: ggml_formats.Kind, count: int, rng: np.random.Generator) -> np.ndarray:
+def blocks(kind: ggml_formats.GgmlFormat, count: int, rng: np.random.Generator) -> np.ndarray:
     """``count`` blocks of random bytes, but for the half-precision scales, which are finite."""
     data = rng.integers(0, 256, count * kind.layout.itemsize, dtype=np.uint8)
     record = data.view(kind.layout)
@@ -24,14 +24,14 @@ def blocks(kind: ggml_formats.Kind, count: int, rng: np.random.Generator) -> np.
     return data
 
 
-def decoded(kind: ggml_formats.Kind, data: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+def decoded(kind: ggml_formats.GgmlFormat, data: np.ndarray, dtype: type = np.float32) -> np.ndarray:
     out = np.full(data.size // kind.layout.itemsize * kind.values, np.nan, dtype)
     ggml_formats.dequantize(kind, data, out)
     return out
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_random_blocks_decode_to_the_same_bits(kind: ggml_formats.Kind, rng: np.random.Generator) -> None:
+def test_random_blocks_decode_to_the_same_bits(kind: ggml_formats.GgmlFormat, rng: np.random.Generator) -> None:
     more_than_a_chunk = ggml_formats.CHUNK // kind.values + 7
     data = blocks(kind, more_than_a_chunk, rng)
     theirs = gguf.quants.dequantize(data[None], GGMLQuantizationType[kind.name])
@@ -41,7 +41,7 @@ def test_random_blocks_decode_to_the_same_bits(kind: ggml_formats.Kind, rng: np.
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_other_types_are_rounded_from_float32(kind: ggml_formats.Kind, rng: np.random.Generator) -> None:
+def test_other_types_are_rounded_from_float32(kind: ggml_formats.GgmlFormat, rng: np.random.Generator) -> None:
     data = blocks(kind, 300, rng)
     exact = decoded(kind, data)
     assert decoded(kind, data, np.float64).tobytes() == exact.astype(np.float64).tobytes()
@@ -52,5 +52,5 @@ def test_numbers_names_and_sizes_are_those_of_ggml() -> None:
     for number, kind in ggml_formats.KINDS.items():
         theirs = GGMLQuantizationType(number)
         assert (kind.name, kind.values, kind.layout.itemsize) == (theirs.name, *GGML_QUANT_SIZES[theirs])
-    assert all(GGMLQuantizationType(number).name == name for number, name in ggml_formats.OTHERS.items())
-    assert not ggml_formats.KINDS.keys() & ggml_formats.OTHERS.keys()
+    assert all(GGMLQuantizationType(number).name == name for number, name in ggml_formats.UNSUPPORTED_FORMATS.items())
+    assert not ggml_formats.KINDS.keys() & ggml_formats.UNSUPPORTED_FORMATS.keys()

@@ -21,7 +21,7 @@ import sharding
 from jaxllm.hub import HubError, load_hf
 from jaxllm.hub.gguf.gguf_config import decimal, hf_config
 from jaxllm.hub.gguf.gguf_file import GgufTensor, open_gguf
-from jaxllm.hub.gguf.gguf_model import Changed, find_smollm2, hf_tensors, load_gguf, minus_one, unpermute
+from jaxllm.hub.gguf.gguf_model import TransformedTensor, find_smollm2, hf_tensors, load_gguf, minus_one, unpermute
 from jaxllm.hub.safetensors import open_model
 from tests import quick, tiny
 from tests.hub.gguf_writer import save, write
@@ -193,7 +193,7 @@ def test_rows_change_in_any_parts(saved: Any, tmp_path: Path) -> None:
         for rows in (slice(1, 3), slice(3, 6), slice(5, None), slice(2, 2), slice(0, 1)):
             assert np.array_equal(tensor[rows], theirs[name][rows]), (name, rows)
     q = tensors["model.layers.0.self_attn.q_proj.weight"]
-    assert isinstance(q, Changed)
+    assert isinstance(q, TransformedTensor)
     with pytest.raises(IndexError, match=r"attn_q.weight: rows are read in steps of one"):
         q[::2]
     with pytest.raises(ValueError, match="cannot be a view"):

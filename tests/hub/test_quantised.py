@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.convert.inspection import inspect_model
 from jaxllm.hub import HubError, decoder_config, export_hf, load_hf, open_source
-from jaxllm.hub.quantised_checkpoints import blocks_of_fp8, blocks_of_mxfp4, decode_mxfp4, without_quantisation
+from jaxllm.hub.quantised_checkpoints import fp8_tensor, mxfp4_tensor, decode_mxfp4, without_quantisation
 from jaxllm.hub.safetensors import open_model, write_model
 from tests.hub import peers
 
@@ -45,7 +45,7 @@ def fp8_blocks(rng: np.random.Generator) -> float:
     bytes_ = rng.permutation(np.concatenate([np.arange(256), rng.integers(0, 256, rows * columns - 256)]))
     bytes_ = bytes_.astype(np.uint8).reshape(rows, columns)
     scale = rng.normal(size=(-(-rows // block[0]), -(-columns // block[1]))).astype(np.float32) * 1e-3
-    got = blocks_of_fp8("w", bytes_.view(ml_dtypes.float8_e4m3fn), scale, block)
+    got = fp8_tensor("w", bytes_.view(ml_dtypes.float8_e4m3fn), scale, block)
     numbers = np.array([e4m3(byte) for byte in range(256)], np.float32)[bytes_]
     want = numbers * np.kron(scale, np.ones(block, np.float32))[:rows, :columns]
     assert np.asarray(got).tobytes() == want.tobytes() or np.array_equal(np.asarray(got), want, equal_nan=True)
@@ -61,7 +61,7 @@ def mxfp4_blocks(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(decode_mxfp4(bytes_, scales), mxfp4(bytes_, scales))
     blocks, some = bytes_.reshape(4, 64, 3, 16), scales.reshape(4, 64, 3)
     want = mxfp4(blocks, some).reshape(4, 64, 96).swapaxes(1, 2)
-    tensor = blocks_of_mxfp4("w", blocks, some)
+    tensor = mxfp4_tensor("w", blocks, some)
     np.testing.assert_array_equal(np.asarray(tensor), want)
     np.testing.assert_array_equal(tensor[1:3, 5:50, 1:60:2], want[1:3, 5:50, 1:60:2])
 
@@ -191,7 +191,7 @@ def test_what_is_wrong_with_scales_is_named(tmp_path: Path, rng: np.random.Gener
     with pytest.raises(HubError, match=r"attention/o .*holds values that are not finite"):
         load_hf(broken(3, {name: wrong.view(ml_dtypes.float8_e4m3fn)}))
     with pytest.raises(HubError, match="MXFP4 has bytes"):
-        blocks_of_mxfp4("w", np.zeros((2, 3, 1, 8), np.uint8), np.zeros((2, 3, 1), np.uint8))
+        mxfp4_tensor("w", np.zeros((2, 3, 1, 8), np.uint8), np.zeros((2, 3, 1), np.uint8))
 
 
 def test_scoring_functions_that_are_not_known_are_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.hub import HubError, load_hf, open_source
-from jaxllm.hub.safetensors import DTYPES, INDEX, Lazy, open_file, open_model, write_model
+from jaxllm.hub.safetensors import DTYPES, INDEX, LazyTensor, open_file, open_model, write_model
 from tests.hub import peers
 
 
@@ -63,7 +63,7 @@ def test_what_is_made_is_made_once_and_let_go(tmp_path: Path) -> None:
         return np.full((2, 2), len(made), ml_dtypes.bfloat16)
 
     dtype = np.dtype(ml_dtypes.bfloat16)
-    lazy = {n: Lazy((2, 2), dtype, lambda n=n: make(n)) for n in "cab"}
+    lazy = {n: LazyTensor((2, 2), dtype, lambda n=n: make(n)) for n in "cab"}
     write_model(tmp_path / "model", lazy, {"config.json": "{}"}, 2**30)
     assert made == ["a", "b", "c"]
     assert float(open_model(tmp_path / "model")["c"][0, 0]) == 3

@@ -225,7 +225,7 @@ def renamed(
     from jaxllm.config import from_dict
     from jaxllm.hub.families.config_json import config_json
     from jaxllm.hub.families.families import family
-    from jaxllm.hub.huggingface import Carried, by_leaf, match, paths, stream_leaf, their_tensors
+    from jaxllm.hub.huggingface import CarriedTensors, sources_by_leaf, match_tensors, leaves_by_path, stream_leaf, hf_tensors
     from jaxllm.models import DecoderConfig, functional
 
     if (meta.get("names") or "jaxllm") == names:
@@ -236,12 +236,12 @@ def renamed(
     some = next(iter(leaves.values())).dtype
     out: dict[str, StreamedLeaf] = {}
     if names == "hf":
-        for name, tensor in their_tensors(source, config, saved, Carried()).items():
+        for name, tensor in hf_tensors(source, config, saved, CarriedTensors()).items():
             out[f"params/{name}"] = StreamedLeaf(tuple(tensor.shape), some, read_lazily(tensor, some))
         return out
-    ours = paths(functional(config).abstract())
-    wanted, _ = match(family(source).table, config, ours, saved)
-    sources = by_leaf(wanted, saved)
+    ours = leaves_by_path(functional(config).abstract())
+    wanted, _ = match_tensors(family(source).table, config, ours, saved)
+    sources = sources_by_leaf(wanted, saved)
     for path, leaf in ours.items():
         out[f"params/{path}"] = StreamedLeaf(tuple(leaf.shape), np.dtype(some), stream_leaf(sources[path], some, path))
     return out

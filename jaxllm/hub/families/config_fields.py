@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.families.field_reader import Fields
+from jaxllm.hub.families.field_reader import FieldReader
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
@@ -22,7 +22,7 @@ MOST_LAYERS = 10_000
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_attention(fields: Fields, head_dim: int | None = None, *, kv_heads: bool = False) -> AttentionConfig:
+def read_attention(fields: FieldReader, head_dim: int | None = None, *, kv_heads: bool = False) -> AttentionConfig:
     """Attention of the Llama line: numbers of heads and head dimension.
 
     Args:
@@ -41,7 +41,7 @@ def read_attention(fields: Fields, head_dim: int | None = None, *, kv_heads: boo
     )
 
 
-def read_layers(fields: Fields, name: str = "num_hidden_layers") -> int:
+def read_layers(fields: FieldReader, name: str = "num_hidden_layers") -> int:
     """Number of blocks; a number larger than any model has is refused before anything is built."""
     layers = fields.need(name, int)
     if layers > MOST_LAYERS:
@@ -49,7 +49,7 @@ def read_layers(fields: Fields, name: str = "num_hidden_layers") -> int:
     return layers
 
 
-def read_mlp(fields: Fields) -> MlpConfig:
+def read_mlp(fields: FieldReader) -> MlpConfig:
     """Gated feed-forward layer."""
     act = fields.need("hidden_act", str)
     return MlpConfig(fields.need("intermediate_size", int), activation("hidden_act", act))
@@ -62,7 +62,7 @@ def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     return ACTIVATIONS[name]
 
 
-def make_decoder(fields: Fields, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
+def make_decoder(fields: FieldReader, blocks: BlockConfig | Sequence[BlockConfig], **more: Any) -> DecoderConfig:
     """``DecoderConfig`` from the fields that the Llama line shares."""
     layers = read_layers(fields)
     every = [blocks] * layers if isinstance(blocks, BlockConfig) else blocks
@@ -92,7 +92,7 @@ def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], t
     return (), tuple(blocks[:whole])
 
 
-def read_windows(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
+def read_windows(fields: FieldReader, default: Callable[[int], bool]) -> list[bool]:
     """Layers with a sliding window: from ``layer_types``, or without it, by the number of the layer."""
     layers = read_layers(fields)
     kinds = fields.get("layer_types", list, None)

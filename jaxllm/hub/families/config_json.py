@@ -56,7 +56,7 @@ def config_json(
     latent = any(isinstance(block.attention, MLAConfig) for block in config.blocks)
     apart: dict[str, list[Difference]] = {}
     for family, fields_of in CANDIDATES.items():
-        if (family in LATENT) != latent or (fields := fields_of(config, length)) is None:
+        if (family in MLA_FAMILIES) != latent or (fields := fields_of(config, length)) is None:
             continue
         given = fields | {"model_type": family, "architectures": [CLASSES[family]], "dtype": config.param_dtype} | ids
         try:
@@ -358,7 +358,7 @@ def _gpt_oss(config: DecoderConfig, length: int) -> Fields | None:
     return _without(fields, "num_experts", "norm_topk_prob") | _layer_types(config) | named
 
 
-LATENT = ("deepseek_v2", "deepseek_v3")
+MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
 """Families with multi-head latent attention."""
 
 CANDIDATES: dict[str, Callable[[DecoderConfig, int], Fields | None]] = {

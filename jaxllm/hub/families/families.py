@@ -22,7 +22,7 @@ from jaxllm.hub.families.config_fields import (
     read_mlp,
     read_windows,
 )
-from jaxllm.hub.families.field_reader import Fields
+from jaxllm.hub.families.field_reader import FieldReader
 from jaxllm.hub.families.moe_families import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, mixtral, olmoe, qwen3_moe
 from jaxllm.hub.families.rope_fields import read_rope, rope_config
 from jaxllm.hub.weight_mapping import (
@@ -46,7 +46,7 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 class Family:
     """One model family: its conversion to our configuration, and its weight table."""
 
-    config: Callable[[Fields], DecoderConfig]
+    config: Callable[[FieldReader], DecoderConfig]
     table: WeightTable
 
 
@@ -57,7 +57,7 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
         HubError: an unknown family (names the known ones), or a field that is missing, unknown, or at an unsupported
             value.
     """
-    fields = Fields(given)
+    fields = FieldReader(given)
     fields.get("max_position_embeddings", int, None)  # says nothing by itself; what reads it wants a number
     try:
         config = family(given).config(fields)
@@ -81,7 +81,7 @@ def family(given: Mapping[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def _llama(fields: Fields) -> DecoderConfig:
+def _llama(fields: FieldReader) -> DecoderConfig:
     fields.only("pretraining_tp", 1)
     fields.only("rope_interleaved", False)
     bias = fields.get("attention_bias", bool, False)
@@ -90,14 +90,14 @@ def _llama(fields: Fields) -> DecoderConfig:
     return make_decoder(fields, BlockConfig(attention, mlp), tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _mistral(fields: Fields) -> DecoderConfig:
+def _mistral(fields: FieldReader) -> DecoderConfig:
     window = fields.given_or("sliding_window", int, 4096)
     attention = replace(read_attention(fields, kv_heads=True), rope=rope_config(fields), window=window)
     block = BlockConfig(attention, read_mlp(fields))
     return make_decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
+def _qwen(fields: FieldReader, attention: AttentionConfig) -> DecoderConfig:
     fields.only("use_mrope", False)
     attention = replace(attention, rope=rope_config(fields))
     window = fields.given_or("sliding_window", int, 4096) if fields.get("use_sliding_window", bool, False) else None
@@ -114,18 +114,18 @@ def _qwen(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
     return make_decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _qwen2(fields: Fields) -> DecoderConfig:
+def _qwen2(fields: FieldReader) -> DecoderConfig:
     fields.skip("attention_bias")  # transformers does not look at it: there are biases
     return _qwen(fields, replace(read_attention(fields, kv_heads=True), bias="qkv"))
 
 
-def _qwen3(fields: Fields) -> DecoderConfig:
+def _qwen3(fields: FieldReader) -> DecoderConfig:
     bias = fields.get("attention_bias", bool, False)
     attention = read_attention(fields, head_dim=128, kv_heads=True)
     return _qwen(fields, replace(attention, qk_norm="head", bias="all" if bias else "none"))
 
 
-def _gemma(fields: Fields, blocks: Sequence[BlockConfig], softcap: float | None) -> DecoderConfig:
+def _gemma(fields: FieldReader, blocks: Sequence[BlockConfig], softcap: float | None) -> DecoderConfig:
     """Gemma 2 or 3; ``softcap`` is the soft cap of the logits where the config does not state one."""
     fields.only("use_bidirectional_attention", False, None)
     return make_decoder(
@@ -138,13 +138,13 @@ def _gemma(fields: Fields, blocks: Sequence[BlockConfig], softcap: float | None)
     )
 
 
-def _gemma_mlp(fields: Fields) -> MlpConfig:
+def _gemma_mlp(fields: FieldReader) -> MlpConfig:
     fields.skip("hidden_act")  # transformers does not look at it
     act = fields.get("hidden_activation", str, "gelu_pytorch_tanh")
     return MlpConfig(fields.need("intermediate_size", int), activation("hidden_activation", act))
 
 
-def _gemma_attention(fields: Fields) -> AttentionConfig:
+def _gemma_attention(fields: FieldReader) -> AttentionConfig:
     bias = fields.get("attention_bias", bool, False)
     width = fields.need("query_pre_attn_scalar", float)
     if width <= 0:
@@ -154,7 +154,7 @@ def _gemma_attention(fields: Fields) -> AttentionConfig:
     )
 
 
-def _gemma2(fields: Fields) -> DecoderConfig:
+def _gemma2(fields: FieldReader) -> DecoderConfig:
     fields.skip("sliding_window_size")  # an earlier name, beside the one that is read
     attention = replace(
         _gemma_attention(fields),
@@ -168,7 +168,7 @@ def _gemma2(fields: Fields) -> DecoderConfig:
     return _gemma(fields, blocks, 30.0)
 
 
-def _gemma3(fields: Fields) -> DecoderConfig:
+def _gemma3(fields: FieldReader) -> DecoderConfig:
     # transformers has the field and does not look at it.
     fields.only("attn_logit_softcapping", None)
     attention = replace(_gemma_attention(fields), qk_norm="head")
@@ -177,7 +177,7 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     fields.skip("_sliding_window_pattern")
     full_theta = fields.get("rope_theta", float, 1_000_000.0)
     local_theta = fields.get("rope_local_base_freq", float, 10_000.0)
-    both = Fields(fields.get("rope_parameters", Mapping, {}), "config.json: rope_parameters")
+    both = FieldReader(fields.get("rope_parameters", Mapping, {}), "config.json: rope_parameters")
     scaling = fields.get("rope_scaling", Mapping, {})
     full_rope = read_rope(both.get(FULL, Mapping, None) or scaling, fields, full_theta)
     local_rope = read_rope(both.get(SLIDING, Mapping, {}), fields, local_theta)
@@ -190,7 +190,7 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     return _gemma(fields, [near if here else full for here in local], None)
 
 
-def _phi3(fields: Fields) -> DecoderConfig:
+def _phi3(fields: FieldReader) -> DecoderConfig:
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     fields.only("lm_head_bias", False)
@@ -209,14 +209,14 @@ def _phi3(fields: Fields) -> DecoderConfig:
     return make_decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _olmo2(fields: Fields) -> DecoderConfig:
+def _olmo2(fields: FieldReader) -> DecoderConfig:
     bias = fields.get("attention_bias", bool, False)
     attention = replace(read_attention(fields), rope=rope_config(fields), qk_norm="all", bias="all" if bias else "none")
     block = BlockConfig(attention, read_mlp(fields), "post")
     return make_decoder(fields, block, tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _gpt2(fields: Fields) -> DecoderConfig:
+def _gpt2(fields: FieldReader) -> DecoderConfig:
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("reorder_and_upcast_attn", False)  # a matter of precision, which here is always the higher

@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.config import closest
 from jaxllm.hub.errors import HubError
 
-SILENT = frozenset(
+IGNORED_FIELDS = frozenset(
     {
         "_attn_implementation_autoset",
         "_name_or_path",
@@ -99,16 +99,16 @@ SILENT = frozenset(
 Dropout matters in training alone; sampling defaults, and outputs beside the logits, do not belong to the model.
 """
 
-MOST = 2**40
+MAX_INTEGER = 2**40
 """Largest integer that is accepted as a size."""
 
 
-class Fields:
+class FieldReader:
     """Fields of a ``config.json``; remembers which were read."""
 
     def __init__(self, given: Mapping[str, Any], where: str = "config.json"):
         self.given, self.where = given, where
-        self._read = set(SILENT)
+        self._read = set(IGNORED_FIELDS)
 
     def need(self, name: str, kind: Any) -> Any:
         """A required field.
@@ -133,12 +133,12 @@ class Fields:
         value = self.given.get(name)
         if value is None:
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INTEGER:
             return float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise HubError(f"{self.where}: {name} = {value!r} is not of the kind {getattr(kind, '__name__', kind)}.")
-        if kind is int and not least <= value <= MOST:
-            raise HubError(f"{self.where}: {name} = {value}; legal: {least} to {MOST}.")
+        if kind is int and not least <= value <= MAX_INTEGER:
+            raise HubError(f"{self.where}: {name} = {value}; legal: {least} to {MAX_INTEGER}.")
         if kind is float and not math.isfinite(value):
             raise HubError(f"{self.where}: {name} = {value}; legal: finite numbers.")
         return value

@@ -15,7 +15,7 @@ from jaxllm.hub.families.config_fields import (
     read_mlp,
     read_windows,
 )
-from jaxllm.hub.families.field_reader import Fields
+from jaxllm.hub.families.field_reader import FieldReader
 from jaxllm.hub.families.rope_fields import rope_config
 from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig, RouterConfig
 
@@ -30,7 +30,7 @@ TRAINING = (
 """Fields that matter in training alone."""
 
 
-def read_moe(fields: Fields, width: str, router: RouterConfig, **more: Any) -> MoeConfig:
+def read_moe(fields: FieldReader, width: str, router: RouterConfig, **more: Any) -> MoeConfig:
     """Mixture-of-experts layer.
 
     Args:
@@ -47,7 +47,7 @@ def read_moe(fields: Fields, width: str, router: RouterConfig, **more: Any) -> M
     )
 
 
-def _experts(fields: Fields) -> int:
+def _experts(fields: FieldReader) -> int:
     """Number of experts, from a field of which transformers writes one of several names."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     found = {name: fields.get(name, int, None) for name in names if fields.given.get(name) is not None}
@@ -56,7 +56,7 @@ def _experts(fields: Fields) -> int:
     return next(iter(found.values())) if found else fields.need(names[0], int)
 
 
-def mixtral(fields: Fields) -> DecoderConfig:
+def mixtral(fields: FieldReader) -> DecoderConfig:
     """Mixtral."""
     window = fields.get("sliding_window", int, None)
     attention = read_attention(fields, kv_heads=True)
@@ -65,7 +65,7 @@ def mixtral(fields: Fields) -> DecoderConfig:
     return make_decoder(fields, BlockConfig(attention, moe), tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def qwen3_moe(fields: Fields) -> DecoderConfig:
+def qwen3_moe(fields: FieldReader) -> DecoderConfig:
     """Qwen3-MoE."""
     bias = fields.get("attention_bias", bool, False)
     windowed = fields.get("use_sliding_window", bool, False)
@@ -87,7 +87,7 @@ def qwen3_moe(fields: Fields) -> DecoderConfig:
     return make_decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def olmoe(fields: Fields) -> DecoderConfig:
+def olmoe(fields: FieldReader) -> DecoderConfig:
     """OLMoE."""
     bias = "all" if fields.get("attention_bias", bool, False) else "none"
     attention = replace(
@@ -101,7 +101,7 @@ def olmoe(fields: Fields) -> DecoderConfig:
     return make_decoder(fields, BlockConfig(attention, moe), tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def _latent(fields: Fields, *, interleaved: bool) -> MLAConfig:
+def _latent(fields: FieldReader, *, interleaved: bool) -> MLAConfig:
     """Multi-head latent attention, with YaRN's correction of its scores."""
     heads, rope_dim = fields.need("num_attention_heads", int), fields.need("qk_rope_head_dim", int)
     if (kv_heads := fields.get("num_key_value_heads", int, heads)) != heads:
@@ -121,24 +121,24 @@ def _latent(fields: Fields, *, interleaved: bool) -> MLAConfig:
     )
 
 
-def _q_latent(fields: Fields) -> int | None:
+def _q_latent(fields: FieldReader) -> int | None:
     """Dimension of the query latent: null means uncompressed queries, a missing field transformers' own default."""
     if "q_lora_rank" not in fields.given:
         raise HubError(f"{fields.where} lacks 'q_lora_rank'; give its size, or null for none.")
     return fields.get("q_lora_rank", int, None)
 
 
-def score_growth(fields: Fields) -> float:
+def score_growth(fields: FieldReader) -> float:
     """Factor of queries and of keys for longer sequences, beside the magnitude of the rotation."""
     given = fields.given.get("rope_scaling") or fields.given.get("rope_parameters") or {}
     if given.get("rope_type", given.get("type", "default")) == "default":
         return 1.0
-    inner = Fields(given, f"{fields.where}: the rotary embedding")
+    inner = FieldReader(given, f"{fields.where}: the rotary embedding")
     growth, factor = inner.get("mscale_all_dim", float, None), inner.get("factor", float, 1.0)
     return 0.1 * growth * math.log(factor) + 1.0 if growth and factor > 1 else 1.0
 
 
-def _deepseek(fields: Fields, router: RouterConfig, latent: MLAConfig, mlp: MlpConfig) -> DecoderConfig:
+def _deepseek(fields: FieldReader, router: RouterConfig, latent: MLAConfig, mlp: MlpConfig) -> DecoderConfig:
     fields.only("pretraining_tp", 1)
     fields.only("moe_layer_freq", 1)
     # Layers beyond the last, that predict further tokens: not loaded, as in transformers.
@@ -150,7 +150,7 @@ def _deepseek(fields: Fields, router: RouterConfig, latent: MLAConfig, mlp: MlpC
     return make_decoder(fields, blocks, tied=fields.get("tie_word_embeddings", bool, False))
 
 
-def deepseek_v2(fields: Fields) -> DecoderConfig:
+def deepseek_v2(fields: FieldReader) -> DecoderConfig:
     """DeepSeek-V2."""
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False, None)  # transformers has the field and does not look at it
@@ -164,7 +164,7 @@ def deepseek_v2(fields: Fields) -> DecoderConfig:
     return _deepseek(fields, router, _latent(fields, interleaved=True), read_mlp(fields))
 
 
-def _sigmoid_router(fields: Fields, scale: float, groups: int, top_groups: int) -> RouterConfig:
+def _sigmoid_router(fields: FieldReader, scale: float, groups: int, top_groups: int) -> RouterConfig:
     """DeepSeek-V3's router; the defaults are those of missing fields."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
@@ -179,7 +179,7 @@ def _sigmoid_router(fields: Fields, scale: float, groups: int, top_groups: int) 
     )
 
 
-def deepseek_v3(fields: Fields) -> DecoderConfig:
+def deepseek_v3(fields: FieldReader) -> DecoderConfig:
     """DeepSeek-V3."""
     if "first_k_dense_replace" not in fields.given:
         raise HubError(f"{fields.where} lacks 'first_k_dense_replace'; give how many of the first layers are dense.")
@@ -188,7 +188,7 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
     return _deepseek(fields, router, latent, read_mlp(fields))
 
 
-def glm4_moe(fields: Fields) -> DecoderConfig:
+def glm4_moe(fields: FieldReader) -> DecoderConfig:
     # What a missing one means.
     """GLM-4-MoE."""
     fields.given = {"partial_rotary_factor": 0.5, **fields.given}
@@ -219,7 +219,7 @@ GPT_OSS_ROPE = {
 """Default of a missing rotary embedding in this family."""
 
 
-def gpt_oss(fields: Fields) -> DecoderConfig:
+def gpt_oss(fields: FieldReader) -> DecoderConfig:
     """gpt-oss."""
     if not (fields.given.get("rope_parameters") or fields.given.get("rope_scaling")):
         fields.given = {**fields.given, "rope_parameters": GPT_OSS_ROPE}

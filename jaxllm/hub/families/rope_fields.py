@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.families.field_reader import Fields
+from jaxllm.hub.families.field_reader import FieldReader
 from jaxllm.models import (
     DynamicScaling,
     LinearScaling,
@@ -19,7 +19,7 @@ from jaxllm.models import (
 )
 
 
-def rope_config(fields: Fields, *, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
+def rope_config(fields: FieldReader, *, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
     """Rotary embedding of a model that has one for all layers.
 
     Args:
@@ -35,14 +35,14 @@ def rope_config(fields: Fields, *, theta: float = 10000.0, partial: bool = False
 
 
 def read_rope(
-    given: Mapping[str, Any], fields: Fields, theta: float, fraction: float = 1.0, *, partial: bool = False
+    given: Mapping[str, Any], fields: FieldReader, theta: float, fraction: float = 1.0, *, partial: bool = False
 ) -> RopeConfig:
     """Parameters of one rotary embedding; ``theta`` and ``fraction`` are the defaults.
 
     Raises:
         HubError: an unknown kind, or a parameter that is missing or illegal.
     """
-    inner = Fields(given, f"{fields.where}: the rotary embedding")
+    inner = FieldReader(given, f"{fields.where}: the rotary embedding")
     kind = inner.get("rope_type", str, inner.get("type", str, "default"))
     inner.skip("type")
     theta = inner.get("rope_theta", float, theta)
@@ -59,24 +59,24 @@ def read_rope(
     return RopeConfig(theta, scaling, fraction)
 
 
-def _original_length(inner: Fields, fields: Fields) -> int:
+def _original_length(inner: FieldReader, fields: FieldReader) -> int:
     """Original training length: among the parameters, beside them (Phi-3), or the longest sequence."""
     beside = fields.get("original_max_position_embeddings", int, None)
     inside = inner.get("original_max_position_embeddings", int, None)
     return beside or inside or fields.need("max_position_embeddings", int)
 
 
-def _linear(inner: Fields, _: Fields) -> RopeScaling:
+def _linear(inner: FieldReader, _: FieldReader) -> RopeScaling:
     return LinearScaling(inner.need("factor", float))
 
 
-def _dynamic(inner: Fields, fields: Fields) -> RopeScaling:
+def _dynamic(inner: FieldReader, fields: FieldReader) -> RopeScaling:
     # transformers measures growth from max_position_embeddings, whatever the parameters name.
     inner.skip("original_max_position_embeddings")
     return DynamicScaling(inner.need("factor", float), fields.need("max_position_embeddings", int))
 
 
-def _llama3(inner: Fields, fields: Fields) -> RopeScaling:
+def _llama3(inner: FieldReader, fields: FieldReader) -> RopeScaling:
     return Llama3Scaling(
         factor=inner.need("factor", float),
         low_freq_factor=inner.need("low_freq_factor", float),
@@ -85,7 +85,7 @@ def _llama3(inner: Fields, fields: Fields) -> RopeScaling:
     )
 
 
-def _yarn(inner: Fields, fields: Fields) -> RopeScaling:
+def _yarn(inner: FieldReader, fields: FieldReader) -> RopeScaling:
     length = _original_length(inner, fields)
     factor = inner.get("factor", float, None) or fields.need("max_position_embeddings", int) / length
     attention = inner.get("attention_factor", float, None)
@@ -103,7 +103,7 @@ def _yarn(inner: Fields, fields: Fields) -> RopeScaling:
     )
 
 
-def _longrope(inner: Fields, fields: Fields) -> RopeScaling:
+def _longrope(inner: FieldReader, fields: FieldReader) -> RopeScaling:
     length = _original_length(inner, fields)
     factor = inner.get("factor", float, None) or fields.need("max_position_embeddings", int) / length
     attention = inner.get("attention_factor", float, None)
@@ -112,7 +112,7 @@ def _longrope(inner: Fields, fields: Fields) -> RopeScaling:
     return LongRopeScaling(_factors(inner, "short_factor"), _factors(inner, "long_factor"), length, attention)
 
 
-def _factors(inner: Fields, name: str) -> tuple[float, ...]:
+def _factors(inner: FieldReader, name: str) -> tuple[float, ...]:
     """A list of positive numbers."""
     given = inner.need(name, list)
     if not all(type(f) in (int, float) and 0 < f < math.inf for f in given):
@@ -120,7 +120,7 @@ def _factors(inner: Fields, name: str) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-SCALINGS: dict[str, Callable[[Fields, Fields], RopeScaling]] = {
+SCALINGS: dict[str, Callable[[FieldReader, FieldReader], RopeScaling]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -20,7 +20,7 @@ CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Kind:
+class GgmlFormat:
     """One number format.
 
     Attributes:
@@ -41,7 +41,7 @@ class Kind:
         return self.layout if self.decode is None else np.dtype(np.float32)
 
 
-def dequantize(kind: Kind, data: UInt8[np.ndarray, " bytes"], out: Float[np.ndarray, " values"]) -> None:
+def dequantize(kind: GgmlFormat, data: UInt8[np.ndarray, " bytes"], out: Float[np.ndarray, " values"]) -> None:
     """Decodes whole blocks into ``out``, contiguous and of any float dtype; needs little memory besides.
 
     Float32 values are bit for bit GGML's; other dtypes are rounded from them.
@@ -179,19 +179,19 @@ def _q6_k(b: np.ndarray, out: np.ndarray) -> None:
     parts *= (_float(b["d"]) * b["s"])[:, :, None]
 
 
-def _block(name: str, values: int, decode: Callable[[np.ndarray, np.ndarray], None], layout: str) -> Kind:
+def _block(name: str, values: int, decode: Callable[[np.ndarray, np.ndarray], None], layout: str) -> GgmlFormat:
     """A quantised format from its layout: ``field:type`` or ``field:type*count``, in the order of the bytes."""
     fields = []
     for part in layout.split():
         field, _, type_ = part.partition(":")
         base, _, count = type_.partition("*")
         fields.append((field, base, (int(count),)) if count else (field, base))
-    return Kind(name, np.dtype(fields), values, decode)
+    return GgmlFormat(name, np.dtype(fields), values, decode)
 
 
-KINDS: dict[int, Kind] = {
-    0: Kind("F32", np.dtype("<f4")),
-    1: Kind("F16", np.dtype("<f2")),
+KINDS: dict[int, GgmlFormat] = {
+    0: GgmlFormat("F32", np.dtype("<f4")),
+    1: GgmlFormat("F16", np.dtype("<f2")),
     2: _block("Q4_0", 32, _q4_0, "d:<f2 q:u1*16"),
     3: _block("Q4_1", 32, _q4_1, "d:<f2 m:<f2 q:u1*16"),
     6: _block("Q5_0", 32, _q5_0, "d:<f2 h:u1*4 q:u1*16"),
@@ -202,16 +202,16 @@ KINDS: dict[int, Kind] = {
     12: _block("Q4_K", 256, _q4_k, "d:<f2 m:<f2 s:u1*12 q:u1*128"),
     13: _block("Q5_K", 256, _q5_k, "d:<f2 m:<f2 s:u1*12 h:u1*32 q:u1*128"),
     14: _block("Q6_K", 256, _q6_k, "q:u1*128 h:u1*64 s:i1*16 d:<f2"),
-    24: Kind("I8", np.dtype("i1")),
-    25: Kind("I16", np.dtype("<i2")),
-    26: Kind("I32", np.dtype("<i4")),
-    27: Kind("I64", np.dtype("<i8")),
-    28: Kind("F64", np.dtype("<f8")),
-    30: Kind("BF16", np.dtype(ml_dtypes.bfloat16)),
+    24: GgmlFormat("I8", np.dtype("i1")),
+    25: GgmlFormat("I16", np.dtype("<i2")),
+    26: GgmlFormat("I32", np.dtype("<i4")),
+    27: GgmlFormat("I64", np.dtype("<i8")),
+    28: GgmlFormat("F64", np.dtype("<f8")),
+    30: GgmlFormat("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
 """Supported formats by their number in a file."""
 
-OTHERS = {
+UNSUPPORTED_FORMATS = {
     9: "Q8_1",
     15: "Q8_K",
     16: "IQ2_XXS",

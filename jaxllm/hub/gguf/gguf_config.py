@@ -18,7 +18,7 @@ from jaxllm.config import closest
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.gguf.gguf_file import Gguf
 
-SILENT = frozenset({"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"})
+IGNORED_ENTRIES = frozenset({"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"})
 """Entries of an architecture that do not affect its forward pass."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -34,7 +34,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Arch:
+class GgufArchitecture:
     """One value of ``general.architecture``.
 
     Attributes:
@@ -45,17 +45,17 @@ class Arch:
 
     model_type: str
     model_class: str
-    more: Callable[[Entries, dict[str, Any]], dict[str, Any]] = lambda entries, config: {"hidden_act": "silu"}
+    more: Callable[[MetadataEntries, dict[str, Any]], dict[str, Any]] = lambda entries, config: {"hidden_act": "silu"}
 
 
-class Entries:
+class MetadataEntries:
     """Metadata of one architecture; remembers which entries were read."""
 
     def __init__(self, model: Gguf):
         self.path, self.metadata, self.tensors = model.path, model.metadata, model.tensors
         self.arch = str(arch := model.metadata.get("general.architecture"))
-        if self.arch not in ARCHS:
-            known = f"{closest(self.arch, ARCHS)} Known: {', '.join(sorted(ARCHS))}."
+        if self.arch not in ARCHITECTURES:
+            known = f"{closest(self.arch, ARCHITECTURES)} Known: {', '.join(sorted(ARCHITECTURES))}."
             raise HubError(f"{self.path}: general.architecture is {arch!r}.{known}")
         if (what := model.metadata.get("general.type", "model")) != "model":
             raise HubError(f"{self.path} is of the type {what!r}, not a model.")
@@ -94,7 +94,7 @@ class Entries:
         """Refuses every entry that was not read and affects the forward pass."""
         for key in self.metadata:
             name = key.removeprefix(f"{self.arch}.")
-            if name == key or name in self.read or name in SILENT:
+            if name == key or name in self.read or name in IGNORED_ENTRIES:
                 continue
             if name not in ONLY:
                 raise self.refuse(name, "this entry is not understood, so this model cannot be loaded yet")
@@ -118,8 +118,8 @@ def hf_config(model: Gguf) -> dict[str, Any]:
             illegal
             value: each by name.
     """
-    entries = Entries(model)
-    arch = ARCHS[entries.arch]
+    entries = MetadataEntries(model)
+    arch = ARCHITECTURES[entries.arch]
     heads, embed, layers = (entries.integer(n) for n in ("attention.head_count", "embedding_length", "block_count"))
     if f"blk.{layers - 1}.attn_norm.weight" not in model.tensors or f"blk.{layers}.attn_norm.weight" in model.tensors:
         raise entries.refuse("block_count", "the file's tensors are those of another number of blocks")
@@ -157,7 +157,7 @@ def hf_config(model: Gguf) -> dict[str, Any]:
     return config
 
 
-def rope_parameters(entries: Entries, head_dim: int) -> dict[str, Any]:
+def rope_parameters(entries: MetadataEntries, head_dim: int) -> dict[str, Any]:
     """Rotary embedding parameters, from entries and from tensors of factors."""
     rotary = entries.integer("rope.dimension_count", head_dim)
     if (theta := entries.number("rope.freq_base", 10000.0)) == 0:
@@ -193,7 +193,7 @@ def rope_parameters(entries: Entries, head_dim: int) -> dict[str, Any]:
     return rope | {"rope_type": "default"}
 
 
-def _factors(entries: Entries, name: str, rotary: int) -> np.ndarray:
+def _factors(entries: MetadataEntries, name: str, rotary: int) -> np.ndarray:
     """A tensor with one factor per rotated pair, by which its wavelength is stretched."""
     if name not in entries.tensors:
         raise HubError(f"{entries.path} has no tensor {name}, which its rotary embedding asks for.")
@@ -204,7 +204,7 @@ def _factors(entries: Entries, name: str, rotary: int) -> np.ndarray:
     return factors
 
 
-def llama3_scaling(entries: Entries, theta: float, rotary: int) -> dict[str, Any]:
+def llama3_scaling(entries: MetadataEntries, theta: float, rotary: int) -> dict[str, Any]:
     """Parameters of Llama 3's frequency scaling, recovered from the factors in ``rope_freqs.weight``.
 
     Wavelengths from the original length up are stretched by the factor, those below a quarter of it are not, and
@@ -231,7 +231,7 @@ def llama3_scaling(entries: Entries, theta: float, rotary: int) -> dict[str, Any
     )
 
 
-def gemma_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
+def gemma_fields(entries: MetadataEntries, config: dict[str, Any]) -> dict[str, Any]:
     """Fields that Gemma 2 and 3 share: soft caps and sliding-window layers."""
     second = config["model_type"] == "gemma2"
     heads, layers, embed = (config[n] for n in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
@@ -258,7 +258,7 @@ def gemma_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def phi3_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
+def phi3_fields(entries: MetadataEntries, config: dict[str, Any]) -> dict[str, Any]:
     """Fields of Phi 3: a sliding window for every layer (0: none), and the original length of its rotary factors."""
     return {
         "hidden_act": "silu",
@@ -270,12 +270,12 @@ def phi3_fields(entries: Entries, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ARCHS = {
-    "llama": Arch("llama", "LlamaForCausalLM"),
-    "qwen2": Arch("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Arch("qwen3", "Qwen3ForCausalLM"),
-    "gemma2": Arch("gemma2", "Gemma2ForCausalLM", gemma_fields),
-    "gemma3": Arch("gemma3_text", "Gemma3ForCausalLM", gemma_fields),
-    "phi3": Arch("phi3", "Phi3ForCausalLM", phi3_fields),
+ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM"),
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", gemma_fields),
+    "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", gemma_fields),
+    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", phi3_fields),
 }
 """Supported architectures."""

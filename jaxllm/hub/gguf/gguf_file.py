@@ -30,7 +30,7 @@ MAX_DIMS = 4
 MAX_NESTING = 4
 SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
-NUMBERS = {
+SCALAR_TYPES = {
     0: "<u1",
     1: "<i1",
     2: "<u2",
@@ -60,7 +60,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    _kind: ggml_formats.Kind
+    _kind: ggml_formats.GgmlFormat
     _map: mmap.mmap
     _offset: int
 
@@ -251,7 +251,7 @@ def _open_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     return metadata, tensors
 
 
-def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], ggml_formats.Kind, int]:
+def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], ggml_formats.GgmlFormat, int]:
     """Name, shape, format and offset of the next tensor."""
     name = cursor.string("name of a tensor")
     dims = cursor.number("<u4", f"dimensions of {name}")
@@ -261,7 +261,7 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], ggml_formats.Ki
     number, offset = cursor.number("<u4", f"format of {name}"), cursor.number("<u8", f"offset of {name}")
     if number not in ggml_formats.KINDS:
         known = ", ".join(kind.name for kind in ggml_formats.KINDS.values())
-        label = ggml_formats.OTHERS.get(number, f"number {number}")
+        label = ggml_formats.UNSUPPORTED_FORMATS.get(number, f"number {number}")
         raise HubError(f"{cursor.file}: {name} is in the format {label}, which is not read here; known: {known}.")
     kind = ggml_formats.KINDS[number]
     if 0 in shape or shape[-1] % kind.values:
@@ -331,8 +331,8 @@ class _Cursor:
 
     def value(self, type_: int, key: str, depth: int = 0) -> Any:
         """A metadata value of a given type."""
-        if type_ in NUMBERS:
-            return self.number(NUMBERS[type_], f"value of {key}")
+        if type_ in SCALAR_TYPES:
+            return self.number(SCALAR_TYPES[type_], f"value of {key}")
         if type_ == STRING:
             return self.string(f"value of {key}")
         if type_ != ARRAY:
@@ -340,9 +340,9 @@ class _Cursor:
         if depth == MAX_NESTING:
             raise HubError(f"{self.file}: {key} is an array nested more than {MAX_NESTING} deep.")
         inner, count = self.number("<u4", f"type of {key}"), self.number("<u8", f"length of {key}")
-        if inner in NUMBERS:
-            self.check_count(count, np.dtype(NUMBERS[inner]).itemsize, f"values of {key}")
-            return self.numbers(NUMBERS[inner], count, f"values of {key}")
+        if inner in SCALAR_TYPES:
+            self.check_count(count, np.dtype(SCALAR_TYPES[inner]).itemsize, f"values of {key}")
+            return self.numbers(SCALAR_TYPES[inner], count, f"values of {key}")
         if inner == STRING:
             self.check_count(count, 8, f"values of {key}")
             return self.strings(count, f"values of {key}")

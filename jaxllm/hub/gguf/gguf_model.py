@@ -48,7 +48,7 @@ NOT_WEIGHTS = re.compile(r"(rope_freqs|rope_factors_long|rope_factors_short|blk\
 
 
 @dataclass(frozen=True)
-class Weights:
+class GgufTensorNames:
     """Tensor names of one architecture.
 
     Attributes:
@@ -62,18 +62,18 @@ class Weights:
     shifted: bool = False
 
 
-WEIGHTS = {
-    "llama": Weights(permuted=True),
-    "qwen2": Weights(),
-    "qwen3": Weights(),
-    "gemma2": Weights(GEMMA_BLOCK, shifted=True),
-    "gemma3": Weights(GEMMA_BLOCK, shifted=True),
-    "phi3": Weights(PHI3_BLOCK),
+TENSOR_NAMES = {
+    "llama": GgufTensorNames(permuted=True),
+    "qwen2": GgufTensorNames(),
+    "qwen3": GgufTensorNames(),
+    "gemma2": GgufTensorNames(GEMMA_BLOCK, shifted=True),
+    "gemma3": GgufTensorNames(GEMMA_BLOCK, shifted=True),
+    "phi3": GgufTensorNames(PHI3_BLOCK),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Changed:
+class TransformedTensor:
     """A tensor whose rows are changed as they are read.
 
     Attributes:
@@ -128,16 +128,16 @@ def minus_one(rows: np.ndarray) -> np.ndarray:
         return rows - np.ones((), rows.dtype)
 
 
-def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor | Changed]:
+def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor | TransformedTensor]:
     """Tensors under Hugging Face names and with Hugging Face values; an unknown name stays as it is.
 
     Args:
         model: the open file.
         config: its ``jaxllm.hub.gguf.gguf_config`` configuration.
     """
-    arch = WEIGHTS[model.metadata["general.architecture"]]
+    arch = TENSOR_NAMES[model.metadata["general.architecture"]]
     unpermuted = functools.partial(unpermute, head_dim=config["head_dim"])
-    tensors: dict[str, GgufTensor | Changed] = {}
+    tensors: dict[str, GgufTensor | TransformedTensor] = {}
     for name, tensor in model.tensors.items():
         if NOT_WEIGHTS.fullmatch(name):
             continue
@@ -147,11 +147,11 @@ def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor |
         if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
             layer, part = found.groups()
             theirs = arch.block.get(part) and f"model.layers.{layer}.{arch.block[part]}"
-        changed: GgufTensor | Changed = tensor
+        changed: GgufTensor | TransformedTensor = tensor
         if arch.permuted and part in ("attn_q", "attn_k"):
-            changed = Changed(tensor, unpermuted, config["head_dim"])
+            changed = TransformedTensor(tensor, unpermuted, config["head_dim"])
         elif arch.shifted and part.endswith("norm"):
-            changed = Changed(tensor, minus_one)
+            changed = TransformedTensor(tensor, minus_one)
         tensors[f"{theirs}.{ending}" if theirs else name] = changed
     return tensors
 
