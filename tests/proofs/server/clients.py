@@ -33,7 +33,7 @@ async def smollm2_backend() -> Any:
         yield Served(engine, loaded.template, Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh))
 
 
-@proof("server", cases=sorted(FEATURES), sample=1, costly=True)
+@proof("server", cases=sorted(FEATURES), sample=1)
 def openai_client_on_smollm2(feature: str) -> None:
     """Each feature, driven by the official client, streamed and whole."""
     with (
