@@ -28,7 +28,7 @@ quickstart: $(CORE)
 
 test: export JAX_PLATFORMS := cpu
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20 --durations-min 10 $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # `make proof first_run`: the word after `proof` is its argument, not a target.
 ifeq (proof,$(firstword $(MAKECMDGOALS)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import environment
+from tests import cpu_time, environment
 
 import hypothesis  # isort: skip
 import jax  # isort: skip
@@ -27,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    environment.compile_fast()
+    config.pluginmanager.register(cpu_time)
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
     os.environ["JAXLLM_SEED"] = str(environment.seed() if given is None else given)
