@@ -3,6 +3,7 @@
 #   make quickstart         train a small Llama on real text, evaluate it, let it write
 #   make test               the whole test suite           ARGS="-k name" SEED=1 WORKERS=2
 #   make proof NAME         the full counts of one proof   SEED=1 ONLY=case UNIT=0 JOBS=2; without NAME: a list
+#   make proof STALE=1      what changed since its record  NAME; STATUS=1 instead: writes docs/proof_status.md
 #   make lint  typecheck    ruff; pyright
 #   make docs               docs/ as a site in build/site; warnings are errors
 #   make clean              remove .venv, caches and build products; runs stay
@@ -27,7 +28,7 @@ quickstart: $(CORE)
 
 test: export JAX_PLATFORMS := cpu
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20 --durations-min 10 $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # `make proof first_run`: the word after `proof` is its argument, not a target.
 ifeq (proof,$(firstword $(MAKECMDGOALS)))
@@ -42,7 +43,7 @@ endif
 proof: export JAX_PLATFORMS := cpu
 proof: $(DEV)
 	@$(BIN)/python -m tests.proofs $(NAME) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \
-		$(if $(UNIT),--unit $(UNIT)) $(if $(EXAMPLES),--examples $(EXAMPLES)) --jobs $(JOBS)
+		$(if $(STALE),--stale) $(if $(STATUS),--status) $(if $(UNIT),--unit $(UNIT)) $(if $(EXAMPLES),--examples $(EXAMPLES)) --jobs $(JOBS)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests import environment
+from tests import cpu_time, environment
 
 import hypothesis  # isort: skip
 import jax  # isort: skip
 import numpy as np  # isort: skip
 
+from tests.proofs import sampling  # isort: skip
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="seed of everything random (default: $JAXLLM_SEED, or the code's own)")
+    parser.addoption(
+        "--sample-minutes", type=float, help="time of each worker for samples of proofs, default 4; 0: none"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    environment.compile_fast()
+    config.pluginmanager.register(cpu_time)
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
     os.environ["JAXLLM_SEED"] = str(environment.seed() if given is None else given)
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1, ...
         environment.take_cores(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    else:
+        folder = tempfile.mkdtemp(prefix="jaxllm-samples-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        sampling.begin(Path(folder), config.getoption("--sample-minutes"), repeated=given is not None)
     hypothesis.settings.register_profile(
         "jaxllm",
         max_examples=10,
@@ -40,15 +53,39 @@ def pytest_report_header() -> str:
     seed, cache = os.environ["JAXLLM_SEED"], os.path.relpath(os.environ["JAX_COMPILATION_CACHE_DIR"], environment.ROOT)
     return (
         f"seed: {seed} (again: --seed {seed}); jax {jax.__version__}, {environment.DEVICES} cpu devices, cache {cache}"
+        f"\nsamples of proofs: {sampling.minutes():g} minutes of each worker (--sample-minutes), drawn by the seed"
     )
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        sampling.end()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         function = getattr(item, "obj", None)
         if getattr(function, "is_hypothesis_test", False):
             function = getattr(function, "__func__", function)
             hypothesis.seed(environment.derive(environment.seed(), item.nodeid.split("[")[0]))(function)
+
+    items[:] = samples_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def samples_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Tests in such an order that each worker begins with its share of the samples of proofs, in their order.
+
+    xdist gives each worker one piece of the list, of equal numbers; what is left at the end should be many short tests.
+    """
+    samples = [item for item in items if item.path.name == "test_sample.py"]
+    others = iter([item for item in items if item.path.name != "test_sample.py"])
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):
+        end = len(dealt) + (len(items) - len(dealt)) // (workers - worker)
+        dealt += samples[worker::workers]
+        dealt += itertools.islice(others, max(0, end - len(dealt)))
+    return dealt + list(others)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ import tests.typecheck  # noqa: E402, F401  (the hook finds it by name)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 install_import_hook(CHECKED, "tests.typecheck.check")
@@ -83,6 +83,38 @@ def take_cores(number: int, of: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= of:
         os.sched_setaffinity(0, cores[number::of])
+
+
+def compile_fast() -> None:
+    """Programs of this process are from here on compiled six times as fast, and run slower. Before a backend starts.
+
+    For arithmetic on small numbers, where compiling is half of all time. What tests say of compiled programs is
+    read from HLO, and that stays: without optimised machine code the same text, byte for byte; without the emitters of
+    fusions a few fusions are two, and a tiny model's gradients take 0.1% more temporary bytes. Child processes inherit
+    the part that is about CPUs alone.
+    """
+    if jax.__version_info__ < (0, 12) and _FAST not in os.environ.get("XLA_FLAGS", ""):  # XLA ends at unknown flags
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST}".strip()
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+_FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def compiled_alike() -> dict[str, str]:
+    """Variables for child processes whose numbers are compared with ours bit for bit, beside what they inherit."""
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.read("jax_disable_most_optimizations")))}
+
+
+@contextlib.contextmanager
+def optimized() -> Iterator[None]:
+    """Programs compiled inside the block have optimised machine code, as a user's have: for what runs long."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @contextlib.contextmanager

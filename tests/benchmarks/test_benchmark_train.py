@@ -219,6 +219,7 @@ def test_what_cannot_be_is_refused():
 def test_it_runs_beside_torch(monkeypatch, tmp_path):
     gpt = dataclasses.replace(TINY, family="gpt2", kv_heads=2)
     monkeypatch.setattr(train, "SHAPES", {"124m": gpt})
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # how fast is not asked
     given = "--on cpu:1 --precision float32 --torch eager --rounds 1 --threads 1 --batch 2 --seq-len 16"
     assert train.main([*given.split(), "--out", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "train.json").read_text())["results"]

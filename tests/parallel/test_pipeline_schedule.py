@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.parallel.pipeline.schedule import OpCosts, PipelineOp, ScheduleError, check
@@ -67,8 +67,8 @@ def test_zero_bubble(stages, more):
     assert second.peak == 2 * stages - 1
 
 
-@settings(max_examples=25)
-@given(st.integers(2, 12), st.integers(0, 6))
+@given(st.integers(2, 8), st.integers(0, 6))
+@example(12, 5)
 def test_vees_hold_what_their_paper_says(stages, more):
     """arXiv:2405.15362: a third of 1F1B's activations, a half, and as many without a bubble."""
     micro = 3 * stages + more

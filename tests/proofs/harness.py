@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib
 import random
@@ -45,7 +46,14 @@ class Proof:
     float64: bool
     parallel: bool
     cases: tuple[Any, ...] | None = None
-    costly: bool = False
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the trial's module, where `covered_code` begins."""
+        trial = self.trial
+        while isinstance(trial, functools.partial):
+            trial = trial.func
+        return trial.__module__
 
     @property
     def kind(self) -> str:
@@ -92,7 +100,6 @@ def proof(
     chunk: int = 20,
     float64: bool = False,
     parallel: bool = True,
-    costly: bool = False,
 ):
     """Registers a trial as a proof of an issue.
 
@@ -102,7 +109,7 @@ def proof(
     Args:
         issue: the proof's group, `make proof ISSUE`; the folder it lives in.
         count: trials of the full run: seeds, or distinct examples; of listed cases it is their number.
-        sample: trials of it in `make test`.
+        sample: trials of it in a test run that samples it; `sampling` says which it samples.
         name: default: the function's name.
         bound: largest legal error, one for all or by name. None: the trial returns no error.
         strategy: draws examples; None: the trial takes a seed, or a case.
@@ -111,7 +118,6 @@ def proof(
         chunk: examples of one resumable step of a drawn proof.
         float64: JAX is in 64-bit mode during the trial.
         parallel: False if nothing else may run on the machine meanwhile.
-        costly: one unit takes a core for more than a minute; a test run takes an eighth of the proofs that do.
     """
 
     def register(trial):
@@ -125,7 +131,7 @@ def proof(
             raise ProofError(f"proof {issue}/{case}: need 0 < sample <= count and chunk >= 1.")
         bounds = dict(bound) if isinstance(bound, Mapping) else {} if bound is None else {"error": float(bound)}
         listed = None if cases is None else tuple(cases)
-        made = Proof(issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed, costly)
+        made = Proof(issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed)
         if len(set(made.labels())) < len(listed or ()):
             raise ProofError(f"proof {issue}/{case}: two cases have the same name.")
         _proofs[issue, case] = made
@@ -151,12 +157,6 @@ def load(issue: str) -> dict[str, Proof]:
     for file in sorted((_HERE / issue).glob("[a-z]*.py")):
         importlib.import_module(f"tests.proofs.{issue}.{file.stem}")
     return {case: found for (group, case), found in sorted(_proofs.items()) if group == issue}
-
-
-def left_out(proofs: Sequence[Proof], seed: int) -> set[tuple[str, str]]:
-    """Seven eighths of the costly proofs, by issue and name: those that a test run leaves to other seeds."""
-    costly = sorted((p.issue, p.name) for p in proofs if p.costly)
-    return set(random.Random(environment.derive(seed, "costly")).sample(costly, len(costly) * 7 // 8))
 
 
 def run_unit(proof: Proof, seed: int, index: int, *, examples: int | None = None, seen: Collection[str] = ()) -> Unit:

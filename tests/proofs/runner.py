@@ -78,8 +78,8 @@ class Case:
         taken = self.flying | self.failed
         return next(i for i in itertools.count() if i not in self.done and i not in taken)
 
-    def record(self, origin: Origin, seed: int) -> dict[str, Any]:
-        """What docs/proofs/<issue>.json says of it."""
+    def record(self, origin: Origin, seed: int, covers: str) -> dict[str, Any]:
+        """What docs/proofs/<issue>.json says of it. `covers`: digest of the code, see `covered_code`."""
         record = {
             "name": self.proof.name,
             "asked": self.proof.count,
@@ -87,10 +87,12 @@ class Case:
             "worst_error": stored.flat(self.worst),
             "bound": stored.flat(self.proof.bounds),
             "seconds": round(self.seconds, 1),
+            "longest": round(max(unit.seconds for unit in self.done.values()), 1),
             "seed": seed,
             "commit": origin.commit,
             "dirty": origin.dirty,
             "code": origin.code,
+            "covers": covers,
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": origin.versions,
         }

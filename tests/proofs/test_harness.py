@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests import environment
 from tests.proofs import __main__ as cli
-from tests.proofs import harness, journal, runner, stored
+from tests.proofs import covered_code, harness, journal, runner, stored
 from tests.proofs.harness import Proof, ProofError
 
 
@@ -59,7 +59,7 @@ def test_seeded_proof_runs_different_seeds_and_keeps_the_worst(toy):
     (case,) = record["cases"]
     assert case == case | {"name": "case", "asked": 6, "run": 6, "bound": 1.0, "worst_error": max(seeds) / 2**40}
     assert case["seed"] == 7
-    assert {"commit", "dirty", "code", "versions", "finished", "seconds"} <= set(case)
+    assert {"commit", "dirty", "code", "covers", "versions", "finished", "seconds", "longest"} <= set(case)
     assert {"python", "jax", "jaxlib", "flax"} <= set(case["versions"])
 
 
@@ -134,16 +134,6 @@ def test_seeds_sample_other_cases():
     assert {case for sample in samples for case in sample} == set(range(10))
     assert make(None, sample=2).sampled(7) == [0, 1]
     assert make(None, sample=2, strategy=st.booleans()).sampled(7) == [0]
-
-
-def test_seeds_take_turns_with_costly_proofs():
-    proofs = [make(None, name=name, costly=name != "cheap") for name in ("a", "b", "c", "d", "cheap")]
-    left = [harness.left_out(proofs, seed) for seed in range(60)]
-    assert all(len(some) == 3 for some in left)
-    assert ("toy", "cheap") not in set.union(*left)
-    assert not set.intersection(*left)
-    assert left[7] == harness.left_out(proofs, 7)
-    assert not harness.left_out(proofs[:1], 7)
 
 
 def test_failing_seed_prints_how_to_see_it_again(toy, capsys):
@@ -225,6 +215,27 @@ def test_one_case_again_leaves_the_others_as_they_were(toy, monkeypatch):
         ("a", 1, "code"),
         ("b", 2, "new code"),
     ]
+
+
+def test_stale_proofs_are_renewed_and_no_others(toy, monkeypatch, capsys):
+    ran = []
+    proofs = [make(lambda _, name=name: ran.append(name), count=2, name=name) for name in "abc"]
+    monkeypatch.setattr(harness, "issues", lambda: ["toy"])
+    code = {"tests.a": "1", "tests.b": "1", "tests.c": "1"}
+    monkeypatch.setattr(Proof, "module", property(lambda proof: f"tests.{proof.name}"))
+    monkeypatch.setattr(covered_code.Tree, "covers", lambda tree, module: code[module])
+    assert toy("--only", "a", proofs=proofs) == 0
+    assert toy("--only", "b", proofs=proofs) == 0
+    code["tests.b"] = "2"
+    monkeypatch.setattr(journal, "_code_digest", lambda: "new code")
+    ran.clear()
+    assert toy("--stale", proofs=proofs) == 0
+    assert ran == ["b", "b", "c", "c"]
+    assert {case["name"]: case["covers"] for case in toy.record()["cases"]} == {"a": "1", "b": "2", "c": "1"}
+    ran.clear()
+    assert toy("--stale", proofs=proofs) == 0
+    assert not ran
+    assert "all records are current" in capsys.readouterr().out
 
 
 def test_a_failure_stops_its_trials_but_neither_listed_cases_nor_other_proofs(toy, capsys):

@@ -1,23 +1,27 @@
-"""A seed-rotated sample of every registered proof. The full counts: `make proof NAME`."""
+"""Samples of registered proofs, as many as fit into the run's budget of time. The full counts: `make proof NAME`."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests import environment
-from tests.proofs import harness
-
-PROOFS = [proof for issue in harness.issues() for proof in harness.load(issue).values()]
+from tests.proofs import harness, sampling
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda p: f"{p.issue}-{p.name}")
-def test_sample(proof: harness.Proof):
-    if (proof.issue, proof.name) in harness.left_out(PROOFS, environment.seed()):
-        pytest.skip("costly, and of those another seed's turn; in full: make proof " + proof.issue)
-    for index in proof.sampled(environment.seed()):
-        unit = harness.run_unit(proof, environment.seed(), index, examples=proof.sample)
+@pytest.mark.parametrize(
+    ("proof", "seconds"), [pytest.param(p, s, id=f"{p.issue}-{p.name}") for p, s in sampling.planned()]
+)
+def test_sample(proof: harness.Proof, seconds: float):
+    budget = sampling.Budget.here()
+    with environment.optimized():  # as `make proof` compiles
+        units = sampling.sample(proof, environment.seed(), budget, seconds)
+    if not units and seconds > budget.seconds:
+        pytest.skip("a unit takes longer than the whole --sample-minutes; in full: make proof NAME")
+    if not units:
+        pytest.skip(f"--sample-minutes {sampling.minutes():g} are over, or too short for it; in full: make proof NAME")
+    if units[-1].failure is not None:
         size = "" if proof.strategy is None else f" EXAMPLES={proof.sample}"
-        if unit.failure is not None:
-            again = f"make proof {proof.issue} SEED={environment.seed()} ONLY={proof.name} UNIT={index}{size}"
-            pytest.fail(f"{unit.failure}\nagain: {again}", pytrace=False)
-        assert unit.run > 0
+        index = units[-1].index
+        again = f"make proof {proof.issue} SEED={environment.seed()} ONLY={proof.name} UNIT={index}{size}"
+        pytest.fail(f"{units[-1].failure}\nagain: {again}", pytrace=False)
+    assert all(unit.run > 0 for unit in units)

@@ -173,8 +173,8 @@ def tiny():
 def start(finished: Path, folder: Path) -> subprocess.Popen:
     """``jaxllm train`` in a process of its own, with as many devices as there are here."""
     (folder / "recipe.py").write_text(RECIPE.format(text=str(finished), out=str(folder)))
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={environment.DEVICES}"}
-    env |= {"PYTHONPATH": str(environment.ROOT)}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={environment.DEVICES}"
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(environment.ROOT)} | environment.compiled_alike()
     command = [sys.executable, "-m", "jaxllm.cli", "train", str(folder / "recipe.py") + ":tiny"]
     with (folder / "log").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder)

@@ -62,7 +62,7 @@ class AttentionConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"attention: {name} = {getattr(self, name)}; give a positive number.")
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            legal = [k for k in range(1, min(self.heads, 256) + 1) if self.heads % k == 0]
             raise ValueError(
                 f"attention: kv_heads = {self.kv_heads} does not divide heads = {self.heads}; legal kv_heads: {legal}."
             )

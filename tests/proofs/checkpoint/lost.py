@@ -83,7 +83,6 @@ def training(folder: Path, rank: int) -> dict[str, float]:
     sample=1,
     float64=True,
     parallel=False,
-    costly=True,
     bound={"curve": 1e-10, "parameters": 1e-10},
 )
 def lost_hosts(case: tuple[str, int]) -> dict[str, float]:

@@ -52,7 +52,7 @@ def run_recipe(folder: Path, steps: int) -> Path:
     return folder / "sft_smollm2"
 
 
-@proof("data", count=1, sample=1, bound={"nll_kept": 0.95, "logits": 1e-5}, parallel=False, costly=True)
+@proof("data", count=1, sample=1, bound={"nll_kept": 0.95, "logits": 1e-5}, parallel=False)
 def sft_smollm2_on_chats(seed: int) -> dict[str, float]:
     """Held-out assistant NLL falls; nll_kept: after over before. The exported model has transformers' logits:
     max |ours - theirs| / max |theirs|, of the run's own checkpoint."""

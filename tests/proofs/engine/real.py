@@ -35,7 +35,7 @@ def smollm2() -> LLM:
     return LLM("smollm2", sizes, strict=True, manifest=environment.ROOT / ".cache" / "jaxllm" / "engine")
 
 
-@proof("engine", count=6, sample=1, bound=1e-3, parallel=False, costly=True)
+@proof("engine", count=6, sample=1, bound=1e-3, parallel=False)
 def smollm2_logprobs(seed: int) -> float:
     """Chunks, batches, prefixes and decoding in float32: log-probabilities within a thousandth of a nat."""
     llm, rng = smollm2(), np.random.default_rng(seed)

@@ -49,7 +49,7 @@ def nll(kv: KvDtype, text: str) -> float:
     return -float(np.mean(scores))
 
 
-@proof("engine_two", cases=NLL, sample=1, bound=0.005, costly=True)
+@proof("engine_two", cases=NLL, sample=1, bound=0.005)
 def kv_formats_nll(case: tuple[KvDtype, str]) -> float:
     """The real SmolLM2 on real text: the negative log-likelihood's change, over that with pages in float32."""
     kv, text = case
@@ -155,7 +155,7 @@ AGREE = [
 """(way to serve, model, format, mesh)."""
 
 
-@proof("engine_two", cases=AGREE, sample=1, float64=True, bound=1e-6, costly=True)
+@proof("engine_two", cases=AGREE, sample=1, float64=True, bound=1e-6)
 def kv_formats_in_every_way(case: tuple[str, str, KvDtype, str]) -> float:
     """Random traffic in any way, less the same one after the other without prefixes; nothing is compiled meanwhile.
 

@@ -74,7 +74,7 @@ SWAPS = [
 """(mesh that trains, mesh that serves, model)."""
 
 
-@proof("engine_two", cases=SWAPS, sample=1, float64=True, bound=1e-10, costly=True)
+@proof("engine_two", cases=SWAPS, sample=1, float64=True, bound=1e-10)
 def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
     """After every step of training its state goes into a serving engine, then gives its buffers to the next step.
 

@@ -22,7 +22,7 @@ CASES = [
 ]
 
 
-@proof("engine_two", cases=CASES, sample=1, parallel=False, bound=1e-10, costly=True)
+@proof("engine_two", cases=CASES, sample=1, parallel=False, bound=1e-10)
 def four_processes(case: tuple[str, str, str]) -> float:
     """Process 0 schedules for all: log-probabilities are the training forward's on one device, nothing is compiled."""
     with socket.socket() as one:

@@ -47,7 +47,7 @@ def fsdp_state_bytes(example: tuple[str, int]) -> float:
     return abs((report.argument_bytes - batch) / (whole / n) - 1)
 
 
-@proof("first_run", count=2, sample=1, chunk=2, strategy=st.sampled_from(["v6e:8x8", "h100:8x8"]), costly=True)
+@proof("first_run", count=2, sample=1, chunk=2, strategy=st.sampled_from(["v6e:8x8", "h100:8x8"]))
 def llama3_8b_compiles(on: str) -> None:
     """The 8B recipe's step, rows of 8,192 tokens, compiles for 64 chips and fits them."""
     report = compile_for(llama3_8b(), on)

@@ -11,10 +11,12 @@ from tests.environment import ROOT
 from tests.proofs.harness import proof
 from tests.recipes.curves import BOUND
 
+ALSO_COVERS = ("docs/curves/*.json",)
+
 STORED = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
-@proof("front", cases=STORED, sample=1, bound={"loss": BOUND}, costly=True)
+@proof("front", cases=STORED, sample=1, bound={"loss": BOUND})
 def curves(name: str) -> dict[str, float]:
     """The largest difference of the first three losses, nats per token, on one CPU device, as a laptop has it."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -15,6 +15,8 @@ from tests.docs.readme import COMMANDS, path
 from tests.environment import ROOT
 from tests.proofs.harness import proof
 
+ALSO_COVERS = ("README.md",)
+
 
 @proof("front", cases=tuple(COMMANDS), sample=1)
 def new_user(command: str) -> None:
@@ -33,7 +35,7 @@ OWN = ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS", "MAKEFLAGS", "MAKELEVEL")
 """What this process was told and a newcomer is not, beside what begins with JAX."""
 
 
-@proof("front", cases=("from a clone to a served model",), sample=1, costly=True)
+@proof("front", cases=("from a clone to a served model",), sample=1)
 def new_user_path(case: str) -> None:
     """Exactly as printed, one after the other in one shell, in a fresh clone with an environment of its own."""
     environ = {name: value for name, value in os.environ.items() if name not in OWN and not name.startswith("JAX")}

@@ -12,6 +12,8 @@ from notebooks.build import NAMES
 from tests.environment import ROOT
 from tests.proofs.harness import proof
 
+ALSO_COVERS = ("notebooks/*.py",)
+
 
 @proof("front", cases=tuple(NAMES), sample=1)
 def notebooks(name: str) -> None:

@@ -21,7 +21,7 @@ PODS: dict[Callable[[], RunConfig], tuple[str, ...]] = {
 CASES = tuple((recipe.__name__, on) for recipe, topologies in PODS.items() for on in topologies)
 
 
-@proof("front", cases=CASES, sample=1, bound={"of_memory": 1.0}, costly=True)
+@proof("front", cases=CASES, sample=1, bound={"of_memory": 1.0})
 def pods(case: tuple[str, str]) -> dict[str, float]:
     """The share of a device's memory that the step takes, by its compiler."""
     name, on = case

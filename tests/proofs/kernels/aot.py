@@ -21,6 +21,8 @@ from tests import environment
 from tests.kernels import cross_entropy_aot
 from tests.proofs.harness import proof
 
+ALSO_COVERS = ("tests/kernels/*_aot.py",)
+
 TEMPORARIES = 2.0
 """Bytes of temporaries for each byte of arguments and results, where a matrix does not say."""
 LEAST_MEMORY = 15.75

@@ -29,6 +29,8 @@ import pytest
 from tests import environment
 from tests.proofs.harness import ProofError, proof
 
+ALSO_COVERS = ("tests/kernels/*_body.py", "pallas_kernels/*.py")
+
 UNCHANGED = ("api", "config", "pages", "encoding")
 """Modules of a package whose functions and types the test bodies hold on to."""
 

@@ -18,7 +18,7 @@ SLACK = 1.25
 """What a device takes may be this times its share: positions, segments and blocks do not shrink."""
 
 
-@proof("kernels", cases=CASES, sample=1, bound={"out": 2e-6, "gradients": 2e-6}, costly=True)
+@proof("kernels", cases=CASES, sample=1, bound={"out": 2e-6, "gradients": 2e-6})
 def ring_kernels_on_simulated_devices(case: tuple[str, str]) -> dict[str, float]:
     """Remote copies between up to eight simulated devices: values, no race, no memory read before it is written."""
     name, layout = case

@@ -68,7 +68,6 @@ def unbroken() -> Outcome:
     cases=[("SIGKILL", 2), ("SIGKILL", 0), ("SIGKILL", 3), ("SIGTERM", 1)],
     sample=1,
     parallel=False,
-    costly=True,
 )
 def local(case: tuple[str, int]) -> None:
     """A process is killed with SIGKILL after step 6: all are started again, go on after step 4, and end with the

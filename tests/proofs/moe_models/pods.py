@@ -87,7 +87,7 @@ PROGRAMS: dict[str, Callable[[RunConfig, str], aot.CompileReport]] = {"train": c
 CASES = tuple((recipe, program) for recipe in RECIPES for program in PROGRAMS)
 
 
-@proof("moe_models", cases=CASES, sample=1, bound={"of_memory": 1.0, "GiB": 95.73}, costly=True)
+@proof("moe_models", cases=CASES, sample=1, bound={"of_memory": 1.0, "GiB": 95.73})
 def pods(case: tuple[str, str]) -> dict[str, float]:
     """The share of a chip's memory that the program takes, and how much that is."""
     recipe, program = case

@@ -62,7 +62,6 @@ def best(name: str) -> float:
     "optimizers",
     cases=[n for n in KINDS if n not in NOT_FASTER],
     sample=1,
-    costly=True,
     bound={"loss over sgd's": 0.99},
 )
 def beats_descent(name: str) -> dict[str, float]:

@@ -53,7 +53,6 @@ def of_a_layer() -> tuple[int, int]:
     "optimizers",
     cases=["lomo", "adalomo"],
     sample=1,
-    costly=True,
     bound={"gradients of a layer more": 0.05, "sgd": 0.25},
 )
 def gradients_of_one_layer(kind: str) -> dict[str, float]:
@@ -100,7 +99,6 @@ def temporaries_here(topology: Topology, programs: list[tuple[str, dict[str, Any
     "optimizers",
     cases=["mezo"],
     sample=1,
-    costly=True,
     bound={"over the forward pass and a direction": 0.05, "of a layer more": 0.02},
 )
 def peak_of_the_forward(kind: str) -> dict[str, float]:

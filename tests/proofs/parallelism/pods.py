@@ -29,7 +29,7 @@ def run_of(recipe: str) -> RunConfig:
     return dataclasses.replace(make(), compiler_options=OPTIONS)
 
 
-@proof("parallelism", cases=CASES, sample=1, bound={"of_memory": 1.0, "traffic": 1e-3}, costly=True)
+@proof("parallelism", cases=CASES, sample=1, bound={"of_memory": 1.0, "traffic": 1e-3})
 def pods(case: tuple[str, str]) -> dict[str, float]:
     """The share of a device's memory that the step takes, and how far what it sends is from the formula.
 

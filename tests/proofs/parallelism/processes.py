@@ -203,7 +203,6 @@ def miss(folder: Path, rank: int) -> dict[str, float]:
     float64=True,
     parallel=False,
     bound={"curve": 1e-10, "parameters": 1e-10},
-    costly=True,
 )
 def processes(case: tuple[str, str | int]) -> dict[str, float]:
     """Four processes by gloo on this machine: same curve, a loss, a signal, a disagreement, an absence."""

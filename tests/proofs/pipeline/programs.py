@@ -196,7 +196,7 @@ PODS = (
 )
 
 
-@proof("pipeline", cases=PODS, sample=1, bound={"of_memory": 1.0, "messages": 1e-3}, costly=True)
+@proof("pipeline", cases=PODS, sample=1, bound={"of_memory": 1.0, "messages": 1e-3})
 def pods(pod: Pod) -> dict[str, float]:
     """The share of a device's memory that the step takes, and how far what stages send is from the formula."""
     run, topology = pod.run(), Topology.parse(pod.on)

@@ -34,7 +34,7 @@ QUICK = ("8b elementwise h100", "8b zero2 h200", "llama3_8b h100:8x8", "8b accum
 """Compiled in a minute each. The others' stored totals are the words of the proofs ``pods``, which compile them."""
 
 
-@proof("plan", cases=QUICK, sample=2, bound={"arguments": 1e-3, "total": 0.10, "stored": 0.02}, costly=True)
+@proof("plan", cases=QUICK, sample=2, bound={"arguments": 1e-3, "total": 0.10, "stored": 0.02})
 def hbm_recompiled(name: str) -> dict[str, float]:
     """A whole step compiled now: predicted over it, and it over what is stored, less one."""
     report, found = compile_point(name), predicted(name)

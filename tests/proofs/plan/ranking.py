@@ -132,7 +132,7 @@ def ranking(_: str) -> dict[str, float]:
     return order()
 
 
-@proof("plan", cases=("fsdp=8", "tensor=8", "fsdp=8 elementwise"), sample=1, bound={"stored": 0.02}, costly=True)
+@proof("plan", cases=("fsdp=8", "tensor=8", "fsdp=8 elementwise"), sample=1, bound={"stored": 0.02})
 def ranking_recompiled(name: str) -> dict[str, float]:
     """A layout compiled again has the seconds that the order of formulas is checked against."""
     return {"stored": abs(compile_layout(name)["seconds"] / stored()[name]["seconds"] - 1)}

@@ -33,7 +33,7 @@ def walked_gpu(topology: str) -> dict[str, float]:
     return {"memory": abs(found["live"] / found["temp"] - 1)}
 
 
-@proof("plan", cases=TPUS, sample=1, bound={"missing": 0.5}, costly=True)
+@proof("plan", cases=TPUS, sample=1, bound={"missing": 0.5})
 def walked_tpu(topology: str) -> dict[str, float]:
     """The same; live ranges are a lower bound there: what of the compiler's temporaries they leave unexplained."""
     found = counted(topology)

@@ -35,7 +35,6 @@ def measure(remat: str) -> int:
     "policies",
     cases=[0.3, 0.5, 0.7, 0.9],
     sample=1,
-    costly=True,
     bound={"over the budget": 0.0, "left": 0.05, "FLOPs over the best named": 0.0},
 )
 def solver(share: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ def temporaries(remat: str) -> int:
     return compile_for(run, offload.ON).temp_bytes
 
 
-@proof("policies", cases=[0.125, 0.25, 0.5], sample=1, costly=True, bound=0.05)
+@proof("policies", cases=[0.125, 0.25, 0.5], sample=1, bound=0.05)
 def compact_bytes(share: float) -> float:
     """What is missing of the formula: the two norms' results and the feed-forward layer's inner values go.
 
@@ -42,7 +42,7 @@ def losses(remat: str) -> tuple[float, ...]:
     return tuple(evaluated(run, trained(run, seed)[0].params) for seed in SEEDS)
 
 
-@proof("policies", cases=tuple(GAPS), sample=1, bound={"of_limit": 1.0}, costly=True)
+@proof("policies", cases=tuple(GAPS), sample=1, bound={"of_limit": 1.0})
 def compact_loss(remat: str) -> dict[str, float]:
     """The reference model with projections of products' inputs, against the same with the inputs themselves."""
     whole, own = (sum(losses(of)) / len(SEEDS) for of in ("none", remat))

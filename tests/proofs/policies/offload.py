@@ -92,7 +92,6 @@ def waiting(case: Case) -> int:
     "policies",
     cases=list(CASES),
     sample=1,
-    costly=True,
     bound={"host": 0.0, "down": 0.01, "up": 0.01, "stays on the device": 0.0, "exposed": 0.0},
 )
 def offload(name: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def losses(name: str) -> tuple[float, ...]:
     return tuple(evaluated(run, trained(run, seed)[0].params) for seed in SEEDS)
 
 
-@proof("policies", cases=tuple(GAPS), sample=1, bound={"of_limit": 1.0, "gap": 0.005}, costly=True)
+@proof("policies", cases=tuple(GAPS), sample=1, bound={"of_limit": 1.0, "gap": 0.005})
 def precision(name: str) -> dict[str, float]:
     """Seeds draw parameters and data alike for both; "gap" is what their mean loss is larger by, 0 where it is not."""
     single, own = (sum(losses(of)) / len(SEEDS) for of in ("float32", name))

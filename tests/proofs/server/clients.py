@@ -38,7 +38,7 @@ async def smollm2_backend() -> Any:
         )
 
 
-@proof("server", cases=sorted(FEATURES), sample=1, costly=True)
+@proof("server", cases=sorted(FEATURES), sample=1)
 def openai_client_on_smollm2(feature: str) -> None:
     """Each feature, driven by the official client, streamed and whole."""
     with (

@@ -69,7 +69,7 @@ def _evaluated(model: Any, folder: Path) -> tuple[dict[str, float], list[float]]
     return {name: scores[f"{name},none"] for name in ("acc", "acc_norm")}, found
 
 
-@proof("server", count=5, sample=1, bound={"logprob": 1e-3, "score": 0.0}, costly=True)
+@proof("server", count=5, sample=1, bound={"logprob": 1e-3, "score": 0.0})
 def lm_eval_scores_as_in_process(seed: int) -> dict[str, float]:
     """``local-completions`` of lm-eval against a server, and lm-eval over the engine itself: the same items."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
