@@ -25,7 +25,16 @@ from jaxllm.files import release
 from jaxllm.hub import HubError, ModelSource, find_model, open_source
 from jaxllm.hub.families.config_json import TOKENS, config_json
 from jaxllm.hub.families.families import family
-from jaxllm.hub.huggingface import CarriedTensors, sources_by_leaf, cast, match_tensors, leaves_by_path, stream_leaf, hf_tensors, write_config
+from jaxllm.hub.huggingface import (
+    CarriedTensors,
+    cast,
+    hf_tensors,
+    leaves_by_path,
+    match_tensors,
+    sources_by_leaf,
+    stream_leaf,
+    write_config,
+)
 from jaxllm.hub.safetensors import Progress, hub_directory, write_shards
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import Tokenizer
@@ -227,7 +236,10 @@ def _open_source(source: ModelSource) -> ConvertibleModel:
 
 def _dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
     """Dtype of each parameter if most are in ``dtype``; some are wider."""
-    return {path: leaf.dtype for path, leaf in leaves_by_path(functional(replace(config, param_dtype=dtype)).abstract()).items()}  # type: ignore[arg-type]
+    return {
+        path: leaf.dtype
+        for path, leaf in leaves_by_path(functional(replace(config, param_dtype=dtype)).abstract()).items()
+    }  # type: ignore[arg-type]
 
 
 def _exact(config: DecoderConfig) -> set[str]:

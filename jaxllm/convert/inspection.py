@@ -27,7 +27,7 @@ from jaxllm.hub.families.families import family
 from jaxllm.hub.gguf.gguf_config import hf_config
 from jaxllm.hub.gguf.gguf_file import open_gguf
 from jaxllm.hub.gguf.gguf_model import TransformedTensor, hf_tensors
-from jaxllm.hub.huggingface import match_names, leaves_by_path, read_config
+from jaxllm.hub.huggingface import leaves_by_path, match_names, read_config
 from jaxllm.hub.model_source import refuse_pickle
 from jaxllm.hub.quantised_checkpoints import BLOCKS, CONFIG_KEY, SCALES, dequantise_tensors, without_quantisation
 from jaxllm.models import DecoderConfig, functional

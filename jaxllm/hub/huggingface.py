@@ -22,10 +22,10 @@ from jaxllm.files import release
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families.families import decoder_config, family
-from jaxllm.hub.packed_weights import WeightFormat, place_packed, packed_leaf_paths
+from jaxllm.hub.packed_weights import WeightFormat, packed_leaf_paths, place_packed
 from jaxllm.hub.quantised_checkpoints import dequantise_tensors, without_quantisation
 from jaxllm.hub.safetensors import LazyTensor, Progress
-from jaxllm.hub.weight_mapping import TensorPart, HFTensor, WeightTable, hf_layout
+from jaxllm.hub.weight_mapping import HFTensor, TensorPart, WeightTable, hf_layout
 from jaxllm.models import DecoderConfig, PackedExperts, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -270,8 +270,8 @@ class NameMatch:
     Attributes:
         wanted: tensors that the architecture consists of.
         carried: names of tensors that are not learned.
-        twice: as in ``Carried``.
-        bare: as in ``Carried``.
+        twice: as in ``CarriedTensors``.
+        bare: as in ``CarriedTensors``.
         problems: tensors that are missing, unused, or of another shape or dtype; each the end of a sentence.
     """
 
@@ -367,7 +367,9 @@ def place_leaf(leaf: Any, sources: list[TensorSource], path: str) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
 
 
-def stream_leaf(sources: list[TensorSource], dtype: np.dtype, path: str, piece_bytes: int = 2**25) -> Iterator[np.ndarray]:
+def stream_leaf(
+    sources: list[TensorSource], dtype: np.dtype, path: str, piece_bytes: int = 2**25
+) -> Iterator[np.ndarray]:
     """Values of one of our leaves as consecutive pieces in C order on the host, a layer or less at a time."""
     for tensor, part in sources:
         first, size = part.shape[0], math.prod(part.shape) * dtype.itemsize

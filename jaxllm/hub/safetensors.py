@@ -194,7 +194,7 @@ def write_model(directory: Path, tensors: Mapping[str, Any], files: Mapping[str,
     Everything goes to a temporary directory beside it, which is renamed when complete.
 
     Args:
-        tensors: arrays by name, or ``Lazy`` ones; each is made and released before the next.
+        tensors: arrays by name, or ``LazyTensor`` ones; each is made and released before the next.
         files: name -> text.
 
     Raises:

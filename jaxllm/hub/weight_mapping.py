@@ -153,7 +153,8 @@ def experts(
     """Entries for the experts and the router of a layer called ``layer``."""
     names = ((gate, "gate"), (up, "up"), (down, "down"))
     each = (
-        single_entry(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED) for theirs, ours in names
+        single_entry(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED)
+        for theirs, ours in names
     )
     return single_entry(f"{layer}.gate.weight", "mlp/router", SWAPPED), *each
 
@@ -163,7 +164,8 @@ MIXTRAL = LLAMA.with_block(*experts("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3_MOE = LLAMA.with_block(*experts("mlp"))
 
 SHARED = tuple(
-    single_entry(f"mlp.shared_experts.{name}_proj.weight", f"mlp/shared/{name}", SWAPPED) for name in ("gate", "up", "down")
+    single_entry(f"mlp.shared_experts.{name}_proj.weight", f"mlp/shared/{name}", SWAPPED)
+    for name in ("gate", "up", "down")
 )
 
 DEEPSEEK = LLAMA.with_block(
@@ -184,7 +186,9 @@ DEEPSEEK = replace(DEEPSEEK, more_layers=True)
 """DeepSeek-V2 and V3. The layers after their last one predict further tokens (MTP) and are carried along."""
 
 GLM4_MOE = replace(
-    LLAMA.with_block(single_entry("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR), *experts("mlp"), *SHARED),
+    LLAMA.with_block(
+        single_entry("mlp.gate.e_score_correction_bias", "mlp/balance_bias", VECTOR), *experts("mlp"), *SHARED
+    ),
     more_layers=True,
 )
 

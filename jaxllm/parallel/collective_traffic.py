@@ -203,9 +203,7 @@ class _Step:
         if split and not ring:
             gathered = rows * self.seq_len
             kv = self._bytes(gathered, 2, kv_heads, attention.head_dim)
-            yield ExpectedCollective(
-                "all-gather", split, passes, kv + gathered * 4, "keys, values, segment ids"
-            )
+            yield ExpectedCollective("all-gather", split, passes, kv + gathered * 4, "keys, values, segment ids")
             yield ExpectedCollective("reduce-scatter", split, 1, kv, "their gradients")
         if ring:
             steps = self.size(ring) - 1

@@ -64,7 +64,9 @@ def default_chunk(tokens: int, vocab: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(options: ChunkedLossOptions, hidden: Array, head: Array, targets: Array, weights: Array) -> CrossEntropySums:
-    def add(sums: CrossEntropySums, hidden: Array, targets: Array, weights: Array) -> tuple[CrossEntropySums, tuple[()]]:
+    def add(
+        sums: CrossEntropySums, hidden: Array, targets: Array, weights: Array
+    ) -> tuple[CrossEntropySums, tuple[()]]:
         return CrossEntropySums(*map(jnp.add, sums, _chunk(options, hidden, head, targets, weights).sums)), ()
 
     sums, _ = _over_chunks(add, _zero(weights), options.chunk, hidden, targets, weights)
@@ -92,7 +94,9 @@ def _forward(
     return sums, (d_hidden, jax.lax.optimization_barrier(d_head).T.astype(head.dtype), losses)
 
 
-def _backward(options: ChunkedLossOptions, residuals: Any, d_sums: CrossEntropySums) -> tuple[Array, Array, None, Array]:
+def _backward(
+    options: ChunkedLossOptions, residuals: Any, d_sums: CrossEntropySums
+) -> tuple[Array, Array, None, Array]:
     d_hidden, d_head, losses = residuals
     d_loss = d_sums.loss  # the two statistics are not differentiable
     return (d_hidden * d_loss).astype(d_hidden.dtype), (d_head * d_loss).astype(d_head.dtype), None, losses * d_loss

@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.convert.inspection import inspect_model
 from jaxllm.hub import HubError, decoder_config, export_hf, load_hf, open_source
-from jaxllm.hub.quantised_checkpoints import fp8_tensor, mxfp4_tensor, decode_mxfp4, without_quantisation
+from jaxllm.hub.quantised_checkpoints import decode_mxfp4, fp8_tensor, mxfp4_tensor, without_quantisation
 from jaxllm.hub.safetensors import open_model, write_model
 from tests.hub import peers
 

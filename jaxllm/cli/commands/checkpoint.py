@@ -225,7 +225,14 @@ def renamed(
     from jaxllm.config import from_dict
     from jaxllm.hub.families.config_json import config_json
     from jaxllm.hub.families.families import family
-    from jaxllm.hub.huggingface import CarriedTensors, sources_by_leaf, match_tensors, leaves_by_path, stream_leaf, hf_tensors
+    from jaxllm.hub.huggingface import (
+        CarriedTensors,
+        hf_tensors,
+        leaves_by_path,
+        match_tensors,
+        sources_by_leaf,
+        stream_leaf,
+    )
     from jaxllm.models import DecoderConfig, functional
 
     if (meta.get("names") or "jaxllm") == names:
