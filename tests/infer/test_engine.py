@@ -223,7 +223,7 @@ def test_too_few_pages_are_refused():
 
 
 def test_old_names_work_and_warn():
-    with pytest.warns(FutureWarning, match="max_sequences") as heard:
+    with pytest.warns(FutureWarning, match="is now (max_sequences|max_batched_tokens|decode_steps)") as heard:
         config = EngineConfig(sequences=2, budget=8, loop=1)
     assert len(heard) == 3
     assert config == EngineConfig(max_sequences=2, max_batched_tokens=8, decode_steps=1)

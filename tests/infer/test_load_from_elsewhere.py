@@ -146,7 +146,7 @@ def test_chat_reads_lines(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
     monkeypatch.setattr("sys.stdin", typed)
     assert cli.main(["chat", model, *settings]) == 0
     out, err = capsys.readouterr()
-    assert "no command /what" in err
+    assert "unknown command /what" in err
     lines = out.replace("> ", "").splitlines()[1:]
     assert cli.main(["chat", model, "--message", "one", *settings]) == 0
     answer = capsys.readouterr().out.splitlines()
@@ -197,7 +197,7 @@ def test_a_chat_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "max_tokens = 0; give 1 or more" in capsys.readouterr().err
     (tmp_path / "model" / "chat_template.jinja").write_text("{% if false %}x{% endif %}")
     assert cli.main(["chat", model, "--message", "a"]) == 2
-    assert "the template makes an empty prompt of this conversation" in capsys.readouterr().err
+    assert "the template renders this conversation as an empty prompt" in capsys.readouterr().err
 
 
 def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
