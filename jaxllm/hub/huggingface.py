@@ -1,4 +1,7 @@
-"""Hugging Face directories: loads and exports ``config.json`` and safetensors, without torch or transformers."""
+"""Hugging Face directories: loads and exports ``config.json`` and safetensors, without torch or transformers.
+
+A round trip of load and export reproduces the files byte for byte at the same dtype.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,7 @@ def export_hf(
 def hf_tensors(
     source: Mapping[str, Any], config: DecoderConfig, leaves: Mapping[str, Any], carried: CarriedTensors
 ) -> dict[str, Any]:
-    """Tensors of an export under Hugging Face names, each made from our ``leaves`` when it is requested.
+    """Tensors of an export under Hugging Face names, each made from the ``leaves`` when it is requested.
 
     Raises:
         HubError: the architecture has weights that the family has no name for.
@@ -206,7 +209,7 @@ def write_config(directory: Path, source: Mapping[str, Any], dtype: str | None) 
 
 
 def to_hf_tensor(tensor: HFTensor, leaves: Mapping[str, Any], row_of: RowOf | None = None) -> np.ndarray:
-    """One Hugging Face tensor, made from our leaves.
+    """Makes one Hugging Face tensor from the leaves.
 
     Args:
         row_of: returns a leaf's row of the stack of layers, from which several tensors are made (one for each expert).
@@ -311,7 +314,7 @@ def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, 
 def match_tensors(
     table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], tensors: Tensors
 ) -> tuple[Mapping[str, HFTensor], CarriedTensors]:
-    """Their tensors by name, and those that are no parameters, once every name and shape agrees.
+    """(HF tensors of the parameters by name, further tensors), once every name and shape agrees.
 
     Raises:
         HubError: lists tensors that are missing, left over, or of another shape.
@@ -335,11 +338,11 @@ def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
 
 
 TensorSource = tuple[Any, TensorPart]
-"""One of their tensors, and the place of our weight in it."""
+"""(tensor of a file, location of a weight in it)."""
 
 
 def sources_by_leaf(found: Mapping[str, HFTensor], tensors: Tensors) -> dict[str, list[TensorSource]]:
-    """Sources of each of our leaves, layer by layer."""
+    """Sources of each leaf, by its path, layer by layer."""
     sources: dict[str, list[TensorSource]] = {}
     for name, theirs in found.items():
         for part in theirs.parts:
@@ -348,7 +351,7 @@ def sources_by_leaf(found: Mapping[str, HFTensor], tensors: Tensors) -> dict[str
 
 
 def place_leaf(leaf: Any, sources: list[TensorSource], path: str) -> jax.Array:
-    """Places one of our leaves on devices: each device's slice is copied and converted on its own, layer by layer."""
+    """Places a leaf on devices: each device's slice is copied and converted on its own, layer by layer."""
     depth, by_place = len(sources[0][1].at), {part.at: (tensor, part) for tensor, part in sources}
 
     def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -370,10 +373,10 @@ def place_leaf(leaf: Any, sources: list[TensorSource], path: str) -> jax.Array:
 def stream_leaf(
     sources: list[TensorSource], dtype: np.dtype, path: str, piece_bytes: int = 2**25
 ) -> Iterator[np.ndarray]:
-    """Values of one of our leaves as consecutive pieces in C order on the host, a layer or less at a time."""
+    """Values of a leaf as consecutive pieces in C order on the host, a layer or less at a time."""
     for tensor, part in sources:
         first, size = part.shape[0], math.prod(part.shape) * dtype.itemsize
-        # Where our first dimension is not the outermost of theirs, reading a part of it would read all.
+        # If the leaf's first dimension is not the outermost one of the HF tensor, reading a part would read all of it.
         step = first if part.piece.groups[0][0] else max(1, first * piece_bytes // max(1, size))
         for begin in range(0, first, step):
             rows = slice(begin, min(first, begin + step))
@@ -384,7 +387,7 @@ def stream_leaf(
 
 
 def _read(source: TensorSource, inner: tuple[slice, ...], path: str, out: np.ndarray) -> None:
-    """Reads the part ``inner`` of our weight into ``out``, converted to its dtype.
+    """Reads the slice ``inner`` of a weight into ``out``, converted to its dtype.
 
     Raises:
         HubError: a value is not finite.

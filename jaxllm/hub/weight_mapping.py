@@ -1,9 +1,9 @@
-"""Weight mapping: one declarative table per model family, used for loading and for exporting.
+"""Weight mapping: one declarative table per model family, for loading, export and their round trip.
 
-An entry says which of our weights make up one of theirs, and which of our dimensions each of its dimensions consists
-of: the groups ``((1, 2), (0,))`` for our q[D, N, H] mean that theirs is [N*H, D], our dimensions 1 and 2 merged, then
-0. Both directions are views until a slice is copied. A fused tensor has several pieces, one after another along an
-axis, or interleaved. Experts are one weight here; elsewhere each may have tensors of its own.
+An entry states which weights of this library make up one Hugging Face (HF) tensor, and how their dimensions group into
+its dimensions: the groups ``((1, 2), (0,))`` for q[D, N, H] mean that the HF tensor is [N*H, D], with dimensions 1 and
+2 merged, then 0. Both directions are views until a slice is copied. A fused tensor has several pieces, one after
+another along an axis, or interleaved. Experts are one weight here; in HF files each expert may have its own tensors.
 
 Legend: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, E experts.
 """
@@ -25,33 +25,33 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """One of our weights inside one of theirs: its path, and how its dimensions group into theirs."""
+    """Weight inside an HF tensor: its path, and how its dimensions group into those of the HF tensor."""
 
     path: str
     groups: Groups
 
     def from_hf(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Views their array in our ``shape``."""
+        """View of an HF array as a weight of ``shape``."""
         order = [dim for group in self.groups for dim in group]
         inverse = np.argsort(order)
         return array.reshape([shape[dim] for dim in order]).transpose(inverse)
 
     def to_hf(self, array: np.ndarray) -> np.ndarray:
-        """Our array in their shape; a view where the layout allows it."""
+        """Array of a weight in the HF shape; a view if the memory layout allows it."""
         order = [dim for group in self.groups for dim in group]
         return array.transpose(order).reshape(self.hf_shape(array.shape))
 
     def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Their shape for our ``shape`` of one layer."""
+        """HF shape for a weight of ``shape``, without the dimension of the layers."""
         return tuple(math.prod(shape[dim] for dim in group) for group in self.groups)
 
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One of their tensors: its name, with ``{layer}`` if each layer has one, and its pieces along ``axis``.
+    """Entry for one HF tensor: its name, with ``{layer}`` if each layer has one, and its pieces along ``axis``.
 
-    With ``{expert}`` in the name each expert has one, and pieces are those of one expert. Pieces lie one after
-    another, or interleaved (``by_turns``): the first index of each, then the second of each.
+    With ``{expert}`` in the name, each expert has a tensor, and the pieces are those of one expert. Pieces follow one
+    another, or are interleaved (``by_turns``): the first index of each, then the second of each.
     """
 
     name: str
@@ -61,22 +61,21 @@ class WeightEntry:
 
 
 def single_entry(name: str, path: str, groups: Groups) -> WeightEntry:
-    """WeightEntry of a tensor that is one of our weights."""
+    """Entry for an HF tensor that is a single weight."""
     return WeightEntry(name, (WeightPiece(path, groups),))
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """Weight table of a family.
+    """Weight table of a model family.
 
     Attributes:
         prefix: prefix of the names of the inner model; files saved from it alone lack it.
         layer: prefix of the names of a block's tensors, after ``prefix``.
-        block: entries of a block: our paths within it, their names within a layer.
+        block: entries of a block, with paths within the block and HF names within a layer.
         whole: entries outside of blocks, with whole names.
-        more_layers: True if files may have layers beyond the model's last, which predict further tokens (MTP) and are
-            not
-            used.
+        more_layers: True if files may have layers beyond the model's last, for multi-token prediction (MTP), which are
+            not used.
     """
 
     prefix: str
@@ -267,15 +266,15 @@ GPT2 = WeightTable(
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Location of one of our weights, in one layer, within one of their tensors.
+    """Location of one weight, in one layer, within an HF tensor.
 
     Attributes:
-        path: path of our leaf.
+        path: path of the weight's leaf.
         at: part of the leaf: (row of the stack of layers), (row, expert), or () for all of it.
-        shape: shape of our weight there.
+        shape: shape of that part.
         piece: grouping of its dimensions.
-        begin: first index along ``axis`` of their tensor.
-        axis: axis of their tensor.
+        begin: first index along ``axis`` of the HF tensor.
+        axis: axis of the HF tensor.
         step: distance between indices along ``axis``.
     """
 
@@ -291,8 +290,8 @@ class TensorPart:
         return self.path + "".join(f"[{i}]" for i in self.at)
 
     def read(self, tensor: Any, inner: tuple[slice, ...]) -> np.ndarray:
-        """The part ``inner`` of our weight; of their tensor only the rows that hold it are read."""
-        first = self.piece.groups[0][0]  # ours, outermost in their rows
+        """Reads the slice ``inner`` of the weight; only the rows of the HF tensor that contain it are read."""
+        first = self.piece.groups[0][0]  # the weight's dimension that is outermost in the HF tensor
         span = range(*inner[first].indices(self.shape[first]))
         size = self.piece.hf_shape(self.shape)
         each = size[0] // self.shape[first]
@@ -303,7 +302,7 @@ class TensorPart:
         return self.piece.from_hf(np.asarray(tensor[place]), shape)[rest]
 
     def _along(self, axis: int, start: int, stop: int) -> slice:
-        """Indices of the piece in their tensor."""
+        """Indices of the piece along an axis of the HF tensor."""
         if axis != self.axis:
             return slice(start, stop)
         last = self.begin + (stop - 1) * self.step + 1
@@ -312,7 +311,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One of their tensors: its shape, and our weights in it, in order."""
+    """HF tensor of a model: its shape, and the weights in it, in order."""
 
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
@@ -321,7 +320,7 @@ class HFTensor:
 def hf_layout(
     table: WeightTable, config: DecoderConfig, leaves: Mapping[str, Any], *, bare: bool = False
 ) -> dict[str, HFTensor]:
-    """Their tensors by name, for a model with these ``leaves`` (path -> array or shape).
+    """HF tensors by name, for a model with these ``leaves`` (path -> array or shape).
 
     Args:
         bare: whether names lack the table's prefix.
@@ -340,14 +339,14 @@ def hf_layout(
             out[name.removeprefix(table.prefix) if bare else name] = _theirs(entry, within, place, leaves)
     placed = {part.path for tensor in out.values() for part in tensor.parts}
     if lost := sorted(set(leaves) - placed):
-        raise ValueError(f"the table of names has no place for {', '.join(lost[:5])}.")
+        raise ValueError(f"the weight table has no entry for {', '.join(lost[:5])}.")
     return out
 
 
 def _entries(
     table: WeightTable, config: DecoderConfig
 ) -> Iterator[tuple[WeightEntry, str, tuple[int, ...], int | None]]:
-    """Rows of (entry with its whole name, prefix of our paths, row of the stack, layer)."""
+    """(entry with its whole name, prefix of the leaf paths, row of the stack of layers, layer) of all entries."""
     yield from ((entry, "", (), None) for entry in table.whole)
     layer = 0
     for s, (group, repeats) in enumerate(config.segments):

@@ -52,7 +52,7 @@ def config_json(
         HubError: no family has this architecture; names the nearest one and its differences.
     """
     length = _length(config, length)
-    ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have defaults of their own for these
+    ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have different defaults for these
     latent = any(isinstance(block.attention, MLAConfig) for block in config.blocks)
     apart: dict[str, list[Difference]] = {}
     for family, fields_of in CANDIDATES.items():
@@ -61,7 +61,7 @@ def config_json(
         given = fields | {"model_type": family, "architectures": [CLASSES[family]], "dtype": config.param_dtype} | ids
         try:
             apart[family] = _differences(config, decoder_config(given))
-        except HubError:  # nothing of this family can be made of it
+        except HubError:  # this family cannot represent the architecture
             continue
         if not apart[family]:
             return given
@@ -77,7 +77,7 @@ def config_json(
 
 
 def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[Difference]:
-    """Fields of the mathematics that differ, layer by layer; equal layers once."""
+    """Architecture fields that differ, layer by layer; equal layers are listed once."""
     found = differences(_plain(ours), _plain(theirs))
     once: dict[tuple[str, str, str], Difference] = {}
     for one in found:
@@ -94,7 +94,7 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
         attention, rope = one.attention, one.attention.rope
         if rope is not None and isinstance(rope.scaling, YarnScaling):
             rope = replace(rope, scaling=replace(rope.scaling, magnitude=magnitude(rope.scaling)))
-        # A family may give it by the logarithm of another number.
+        # A family may define it by the logarithm of another number.
         scale = float(f"{attention.attention_params.scale:.12g}")
         return replace(one, attention=replace(attention, rope=rope, scale=scale))
 
@@ -201,7 +201,7 @@ def _gemma(config: DecoderConfig, length: int) -> Fields:
         "hidden_activation": HIDDEN_ACT[config.blocks[0].mlp.activation],
         "layer_types": kinds["layer_types"],
         "query_pre_attn_scalar": whole if abs(width - whole) < 1e-9 * width else width,
-        "sliding_window": kinds["sliding_window"] or length,  # a window that no layer has still has a size
+        "sliding_window": kinds["sliding_window"] or length,  # the field is required even if no layer has a window
     }
 
 
@@ -219,13 +219,13 @@ def _gemma3(config: DecoderConfig, length: int) -> Fields:
 def _phi3(config: DecoderConfig, length: int) -> Fields | None:
     attention: Any = config.blocks[0].attention
     if attention.rope is None or not isinstance(attention.rope.scaling, LongRopeScaling | None):
-        return None  # this class knows no other scaling
+        return None  # this class supports no other scaling
     fields = _mistral(config, length)
     if attention.heads * attention.head_dim == config.embed_dim:
         del fields["head_dim"]
     elif attention.rope.scaling is not None:
-        return None  # it counts factors by the width over the heads
-    # This class has defaults of its own for fields that are not there.
+        return None  # it sizes the factors by embed_dim / heads, not by head_dim
+    # This class has different defaults for missing fields.
     fields["rope_parameters"] = rope = _rope(attention.rope) | {"partial_rotary_factor": attention.rope.fraction}
     return fields | {"original_max_position_embeddings": rope.get("original_max_position_embeddings", length)}
 
@@ -283,7 +283,7 @@ def _deepseek(config: DecoderConfig, length: int) -> Fields | None:
     rope, scaling = _rope(attention.rope), attention.rope.scaling
     growth = math.sqrt(attention.attention_params.scale * math.sqrt(attention.nope_dim + attention.rope_dim))
     if isinstance(scaling, YarnScaling) and scaling.factor > 1:
-        # The magnitude stays as it is; this one is of the scores alone.
+        # The magnitude of the rotation is unchanged; this factor scales the attention scores only.
         rope |= {
             "attention_factor": magnitude(scaling),
             "mscale_all_dim": (growth - 1) / (0.1 * math.log(scaling.factor)),

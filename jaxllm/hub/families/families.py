@@ -58,12 +58,12 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
             value.
     """
     fields = FieldReader(given)
-    fields.get("max_position_embeddings", int, None)  # says nothing by itself; what reads it wants a number
+    fields.get("max_position_embeddings", int, None)  # has no effect by itself, but its readers need a number
     try:
         config = family(given).config(fields)
     except HubError:
         raise
-    except (ValueError, ArithmeticError) as error:  # sizes that do not go together
+    except (ValueError, ArithmeticError) as error:  # inconsistent sizes
         raise HubError(f"config.json: {error}") from None
     fields.finish()
     return config
@@ -102,7 +102,7 @@ def _qwen(fields: FieldReader, attention: AttentionConfig) -> DecoderConfig:
     attention = replace(attention, rope=rope_config(fields))
     window = fields.given_or("sliding_window", int, 4096) if fields.get("use_sliding_window", bool, False) else None
     first = fields.get("max_window_layers", int, 28, least=0)
-    # With use_sliding_window false, transformers takes no notice of the window's size.
+    # With use_sliding_window false, transformers ignores the size of the window.
     fields.skip("sliding_window")
     local = read_windows(fields, lambda layer: window is not None and layer >= first)
     if window is None and any(local):
@@ -115,7 +115,7 @@ def _qwen(fields: FieldReader, attention: AttentionConfig) -> DecoderConfig:
 
 
 def _qwen2(fields: FieldReader) -> DecoderConfig:
-    fields.skip("attention_bias")  # transformers does not look at it: there are biases
+    fields.skip("attention_bias")  # transformers ignores it: there are always biases
     return _qwen(fields, replace(read_attention(fields, kv_heads=True), bias="qkv"))
 
 
@@ -139,7 +139,7 @@ def _gemma(fields: FieldReader, blocks: Sequence[BlockConfig], softcap: float | 
 
 
 def _gemma_mlp(fields: FieldReader) -> MlpConfig:
-    fields.skip("hidden_act")  # transformers does not look at it
+    fields.skip("hidden_act")  # transformers ignores it
     act = fields.get("hidden_activation", str, "gelu_pytorch_tanh")
     return MlpConfig(fields.need("intermediate_size", int), activation("hidden_activation", act))
 
@@ -169,7 +169,7 @@ def _gemma2(fields: FieldReader) -> DecoderConfig:
 
 
 def _gemma3(fields: FieldReader) -> DecoderConfig:
-    # transformers has the field and does not look at it.
+    # transformers has the field but ignores it.
     fields.only("attn_logit_softcapping", None)
     attention = replace(_gemma_attention(fields), qk_norm="head")
     window = fields.need("sliding_window", int)
@@ -196,8 +196,8 @@ def _phi3(fields: FieldReader) -> DecoderConfig:
     fields.only("lm_head_bias", False)
     fields.only("full_attn_mod", 1)
     fields.only("interpolate_factor", 1)
-    fields.skip("original_max_position_embeddings")  # read where a scaling asks for it
-    fields.given = {"original_max_position_embeddings": 4096, **fields.given}  # what a missing one means
+    fields.skip("original_max_position_embeddings")  # read only by a rope scaling that needs it
+    fields.given = {"original_max_position_embeddings": 4096, **fields.given}  # the default
     given = fields.given.get("rope_scaling") or fields.given.get("rope_parameters")
     if isinstance(given, Mapping) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
         # Early names of LongRoPE in this family.
@@ -219,7 +219,7 @@ def _olmo2(fields: FieldReader) -> DecoderConfig:
 def _gpt2(fields: FieldReader) -> DecoderConfig:
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
-    fields.only("reorder_and_upcast_attn", False)  # a matter of precision, which here is always the higher
+    fields.only("reorder_and_upcast_attn", False)  # affects precision only; here it is always the higher one
     fields.only("add_cross_attention", False)
     embed, heads = fields.need("n_embd", int), fields.need("n_head", int)
     act = fields.need("activation_function", str)

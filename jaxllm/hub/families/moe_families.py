@@ -106,7 +106,7 @@ def _latent(fields: FieldReader, *, interleaved: bool) -> MLAConfig:
     heads, rope_dim = fields.need("num_attention_heads", int), fields.need("qk_rope_head_dim", int)
     if (kv_heads := fields.get("num_key_value_heads", int, heads)) != heads:
         raise HubError(f"{fields.where}: num_key_value_heads = {kv_heads}; latent attention has all {heads}.")
-    fields.skip("head_dim", "qk_head_dim")  # transformers sets them by the others
+    fields.skip("head_dim", "qk_head_dim")  # transformers derives them from the other fields
     nope_dim = fields.need("qk_nope_head_dim", int)
     return MLAConfig(
         heads=heads,
@@ -141,7 +141,7 @@ def score_growth(fields: FieldReader) -> float:
 def _deepseek(fields: FieldReader, router: RouterConfig, latent: MLAConfig, mlp: MlpConfig) -> DecoderConfig:
     fields.only("pretraining_tp", 1)
     fields.only("moe_layer_freq", 1)
-    # Layers beyond the last, that predict further tokens: not loaded, as in transformers.
+    # Layers after the last one, for multi-token prediction (MTP), are not loaded, as in transformers.
     fields.skip("num_nextn_predict_layers", "num_mtp_layers")
     shared = fields.need("n_shared_experts", int) * fields.need("moe_intermediate_size", int)
     moe = read_moe(fields, "moe_intermediate_size", router, shared=shared)
@@ -153,7 +153,7 @@ def _deepseek(fields: FieldReader, router: RouterConfig, latent: MLAConfig, mlp:
 def deepseek_v2(fields: FieldReader) -> DecoderConfig:
     """DeepSeek-V2."""
     fields.only("scoring_func", "softmax")
-    fields.only("norm_topk_prob", False, None)  # transformers has the field and does not look at it
+    fields.only("norm_topk_prob", False, None)  # transformers has the field but ignores it
     fields.only("mlp_bias", False)
     method = fields.get("topk_method", str, "greedy")
     fields.only("topk_method", "greedy", "group_limited_greedy", None)
@@ -189,7 +189,7 @@ def deepseek_v3(fields: FieldReader) -> DecoderConfig:
 
 
 def glm4_moe(fields: FieldReader) -> DecoderConfig:
-    # What a missing one means.
+    # The default.
     """GLM-4-MoE."""
     fields.given = {"partial_rotary_factor": 0.5, **fields.given}
     bias = fields.get("attention_bias", bool, False)
@@ -224,7 +224,7 @@ def gpt_oss(fields: FieldReader) -> DecoderConfig:
     if not (fields.given.get("rope_parameters") or fields.given.get("rope_scaling")):
         fields.given = {**fields.given, "rope_parameters": GPT_OSS_ROPE}
     fields.skip("experts_per_token", "initial_context_length")  # other names of fields that are read
-    fields.skip("hidden_act")  # transformers does not look at it
+    fields.skip("hidden_act")  # transformers ignores it
     fields.only("swiglu_alpha", 1.702)
     attention = replace(
         read_attention(fields, head_dim=64, kv_heads=True),

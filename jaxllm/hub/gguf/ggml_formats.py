@@ -1,4 +1,4 @@
-"""GGML number formats, dequantisation included: plain numbers, and blocks of 32 or 256 values such as the k-quants.
+"""GGML formats and their dequantisation: plain numbers, and blocks of 32 or 256 values such as the k-quants.
 
 A block holds a few bits of every value and the scales to multiply them by. The layouts are those of ``ggml-common.h``
 and the arithmetic, float32 throughout and in this order, that of ``ggml-quants.c`` (https://github.com/ggml-org/ggml).
@@ -50,7 +50,7 @@ def dequantize(kind: GgmlFormat, data: UInt8[np.ndarray, " bytes"], out: Float[n
     blocks, rows = data.view(kind.layout), out.reshape(-1, kind.values)
     step = max(1, CHUNK // kind.values)
     buffer = None if out.dtype == np.float32 else np.empty((min(step, len(blocks)), kind.values), np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # damaged scales: whoever uses the values sees to them
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged scales: the caller checks the values
         for begin in range(0, len(blocks), step):
             some, into = blocks[begin : begin + step], rows[begin : begin + step]
             if buffer is None:

@@ -145,7 +145,7 @@ def hf_config(model: Gguf) -> dict[str, Any]:
         "vocab_size": entries.integer("vocab_size", model.tensors["token_embd.weight"].shape[0]),
     }
     for name in ("bos", "eos", "padding"):
-        # None where there is none: transformers' families have defaults of their own, some beyond the vocabulary.
+        # None if missing: the families in transformers have different defaults, some beyond the vocabulary.
         token = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config[f"{name[:3]}_token_id"] = token if isinstance(token, int) else None
     if "blk.0.attn_q.bias" in model.tensors and arch.model_type != "qwen2":
@@ -178,7 +178,7 @@ def rope_parameters(entries: MetadataEntries, head_dim: int) -> dict[str, Any]:
         lists = {name: [decimal(factor) for factor in values.tolist()] for name, values in lists.items()}
         more: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": original}
         growth = max(1.0, entries.integer("context_length") / original)
-        usual = math.sqrt(1 + math.log(growth) / math.log(max(2, original)))  # what is meant where nothing is said
+        usual = math.sqrt(1 + math.log(growth) / math.log(max(2, original)))  # default of a missing entry
         if not math.isclose(attention := entries.number("rope.scaling.attn_factor", usual), usual, rel_tol=1e-6):
             more["attention_factor"] = attention
         return rope | lists | more

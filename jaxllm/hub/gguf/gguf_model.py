@@ -74,11 +74,11 @@ TENSOR_NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class TransformedTensor:
-    """A tensor whose rows are changed as they are read.
+    """Lazy tensor whose rows are converted while they are read.
 
     Attributes:
         tensor: the tensor of the file.
-        change: turns rows of the file into the same rows of ours.
+        change: converts rows of the file to the Hugging Face values of the same rows.
         group: number of rows that are changed together, from a multiple of it.
     """
 
@@ -124,7 +124,7 @@ def unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 def minus_one(rows: np.ndarray) -> np.ndarray:
     """Norm gains without the 1 that the model adds."""
-    with np.errstate(invalid="ignore"):  # damaged values: whoever uses them sees to them
+    with np.errstate(invalid="ignore"):  # damaged values: the caller checks them
         return rows - np.ones((), rows.dtype)
 
 
