@@ -25,7 +25,7 @@ class MemoryConfig:
     parity / (hosts - parity) of a snapshot's bytes in memory and traffic; with one host there is no parity."""
 
     linger: float = 3600.0
-    """Seconds for which a snapshot server waits for its trainer to return."""
+    """Seconds for which a peer server waits for its trainer to return."""
 
     def __post_init__(self):
         for name in ("every", "parity", "linger"):

@@ -221,12 +221,12 @@ def _rebuild_own(held: PeerStorage, stripes: StripeLayout, folder: str, table: F
         held.own.request("put", data, name=f"{folder}/{last}")
 
 
-def _file_table(holder: PeerClient, folder: str) -> FileTable:
-    sizes, _ = holder.request("sizes", name=f"{folder}/")
+def _file_table(client: PeerClient, folder: str) -> FileTable:
+    sizes, _ = client.request("sizes", name=f"{folder}/")
     return [(name, size) for name, size in sorted(sizes.items()) if name.rsplit("/", 1)[-1] not in REPLICATED_FILES]
 
 
-def _read_range(holder: PeerClient, table: FileTable, begin: int, end: int) -> np.ndarray:
+def _read_range(client: PeerClient, table: FileTable, begin: int, end: int) -> np.ndarray:
     """A range of bytes of a host's files, one after another.
 
     Raises:
@@ -236,9 +236,9 @@ def _read_range(holder: PeerClient, table: FileTable, begin: int, end: int) -> n
     for name, size in table:
         low, high = max(begin, at), min(end, at + size)
         if low < high:
-            found, data = holder.request("get", name=name, begin=low - at, end=high - at)
+            found, data = client.request("get", name=name, begin=low - at, end=high - at)
             if not found:
-                raise PeerLost(f"{name} is not in the holder of host {holder.rank}")
+                raise PeerLost(f"{name} is not on the peer server of host {client.rank}")
             parts.append(data)
         at += size
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)

@@ -2,7 +2,7 @@
 
     python -m jaxllm.checkpoint.memory.peer_server ADDRESS_FILE LINGER
 
-It outlives the trainer that started it: it is detached, in a session of its own, and ends when it is told to, or when
+It outlives the trainer that started it: it is detached, in a session of its own, and ends on request, or when
 nobody has contacted it for LINGER seconds. Its address is written to ADDRESS_FILE, which only its user can read, with a
 secret that every request must carry.
 
@@ -40,7 +40,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray]:
     """
     (length,) = struct.unpack(">I", _exactly(connection, 4).tobytes())
     if length > MAX_HEADER_BYTES:
-        raise ConnectionError(f"a head of {length} bytes: this is no message of a holder")
+        raise ConnectionError(f"a head of {length} bytes: this is not a message of a peer server")
     head = json.loads(_exactly(connection, length).tobytes())
     return head, _exactly(connection, head.get("bytes", 0))
 
@@ -117,7 +117,7 @@ class SnapshotStore:
 
 
 def serve(address_file: str, linger: float) -> None:
-    """Serves requests until it is told to end, or nobody contacts it."""
+    """Serves requests until an end request, or until no request arrives for `linger` seconds."""
     store, secret = SnapshotStore(), secrets.token_hex(16)
     heard = [time.monotonic()]
 
@@ -156,6 +156,6 @@ REQUESTS = ("put", "get", "sizes", "drop", "add", "sum")
 
 if __name__ == "__main__":
     if os.fork():
-        os._exit(0)  # the one who started it waits for this, and never for the holder
+        os._exit(0)  # the parent waits only for this process, never for the server
     os.setsid()
     serve(sys.argv[1], float(sys.argv[2]))

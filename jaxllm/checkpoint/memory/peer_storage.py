@@ -86,7 +86,7 @@ class PeerClient:
                 answer, out = receive(self._connection)
             except (OSError, ValueError) as error:
                 self.close()
-                raise PeerLost(f"the holder of snapshots of host {self.rank} does not answer: {error}") from error
+                raise PeerLost(f"the peer server of host {self.rank} does not answer: {error}") from error
         return answer["result"], out
 
     def close(self) -> None:
@@ -121,8 +121,8 @@ class PeerStorage:
 
     def close(self) -> None:
         """Closes the connections; the servers keep running."""
-        for holder in self.clients:
-            holder.close()
+        for client in self.clients:
+            client.close()
 
     @property
     def own(self) -> PeerClient:
@@ -147,13 +147,13 @@ class PeerStorage:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Contents of a file, from the first server that has it."""
-        first = [self.own, *(holder for holder in self.clients if holder is not self.own)]
-        for holder in first:
+        first = [self.own, *(client for client in self.clients if client is not self.own)]
+        for client in first:
             with contextlib.suppress(PeerLost):
-                found, data = holder.request("get", name=name, begin=begin, end=end)
+                found, data = client.request("get", name=name, begin=begin, end=end)
                 if found:
                     return data
-        raise FileNotFoundError(f"{name} is in no holder")
+        raise FileNotFoundError(f"{name} is on no peer server")
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
@@ -162,30 +162,30 @@ class PeerStorage:
         yield out
         data = np.frombuffer(out.getbuffer(), np.uint8)
         everywhere = name.rsplit("/", 1)[-1] in REPLICATED_FILES
-        for holder in self.clients if everywhere else [self.own]:
-            holder.request("put", data, name=name)
+        for client in self.clients if everywhere else [self.own]:
+            client.request("put", data, name=name)
 
     def rename(self, name: str, to: str) -> None:
         """Renames one file, on every server that has it."""
-        for holder in self.clients:
+        for client in self.clients:
             with contextlib.suppress(PeerLost):
-                found, data = holder.request("get", name=name, begin=0, end=None)
+                found, data = client.request("get", name=name, begin=0, end=None)
                 if found:
-                    holder.request("put", data, name=to)
-                    holder.request("drop", name=name)
+                    client.request("put", data, name=to)
+                    client.request("drop", name=name)
 
     def remove(self, name: str) -> None:
         """Removes a file, or all files below a prefix, on every server."""
-        for holder in self.clients:
+        for client in self.clients:
             with contextlib.suppress(PeerLost):
-                holder.request("drop", name=name)
+                client.request("drop", name=name)
 
     def sync(self, names: Iterable[str]) -> None:
         """Does nothing: memory needs no flush."""
 
     def _sizes(self, name: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        for holder in self.clients:
+        for client in self.clients:
             with contextlib.suppress(PeerLost):
-                found |= holder.request("sizes", name=name)[0]
+                found |= client.request("sizes", name=name)[0]
         return found
