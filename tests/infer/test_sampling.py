@@ -38,7 +38,7 @@ shaped, grown, seat = (
 def slots_of(texts: list[tuple[list[int], list[int]]], **asked: Any) -> LogitsState:
     """LogitsState of slots 0, 1, ... that ask for the same, each with its prompt and text."""
     state = tuple(logits_processors.empty_state(len(texts), VOCAB))
-    asked = {"bias": {}, "allowed": None, "words": (), "stops": ()} | asked
+    asked = {"bias": {}, "allowed": None, "bad_words": (), "stops": ()} | asked
     for slot, (prompt, text) in enumerate(texts):
         layout = logits_processors.slot_buffer(VOCAB)
         packed = np.zeros(layout.size, np.int32)
@@ -114,7 +114,7 @@ def test_bad_words_are_transformers(texts, logits, rng):
     want = processed(
         transformers.NoBadWordsLogitsProcessor([list(w) for w in words], eos_token_id=[VOCAB]), texts, logits
     )
-    got = shaped(logits, slots_of(texts, words=words), rows(texts), EVERY)
+    got = shaped(logits, slots_of(texts, bad_words=words), rows(texts), EVERY)
     np.testing.assert_array_equal(got, want)
     assert (np.isinf(got).sum(1) >= 2).all()
 
@@ -159,7 +159,7 @@ def test_allowed_tokens_and_masks_leave_nothing_else(texts, logits, rng):
 def test_what_the_device_counts_is_what_the_host_would(texts, rng):
     """Slots kept up to date by steps hold what ``seat`` would write; pieces of prompts change nothing."""
     made = rng.integers(0, VOCAB, (10, 3))
-    asked = {"words": [(1, 2)], "stops": [5], "bias": {4: 1.0}}
+    asked = {"bad_words": [(1, 2)], "stops": [5], "bias": {4: 1.0}}
     state, now = slots_of(texts, **asked), [(list(p), list(t)) for p, t in texts]
     kinds = rng.choice([0, SHAPED, SAMPLES, SHAPED | SAMPLES], (10, 3))
     for tokens, kind in zip(made, kinds, strict=True):

@@ -136,6 +136,8 @@ class Tree:
             home = self.parsed(file) if file.endswith(".py") else None
             if home and home.exports.get(name, f"{at}.{name}") != f"{at}.{name}":
                 target = home.exports[name]
+                if target.startswith(f"{at}.{name}."):  # a name that its own module has too: jaxllm.cli.main.main
+                    return {self._modules[f"{at}.{name}"]} if f"{at}.{name}" in self._modules else set()
                 below = target.partition(".")[0] not in self._modules  # a table's name of a module of the package
                 return self._leads_to(".".join([f"{at}.{target}" if below else target, *rest]), depth + 1)
             if home and name in home.defines and f"{at}.{name}" not in self._modules:

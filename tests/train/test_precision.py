@@ -165,5 +165,5 @@ def test_refusals():
         dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, rounding="stochastic"))
     run = with_precision(RUN, "fp16")
     mesh = MeshSpec.parse("stage=2").build(jax.devices()[:2])
-    with pytest.raises(ConfigError, match='dtype = "float16" keeps state that pipelines do not'):
+    with pytest.raises(ConfigError, match='dtype = "float16" keeps state between steps, which pipelines do not'):
         build_value_and_grad(run, functional(run.model), mesh)
