@@ -67,5 +67,5 @@ def test_what_cannot_be_packed_is_named(tmp_path: Path, rng: np.random.Generator
         open_source(files).load(weights="packed", mesh=two)
     packed = open_source(files).load(weights="packed")
     tokens = np.zeros((1, 4), np.int32)
-    with pytest.raises(NotImplementedError, match="are packed .* have no gradients"):
+    with pytest.raises(NotImplementedError, match=r"are packed .* have no gradients"):
         value_and_grad(functional(packed.config))(packed.params, Batch(tokens, tokens, tokens, tokens))
