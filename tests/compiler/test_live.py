@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.compiler import live_ranges
+from tests import environment
 
 SQUARE = (256, 256)
 
@@ -49,7 +50,11 @@ PROGRAMS = {
 def test_the_peak_is_the_compilers(name):
     """Within 5% and a kilobyte: the compiler rounds each array up, and finds more kernels that may work in place."""
     function, *shapes = PROGRAMS[name]
-    program = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+    program = (
+        jax.jit(function)
+        .lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        .compile(environment.AS_EVER)
+    )
     memory = live_ranges.read(program.as_text() or "")
     analysis = program.memory_analysis()
     assert analysis is not None
@@ -61,7 +66,12 @@ def test_the_peak_is_the_compilers(name):
 
 def test_what_the_forward_pass_keeps_is_named():
     function, *shapes = PROGRAMS["gradients of a scan"]
-    text = jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
+    text = (
+        jax.jit(function)
+        .lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+        .compile(environment.AS_EVER)
+        .as_text()
+    )
     kept = live_ranges.read(text or "").at_peak()["saved for the backward pass"]
     assert kept >= 6 * 1024 * 256 * 4, "each layer's input"
 

@@ -12,10 +12,13 @@ from jaxllm.compiler.hlo import HloError
 from jaxllm.compiler.program_walker import Done, Exchange, KernelCost, KernelOp, Loop, Program, Start
 from jaxllm.compiler.replica_groups import Placement, groups
 from jaxllm.compiler.timeline import Rates, ring_seconds, timeline
+from tests import environment
 
 
 def compiled(function, *shapes, dtype=jnp.float32):
-    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).compile()
+    return (
+        jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).compile(environment.AS_EVER)
+    )
 
 
 def flops(function, *shapes) -> int:
@@ -95,7 +98,11 @@ def test_flops_are_those_of_xla(draw, rng):
     """What XLA counts of the same text; its count adds one for each element that is only computed with."""
     for _ in range(4):
         function, shapes = draw(rng)
-        program = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+        program = (
+            jax.jit(function)
+            .lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+            .compile(environment.AS_EVER)
+        )
         found = program_walker.read(program.as_text() or "").flops
         assert found == analysis(program).get("flops", 0), shapes
 

@@ -48,10 +48,7 @@ def prefill(config: DecoderConfig, pages: int, invariant: bool = False) -> jax.s
 def test_a_pool_is_not_copied():
     config = decoder(SMALL, "float32")
     pool = config.layers * 400 * 16 * config.blocks[0].attention.kv_spec.elements * 4
-    # A user's compiler options: those of tests leave a fusion in two, with a copy between.
-    options = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 12) else None
-    with environment.optimized():
-        compiled = prefill(config, 400).lower().compile(compiler_options=options)
+    compiled = prefill(config, 400).lower().compile(environment.AS_EVER)
     assert "conditional(" in (compiled.as_text() or "")
     assert compiled.memory_analysis().temp_size_in_bytes < pool / 2  # type: ignore[union-attr]
 

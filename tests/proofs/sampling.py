@@ -41,6 +41,9 @@ LONGER = 1.5
 STARTING = 2.0
 """Seconds that a first unit takes for imports, beside."""
 
+COSTLY = 60.0
+"""Seconds beyond which a unit is costly; such units have half of the budget, so that others run in every test run."""
+
 _LEDGER = "JAXLLM_SAMPLE_LEDGER"
 
 
@@ -92,15 +95,22 @@ class Budget:
     def start(self, name: str, seconds: float) -> bool:
         """Reserves so many seconds; False if they are not left."""
         with self._lines() as lines:
-            used = sum(line["reserved"] + line.get("took", 0.0) for line in lines)
-            if fits := used + seconds <= self.seconds:
-                lines.append({"proof": name, "reserved": seconds})
+            fits = self._used(lines) + seconds <= self.seconds
+            if seconds > COSTLY:
+                costly = [line for line in lines if line["expected"] > COSTLY]
+                fits = fits and self._used(costly) + seconds <= self.seconds / 2
+            if fits:
+                lines.append({"proof": name, "expected": seconds, "reserved": seconds})
             return fits
+
+    @staticmethod
+    def _used(lines: list[dict[str, Any]]) -> float:
+        return sum(line["reserved"] + line.get("took", 0.0) for line in lines)
 
     def finish(self, name: str, seconds: float, took: float) -> None:
         """Gives back what was reserved, and takes what it took."""
         with self._lines() as lines:
-            lines.append({"proof": name, "reserved": -seconds, "took": took, "at": time.time()})
+            lines.append({"proof": name, "expected": seconds, "reserved": -seconds, "took": took, "at": time.time()})
 
     def finished(self) -> list[dict[str, Any]]:
         """Units that have run: proof, took, at."""

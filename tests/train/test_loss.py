@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.train import loss_sums, value_and_grad
-from tests import quick, tiny
+from tests import environment, quick, tiny
 from tests.models import numpy_llama
 
 CONFIG = tiny.decoder(vocab_size=13, embed_dim=6, heads=2, kv_heads=1, head_dim=4, mlp=10, layers=1)
@@ -104,7 +104,7 @@ def temp_bytes(config: DecoderConfig, rows: int, seq_len: int) -> int:
     model = functional(config)
     spec = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
     batch = type(tiny.batch(0, 1, 2, 2, packed=False))(spec, spec, spec, spec)
-    compiled = jax.jit(value_and_grad(model)).lower(model.abstract(), batch).compile()
+    compiled = jax.jit(value_and_grad(model)).lower(model.abstract(), batch).compile(environment.AS_EVER)
     return compiled.memory_analysis().temp_size_in_bytes
 
 

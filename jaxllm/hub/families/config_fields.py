@@ -82,7 +82,14 @@ def repeating(blocks: Sequence[BlockConfig]) -> tuple[tuple[BlockConfig, ...], t
     """(prefix, shortest pattern) whose repetition, perhaps cut short at the end, gives these layers."""
 
     def period(layers: Sequence[BlockConfig]) -> int:
-        return next(p for p in range(1, len(layers) + 1) if all(b == layers[i % p] for i, b in enumerate(layers)))
+        # Knuth, Morris and Pratt's prefix function: linear, since a config.json may say ten thousand layers.
+        matched = [0] * len(layers)
+        for i in range(1, len(layers)):
+            length = matched[i - 1]
+            while length and layers[i] != layers[length]:
+                length = matched[length - 1]
+            matched[i] = length + (layers[i] == layers[length])
+        return len(layers) - matched[-1]
 
     # Layers of one kind, then a pattern: either may be all there is.
     alike = next((i for i, b in enumerate(blocks) if b != blocks[0]), len(blocks))

@@ -11,7 +11,14 @@ from tests.docs.pages import blocks
 from tests.environment import ROOT
 from tests.proofs.harness import proof
 
-ALSO_COVERS = ("docs/tutorial.md", "docs/install.md", "docs/howto/*.md", "docs/packages/*.md")
+ALSO_COVERS = (
+    "docs/tutorial.md",
+    "docs/install.md",
+    "docs/howto/*.md",
+    "docs/packages/*.md",
+    "jaxllm/*.py",
+    "sharding/*.py",
+)
 
 DOCS = ROOT / "docs"
 NAMED = [DOCS / "tutorial.md", DOCS / "install.md", *sorted((DOCS / "howto").glob("*.md"))]

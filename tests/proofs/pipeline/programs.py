@@ -23,7 +23,7 @@ from recipes.llama3 import llama3_70b, llama3_405b
 from sharding import MeshSpec
 from sharding.state import abstract_params
 from sharding.topology import Topology
-from tests import tiny
+from tests import environment, tiny
 from tests.proofs.harness import proof
 
 STAGES = 4
@@ -51,7 +51,11 @@ def compiled(schedule: str, micro_batches: int) -> tuple[int, str]:
     there = jax.NamedSharding(mesh, jax.P())
     tokens = jax.ShapeDtypeStruct((ROWS * micro_batches, LENGTH), jnp.int32, sharding=there)
     with jax.set_mesh(mesh):
-        made = jax.jit(build_value_and_grad(run, model, mesh)).lower(params, Batch(*[tokens] * 4)).compile()  # type: ignore[arg-type]
+        made = (
+            jax.jit(build_value_and_grad(run, model, mesh))
+            .lower(params, Batch(*[tokens] * 4))
+            .compile(environment.AS_EVER)
+        )  # type: ignore[arg-type]
     memory: Any = made.memory_analysis()
     return memory.temp_size_in_bytes, made.as_text() or ""
 
