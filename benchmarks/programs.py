@@ -8,39 +8,33 @@ gradients by pipeline schedules, and steps of the engine. It keeps of each NAME.
 memory, seconds) and NAME.hlo.gz, the text that was hashed, and skips what FOLDER has of the same commit. Nothing is
 run. ``compare`` exits with 1 if a program differs or is missing.
 
-The compiler is given what it is always given, and two texts are normalised afterwards: what it was given (StableHLO)
-and what it made (HLO, large constants included). Normalised is what renaming and moving functions, modules, fields of
-trees and lines changes, and names that ``jax.named_scope`` gives:
-
-- metadata, locations, tables of files, the module's name and the names of arguments and results are left out;
-- functions, computations and instructions have numbers, instructions those of their computation alone;
-- a kernel (Mosaic's or Triton's bytecode in a custom call) is decoded and printed without locations; its functions have
-  numbers too. It stands at the end of the text once, and where it is called there is its hash.
-
-Opcodes, shapes, layouts, operands, attributes, constants, the order of instructions and backend configurations stay.
+The compiler is given what it is always given, names and lines included. What it was given (StableHLO) and what it made
+(HLO) are normalised afterwards, see ``benchmarks.program_text``. Each of the three compilers makes the same text of the
+same program. StableHLO may differ where HLO does not, such as by functions that are inlined: what was made counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
-import difflib
 import fnmatch
 import gzip
-import hashlib
+import importlib
 import itertools
 import json
 import re
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.program_text import digest, normal_hlo, normal_stablehlo
+
+MEMORY = ("argument", "output", "alias", "temp", "generated_code")
+"""What is kept of a compiler's memory analysis."""
 RECIPES = {
     "deepseek_v3": "v5p:8x8x8",
     "gpt2_124m": "h100:1x8",
@@ -78,14 +72,18 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tensor@cpu:4": {"mesh": "data=2,tensor=2"},
     "context@cpu:2": {"mesh": "context=2", "decode": False},
     "expert@cpu:2": {"model": "moe", "mesh": "expert=2"},
-    "invariant@cpu:1": {"sizes": {"batch_invariant": True, "preemption": "swap", "loop": 1}, "decode": False,
-                        "full": True},
+    "invariant@cpu:1": {"model": "latent", "sizes": {"batch_invariant": True, "preemption": "swap", "loop": 1},
+                        "decode": False, "full": True},
     "decode@v5e:1x1": {},
     "prompt@v5e:1x1": {"decode": False},
     "kv_int8@v5e:1x1": {"sizes": {"kv_dtype": "int8"}},
     "decode@h100:1x1": {},
 }  # fmt: skip
 """What a step is of, see ``engine``."""
+
+
+KERNELS = ("flash_attention", "linear_cross_entropy", "grouped_matmul")
+"""Compiled for a GPU, where no recipe chooses them."""
 
 
 class Made(NamedTuple):
@@ -162,7 +160,6 @@ def engine(
     """
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     import sharding
     from jaxllm.infer import EngineConfig, shaping
@@ -180,11 +177,7 @@ def engine(
         tokens=rows, requests=8, decode=decode, full=full, slots=8, columns=columns, groups=len(groups),
         loop=settings.loop, top=5, real="float32",
     )  # fmt: skip
-    if mesh:
-        where = sharding.MeshSpec.parse(mesh).build(topology.devices())
-    else:  # with nothing to track: as an engine on one device is, but for this one
-        auto = (jax.sharding.AxisType.Auto,)
-        where = jax.sharding.Mesh(np.array(topology.devices()), ("data",), axis_types=auto)
+    where = sharding.MeshSpec.parse(mesh).build(topology.devices()) if mesh else one_device(topology)
     with jax.set_mesh(where), sharding.use_rules(made.rules):
         replicas = sharding.axis_size("batch")
         each, pool = (jax.NamedSharding(where, sharding.spec(*axes)) for axes in (("batch",), POOL_AXES))
@@ -207,6 +200,42 @@ def engine(
     return Made(jax.jit(step.__call__, donate_argnums=donated, keep_unused=True), tuple(arguments), where)
 
 
+def kernel(topology: Any, name: str) -> Made:
+    """An operation's Pallas kernels, with its gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels._dispatch import OPERATIONS
+
+    operation = getattr(importlib.import_module(OPERATIONS[name]), name)
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    mesh, half = one_device(topology), jnp.bfloat16
+    arguments = {
+        "flash_attention": [array(half, 2, 256, n, 64) for n in (4, 2, 2)],
+        "linear_cross_entropy": [array(half, 256, 128), array(half, 1024, 128), array(jnp.int32, 256),
+                                 array(jnp.float32, 256)],
+        "grouped_matmul": [array(half, 256, 128), array(half, 4, 128, 128), array(jnp.int32, 4)],
+    }[name]  # fmt: skip
+
+    def total(*given: Any) -> Any:
+        out = operation(*given, implementation=f"pallas_{topology.platform}")
+        return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32).sum()
+
+    inputs = tuple(i for i, x in enumerate(arguments) if x.dtype == half)
+    return Made(jax.jit(jax.value_and_grad(total, inputs)), tuple(arguments), mesh)
+
+
+def one_device(topology: Any) -> Any:
+    """A mesh of one device that nothing is tracked over, so that a program is as without a mesh."""
+    import jax
+    import numpy as np
+
+    return jax.sharding.Mesh(np.array(topology.devices()), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def programs() -> dict[str, tuple[str, Callable[..., Made], dict[str, Any]]]:
     """By name: the topology, what makes it, and with which arguments."""
     found: dict[str, Any] = {}
@@ -214,6 +243,7 @@ def programs() -> dict[str, tuple[str, Callable[..., Made], dict[str, Any]]]:
         found[f"engine/{name}"] = name.rpartition("@")[2], engine, settings
     for schedule, each in SCHEDULES.items():
         found |= {f"pipeline/{schedule}@{on}": (on, pipeline, {"schedule": schedule}) for on in each}
+    found |= {f"kernel/{name}@h100:1x1": ("h100:1x1", kernel, {"name": name}) for name in KERNELS}
     return found | {f"recipe/{name}@{on}": (on, recipe, {"name": name}) for name, on in RECIPES.items()}
 
 
@@ -242,110 +272,17 @@ def compiled(topology: Any, name: str, file: str) -> dict[str, Any]:
         "stablehlo": digest(given),
         "hlo": digest(text),
         "instructions": len(re.findall(r"(?m)^  (?:ROOT )?%\d+ = ", text)),
-        **{f"{what}_bytes": getattr(memory, f"{what}_size_in_bytes") for what in ("argument", "temp", "alias")},
+        **{f"{what}_bytes": getattr(memory, f"{what}_size_in_bytes") for what in MEMORY},
         "compile_seconds": round(seconds, 1),
     }
-
-
-_QUOTED = r'"(?:[^"\\]|\\.)*"'
-_NESTED = rf'\{{(?:[^{{}}"]|{_QUOTED}|\{{(?:[^{{}}"]|{_QUOTED}|\{{(?:[^{{}}"]|{_QUOTED})*\}})*\}})*\}}'
-_DROPPED = re.compile(rf", (?:metadata|origin)={_NESTED}")
-_CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|select|scatter|true_computation|false_computation|branch_computations"
-    r"|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
-)
-_NAMED = re.compile(rf"({_QUOTED})|%([\w.\-]+)")
-_MOSAIC = re.compile(r'(body(?:"|\\22): ?(?:"|\\22))([A-Za-z0-9+/=]+)')
-_TRITON = re.compile(rf'\bir = ({_QUOTED}), name = {_QUOTED}')
-
-
-def normal_hlo(text: str) -> str:
-    """The text of HLO modules, normalised."""
-    text, kernels = with_kernels_apart(text)
-    out: list[str] = []
-    computations: dict[str, int] = defaultdict(itertools.count().__next__)
-    instructions: dict[str, int] = {}
-    tables = False
-
-    def called(found: re.Match[str]) -> str:
-        return f"{found[1]}=" + re.sub(r"%([\w.\-]+)", lambda name: f"@{computations[name[1]]}", found[2])
-
-    def named(found: re.Match[str]) -> str:
-        return found[1] or f"%{instructions[found[2]]}"
-
-    for line in text.splitlines():
-        if line.startswith("HloModule "):
-            line = re.sub(r'fingerprint_before_lhs="\w*"', "", re.sub(r"^HloModule [^,]*", "HloModule", line))
-        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            tables = True
-        elif head := re.match(r"(ENTRY )?%?([\w.\-]+) (\(.*\{)$", line):
-            tables, instructions = False, defaultdict(itertools.count().__next__)
-            signature = re.sub(r"([(,] ?)[\w.\-]+: ", r"\1", head[3])
-            line = f"{head[1] or ''}@{computations[head[2]]} {signature}"
-        elif line.startswith(" "):
-            line = _NAMED.sub(named, _CALLED.sub(called, _DROPPED.sub("", line)))
-        if line and not tables:
-            out.append(line)
-    return "\n".join([*out, *kernels, ""])
-
-
-def normal_stablehlo(text: str) -> str:
-    """The text of a StableHLO module, normalised."""
-    text, kernels = with_kernels_apart(text)
-    names = re.findall(r"func\.func (?:public |private )?@([\w.\-]+)", text)
-    numbers = {name: f"@{i}" for i, name in enumerate(names)}
-    text = re.sub(r"^module @[\w.\-]+", "module", text)
-    text = re.sub(rf"(?:jax\.result_info|jax\.arg_info|kernel_name) = {_QUOTED}(?:, )?", "", text)
-    return "\n".join([re.sub(r"@([\w.\-]+)", lambda name: numbers.get(name[1], name[0]), text), *kernels, ""])
-
-
-def with_kernels_apart(text: str) -> tuple[str, list[str]]:
-    """The text with a hash in the place of each kernel, and the kernels' own texts."""
-    kernels: dict[str, str] = {}
-
-    def kept(code: bytes) -> str:
-        own = kernel(code)
-        kernels.setdefault(digest(own), own)
-        return digest(own)
-
-    text = _MOSAIC.sub(lambda found: found[1] + kept(base64.b64decode(found[2])), text)
-    text = _TRITON.sub(lambda found: f"ir = {kept(unescaped(found[1][1:-1]))}", text)
-    return text, [f"kernel {name}\n{own}" for name, own in kernels.items()]
-
-
-def unescaped(text: str) -> bytes:
-    r"""What MLIR prints as \XX or \\."""
-    return re.sub(rb"\\([0-9A-F]{2}|\\)", lambda x: x[1] if x[1] == b"\\" else bytes.fromhex(x[1].decode()), text.encode())
-
-
-def kernel(code: bytes) -> str:
-    """The text of a kernel's bytecode without locations, its functions numbered."""
-    from jax._src.lib import tpu, triton
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True
-    tpu.register_dialect(context)
-    triton.dialect.register_dialect(context)
-    with context:
-        text = ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
-    numbers: dict[str, int] = defaultdict(itertools.count().__next__)
-    text = re.sub(r"^module @[\w.\-]+", "module", text)
-    text = re.sub(r'sym_name = "([^"]*)"', lambda name: f"sym_name = @{name[1]}", text)
-    return re.sub(r"@([\w.\-]+)", lambda name: f"@{numbers[name[1]]}", text)
-
-
-def digest(text: str) -> str:
-    """Its SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def commit() -> str:
     """Of the working tree; with a hash of what was changed since."""
 
     def git(*command: str) -> str:
-        return subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout
+        here = Path(__file__).parent
+        return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout
 
     changed = git("diff", "HEAD")
     return git("rev-parse", "HEAD").strip() + (f"+{digest(changed)[:12]}" if changed else "")
@@ -367,7 +304,7 @@ def write(folder: Path, only: list[str]) -> int:
         try:
             arguments = {"name": name, "file": str((folder / f"{name}.hlo.gz").absolute())}
             found = run_isolated("benchmarks.programs:compiled", on, arguments)
-        except Exception as error:  # noqa: BLE001 (the next may compile)
+        except Exception as error:  # the next may compile
             failed += 1
             print(f": {type(error).__name__}: {error}", flush=True)
             continue
@@ -380,33 +317,44 @@ def write(folder: Path, only: list[str]) -> int:
 
 
 def compare(old: Path, new: Path, record: Path | None) -> int:
-    """Prints what differs. 1 if anything does."""
-    sides = [{p.relative_to(root).with_suffix("").as_posix(): p for p in root.rglob("*.json")} for root in (old, new)]
-    rows = []
-    for name in sorted(set(sides[0]) | set(sides[1])):
-        if not all(name in side for side in sides):
+    """Prints what differs. 1 if anything does, or is missing."""
+    before, after = (
+        {p.relative_to(root).with_suffix("").as_posix(): p for p in root.rglob("*.json")} for root in (old, new)
+    )
+    rows: list[dict[str, Any]] = []
+    for name in sorted(before | after):
+        if name not in before or name not in after:
             rows.append({"name": name, "equal": False})
-            print(f"{name:40} only in {old if name in sides[0] else new}")
+            print(f"{name:36} only in {old if name in before else new}")
             continue
-        a, b = (json.loads(side[name].read_text()) for side in sides)
-        keys = ("hlo", "stablehlo", "instructions", "argument_bytes", "temp_bytes", "alias_bytes")
+        a, b = (json.loads(side[name].read_text()) for side in (before, after))
+        keys = ("hlo", "stablehlo", "instructions", *(f"{what}_bytes" for what in MEMORY))
         differing = [key for key in keys if a[key] != b[key]]
-        # What was given may differ, in what is a function of its own for one: what was made of it counts.
         equal = not set(differing) - {"stablehlo"}
-        verdict = "equal" if equal else "DIFFERENT"
-        print(f"{name:40} {verdict}{': ' + ', '.join(differing) if differing else ''}")
-        if a["hlo"] != b["hlo"]:
-            lines = [gzip.decompress(Path(root, f"{name}.hlo.gz").read_bytes()).decode().splitlines() for root in (old, new)]
-            changes = (x for x in difflib.unified_diff(*lines, n=0, lineterm="") if not x.startswith(("---", "+++")))
-            for line in itertools.islice(changes, 12):
-                print(f"    {line[:200]}")
-        both = {key: a[key] if a[key] == b[key] else [a[key], b[key]] for key in (*keys, "commit", "versions")}
-        rows.append({"name": name, "equal": equal} | both)
+        rows.append(
+            {key: [a[key], b[key]] if key in differing else a[key] for key in ("name", *keys)} | {"equal": equal}
+        )
+        rows[-1]["commits"], rows[-1]["versions"] = [a["commit"], b["commit"]], [a["versions"], b["versions"]]
+        print(f"{name:36} {'equal' if equal else 'DIFFERENT'}", f"({', '.join(differing)})" if differing else "")
+        if "hlo" in differing:
+            texts = (gzip.decompress((root / f"{name}.hlo.gz").read_bytes()).decode() for root in (old, new))
+            print(*(f"    {line}" for line in itertools.islice(differences(*texts), 12)), sep="\n")
     same = sum(row["equal"] for row in rows)
     print(f"{same} of {len(rows)} equal")
     if record is not None:
         record.write_text(json.dumps({"programs": rows}, indent=1) + "\n")
     return int(same < len(rows) or not rows)
+
+
+def differences(old: str, new: str) -> Iterator[str]:
+    """The lines that differ, from a little before the place where they do."""
+    for pair in itertools.zip_longest(old.splitlines(), new.splitlines(), fillvalue=""):
+        if pair[0] != pair[1]:
+            shared = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False)))
+            begin = max(0, shared - 60)
+            yield from (
+                f"{sign} {'...' if begin else ''}{x[begin : shared + 140]}" for sign, x in zip("-+", pair, strict=True)
+            )
 
 
 def main() -> int:
