@@ -53,7 +53,7 @@ def open_initial_model(init_from: str, model: DecoderConfig) -> InitialModel:
         ConfigError: ``model`` is a different architecture; lists the differences.
     """
     path = find_model(init_from)
-    found = _of_run(path) if (path / "checkpoints").is_dir() else _from_files(path)
+    found = _from_run(path) if (path / "checkpoints").is_dir() else _from_files(path)
     theirs = replace(found.config, **{name: getattr(model, name) for name in RUN_FIELDS})
     if changed := differences(theirs, model):
         listed = "\n  ".join(f"model.{d}" for d in changed)
@@ -76,7 +76,7 @@ def _from_files(path: Path) -> InitialModel:
     )
 
 
-def _of_run(path: Path) -> InitialModel:
+def _from_run(path: Path) -> InitialModel:
     """Newest checkpoint of a run."""
     with open_checkpoints(path) as checkpointer:
         run = read_run(path, checkpointer)
