@@ -18,7 +18,7 @@ from benchmarks.program_text import normal_hlo, normal_stablehlo
 HLO = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
 FileNames
-1 "/home/one/model.py"
+1 "/srv/one/model.py"
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
@@ -48,7 +48,7 @@ ENTRY @1 (f32[8]) -> f32[8] {
 }
 """
 RENAMED = {"step": "training_step", "fused_computation.3": "silu", "param_0.7": "p", "add.9": "rms.1", "x.1": "tokens",
-           "/home/one/model.py": "layers.py", "broadcast.1": "x", "main.5": "p"}  # fmt: skip
+           "/srv/one/model.py": "layers.py", "broadcast.1": "x", "main.5": "p"}  # fmt: skip
 
 
 def test_names_metadata_and_tables_go():
