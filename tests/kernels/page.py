@@ -14,7 +14,7 @@ from tests import environment
 from tests.proofs import stored
 from tests.proofs.kernels.aot import matrices
 
-PAGE = environment.ROOT / "docs" / "kernels.md"
+PAGE = environment.ROOT / "docs" / "internals" / "kernels.md"
 RECORD = stored.FOLDER / "kernels.json"
 BEGIN, END = "<!-- {}: generated -->\n", "<!-- end -->"
 NOTHING = "Not compiled yet: `make proof kernels`.\n"

@@ -40,7 +40,7 @@ def nll(kv: KvDtype, text: str) -> float:
         kv_dtype=kv,
     )
     llm = LLM("smollm2", sizes, strict=True, manifest=ROOT / ".cache" / "jaxllm" / "engine")
-    files = {"plays": corpus.path("heldout"), "documentation": ROOT / "docs" / "pipeline.md"}
+    files = {"plays": corpus.path("heldout"), "documentation": ROOT / "docs" / "train" / "pipeline.md"}
     ids = llm.ids(files[text].read_text("utf-8")[: 8 * READ])[:READ]
     assert len(ids) == READ
     made = llm.generate([ids[:ROW], ids[ROW:]], SamplingParams(max_tokens=1, prompt_logprobs=0))
