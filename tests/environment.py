@@ -1,4 +1,4 @@
-"""What tests and proofs share: eight simulated devices, the compilation cache, type checks, the seed.
+"""Environment of tests and proofs: eight simulated devices, the compilation cache, type checks, the seed.
 
 Import this before anything that touches a JAX backend; importing it is enough.
 

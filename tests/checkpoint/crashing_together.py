@@ -28,7 +28,7 @@ LIMIT = 120
 
 
 class Board:
-    """As the key-value store of ``jax.distributed``, in a folder; says so when a process is gone, as the watch does."""
+    """Key-value store like that of ``jax.distributed``, in a folder; reports a lost process as the heartbeat does."""
 
     def __init__(self, folder: Path, come: Callable[[str], None]):
         self._folder, self._come = folder, come
@@ -96,7 +96,7 @@ def save_on(folder: str, seed: int, rank: int, size: int, saving: Any, steps: in
 
 
 def same(found: Any, seed: int) -> None:
-    """That a resumed state is the one that was saved at that step."""
+    """Whether a resumed state is the one that was saved at that step."""
     want = state_at(seed, found.step)
     assert found.meta == {"cursor": found.step * 7}
     got = {

@@ -43,7 +43,7 @@ class Hosts:
         self.folder, self.size, self.config = folder, size, MemoryConfig(parity=parity, linger=60)
 
     def train(self, work: Callable[[MemoryCheckpointer, int], Any]) -> list[Any]:
-        """What `work` gives for each host, all of which open their snapshots and close them."""
+        """Results of `work` for each host; all hosts open their snapshots and close them."""
         store = Store()
 
         class Made(MemoryCheckpointer):

@@ -315,7 +315,7 @@ class Peer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What its config.json holds."""
+        """Contents of its config.json."""
         return self.model.config.to_dict()
 
     def save(self, directory: Path) -> Path:
@@ -336,7 +336,7 @@ class Peer:
 
 
 def opened(directory: Path) -> Any:
-    """What transformers makes of a directory."""
+    """Model that transformers loads from a directory."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
 
@@ -379,7 +379,7 @@ def routers(model: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the routers of a model chose for a text.
+    """Experts that the routers of a model chose for a text.
 
     Attributes:
         experts: of each layer with experts, Int[B S A], by number.

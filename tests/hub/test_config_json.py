@@ -30,7 +30,7 @@ LENGTH = 128
 
 
 def theirs(directory: Path) -> peers.Peer:
-    """What transformers makes of a directory."""
+    """Model that transformers makes of a directory."""
     return peers.Peer(peers.opened(directory), np.empty(0, np.int32))
 
 

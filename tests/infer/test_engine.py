@@ -125,7 +125,7 @@ def test_stop_tokens_and_lengths():
 
 
 def test_stop_texts_end_a_text_and_are_held_back():
-    """Of a stop text nothing is given out, nor of what may become one until it does not."""
+    """Nothing of a stop string is emitted, nor text that may become one until it does not."""
     tokenizer = ByteTokenizer()
     config = tiny.decoder(dtype="float32", vocab_size=tokenizer.vocab_size, layers=1)
     params = jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5))

@@ -75,7 +75,7 @@ def logits(rng) -> np.ndarray:
 
 
 def processed(processor: Any, texts: list[tuple[list[int], list[int]]], logits: np.ndarray) -> np.ndarray:
-    """What transformers makes of the logits."""
+    """Logits as transformers processes them."""
     rows = [
         processor(torch.tensor([[*p, *t]]), torch.tensor(row[None]))[0]
         for (p, t), row in zip(texts, logits, strict=True)

@@ -29,7 +29,7 @@ in float32. That they do not grow as the logits do, ``growth`` says."""
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes."""
+    """Shapes of one device's computation."""
 
     t: int
     v: int

@@ -22,7 +22,7 @@ EXEMPT: dict[tuple[str, str], str] = {}
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes; the batch is split over the devices."""
+    """Shapes of one device's computation; the batch is split over the devices."""
 
     s: int
     n: int

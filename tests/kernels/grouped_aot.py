@@ -26,7 +26,7 @@ TEMPORARIES = 0.5
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes."""
+    """Shapes of one device's computation."""
 
     m: int
     e: int

@@ -1,4 +1,4 @@
-"""What every implementation of the grouped matrix product must do: cases, a loop over groups in float64, one check.
+"""Shared test body of every implementation of the grouped matmul: cases, a loop over groups in float64, one check.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """

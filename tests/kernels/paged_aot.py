@@ -25,7 +25,7 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes: a step of ``requests`` of up to ``longest`` tokens over a pool of two layers."""
+    """Step of one device: ``requests`` of up to ``longest`` tokens over a pool of two layers."""
 
     n: int
     k: int

@@ -28,7 +28,7 @@ _CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device of the ring holds; the sequence is split over all devices of a topology."""
+    """Shard of one device of the ring; the sequence is split over all devices of a topology."""
 
     s: int
     n: int

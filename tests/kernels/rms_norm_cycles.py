@@ -1,4 +1,4 @@
-"""What there is to gain from kernels for small operations: the TPU compiler's own estimate of XLA's programs.
+"""Possible gain of kernels for small operations: the TPU compiler's own cycle estimates of XLA's programs.
 
 ``python -m tests.kernels.rms_norm_cycles v5e`` prints, for each operation at the sizes of Llama-3.1-8B, the estimated
 cycles of XLA's program and of one that only moves the same bytes, of which no kernel can move fewer; then of products

@@ -115,7 +115,7 @@ def test_same_twice(implementation, rng):
 
 @implementations
 def test_a_document_is_bit_for_bit_its_own(implementation, rng, float64):
-    """What other documents of a packed row hold does not reach this one."""
+    """The contents of other documents of a packed row do not reach this one."""
     (q, k, v, d_out), _ = draw(rng, Case(1, 16, 16, 2, 1, 4))
     segments = jnp.asarray([[1] * 5 + [2] * 7 + [0] * 4])
     extra = {"q_segment_ids": segments, "kv_segment_ids": segments}

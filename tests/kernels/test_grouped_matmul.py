@@ -55,7 +55,7 @@ def test_lower_precision(implementation, dtype, bound, rng):
 
 
 def test_a_group_is_bit_for_bit_its_own(rng):
-    """What other groups' rows and matrices hold, nan included, does not reach this one."""
+    """Rows and matrices of other groups, nan included, do not reach this one."""
     lhs, rhs, d_out, sizes = draw(rng, Case((7, 20, 9)), np.float32)
     run = program("xla")
     rows = jnp.arange(36)[:, None]

@@ -45,7 +45,7 @@ def script(name: str, *words: str, more: dict[str, str] | None = None, path: str
 
 
 def dry(name: str, verb: str, more: dict[str, str] | None = None) -> str:
-    """What it prints."""
+    """Output of a dry run."""
     done = script(name, verb, "--dry-run", "--", *WORDS, more=more)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -134,7 +134,7 @@ def test_processes_of_one_machine_find_each_other(monkeypatch, rng):
 
 
 def test_a_dry_run_prints_lines_of_a_shell_that_do_it(tmp_path, capfd):
-    """What is printed, given to bash, does what the launcher would have done."""
+    """The printed lines, given to bash, do the same as the launcher."""
     words = [
         "bash",
         "-c",

@@ -65,7 +65,7 @@ def kept(remat: str) -> list[tuple[int, ...]]:
 
 
 def test_projections_are_kept_in_the_inputs_stead():
-    """Of 2 x 5 tokens: of five products with the stream 4 numbers for 16, of one 5 for 20, of one 6 for 24."""
+    """With 2 x 5 tokens: 4 numbers for 16 in five matmuls, 5 for 20 in one, 6 for 24 in one."""
     plain, small = kept("none"), kept("compact:0.25")
     new = [shape for shape in small if shape[-1] in (4, 5, 6) and math.prod(shape) // shape[-1] == 10]
     assert sorted(shape[-1] for shape in new) == [4, 4, 4, 4, 4, 5, 6]

@@ -29,7 +29,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def rounded(x: np.ndarray, kind: str, over: tuple[int, ...], gradient: bool) -> np.ndarray:
-    """What the rounded numbers stand for, in float64, where a product sums over the dimensions ``over``."""
+    """Dequantised values of the rounded numbers, in float64, for a matmul that sums over the dimensions ``over``."""
     x = np.asarray(x, np.float32)
     if kind == "int8":
         scale = np.abs(x).max(axis=over, keepdims=True) / np.float32(127)

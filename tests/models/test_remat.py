@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, read from the traced program: dots, residuals, gathered weights."""
+"""Saved activations of each remat policy, read from the traced program: dots, residuals, gathered weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dots(jaxpr: Any) -> int:
 
 
 def kept(jaxpr: Any) -> list[Any]:
-    """What the forward loop over layers hands to the backward one, a slice per layer."""
+    """Residuals that the forward loop over layers passes to the backward one, a slice per layer."""
     loops = [e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == LAYERS]
     assert len(loops) == 2, "one forward, one backward"
     forward = loops[0]
@@ -76,7 +76,7 @@ def test_attention_keeps_what_goes_into_it_and_not_what_comes_out():
 
 
 def test_square_root_keeps_the_inputs_of_runs():
-    """Of four layers two runs' inputs, and two within the run that is at hand: loops in a loop, twice."""
+    """Four layers: the inputs of two groups, and two within the current group; nested loops, twice."""
     config = dataclasses.replace(CONFIG, layers=4, remat="sqrt")
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, CONFIG.vocab_size, packed=False))
     model = functional(config)

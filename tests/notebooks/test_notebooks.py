@@ -48,7 +48,7 @@ def test_every_notebook_is_there():
 
 
 def setup(patch: pytest.MonkeyPatch, repository: str = "") -> list[list[str]]:
-    """What the first cell asks of pip where there is no jaxllm and no accelerator."""
+    """Pip commands of the first cell where there is no jaxllm and no accelerator."""
     asked: list[list[str]] = []
     patch.setattr(importlib.util, "find_spec", lambda name: None)
     patch.setattr("shutil.which", lambda name: None)

@@ -92,14 +92,14 @@ def test_state_is_that_of_the_sharding_table(trial):
     ],
 )
 def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shape, laid):
-    """As the compiler laid out DeepSeek-V3 on 512 chips, where the shape is one of its."""
+    """The compiler's layouts of DeepSeek-V3 on 512 chips."""
     assert memory_estimate.tiled(shape) == math.prod(laid)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=4"])
 def test_state_is_that_of_each_optimizer(kind, mesh):
-    """And its bytes are read and written in the update, beside five passes over parameters and gradients."""
+    """The update reads and writes its bytes, beside five passes over parameters and gradients."""
     if kind == "mezo" or ("stage" in mesh and kind in (*LAYERWISE, "sophia")):
         pytest.skip("no formula, or not in pipelines")
     run = drawn(1)

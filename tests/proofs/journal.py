@@ -24,7 +24,7 @@ FOLDER = environment.ROOT / ".cache" / "proofs"
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a run's results are results of."""
+    """Origin of a run's results: code, versions, seed."""
 
     commit: str
     dirty: bool

@@ -1,4 +1,4 @@
-"""What OpenAI's own client does with a server, feature by feature; for any model behind it."""
+"""OpenAI's own client against a server, feature by feature; for any model behind it."""
 
 from __future__ import annotations
 

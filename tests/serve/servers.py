@@ -136,7 +136,7 @@ class FixedRate:
         return "length" if made == params.max_tokens else None
 
     def embed(self, ids: Sequence[int], pooling: str) -> np.ndarray:
-        """How often each digit comes, of length 1."""
+        """Frequency of each digit, normalised to length 1."""
         vector = np.bincount(np.asarray(ids) % 8, minlength=8).astype(np.float32)
         return vector / np.linalg.norm(vector)
 

@@ -44,14 +44,14 @@ def too_large(topology: Topology) -> None:
 
 
 def without_compilers(topology: Topology) -> int:
-    """As on a machine where no extra is installed."""
+    """Simulates a machine where no extra is installed."""
     for module in ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
         sys.modules[module] = None  # type: ignore[assignment]
     return len(topology.devices())
 
 
 def echo(topology: Topology, **kwargs: Any) -> dict[str, Any]:
-    """What it was given, with some noise."""
+    """Returns its argument, with some noise on the output streams."""
     print("noise on stdout")
     print("noise on stderr", file=sys.stderr)
     os.write(1, b"noise from below\n")

@@ -85,7 +85,7 @@ def test_xla_counts_the_same():
 
 
 def test_what_is_done_again_by_hand():
-    """Of the block of ``test_by_hand``: all products but the last of the MLP, and not the head's."""
+    """The block of ``test_by_hand``: all matmuls but the last of the MLP, and not the head's."""
     config = DecoderConfig(
         vocab_size=20, embed_dim=8, layers=2, pattern=(BlockConfig(AttentionConfig(4, 2, 6), MlpConfig(10)),)
     )
@@ -119,7 +119,7 @@ def test_a_gradient_does_again_what_is_counted():
         return flops
 
     def ours(remat: str) -> float:
-        """Of a layer and token; what is computed has no use for attention's mask."""
+        """FLOPs of a layer and token, without the savings of attention's mask."""
         again = dataclasses.replace(config, remat=remat)
         added = hardware_flops_per_token(again, seq_len) - train_flops_per_token(again, seq_len)
         attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None) * (2 if remat == "sqrt" else 1)  # of both products

@@ -48,7 +48,7 @@ def test_a_run_is_the_same(tmp_path, kind, host):
 
 
 def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
-    """Where the state is, is no part of the run: it begins on the device, goes on on the host, and ends alike."""
+    """The place of the state is not part of the run: it begins on the device and resumes on the host."""
     whole = train(run_config(tmp_path, out=tmp_path / "whole"))
     stopped = stopped_at(tmp_path, 6)
     done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True)))

@@ -30,7 +30,7 @@ from tests.train.runs import STEPS, losses, run_config, stopped_at
 
 
 def hashes(directory: Path, step: int = STEPS) -> dict[str, str]:
-    """Of every leaf of a checkpoint."""
+    """Hashes of every leaf of a checkpoint."""
     with Checkpointer(directory / "checkpoints", read_only=True) as checkpointer:
         return {path: leaf.hash for path, leaf in checkpointer.manifest(step).leaves.items()}
 
@@ -285,7 +285,7 @@ def test_no_good_checkpoint_is_an_error_and_not_a_new_run(copied, finished, tmp_
 
 
 def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
-    """What a kill leaves: rows of steps that no checkpoint has seen, the last one cut short."""
+    """A kill leaves rows of steps after the last checkpoint, the last row truncated."""
     directory = RunDirectory(tmp_path)
     rows = [{"step": step, "nll": 1.0} for step in range(1, 10)]
     directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 10, "loss": 4.2, "nl')

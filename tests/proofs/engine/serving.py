@@ -1,4 +1,4 @@
-"""What is served is what the training forward gives, bit by bit the same in any company where that is asked for."""
+"""Served log-probabilities equal the training forward's; batch invariance makes them equal bit for bit."""
 
 from __future__ import annotations
 

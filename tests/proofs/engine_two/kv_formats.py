@@ -79,7 +79,7 @@ BYTES = [
 
 @proof("engine_two", cases=BYTES, sample=1, bound={"bytes": 0.0, "temporaries": 0.0})
 def kv_format_bytes(case: tuple[str, KvDtype, int, str]) -> dict[str, float]:
-    """Of engines that differ in pages alone: arguments of their compiled programs, less what is stated; temporaries."""
+    """Argument bytes of engines that differ only in their pages, less the stated ones; temporaries."""
     model, kv, page, mesh = case
     made = []
     for pages in (40, 90):

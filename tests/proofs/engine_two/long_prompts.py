@@ -25,7 +25,7 @@ SPLIT = [
 
 @proof("engine_two", cases=SPLIT, sample=1, float64=True, bound=1e-10)
 def split_prompts_are_whole(case: tuple[str, str, str]) -> float:
-    """As ``sharded_is_unsharded``."""
+    """Same as ``sharded_is_unsharded``, over ``context``."""
     return sharded_is_unsharded(case)
 
 

@@ -10,7 +10,7 @@ from tests.proofs.plan.points import POINTS, compile_arguments, compile_point, s
 
 
 def predicted(name: str) -> memory_estimate.MemoryEstimate:
-    """Of a point."""
+    """Predicted memory of a point."""
     point = POINTS[name]
     cluster = Cluster.parse(point.on)
     mesh = MeshSpec.parse(point.run.mesh).resolve(cluster.devices)

@@ -96,7 +96,7 @@ def compile_layout(name: str) -> dict[str, float]:
 
 
 def stored() -> dict[str, dict[str, float]]:
-    """What was compiled."""
+    """Stored seconds of the compiled layouts."""
     return json.loads(STORED.read_text()) if STORED.is_file() else {}
 
 

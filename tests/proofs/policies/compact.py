@@ -17,14 +17,14 @@ GAPS = {"compact:0.5": 0.05, "compact:0.25": 0.07, "compact:0.125": 0.09}
 
 @functools.cache
 def temporaries(remat: str) -> int:
-    """Of a device, in the step of ``offload``'s model."""
+    """Temporary bytes of a device, in the step of ``offload``'s model."""
     run = offload.run(remat, "adamw", offload.HostConfig())
     return compile_for(run, offload.ON).temp_bytes
 
 
 @proof("policies", cases=[0.125, 0.25, 0.5], sample=1, bound=0.05)
 def compact_bytes(share: float) -> float:
-    """What is missing of the formula: the two norms' results and the feed-forward layer's inner values go.
+    """Difference from the formula: outputs of the two norms and the feed-forward layer's inner activations are freed.
 
     For them there are seven projections, of which the compiler may merge those of one input. Attention's output stays,
     for attention's own backward pass.

@@ -1,4 +1,4 @@
-"""What waits in the host's memory, in programs that the TPU compiler made: bytes, copies, and what runs beside them."""
+"""Host offload in programs of the TPU compiler: bytes, copies, and the computation that overlaps with them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _lines() -> list[str]:
 
 
 def _items(seed: int) -> list[dict[str, Any]]:
-    """Which of four half-lines of Shakespeare ends a line: what a model knows well enough to be right at times."""
+    """Items that ask which of four half-lines of Shakespeare ends a line: at times a model answers them correctly."""
     rng = random.Random(seed)
     items = []
     for _ in range(ROWS):

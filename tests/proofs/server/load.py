@@ -134,7 +134,7 @@ def quiet(server: Server) -> bool:
 
 
 def siege(open_: BackendFactory, seed: int, most: int, check: Callable[[], None]) -> dict[str, float]:
-    """What is there after a long siege that was not there after a short one: tasks, descriptors, share of memory."""
+    """Resources held after a long siege and not after a short one: tasks, descriptors, share of memory."""
     short = "PYTEST_CURRENT_TEST" in os.environ
     clients, seconds = (20, 2.0) if short else (CLIENTS, 120.0)
     config = ServeConfig(port=0, name="tiny", max_body=40_000, queue=100)
