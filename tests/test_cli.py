@@ -1,4 +1,4 @@
-"""The ``jaxllm`` command: what it says, what it refuses, what it runs."""
+"""The ``jaxllm`` command: its output, its refusals, its commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of training: what it trains, counts and compares, and how many layers it takes."""
+"""Training benchmark: its models, FLOP counts and comparisons, and how many layers fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that saves until it is killed at a chosen point, or whose disk refuses; forked, so trials are short."""
+"""Forked process that saves until it is killed at a chosen point, or whose disk fails; forked, so trials are short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed, failing and concurrent saves; retention; the writer's lock."""
+"""Atomic saves: killed, failing and concurrent ones; retention; the writer's lock."""
 
 from __future__ import annotations
 

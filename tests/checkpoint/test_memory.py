@@ -1,4 +1,4 @@
-"""Snapshots in other processes' memory: parity, lost hosts, a crash of the trainer; and how often to save."""
+"""Snapshots in peer memory: parity, lost hosts, a crash of the trainer; and the save interval."""
 
 from __future__ import annotations
 

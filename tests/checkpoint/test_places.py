@@ -1,4 +1,4 @@
-"""Object stores by the same code, leaves in slices and blocks, renamed and cast restores, lazy saves."""
+"""Checkpoints in object stores, leaves in slices and blocks, renamed and cast restores, lazy saves."""
 
 from __future__ import annotations
 

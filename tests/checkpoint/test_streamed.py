@@ -1,4 +1,4 @@
-"""A state that comes in pieces makes the checkpoint that it makes as a whole; leaves are views of its files."""
+"""Streamed saves: a state given in chunks makes the same checkpoint as a whole one; leaves are views of its files."""
 
 from __future__ import annotations
 

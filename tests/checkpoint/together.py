@@ -1,4 +1,4 @@
-"""Several processes that save together, as threads: each gives the leaves that it would have."""
+"""Processes that save together, simulated by threads: each gives the leaves that it would have."""
 
 from __future__ import annotations
 

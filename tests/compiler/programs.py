@@ -1,4 +1,4 @@
-"""Hand-made programs whose collectives can be counted by hand, compiled in a child process."""
+"""Small programs whose collectives can be counted by hand, compiled in a child process."""
 
 from __future__ import annotations
 

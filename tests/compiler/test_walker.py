@@ -1,4 +1,4 @@
-"""The walker against counts by hand, and on unrolled programs against XLA's own count."""
+"""Program walker against counts by hand, and on unrolled programs against XLA's own count."""
 
 from __future__ import annotations
 

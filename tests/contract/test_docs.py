@@ -1,4 +1,4 @@
-"""The pages: those on the site's list are there, and what they link to."""
+"""Documentation pages: those of mkdocs.yml exist, and so do the targets of their links."""
 
 from __future__ import annotations
 

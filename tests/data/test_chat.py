@@ -1,4 +1,4 @@
-"""Conversations: what is trained, beside transformers' own mask; templates that rewrite; preference pairs."""
+"""Chat data: the loss mask beside transformers' own; templates that rewrite; preference pairs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files of records of every kind give the same documents; compression, URLs, packages that are missing."""
+"""Record files of every kind give the same documents; compression, URLs, missing packages."""
 
 import builtins
 import gzip

@@ -1,4 +1,4 @@
-"""The rephrasing job against a server on this machine: what it sends, what it does with failures, going on."""
+"""Rephrasing job against a local server: its requests, its handling of failures, resuming."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Token files and the cache of tokenised text: what is written is read back, and nothing damaged is ever used."""
+"""Token files and the token cache: written data is read back, and damaged data is never used."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Commands that README.md and docs/commands.md print, made small enough to try.
+"""Commands of README.md and docs/commands.md, with small settings, so that they can be tried.
 
 python -m tests.docs.readme NUMBER    runs one of COMMANDS in the current directory, which it prepares
 """

@@ -1,4 +1,4 @@
-"""The table of papers: every row's module names the paper, its test is there, its command can be given."""
+"""Table of papers: every row's module names the paper, its test exists, its command is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as GGUF files: what llama.cpp's converter writes of a directory in Hugging Face's layout."""
+"""GGUF writer: writes a Hugging Face directory as llama.cpp's converter does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models made and run by transformers, the reference for what another library's files mean.
+"""Tiny random models made and run by transformers, the reference for Hugging Face files.
 
 transformers works in float32 in places whatever its weights are; inside ``float64`` its own code runs in float64
 throughout, so that it can be compared to nine digits.

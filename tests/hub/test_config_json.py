@@ -1,4 +1,4 @@
-"""The ``config.json`` of an architecture: the model of transformers that it names is the same model."""
+"""Exported ``config.json``: transformers builds the same model from it."""
 
 from __future__ import annotations
 

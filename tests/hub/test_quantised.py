@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every number as another decoder has it, models as transformers has them, what is wrong."""
+"""Quantised checkpoints: values equal another decoder's, models equal transformers', errors name the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files and directories of them, whole, damaged and made to harm."""
+"""Safetensors files and directories: complete, damaged and malicious."""
 
 from __future__ import annotations
 

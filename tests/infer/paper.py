@@ -1,4 +1,4 @@
-"""A runner on paper: pages hold the tokens written to them, and a step checks that it reads its own."""
+"""Simulated runner: pages hold the tokens written to them, and a step checks that it reads its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: what it serves is what the training forward gives, whatever else it serves."""
+"""Engine: served log-probabilities equal the training forward's, whatever else is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts have the form that was asked for, in company of others that were asked for none."""
+"""Guided decoding: completions match their grammar, beside others without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxllm generate` and `jaxllm chat` on models in other libraries' files."""
+"""`jaxllm generate` and `jaxllm chat` on Hugging Face and GGUF models."""
 
 from __future__ import annotations
 

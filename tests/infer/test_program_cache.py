@@ -1,4 +1,4 @@
-"""Programs made ahead: kept, signed, found again, and never called with anything else."""
+"""Program cache: compiled ahead, stored, signed, found again, and never called with anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling draws from the distribution that its parameters define, row by row, position by position."""
+"""Sampler: draws from the distribution that its parameters define, row by row, position by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sampling parameter does what it says: beside transformers' logits processors, and in an engine."""
+"""Sampling parameters: each has its documented effect, beside transformers' logits processors, and in an engine."""
 
 from __future__ import annotations
 

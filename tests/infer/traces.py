@@ -1,4 +1,4 @@
-"""Recorded arrivals played to an engine on paper, whose clock is the work it does."""
+"""Recorded arrivals replayed to a simulated engine, whose clock is the work it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear cross-entropy of real models, forward and backward, compiled for TPUs and GPUs that are not there.
+"""Linear cross-entropy of real models, forward and backward, compiled for absent TPUs and GPUs.
 
 Legend: T tokens, D embed, V vocab.
 """

@@ -1,4 +1,4 @@
-"""Flash attention of real models, forward and backward, compiled for TPUs and GPUs that are not there."""
+"""Flash attention of real models, forward and backward, compiled for absent TPUs and GPUs."""
 
 from __future__ import annotations
 

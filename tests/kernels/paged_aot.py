@@ -1,4 +1,4 @@
-"""Paged attention of real models, decoding and mixed batches, compiled for TPUs and GPUs that are not there."""
+"""Paged attention of real models, decode and mixed batches, compiled for absent TPUs and GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention of real models, forward and backward, compiled for slices and nodes that are not there."""
+"""Ring attention of real models, forward and backward, compiled for absent slices and nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grouped matrix product in plain JAX, in float64, through the body that all implementations share.
+"""Grouped matmul in plain JAX, in float64, by the shared test body.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX, through the body that all implementations share, and what only plain JAX can show.
+"""Paged attention in plain JAX, by the shared test body, and features that only plain JAX has.
 
 Blocks are made tiny here, so that short requests cross many of them.
 """

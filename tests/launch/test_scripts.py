@@ -1,4 +1,4 @@
-"""Scripts of tpu_scripts: clean, and what they print is what a shell would run, with every value whole."""
+"""Scripts of tpu_scripts: they pass shellcheck, and a dry run prints what a shell would run, quoted correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor, over small programs: what it starts again, what it does not, what it passes on."""
+"""Supervisor over small programs: what it restarts, what it does not, which signals it forwards."""
 
 from __future__ import annotations
 

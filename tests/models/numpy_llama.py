@@ -1,4 +1,4 @@
-"""A decoder in plain numpy, written from the papers and not from our code: one row, layer and head at a time.
+"""Decoder in plain numpy, written from the papers, not from this package: one row, layer and head at a time.
 
 Legend: S sequence, D embed, H head dim.
 """

@@ -1,4 +1,4 @@
-"""Compressed activations: exact but for weights' gradients, which are right on average; and what is kept."""
+"""Compressed activations: exact except for weight gradients, which are unbiased; and what is saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder against a plain numpy Llama; its layers, however they are grouped, scanned and recomputed."""
+"""Decoder against a plain numpy Llama; its layers, however they are grouped, scanned and recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-130B's shrink of the embedding's gradient: of what comes through the lookup, and of nothing else."""
+"""Scaled embedding gradient (GLM-130B): only the gradient through the lookup is scaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm against numpy, and where it computes."""
+"""RMSNorm against numpy, and its compute dtype."""
 
 from __future__ import annotations
 

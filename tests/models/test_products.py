@@ -1,4 +1,4 @@
-"""Low-precision matmuls: held to the same rounding in numpy, on one device and on a mesh."""
+"""Low-precision matmuls against the same rounding in numpy, on one device and on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebooks are what their sources say, in the format that Colab opens. The proof ``notebooks`` runs them."""
+"""Notebooks equal their sources, in the format that Colab opens. The proof ``notebooks`` runs them."""
 
 from __future__ import annotations
 

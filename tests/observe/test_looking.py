@@ -1,4 +1,4 @@
-"""A real run that is looked at in every way: rows, trackers, norms by layer, a profile, events."""
+"""Observability of a real run: rows, trackers, norms by layer, a profile, events."""
 
 from __future__ import annotations
 

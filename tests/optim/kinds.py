@@ -1,4 +1,4 @@
-"""Every optimizer, with what its kind asks of a configuration."""
+"""Optimizers of every kind, with the configuration that each kind needs."""
 
 from __future__ import annotations
 

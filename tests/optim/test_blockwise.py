@@ -1,4 +1,4 @@
-"""Numbers in eight bits: codes, blocks, errors."""
+"""8-bit optimizer state: codes, blocks, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer against its definition, its bytes, and itself on a mesh."""
+"""Optimizers against their definitions, their bytes, and themselves on a mesh."""
 
 from __future__ import annotations
 

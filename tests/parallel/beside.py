@@ -1,4 +1,4 @@
-"""In a child process: which copies of a compiled step have a matrix product between their start and their end."""
+"""Overlap in a compiled step, in a child process: copies with a matmul between their start and end."""
 
 from __future__ import annotations
 

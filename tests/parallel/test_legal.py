@@ -1,4 +1,4 @@
-"""An illegal mesh says why, and which legal ones are nearest."""
+"""Errors for illegal meshes: the reason, and the nearest legal meshes."""
 
 from __future__ import annotations
 

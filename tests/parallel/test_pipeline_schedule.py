@@ -1,4 +1,4 @@
-"""Schedules are legal, hold what their papers say, and idle as much as their papers say."""
+"""Pipeline schedules: legal, with the activations and bubbles of their papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checkpoint of two processes, which are threads here; real ones are in ``make proof parallelism``."""
+"""Checkpoint of two processes, simulated by threads; ``make proof parallelism`` has real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and time by formula: what must hold of any model and mesh."""
+"""Memory and step time by formula: properties for any model and mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas of what waits on the host: against brute force, and against the compiler."""
+"""Formulas of host offload: against brute force, and against the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: what it finds is legal, fits, and is the best of what is tried; the command says it."""
+"""Layout search: its layouts are legal, fit, and are the best of those tried; the command prints them."""
 
 from __future__ import annotations
 

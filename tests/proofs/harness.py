@@ -1,4 +1,4 @@
-"""Registering proofs and running one unit of them: a seeded trial, a listed case, or a chunk of drawn examples."""
+"""Proof harness: registers proofs and runs one unit: a seeded trial, a listed case, or a chunk of drawn examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished units on disk, so that a stopped run goes on.
+"""Journal of finished units on disk, so that a stopped run of proofs resumes.
 
 A run resumes if the code is the same: the contents of jaxllm, pallas_kernels, sharding, recipes and tests, committed
 or not, and the versions of Python and the packages. Other files, such as documents, may change meanwhile.

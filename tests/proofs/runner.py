@@ -1,4 +1,4 @@
-"""Runs all units that a proof still lacks, in worker processes, with a live view."""
+"""Proof runner: runs all units that a proof still lacks, in worker processes, with a live view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first steps of a stored curve, run again.
+"""First steps of a stored curve, run again.
 
 python -m tests.recipes.curves NAME STEPS    prints the largest difference; on one device, unless JAX is told otherwise
 """

@@ -1,4 +1,4 @@
-"""Recipes: their types on slices that are not here, and the figures in their docstrings."""
+"""Recipes: their sharding types on absent slices, and the figures in their docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, told what to do through a pipe (the DevTools protocol), without a driver."""
+"""Headless Chromium, driven through a pipe (the DevTools protocol), without a driver."""
 
 from __future__ import annotations
 

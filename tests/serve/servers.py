@@ -1,4 +1,4 @@
-"""Servers for tests: ours in a thread, over a tiny random model or an engine that only pretends."""
+"""Servers for tests: in a thread, over a tiny random model or a stub engine."""
 
 from __future__ import annotations
 

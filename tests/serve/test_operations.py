@@ -1,4 +1,4 @@
-"""Readers that leave, wait or do not read; too many of them; and the end of a server."""
+"""Server operations: clients that disconnect, wait or do not read; overload; shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls and thoughts: what a model writes is told, forced and read by one value a format."""
+"""Tool calls and reasoning: each format describes, forces and parses the calls that a model writes."""
 
 from __future__ import annotations
 

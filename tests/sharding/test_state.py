@@ -1,4 +1,4 @@
-"""From declared parameters to where they live."""
+"""Shardings of a state, from its declared parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokenizer.json of every form the model families use: ids and text equal to transformers' opening the same file."""
+"""tokenizer.json of every family: ids and text equal to those of transformers for the same file."""
 
 import functools
 import json

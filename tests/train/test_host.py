@@ -1,4 +1,4 @@
-"""State in the host's memory: the same numbers, before and after a restart; and what cannot wait there."""
+"""Host offload of the state: the same numbers, before and after a restart; and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss against a plain log-softmax in numpy; what counts, how it accumulates, what it holds in memory."""
+"""Loss against a plain log-softmax in numpy: which targets count, accumulation, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precisions: what they take by formula, and steps that are skipped."""
+"""Precisions: their bytes by formula, and skipped steps."""
 
 from __future__ import annotations
 

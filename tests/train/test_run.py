@@ -1,4 +1,4 @@
-"""A run from its start to its directory: what it writes, how it stops, how it goes on."""
+"""Training run from start to directory: its files, its stops, its resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spikes: what is one, what is done about it, and that a run that goes on makes the same of it."""
+"""Loss spikes: detection, actions, and that a resumed run acts the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed at any point, with any disk: the last good checkpoint is never lost, a wrong one never selected."""
+"""Crashes at any point, with any disk: the last good checkpoint is never lost, a bad one never selected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts are lost with all that they held: what was in their memory is rebuilt from parity, to the bit."""
+"""Lost hosts: the snapshots in their memory are rebuilt from parity, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved on one mesh, restored on another: every leaf the same, and the run goes on as if nothing had happened.
+"""Resharding: saved on one mesh, restored on another, every leaf is the same, and the run continues unchanged.
 
 Layers may lie in the stages of a pipeline, and be stored alone or stacked.
 """

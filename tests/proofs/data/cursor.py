@@ -1,4 +1,4 @@
-"""However often a run is killed, on however many hosts and workers it goes on: the same documents in the same order."""
+"""Data cursor: after any kills, on any number of hosts and workers, the same documents in the same order."""
 
 from __future__ import annotations
 

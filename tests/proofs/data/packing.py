@@ -1,4 +1,4 @@
-"""Packed rows through a model: documents do not see each other, masked targets have no gradient, rows are full."""
+"""Packed rows through a model: no attention across documents, no gradient of masked targets, full rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books of pages: random traces without a device, where every page's content is a list of tokens."""
+"""Page allocator on random traces without a device, where every page's content is a list of tokens."""
 
 from __future__ import annotations
 

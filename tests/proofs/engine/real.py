@@ -1,4 +1,4 @@
-"""The real SmolLM2: its log-probabilities, and a heavy-tailed load of many callers of whom some go away."""
+"""The real SmolLM2: its log-probabilities, and a heavy-tailed load of many clients of whom some disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts by JSON schemas: what ends is JSON that its schema validates, whatever the model."""
+"""Guided decoding by JSON schemas: finished completions are valid JSON, whatever the model."""
 
 from __future__ import annotations
 

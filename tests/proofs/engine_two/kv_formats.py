@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits: their bytes, their errors, what they cost in quality, and that every way agrees."""
+"""Quantised KV cache: its bytes, its errors, its effect on quality, and equal results in every mode of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that read prompts, split over the devices of a replica by their tokens."""
+"""Prefill steps sharded by tokens over the devices of a replica."""
 
 from __future__ import annotations
 

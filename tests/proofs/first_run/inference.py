@@ -1,4 +1,4 @@
-"""Packed documents and cached decoding against the plain forward pass of one document."""
+"""Packed documents and cached decode against the plain forward pass of one document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real training, killed with SIGKILL at random moments, ends where an unbroken run ends."""
+"""Resume: real training, killed with SIGKILL at random moments, ends where an unbroken run ends."""
 
 from __future__ import annotations
 

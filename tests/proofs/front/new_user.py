@@ -1,4 +1,4 @@
-"""The path of a new user: README.md's commands do what it says."""
+"""Path of a new user: README.md's commands do what it says."""
 
 from __future__ import annotations
 

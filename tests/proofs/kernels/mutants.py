@@ -1,4 +1,4 @@
-"""Each deliberate mistake in an implementation makes the test body of its operation fail.
+"""Mutants: each deliberate mistake in an implementation makes the test body of its operation fail.
 
 A body is tests/kernels/OP_body.py with
 

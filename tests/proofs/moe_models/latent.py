@@ -1,4 +1,4 @@
-"""Latent attention: its two forms are one layer, and a cache holds a latent and a rotated key of each token."""
+"""Multi-head latent attention: its two forms agree, and a cache holds a latent and a rotated key per token."""
 
 from __future__ import annotations
 

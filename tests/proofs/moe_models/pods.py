@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Qwen3-235B-A22B at their full sizes: steps that type-check, and compile for slices that hold them."""
+"""DeepSeek-V3 and Qwen3-235B-A22B at full size: steps that type-check, and compile for slices that hold them."""
 
 from __future__ import annotations
 

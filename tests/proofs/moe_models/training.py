@@ -1,4 +1,4 @@
-"""A small mixture trained on the bundled text: its experts stay in use where training sees to it, and not elsewhere."""
+"""A small mixture of experts trained on the bundled text: load balancing keeps its experts in use."""
 
 from __future__ import annotations
 

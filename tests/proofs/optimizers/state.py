@@ -1,4 +1,4 @@
-"""Bytes that optimizers keep, in compiled programs and against their papers' formulas."""
+"""Bytes of optimizer state, in compiled programs and against their papers' formulas."""
 
 from __future__ import annotations
 

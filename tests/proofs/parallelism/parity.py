@@ -1,4 +1,4 @@
-"""Every mesh of eight devices, and every way to use it, gives what one device gives."""
+"""Parity of every mesh of eight devices, in every mode, with one device."""
 
 from __future__ import annotations
 

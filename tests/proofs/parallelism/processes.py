@@ -1,4 +1,4 @@
-"""Four real processes of two devices each train what one process of eight devices trains, or say why not."""
+"""Four real processes of two devices each train the same as one process of eight devices, or say why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled for GPUs and TPUs, a step sends what its plan's formula says, and nothing else."""
+"""Collectives of a step compiled for GPUs and TPUs: they send what the plan's formula says, and nothing else."""
 
 from __future__ import annotations
 

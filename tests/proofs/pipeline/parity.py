@@ -1,4 +1,4 @@
-"""Every schedule on every mesh of eight devices with stages gives what one device gives."""
+"""Parity of every pipeline schedule, on every mesh of eight devices with stages, with one device."""
 
 from __future__ import annotations
 

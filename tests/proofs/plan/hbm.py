@@ -1,4 +1,4 @@
-"""Memory by formula beside programs compiled now: thirty runs on TPU slices and GPU nodes."""
+"""HBM by formula beside programs compiled now: thirty runs on TPU slices and GPU nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thirty runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
+"""Thirty runs on topologies, dense, mixtures, long rows; points.json has the compilers' figures.
 
     python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
 

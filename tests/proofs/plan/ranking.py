@@ -1,4 +1,4 @@
-"""Twelve layouts of one model, by formula and as compiled programs: the same order.
+"""Ranking of twelve layouts of one model, by formula and as compiled programs: the same order.
 
     python -m tests.proofs.plan.ranking [NAME ...]    compiles those that are not stored, or the named ones again
 

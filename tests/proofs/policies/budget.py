@@ -1,4 +1,4 @@
-"""The solver's recomputation under budgets of bytes, measured by the TPU compiler."""
+"""Remat solver under memory budgets, measured by the TPU compiler."""
 
 from __future__ import annotations
 

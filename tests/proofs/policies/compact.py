@@ -1,4 +1,4 @@
-"""Compressed activations: bytes that the TPU compiler saves, and what the loss on real text is larger by."""
+"""Compressed activations: bytes that the TPU compiler saves, and the increase of the loss on real text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting a batch and computing again change neither loss nor gradients."""
+"""Gradient accumulation and remat change neither loss nor gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference small model of the proofs of training policies, on the bundled text."""
+"""Reference small model of the proofs of training policies, on the bundled text."""
 
 from __future__ import annotations
 

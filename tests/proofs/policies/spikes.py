@@ -1,4 +1,4 @@
-"""Spikes: none are seen where there are none, and what is skipped is as if it had never been there."""
+"""Loss spikes: no false alarms, and a skipped batch leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models of every family, made by transformers: the same numbers here, and the same files back."""
+"""Random models of every family, made by transformers: equal outputs here, and equal files back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of others over the real SmolLM2."""
+"""Third-party clients over the real SmolLM2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval over the real SmolLM2: its client of our server scores as the same engine does in this process."""
+"""lm-eval over the real SmolLM2: through the server it scores as the same engine does in this process."""
 
 from __future__ import annotations
 

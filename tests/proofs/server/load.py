@@ -1,4 +1,4 @@
-"""Many readers, rude ones among them: whatever they do, nothing is left behind."""
+"""Load: many clients, misbehaving ones among them, leave nothing behind."""
 
 from __future__ import annotations
 
