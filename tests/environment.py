@@ -104,7 +104,7 @@ _FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 
 
 def compiled_alike() -> dict[str, str]:
-    """Variables for child processes whose numbers are compared with ours bit for bit, beside what they inherit."""
+    """Environment variables of child processes whose results are compared bit for bit with this process's."""
     return {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.read("jax_disable_most_optimizations")))}
 
 

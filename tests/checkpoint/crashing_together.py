@@ -70,7 +70,7 @@ def state_at(seed: int, step: int) -> dict[str, np.ndarray]:
 
 
 def save_on(folder: str, seed: int, rank: int, size: int, saving: Any, steps: int, point: str, number: int) -> None:
-    """Resumes what is there, looks at it, and saves step after step; dies at the `number`-th time at `point`."""
+    """Resumes, checks the restored state, and saves step after step; dies at the `number`-th time at `point`."""
     life = Path(folder)
     come = arm(point, number)
     chunks = {"params/w": (12 // size, 5), "opt_state/mu/w": (12 // size, 10)}
@@ -146,7 +146,7 @@ class Life:
 
 
 def trial(directory: Path, seed: int, deaths: int = 2) -> None:
-    """Lives that end by the death of one process, and a last one that ends well, in one directory.
+    """Starts that end by the death of one process, and a last one that ends normally, in one directory.
 
     After each death the others end and name the one that is gone, or are killed too. Then every checkpoint that is
     listed is whole, and the next life, of as many processes or another number, finds in each of them the newest, with

@@ -37,7 +37,7 @@ def state_of(step: int) -> dict[str, np.ndarray]:
 
 
 class Hosts:
-    """Several hosts, whose trainers are threads and whose holders are processes."""
+    """Several hosts, whose trainers are threads and whose peer servers are processes."""
 
     def __init__(self, folder: Path, size: int, parity: int = 1):
         self.folder, self.size, self.config = folder, size, MemoryConfig(parity=parity, linger=60)
@@ -82,7 +82,7 @@ class Hosts:
         return self.train(work)
 
     def lose(self, *ranks: int) -> None:
-        """Their holders are killed."""
+        """Kills the peer servers of these hosts."""
         for rank in ranks:
             file = self.folder / f"{rank}.json"
             os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)

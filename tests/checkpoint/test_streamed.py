@@ -44,7 +44,7 @@ def state() -> dict[str, Any]:
 
 
 def streamed(tree: Any, size: int = 3) -> dict[str, StreamedLeaf]:
-    """The same leaves, in pieces of ``size`` elements."""
+    """The same leaves, in chunks of ``size`` elements."""
 
     def pieces(array: np.ndarray) -> Any:
         flat = array.reshape(-1)

@@ -112,7 +112,7 @@ def test_holding_out_documents_or_the_end_of_one(tmp_path):
 
 
 class Counting(ByteTokenizer):
-    """Counts how many texts were really encoded."""
+    """Counts how many documents were really encoded."""
 
     def __init__(self):
         self.encoded = 0

@@ -303,7 +303,7 @@ MIXTURES = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A model of transformers and a text it has read.
+    """Model of transformers and its outputs for a text.
 
     Attributes:
         model: the torch module, in float32.

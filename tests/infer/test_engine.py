@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
 def write(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
-    """New tokens of every continuation of every prompt."""
+    """New tokens of every completion of every prompt."""
     made = engines.serve(engine, [{"prompt": prompt, "params": params} for prompt in prompts])
     return [[s.tokens[len(r.prompt) :] for s in r.sequences] for r in made]
 

@@ -137,7 +137,7 @@ def error(got, want) -> float:
 def check(
     implementation: str, case: Case, rng: np.random.Generator, dtype=np.float32, bound: float = 1e-6
 ) -> dict[str, float]:
-    """Product and gradients, twice, against float64; Pallas kernels are interpreted.
+    """Outputs and gradients, twice, against float64; Pallas kernels are interpreted.
 
     What is after the last group is nan, which must go nowhere.
     """

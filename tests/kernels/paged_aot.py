@@ -50,7 +50,7 @@ class Shape:
 
 
 def mixed(shape: Shape, **changes: Any) -> Shape:
-    """Pieces of prompts beside decoded tokens."""
+    """Prefill chunks beside decoded tokens."""
     return dataclasses.replace(shape, tokens=2048, decode_only=False, **changes)
 
 

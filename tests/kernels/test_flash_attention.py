@@ -171,7 +171,7 @@ def test_memory_is_linear_in_the_sequence(monkeypatch):
 
 
 def test_residuals_are_what_a_checkpoint_keeps(rng, float64):
-    """Kept under their names, the forward pass is not run again."""
+    """If they are saved by name, the forward pass is not run again."""
     (q, k, v, d_out), extra = draw(rng, CASES["packed"])
 
     def count_exps(policy) -> int:

@@ -47,7 +47,7 @@ def test_random_sizes(implementation, rng, float64):
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"])
 def test_lower_precision(implementation, dtype, bound, rng):
-    """Sums in float32: 600 products in bfloat16 would be off by per cents."""
+    """Accumulation in float32: 600 products summed in bfloat16 would be off by per cents."""
     arguments = draw(rng, CASES["no multiple of anything"]._replace(left=2, k=600, n=40), dtype)
     got = program(implementation)(*arguments)
     assert all(x.dtype == dtype for x in got)

@@ -28,7 +28,7 @@ def norm(config: DecoderConfig, params: dict[str, np.ndarray], x: np.ndarray) ->
 
 
 def rope(x: np.ndarray, positions: np.ndarray, config: RopeConfig) -> np.ndarray:
-    """``x`` [S H]: the halves are real and imaginary parts of H/2 numbers, turned by ``position * frequency``.
+    """``x`` [S H]: the halves are real and imaginary parts of H/2 numbers, rotated by ``position * frequency``.
 
     Of a head that is rotated in part, its first dimensions are.
     """

@@ -54,7 +54,7 @@ def test_the_input_s_gradient_is_exact_and_the_weight_s_is_right_on_average():
 
 @functools.cache
 def kept(remat: str) -> list[tuple[int, ...]]:
-    """Shapes that the forward loop over layers hands to the backward one, of floats, a layer's part of each."""
+    """Shapes of the float residuals that the forward loop over layers passes to the backward one, per layer."""
     model = functional(dataclasses.replace(CONFIG, remat=remat))
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, CONFIG.vocab_size, packed=False))
     program = jax.jit(value_and_grad(model)).trace(model.abstract(), batch).jaxpr

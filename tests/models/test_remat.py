@@ -69,7 +69,7 @@ def test_elementwise_keeps_less_and_recomputes_no_matrix_product():
 
 
 def test_attention_keeps_what_goes_into_it_and_not_what_comes_out():
-    """Selective recomputation: less is kept by attention's output and its softmax's sums, 2 heads of 8 and of 1."""
+    """Selective recomputation: saves less by attention's output and its softmax sums, 2 heads of 8 and of 1."""
     assert size(traced("elementwise")) - size(traced("attention")) == LAYERS * 2 * 5 * 2 * (8 + 1)
     more = dots(traced("attention")) - dots(traced("elementwise"))
     assert more == 2, "scores and values, and no product with a weight"
@@ -97,7 +97,7 @@ def test_square_root_keeps_the_inputs_of_runs():
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_offload_sends_a_share_of_the_tokens_to_the_host(share):
-    """Input, attention's output and sums, and the stream before the feed-forward layer of all tokens; products of some.
+    """Input, attention's output and sums, residual stream before the MLP of all tokens; matmul outputs of some.
 
     The others' products are done again: queries, keys, values, gate, up and what attention's output is projected to.
     """
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(text, said):
 
 @pytest.mark.parametrize("remat", ["none", "elementwise", "attention", "full"])
 def test_gathered_weights_are_gathered_again(remat):
-    """ZeRO-3: were whole weights kept between the passes, every device would hold the whole model at once."""
+    """ZeRO-3: if gathered weights were saved between the passes, every device would hold the whole model."""
     for aval in kept(traced(remat, "fsdp=2")):
         split = any("fsdp" in str(part) for part in aval.sharding.spec)
         gain = math.prod(aval.shape) == LAYERS * CONFIG.embed_dim
@@ -149,7 +149,7 @@ def test_gathered_weights_are_gathered_again(remat):
 
 @pytest.mark.parametrize("norms", ["post", "sandwich"])
 def test_a_norm_of_a_scattered_sum_keeps_the_sum_and_not_the_summands(norms):
-    """Gathers are done again in the backward pass, sums are not: a loop cannot hand on what is not summed yet."""
+    """All-gathers are repeated in the backward pass, reductions are not: a loop cannot carry partial sums."""
     mesh = sharding.MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
     (block,) = CONFIG.pattern
     attention = dataclasses.replace(block.attention, kv_heads=2)

@@ -14,7 +14,7 @@ from notebooks.build import FOLDER, NAMES, cells, notebook
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_its_source(name):
-    """`python -m notebooks.build` makes them anew."""
+    """`python -m notebooks.build` writes them."""
     assert (FOLDER / f"{name}.ipynb").read_text() == notebook(name)
 
 

@@ -29,7 +29,7 @@ from tests.optim.kinds import KINDS, named
 
 
 def drawn(trial: int) -> RunConfig:
-    """A run of any kind of model, sizes that divide over eight devices."""
+    """Random run of any kind of model, with sizes that divide over eight devices."""
     rng = random.Random(environment.derive(environment.seed(), "plan", trial))
     heads = rng.choice([8, 16])
     attention = rng.choice(
@@ -164,7 +164,7 @@ def test_recomputing_more_keeps_less_and_computes_more(trial):
     ],
 )
 def test_products_of_8_bits_are_as_fast_as_the_devices_units(topology, products, times):
-    """``fp8_block`` multiplies what its numbers stand for, and v6e has no units for float8."""
+    """``fp8_block`` multiplies dequantised values, and v6e has no units for float8."""
     run = llama3_8b()
     plain, rounded = (on(run, "fsdp=8", topology, matmul_precision=name)[1] for name in ("plain", products))
     work = DeviceWork.of(dataclasses.replace(run, mesh="fsdp=8"), MeshSpec.parse("fsdp=8"))

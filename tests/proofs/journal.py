@@ -76,7 +76,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """Marks the run as stored: the next one starts afresh."""
+        """Marks the run as stored: the next one starts anew."""
         if self.path.exists():
             self.path.rename(self.path.with_suffix(".done"))
 

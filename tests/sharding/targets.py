@@ -19,7 +19,7 @@ from sharding.topology import Topology
 
 
 def compile_all(topology: Topology, names: list[str]) -> dict[str, list[Any]]:
-    """A matrix product, split over all devices and gathered, compiled for each topology of one platform."""
+    """A matmul, sharded over all devices and all-gathered, compiled for each topology of one platform."""
     found = {}
     for name in names:
         one = Topology.parse(name)

@@ -76,7 +76,7 @@ def test_what_cannot_wait_on_the_host_is_refused(tmp_path, fields, said):
 
 @pytest.mark.parametrize("remat", ["offload", "compact:0.5", "none=1,offload:0.5=2"])
 def test_products_in_a_ring_are_not_kept_so(tmp_path, remat):
-    """They would be accepted and ignored: a ring's products do not go through what keeps them."""
+    """A ring's matmuls do not go through what saves them, so the setting is refused."""
     run = config(tmp_path)
     with pytest.raises(ValueError, match="is not supported with ring collective matmuls"):
         dataclasses.replace(

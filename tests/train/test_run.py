@@ -300,7 +300,7 @@ def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
 
 
 def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(stopped, finished, tmp_path):
-    """The learning rate is sane for seven steps and then is not."""
+    """The learning rate is normal for seven steps and then is not."""
     with pytest.MonkeyPatch.context() as explode:
         wild = lambda config, model: run_build_optimizer(dataclasses.replace(config, optim=huge(config.optim)), model)  # noqa: E731
         explode.setattr(run, "build_optimizer", wild)

@@ -28,7 +28,7 @@ READ, ROW = 1024, 512
 
 @functools.cache
 def nll(kv: KvDtype, text: str) -> float:
-    """Mean over a text's tokens, as an engine scores prompts: in chunks of 256, each over the pages of those before."""
+    """Mean NLL of a text's tokens, as an engine scores prompts: in chunks of 256, each over the pages before it."""
     sizes = EngineConfig(
         max_sequences=2,
         max_batched_tokens=256,
@@ -51,7 +51,7 @@ def nll(kv: KvDtype, text: str) -> float:
 
 @proof("engine_two", cases=NLL, sample=1, bound=0.005)
 def kv_formats_nll(case: tuple[KvDtype, str]) -> float:
-    """The real SmolLM2 on real text: the negative log-likelihood's change, over that with pages in float32."""
+    """The real SmolLM2 on real text: change of the negative log-likelihood, relative to pages in float32."""
     kv, text = case
     before, after = nll("auto", text), nll(kv, text)
     assert 1.0 < before < 6.0

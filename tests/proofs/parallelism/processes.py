@@ -76,7 +76,7 @@ class Processes:
                 process.wait()
 
     def said(self, rank: int) -> str:
-        """All that a process printed."""
+        """Output of a process."""
         return self.logs[rank].read_text()
 
 

@@ -44,7 +44,7 @@ def losses(remat: str) -> tuple[float, ...]:
 
 @proof("policies", cases=tuple(GAPS), sample=1, bound={"of_limit": 1.0})
 def compact_loss(remat: str) -> dict[str, float]:
-    """The reference model with projections of products' inputs, against the same with the inputs themselves."""
+    """Reference model with random projections of matmul inputs, against the same with the inputs themselves."""
     whole, own = (sum(losses(of)) / len(SEEDS) for of in ("none", remat))
     assert whole < 2.5, "the reference learns: bytes alone, by their frequencies, take 3.3"
     return {"of_limit": max(0.0, own / whole - 1) / GAPS[remat]}
