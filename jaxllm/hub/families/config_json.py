@@ -73,9 +73,9 @@ def config_json(
     )
 
 
-def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[Difference]:
+def _differences(own: DecoderConfig, exported: DecoderConfig) -> list[Difference]:
     """Architecture fields that differ, layer by layer; equal layers are listed once."""
-    found = differences(_plain(ours), _plain(theirs))
+    found = differences(_plain(own), _plain(exported))
     once: dict[tuple[str, str, str], Difference] = {}
     for one in found:
         words = one.path.split(".")
