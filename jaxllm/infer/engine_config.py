@@ -38,8 +38,8 @@ class EngineConfig:
         kv_dtype: dtype of the KV cache: "auto": the model's compute dtype; "bfloat16"; "int8" or "fp8" (float8_e4m3fn),
             which have a float32 scale for each token's key and one for its value, per kv head; or another quantised row
             of ``pallas_kernels.paged_attention.kv_formats.KV_FORMATS``.
-        retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``, a rule that decides which tokens leave the
-            KV cache of the layers without a sliding window; None: all stay.
+        retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``: a rule that decides which tokens leave
+            the KV cache of the layers without a sliding window; None: all stay.
         verify_tokens: most proposed tokens of a sequence that one step verifies, see ``Engine(proposer=)``; steps with
             prefill compute the logits of one row more than these.
     """
@@ -85,8 +85,8 @@ class EngineConfig:
             )
         if not 0 <= self.verify_tokens < self.max_batched_tokens:
             raise ValueError(
-                f"engine: verify_tokens = {self.verify_tokens}; give 0 (none) to {self.max_batched_tokens - 1}, less than "
-                "max_batched_tokens."
+                f"engine: verify_tokens = {self.verify_tokens}; give 0 (none) to {self.max_batched_tokens - 1}, less "
+                "than max_batched_tokens."
             )
         if self.buckets is not None and (
             list(self.buckets) != sorted(set(self.buckets))
@@ -105,8 +105,8 @@ class EngineConfig:
         for name in ("retention", "verify_tokens"):
             if getattr(self, name):
                 raise ValueError(
-                    f"engine: batch_invariant does not go with {name} = {getattr(self, name)!r}: a request's steps would "
-                    "differ with its company. Leave one of them out."
+                    f"engine: batch_invariant does not go with {name} = {getattr(self, name)!r}: a request's steps "
+                    "would differ with its company. Leave one of them out."
                 )
         if self.preemption != "swap":
             raise ValueError(

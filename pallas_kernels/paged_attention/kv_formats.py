@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 SCALE = jnp.dtype(jnp.float32)
 """Dtype of the scales."""
+First = int | Bool[Array, "1 W"]
+"""Which values of a slot the first scales are of, see ``KVFormat.decode``."""
 
 
 class KVFormat:
@@ -44,14 +46,15 @@ class KVFormat:
         return x.astype(self.stored(dtype)), None
 
     def decode(
-        self, tile: Shaped[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: int, dtype: DTypeLike
+        self, tile: Shaped[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: First, dtype: DTypeLike
     ) -> Float[Array, "*any C W"]:
         """Values of a tile of slots, in ``dtype``; traced inside kernels too.
 
         Args:
             tile: stored elements of the slots.
             scales: scales of the first ``first`` values of each slot, followed by those of the rest.
-            first: number of values that the first scales are of.
+            first: number of values that the first scales are of; or a mask of them, for kernels of TPUs, which have no
+                one-dimensional iota.
             dtype: dtype of the result.
         """
         del scales, first
@@ -83,7 +86,7 @@ class BitsFormat(KVFormat):
         return jax.lax.bitcast_convert_type(x.astype(self.kind), self.integer), None
 
     def decode(
-        self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: int, dtype: DTypeLike
+        self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: First, dtype: DTypeLike
     ) -> Float[Array, "*any C M"]:
         """Values of a tile of slots, in ``dtype``."""
         return jax.lax.bitcast_convert_type(tile, self.kind).astype(dtype)
@@ -122,7 +125,7 @@ class ScaledFormat(BitsFormat):
         return super().encode(jnp.clip(numbers, -self.most, self.most), dtype)[0], scale[..., None]
 
     def decode(
-        self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"], first: int, dtype: DTypeLike
+        self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"], first: First, dtype: DTypeLike
     ) -> Float[Array, "*any C M"]:
         """Values of a tile of slots, in ``dtype``."""
         return scaled(super().decode(tile, None, first, dtype), scales, first)
@@ -131,7 +134,7 @@ class ScaledFormat(BitsFormat):
 def scaled(values: Float[Array, "*any C W"], scales: Float[Array, "*any Z C"], first: int) -> Float[Array, "*any C W"]:
     """Values of slots times the first scale, or from value ``first`` on times the last one."""
     scales = scales.astype(values.dtype)
-    is_first = jax.lax.broadcasted_iota(jnp.int32, (1, values.shape[-1]), 1) < first
+    is_first = jnp.arange(values.shape[-1]) < first if isinstance(first, int) else first
     return values * jnp.where(is_first, scales[..., 0, :, None], scales[..., -1, :, None])
 
 

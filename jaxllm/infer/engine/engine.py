@@ -75,7 +75,7 @@ class Engine:
         tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
         policy: scheduling policy, see ``jaxllm.infer.engine.policies``; None: first come, first served.
         tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
-        proposer: proposes tokens for ``config.verify_tokens`` to verify (speculative decoding); None: nothing is proposed.
+        proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none.
         predict, clock: see ``PolicyState``.
     """
 

@@ -16,7 +16,7 @@ class Proposer(Protocol):
     """Proposer of an engine, see ``Engine(proposer=)``."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
-        """Proposes up to ``count`` tokens that may follow ``sequence.tokens``, all of which are known; none is legal."""
+        """Proposes up to ``count`` tokens that may follow ``sequence.tokens``, which are all known; or none."""
         ...
 
 

@@ -1,7 +1,6 @@
-"""Page programs: what the engine does to whole pages on the device: copy them, move them to the host and back, empty them.
+"""Page programs: whole pages are copied, emptied, and moved between device and host.
 
-Legend: B replicas, L layers, P pages of all replicas, K kv heads, S requests of a step, M pages of a transfer, J columns
-of a page table.
+Legend: B replicas, L layers, P pages of all replicas, K kv heads, S requests of a step, M pages of a transfer.
 """
 
 from __future__ import annotations

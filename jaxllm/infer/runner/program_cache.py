@@ -239,7 +239,7 @@ def source_digest() -> str:
 
 
 def source_of(row: Any) -> str:
-    """Hash of a row of an open table and of the file that defines it, which may lie outside ``SOURCES``; None: empty."""
+    """Hash of a row of an open table and of the file that defines it, which ``SOURCES`` may lack; empty for None."""
     if row is None:
         return ""
     kind, fields = type(row), getattr(row, "__dict__", {})
