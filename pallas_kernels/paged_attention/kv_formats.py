@@ -40,10 +40,17 @@ class KVFormat:
         return jnp.dtype(dtype)
 
     def encode(
-        self, x: Float[Array, "*any N"], dtype: DTypeLike
+        self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
     ) -> tuple[Shaped[Array, "*any M"], Float[Array, "*any Z"] | None]:
-        """(stored elements, scales) of keys or of values, in a pool for values of ``dtype``."""
-        return x.astype(self.stored(dtype)), None
+        """(stored elements, scales) of slots.
+
+        Args:
+            rows: values of the slots.
+            parts: numbers of consecutive values that share scales: those of the key, and those of the value.
+            dtype: dtype of the values that the pool is for.
+        """
+        del parts
+        return rows.astype(self.stored(dtype)), None
 
     def decode(
         self, tile: Shaped[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: First, dtype: DTypeLike
@@ -80,10 +87,10 @@ class BitsFormat(KVFormat):
         return self.integer
 
     def encode(
-        self, x: Float[Array, "*any N"], dtype: DTypeLike
+        self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
     ) -> tuple[Int[Array, "*any N"], Float[Array, "*any Z"] | None]:
         """(bits, no scales)."""
-        return jax.lax.bitcast_convert_type(x.astype(self.kind), self.integer), None
+        return jax.lax.bitcast_convert_type(rows.astype(self.kind), self.integer), None
 
     def decode(
         self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: First, dtype: DTypeLike
@@ -110,19 +117,25 @@ class ScaledFormat(BitsFormat):
         self.most = most
 
     def encode(
-        self, x: Float[Array, "*any N"], dtype: DTypeLike
-    ) -> tuple[Int[Array, "*any N"], Float[Array, "*any 1"]]:
-        """(bits, scale), computed in at least float32.
+        self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
+    ) -> tuple[Int[Array, "*any N"], Float[Array, "*any Z"]]:
+        """(bits, scales), computed in at least float32.
 
         Zeros have scale 0; a value that is not finite makes its scale not finite.
         """
+        found = [self._quantise(part) for part in jnp.split(rows, np.cumsum(parts)[:-1], axis=-1)]
+        numbers = jnp.concatenate([part for part, _ in found], axis=-1)
+        return super().encode(numbers, parts, dtype)[0], jnp.stack([scale for _, scale in found], axis=-1)
+
+    def _quantise(self, x: Float[Array, "*any N"]) -> tuple[Float[Array, "*any N"], Float[Array, "*any"]]:
+        """(quantised values before the cast, scale)."""
         x = x.astype(jnp.promote_types(x.dtype, SCALE))
         scale = (jnp.max(jnp.abs(x), axis=-1) / self.most).astype(SCALE)
         numbers = x / jnp.where(scale == 0.0, 1.0, scale)[..., None].astype(x.dtype)
         if jnp.issubdtype(self.kind, jnp.integer):
             numbers = jnp.round(numbers)
         # Where the scale was rounded down, the largest magnitude is slightly above the format's maximum.
-        return super().encode(jnp.clip(numbers, -self.most, self.most), dtype)[0], scale[..., None]
+        return jnp.clip(numbers, -self.most, self.most), scale
 
     def decode(
         self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"], first: First, dtype: DTypeLike

@@ -134,10 +134,7 @@ class PageFormat:
     def pack(self, k: Float[Array, "T K H"], v: Float[Array, "T K V"] | None, dtype: DTypeLike) -> Slots:
         """Slots of tokens, encoded as in a pool for values of ``dtype``."""
         rows = k if v is None else jnp.concatenate([k, v], axis=-1)
-        ends = np.cumsum(self.parts)[:-1] if self.parts else ()
-        found = [self.kv_format.encode(part, dtype) for part in jnp.split(rows, ends, axis=-1)]
-        rows = jnp.concatenate([part for part, _ in found], axis=-1)
-        scales = jnp.concatenate([scale for _, scale in found], axis=-1) if self.parts else None
+        rows, scales = self.kv_format.encode(rows, self._parts, dtype)
         return Slots(jnp.pad(rows, ((0, 0), (0, 0), (0, self.stored_width - rows.shape[-1]))), scales)
 
     def unpack(self, held: Slots, dtype: DTypeLike) -> Float[Array, "*any C W"]:
