@@ -16,6 +16,7 @@ from jaxllm.infer.runner.paged_cache import layer_groups
 from sharding import ShardingError
 from tests import environment
 from tests.infer import engines, meshes
+from tests.infer.proposers import OracleProposer
 from tests.seams import every_other_token, int2_kv_format
 from tests.seams.dense_reference import DenseReference, error
 
@@ -89,6 +90,20 @@ def test_pages_follow_the_tokens_that_are_kept():
             held = max([held, *(len(s.pages[0]) for s in engine.scheduler.running)])
         made.append(held)
     assert made == [15, 8]
+
+
+def test_verification_under_a_rule(rng, float64):
+    """Entries of refused tokens leave; those that only accepted tokens let go stay away."""
+    sizes = config("tight, swap", "auto", "every_other_token")
+    oracle = OracleProposer("some", rng, engines.VOCAB)
+    plain = engines.build(sizes, "llama", "float64")
+    verifying = engines.build(dataclasses.replace(sizes, verify_tokens=3), "llama", "float64", proposer=oracle)
+    asked = [one | {"cancel": None} for one in engines.traffic(rng, sizes, 6)]
+    want = engines.serve(plain, asked)
+    oracle.learn(want)
+    got = engines.serve(verifying, asked)
+    assert [s.tokens for r in got for s in r.sequences] == [s.tokens for r in want for s in r.sequences]
+    assert 0 < verifying.metrics.accepted_tokens < verifying.metrics.proposed_tokens
 
 
 def test_bytes_of_a_token():
