@@ -45,13 +45,10 @@ def beside(plain: Engine, verifying: Engine, requests: list[dict[str, Any]], ora
     metrics = verifying.metrics
     proposed = metrics.proposed_tokens - before.proposed_tokens
     accepted = metrics.accepted_tokens - before.accepted_tokens
-    assert proposed > 10
-    if oracle.mode == "none":
-        assert accepted == 0
-    elif oracle.mode == "some":
-        assert 0 < accepted < proposed
-    else:
-        assert 0.5 * proposed < accepted <= proposed  # fewer where a completion has ended before the last of them
+    assert proposed >= len(requests)
+    assert (accepted > 0) == (oracle.mode != "none")
+    # None is refused but those after the end of a completion, where "all" are right.
+    assert (accepted > 0.8 * proposed) == (oracle.mode == "all")
     assert metrics.generated_tokens - before.generated_tokens == sum(
         len(s.tokens) - len(r.prompt) for r in want for s in r.sequences
     )
@@ -72,12 +69,12 @@ def test_completions_are_those_of_plain_decoding(way, rng, float64):
         assert engines.error("llama", "float64", made) <= 1e-10
         # Pages of completions that were verified are found again, and hold what the training forward computes.
         again = [
-            {"prompt": s.tokens[:50], "params": SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, seed=3)}
+            {"prompt": s.tokens[:40], "params": SamplingParams(max_tokens=24, temperature=0.0, logprobs=1, seed=3)}
             for r in made[-3:] for s in r.sequences
         ]  # fmt: skip
         hits = verifying.scheduler.hit_tokens
         assert engines.error("llama", "float64", beside(plain, verifying, again, oracle)) <= 1e-10
-        assert verifying.scheduler.hit_tokens > hits
+        assert way != "roomy" or verifying.scheduler.hit_tokens > hits
     assert way == "roomy" or verifying.scheduler.preemptions > 0
 
 

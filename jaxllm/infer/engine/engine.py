@@ -37,7 +37,7 @@ from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.policies import Policy, Service
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import prefix_salt
-from jaxllm.infer.engine.proposer import Proposer
+from jaxllm.infer.engine.proposer import Proposer, check_proposer
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Finish, Request, Sequence
@@ -96,11 +96,7 @@ class Engine:
         spec = runner.spec
         self.max_len = spec.max_len
         state = PolicyState(policy, tpot, clock, predict)
-        if (proposer is not None) != (config.verify_tokens > 0):
-            raise ValueError(
-                f"engine: verify_tokens = {config.verify_tokens} and proposer = {proposer}: give both for speculative "
-                "decoding, or neither."
-            )
+        check_proposer(config, proposer)
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer
@@ -152,6 +148,7 @@ class Engine:
             ShardingError: the engine cannot serve the model on this mesh.
         """
         config, most = config or EngineConfig(), model.config.vocab_size
+        check_proposer(config, proposer)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")

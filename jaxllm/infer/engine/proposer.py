@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.engine_config import EngineConfig
 
 
 @runtime_checkable
@@ -18,6 +19,19 @@ class Proposer(Protocol):
     def propose(self, sequence: Sequence, count: int) -> list[int]:
         """Proposes up to ``count`` tokens that may follow ``sequence.tokens``, which are all known; or none."""
         ...
+
+
+def check_proposer(config: EngineConfig, proposer: Proposer | None) -> None:
+    """Checks that an engine with this configuration can use a proposer.
+
+    Raises:
+        ValueError: there is a proposer but no step verifies tokens, or the other way round.
+    """
+    if (proposer is not None) != (config.verify_tokens > 0):
+        raise ValueError(
+            f"engine: verify_tokens = {config.verify_tokens} and proposer = {proposer}: give both for speculative "
+            "decoding, or neither."
+        )
 
 
 def proposed_tokens(proposer: Proposer, sequence: Sequence, count: int) -> tuple[int, ...]:
