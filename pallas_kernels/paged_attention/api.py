@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.pages import PageFormat, PagePool, Slots
+from pallas_kernels.paged_attention.kernel_support import check_positional
+from pallas_kernels.paged_attention.pages import PagePool, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.retention import Retention
@@ -25,33 +26,15 @@ from pallas_kernels.paged_attention.xla import paged_attention_xla
 def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tuple[Array, Slots]:
     from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
 
-    _check_positional("pallas_tpu", kw.pop("retention"))
-    _check_plain("pallas_tpu", kw["format"])
-    out, rows = paged_attention_pallas_tpu(q, new.data, pool.data, *args, **kw)
-    return out, Slots(rows)
+    check_positional("pallas_tpu", kw.pop("retention"))
+    return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
 def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tuple[Array, Slots]:
     from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
 
-    _check_positional("pallas_gpu", kw.pop("retention"))
-    _check_plain("pallas_gpu", kw["format"])
-    out, rows = paged_attention_pallas_gpu(q, new.data, pool.data, *args, **kw)
-    return out, Slots(rows)
-
-
-def _check_plain(name: str, format: PageFormat) -> None:
-    if format.encoding != "plain":
-        raise NotImplementedError(
-            f"{name} reads pages with encoding 'plain', not {format.encoding!r}; implementation 'xla' reads those."
-        )
-
-
-def _check_positional(name: str, retention: Retention | None) -> None:
-    if retention is not None:
-        raise NotImplementedError(
-            f"{name} takes slots in the order of positions, not under a retention rule; implementation 'xla' does."
-        )
+    check_positional("pallas_gpu", kw.pop("retention"))
+    return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 
 IMPLEMENTATIONS = {

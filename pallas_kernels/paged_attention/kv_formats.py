@@ -10,6 +10,8 @@ Legend: N values that share scales, M stored elements, Z scales, C slots of a ti
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 SCALE = jnp.dtype(jnp.float32)
 """Dtype of the scales."""
+Scales = Any
+"""Scales of a tile of slots: Float[Array, "*any Z C"], or in kernels, where a dim cannot be indexed, a tuple of its Z
+rows."""
 First = int | Bool[Array, "1 W"]
 """Which values of a slot the first scales are of, see ``KVFormat.decode``."""
 
@@ -53,13 +58,13 @@ class KVFormat:
         return rows.astype(self.stored(dtype)), None
 
     def decode(
-        self, tile: Shaped[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: First, dtype: DTypeLike
+        self, tile: Shaped[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
     ) -> Float[Array, "*any C W"]:
         """Values of a tile of slots, in ``dtype``; traced inside kernels too.
 
         Args:
             tile: stored elements of the slots.
-            scales: scales of the first ``first`` values of each slot, followed by those of the rest.
+            scales: scales of the first ``first`` values of each slot, followed by those of the rest, if there are any.
             first: number of values that the first scales are of; or a mask of them, for kernels of TPUs, which have no
                 one-dimensional iota.
             dtype: dtype of the result.
@@ -93,7 +98,7 @@ class BitsFormat(KVFormat):
         return jax.lax.bitcast_convert_type(rows.astype(self.kind), self.integer), None
 
     def decode(
-        self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"] | None, first: First, dtype: DTypeLike
+        self, tile: Int[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
     ) -> Float[Array, "*any C M"]:
         """Values of a tile of slots, in ``dtype``."""
         return jax.lax.bitcast_convert_type(tile, self.kind).astype(dtype)
@@ -138,14 +143,19 @@ class ScaledFormat(BitsFormat):
         return jnp.clip(numbers, -self.most, self.most), scale
 
     def decode(
-        self, tile: Int[Array, "*any C M"], scales: Float[Array, "*any Z C"], first: First, dtype: DTypeLike
+        self, tile: Int[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
     ) -> Float[Array, "*any C M"]:
         """Values of a tile of slots, in ``dtype``."""
         return scaled(super().decode(tile, None, first, dtype), scales, first)
 
 
-def scaled(values: Float[Array, "*any C W"], scales: Float[Array, "*any Z C"], first: int) -> Float[Array, "*any C W"]:
+def scaled(values: Float[Array, "*any C W"], scales: Scales, first: First) -> Float[Array, "*any C W"]:
     """Values of slots times the first scale, or from value ``first`` on times the last one."""
+    if isinstance(scales, tuple):
+        columns = [row.astype(values.dtype)[..., None] for row in scales]
+        if isinstance(first, int) and first >= values.shape[-1]:
+            return values * columns[0]
+        return values * jnp.where(first, columns[0], columns[-1])
     scales = scales.astype(values.dtype)
     is_first = jnp.arange(values.shape[-1]) < first if isinstance(first, int) else first
     return values * jnp.where(is_first, scales[..., 0, :, None], scales[..., -1, :, None])
