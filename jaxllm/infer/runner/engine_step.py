@@ -248,7 +248,7 @@ class EngineStep:
     ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
         """Decodes ``steps`` tokens of each request; ends early when all of a replica have sampled a stop token."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
-        slots = self.shape.slots
+        slots, several = self.shape.slots, sharding.axis_size("batch") > 1
 
         def begin(packed: Array, last: Array) -> Any:
             x = inputs.unpack(packed)
@@ -258,6 +258,8 @@ class EngineStep:
 
         def read(packed: Array, last: Array, turn: Any) -> StepBatch:
             (i, done), x = turn, inputs.unpack(packed)
+            if several:  # a replica that has ended writes nothing while others go on
+                x["starts"] = jnp.where(active(x, i, done), x["starts"], 0)
             active_rows = (x["slots"] < slots) & active(x, i, done)
             return self._step_batch(
                 x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(active_rows, x["kv_lens"] + i, 0)
