@@ -78,8 +78,8 @@ SHAPES = {
     "SmolLM2-135M, mixed, float32": mixed(Shape(9, 3, 64, dtype="float32")),
 }
 QUANTISED = {
-    "Llama-3-8B, decode, int8": dataclasses.replace(_LLAMA, page=32, encoding="int8"),
-    "Llama-3-8B, mixed, fp8": mixed(dataclasses.replace(_LLAMA, page=32, encoding="fp8")),
+    "Llama-3-8B, decode, int8": dataclasses.replace(_LLAMA, page=64, encoding="int8"),
+    "Llama-3-8B, mixed, fp8": mixed(dataclasses.replace(_LLAMA, page=64, encoding="fp8")),
     "gpt-oss-20b, mixed, int8": mixed(dataclasses.replace(_GPT_OSS, page=64, encoding="int8")),
     "DeepSeek-V3, decode, fp8": dataclasses.replace(_MLA, encoding="fp8"),
 }
@@ -140,4 +140,6 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 
 def compile_cell(shape: str, topology: str) -> dict[str, float]:
     """Compiles a cell in a child process; raises what the compiler says."""
-    return run_isolated("tests.kernels.paged_aot:compile_on", topology, {"shape": dataclasses.asdict((SHAPES | QUANTISED)[shape])})
+    return run_isolated(
+        "tests.kernels.paged_aot:compile_on", topology, {"shape": dataclasses.asdict((SHAPES | QUANTISED)[shape])}
+    )

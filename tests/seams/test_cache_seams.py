@@ -8,11 +8,15 @@ import re
 import subprocess
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from jaxllm.infer import Engine, EngineConfig, SamplingParams
+from jaxllm.convert.load import LoadedModel
+from jaxllm.infer import LLM, Engine, EngineConfig, SamplingParams
 from jaxllm.infer.runner.paged_cache import layer_groups
+from jaxllm.models import functional
+from jaxllm.text import ByteTokenizer
 from sharding import ShardingError
 from tests import environment
 from tests.infer import engines, meshes
@@ -64,6 +68,24 @@ def test_sharded(kv_dtype, retention, reference, rng, float64):
     """Heads over two devices, and two replicas."""
     sizes = config("tight, swap", kv_dtype, retention)
     served(meshes.over("data=2,tensor=2", "wide", sizes, "float64"), "wide", reference, rng)
+
+
+def test_through_the_llm(rng, float64):
+    """Both at once, as a user serves them."""
+    model, params = functional(engines.model_of("llama", "float64")), engines.params_of("llama", "float64")
+    loaded = LoadedModel(
+        model, params, ByteTokenizer(), None, jax.sharding.Mesh(jax.devices()[:1], ("data",)), 0, {}, None
+    )
+    sizes = config("tight, recompute", "int2", "every_other_token")
+    llm = LLM(loaded, sizes, manifest=None)
+    ids = rng.integers(0, engines.VOCAB, (5, 9)).tolist()
+    asked = SamplingParams(max_tokens=30, seed=1, logprobs=0)
+    made = llm.generate(ids, asked)
+    requests = [llm.engine.submit(one, asked) for one in ids]
+    while llm.engine.busy:
+        llm.engine.step()
+    assert error("llama", BOTH, requests) <= 1e-10
+    assert [c.outputs[0].tokens for c in made] == [tuple(r.sequences[0].tokens[9:]) for r in requests]
 
 
 def test_latents(rng, float64):
