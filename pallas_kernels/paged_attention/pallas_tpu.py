@@ -328,7 +328,7 @@ class _Step:
             self._fetch(column, stop, buffer, wait=True)
             at = column * plan.page_size
             held = refs["buffer"].at[buffer]
-            scales = refs["scale_buffer"].at[buffer] if self.scaled else None
+            scales: Any = refs["scale_buffer"].at[buffer] if self.scaled else None
 
             # Slots behind the last token may hold nan, and 0 * nan is nan.
             @pl.when(i + 1 == steps)

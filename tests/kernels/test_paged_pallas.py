@@ -99,10 +99,10 @@ def test_formats_that_kernels_do_not_read_are_named(rng):
     case = CASES["one token"]
     step = draw(rng, case, np.float32)
     pool = encoded(step, case, dataclasses.replace(case.format, encoding="bits of bfloat16"))
-    arrays = [jnp.asarray(x) for x in (*step[:3], *step[4:7])]
+    q, k, v, *ragged = (jnp.asarray(x) for x in (*step[:3], *step[4:7]))
     for implementation in PALLAS:
         with interpreting(), pytest.raises(NotImplementedError, match="one byte per value, not 'bits of bfloat16'"):
-            paged_attention(*arrays[:3], pool, LAYER, *arrays[3:], implementation=implementation)
+            paged_attention(q, k, v, pool, LAYER, ragged[0], ragged[1], ragged[2], implementation=implementation)
 
 
 def test_named_kernels_do_not_fall_back(rng):

@@ -158,11 +158,8 @@ def test_what_is_not_served_is_refused():
 def test_each_is_one_file_and_one_row(module, table, word):
     """One file defines it, its one row is in one table, and no file of the packages knows its name."""
     path = Path(module.__file__)
-    rows = [
-        node for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
-    ]  # fmt: skip
-    assert [ast.unparse(row.targets[0].value) for row in rows] == [table]
+    assigned = [node.targets[0] for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assign)]
+    assert [ast.unparse(place.value) for place in assigned if isinstance(place, ast.Subscript)] == [table]
     listed = ["jaxllm", "pallas_kernels", "sharding", "recipes", "tests/seams"]
     found = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", *listed], cwd=environment.ROOT, capture_output=True, text=True

@@ -149,7 +149,7 @@ class PagedCache:
         index = self._group(KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window)
         split = sharding.axis_names("attn_seq")
 
-        def local(q: Array, k: Array, v: Array | None, sinks: Array | None, *shared: Array | None) -> tuple[Array, ...]:
+        def local(q: Array, k: Array, v: Array | None, sinks: Array | None, *shared: Any) -> tuple[Array, ...]:
             held, form, place, ragged, retention = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
@@ -194,7 +194,7 @@ class PagedCache:
         """Writes MLA latents to their pages."""
         index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
 
-        def local(k: Array, *shared: Array | None) -> tuple[Array, ...]:
+        def local(k: Array, *shared: Any) -> tuple[Array, ...]:
             held, form, place, ragged, retention = self._unshared(index, *shared)
             new = form.pack(k[0], None, held.data.dtype)
             return tuple(jax.tree.leaves(write(held, new, place, ragged, ragged.tokens(k.shape[1]), retention)))
@@ -227,7 +227,7 @@ class PagedCache:
         table: Array,
         starts: Array,
         kv_lens: Array,
-        columns: Array | None,
+        columns: Any,
     ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None]:
         """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
         group = self.groups[index]
