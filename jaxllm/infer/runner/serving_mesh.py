@@ -41,13 +41,14 @@ def mesh_of(text: str) -> Mesh:
     return mesh
 
 
-def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False) -> None:
+def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False, retention: bool = False) -> None:
     """Checks that an engine can serve on a mesh.
 
     Args:
         mesh: None for one device.
         invariant: the engine is batch-invariant.
         latent: the model has multi-head latent attention.
+        retention: a retention rule lets tokens leave the KV cache.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
@@ -57,8 +58,8 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = Fal
             "batch_invariant does not go with expert: an expert's batch has rows of all replicas. Split experts over "
             "tensor, or leave batch_invariant out."
         )
-    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent):
-        what = "batch_invariant" if invariant else "multi-head latent attention"
+    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent or retention):
+        what = "batch_invariant" if invariant else "multi-head latent attention" if latent else "a retention rule"
         raise ShardingError(
             f"{what} does not go with context={mesh.shape['context']}: a step's tokens are split over it. Use data."
         )
