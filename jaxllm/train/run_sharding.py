@@ -17,8 +17,7 @@ from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.step.pipelined_loss import pipeline_plan
-from jaxllm.train.step.step_builder import build_optimizer
-from jaxllm.train.step.train_state import abstract_state
+from jaxllm.train.step.step_builder import build_optimizer, run_state
 
 
 def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
@@ -30,7 +29,7 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     model = functional(config.model, config.parallel.rules())
     mesh = fitting_mesh(config, model, num_devices).abstract()
     transform = build_optimizer(config, model)
-    state = abstract_state(model, transform, mesh, config.host)
+    state = run_state(config, model, transform, mesh)
     found = state_sharding_table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:

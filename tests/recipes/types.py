@@ -22,6 +22,8 @@ from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.step_builder import step_links
+from jaxllm.train.step.step_links import routing_report
 from sharding.topology import Topology
 
 
@@ -43,9 +45,8 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
         assert sums.nll.shape == (), sums
         if step:
             rate = schedule(run.optim.schedule, run.steps)
-            whole = train_step(
-                build_value_and_grad(run, model, mesh), transform, rate, run.model, run.routing.bias_rate
-            )
+            grads = build_value_and_grad(run, model, mesh)
+            whole = train_step(grads, transform, rate, step_links(run), [routing_report(run.model)])
             after, metrics = jax.eval_shape(whole, state, batch)
             assert metrics["loss"].shape == ()
             for before, now in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):

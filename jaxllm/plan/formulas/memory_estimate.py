@@ -229,7 +229,7 @@ def _gradients(work: DeviceWork) -> int:
     Beside these sums, one micro-batch's own gradients: for ZeRO-3 of the same size, otherwise of whole weights.
     """
     wide = jnp.dtype(work.run.model.param_dtype).itemsize
-    if work.run.optim.kind in ("lomo", "adalomo"):  # one layer's gradients at a time, and those outside layers
+    if work.run.optim.spec.layerwise:  # one layer's gradients at a time, and those outside layers
         layers = [w for w in work.weights if w.name.startswith("segments/")]
         return sum(w.stored * (1 if w in layers else w.layers) for w in work.weights) * wide
     zero, several = work.run.parallel.zero, work.stages == 1 and work.micro_batches > 1
