@@ -21,7 +21,7 @@ from jaxllm.train.step.step_builder import build_optimizer, run_state
 
 
 def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
-    """Sharding of a run's parameters and optimizer state over ``num_devices`` devices; nothing is compiled.
+    """Sharding of a run's train state over ``num_devices`` devices; nothing is compiled.
 
     Raises:
         ShardingError: the run does not fit its mesh; lists the nearest meshes that it does.
@@ -31,6 +31,8 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     transform = build_optimizer(config, model)
     state = run_state(config, model, transform, mesh)
     found = state_sharding_table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
+    links = state_sharding_table(state.params, state.extras, model.logical_axes(), mesh.shape)
+    found = replace(found, optimizer=found.optimizer + links.optimizer)
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:
         return replace(found, remark=pipeline_remark(config, model, mesh))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
@@ -50,6 +51,19 @@ def state_bytes(work: DeviceWork, parameters: int, laid: Callable[[Sequence[int]
         return spec.arrays * parameters + spec.counters * COUNTER
     same = replace(optim, schedule=ScheduleConfig("constant"))  # cache key
     return _abstract_bytes(architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid)
+
+
+def average_bytes(run: RunConfig, parameters: int) -> int:
+    """Bytes of a device's parameter average (``RunConfig.ema``), at least float32; 0 without one.
+
+    Args:
+        run: the run.
+        parameters: bytes of the device's parameters.
+    """
+    if not run.ema.decay:
+        return 0
+    width = jnp.dtype(run.model.param_dtype).itemsize
+    return parameters // width * max(width, 4)
 
 
 @functools.lru_cache(maxsize=1024)
