@@ -21,6 +21,7 @@ from jaxllm.models.layers.attention import Attention, AttentionConfig
 from jaxllm.models.layers.mla import MLAConfig, MultiHeadLatentAttention
 from jaxllm.models.layers.mlp import Mlp, MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
+from jaxllm.models.linear import linear
 from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import Moe, MoeConfig
 from jaxllm.models.params import normal, use
@@ -44,13 +45,6 @@ class BlockConfig:
     attention: AttentionConfig | MLAConfig = field(default_factory=AttentionConfig)
     mlp: MlpConfig | MoeConfig = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
-
-    @property
-    def weight_matmuls(self) -> int:
-        """Number of matmuls with weights in the block's forward pass."""
-        latent = isinstance(self.attention, MLAConfig) and self.attention.q_latent is not None
-        gated = not isinstance(self.mlp, MlpConfig) or self.mlp.gated
-        return 4 + latent + 2 + gated
 
 
 @renamed_fields(products="matmul_precision")
@@ -225,10 +219,11 @@ class Embedding(nnx.Module):
 
     def __init__(self, model: DecoderConfig):
         d, dtype = model.embed_dim, jnp.dtype(model.param_dtype)
-        self.table = normal((model.vocab_size, d), ("vocab", "vocab_embed"), dtype, fan_in=d)
+        self.table = normal((model.vocab_size, d), ("vocab", "vocab_embed"), dtype, role="embedding", fan_in=d)
         self.learned = model.learned_positions is not None
         if model.learned_positions is not None:
-            self.positions = normal((model.learned_positions, d), (None, "vocab_embed"), dtype, fan_in=d)
+            rows = (model.learned_positions, d)
+            self.positions = normal(rows, (None, "vocab_embed"), dtype, role="embedding", fan_in=d)
         self.dtype, self.scale, self.grad = model.dtype, model.embed_scale, model.embed_grad
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -253,5 +248,5 @@ class Head(nnx.Module):
         dtype = jnp.dtype(model.param_dtype)
         self.norm = Norm(model.norm, (model.embed_dim,), model.norm_eps, dtype)
         if not model.tied:
-            shape = (model.vocab_size, model.embed_dim)
-            self.weight = normal(shape, ("vocab", "vocab_embed"), dtype, fan_in=model.embed_dim)
+            shape, axes = (model.vocab_size, model.embed_dim), ("vocab", "vocab_embed")
+            self.weight = linear("lm_head", shape, axes, dtype, role="embedding", fan_in=model.embed_dim)

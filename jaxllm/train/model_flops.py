@@ -42,12 +42,7 @@ def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | Non
 
 def _block_matmul_flops(config: DecoderConfig, block: BlockConfig) -> float:
     """FLOPs of one token's matmuls with a block's weights."""
-    d = config.embed_dim
-    total = 2.0 * block.attention.projection_params(d)
-    if isinstance(block.mlp, MoeConfig):
-        widths = block.mlp.top_k * block.mlp.hidden + block.mlp.shared
-        return total + 2.0 * d * (block.mlp.experts + 3 * widths)
-    return total + 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
+    return 2.0 * (block.attention.weight_macs(config.embed_dim) + block.mlp.weight_macs(config.embed_dim))
 
 
 def causal_mean(seq_len: int, window: int | None) -> float:

@@ -17,7 +17,7 @@ from jaxllm.models import DecoderConfig
 from jaxllm.models.low_precision_matmul import (
     AMAX_HISTORY_LENGTH,
     MX_BLOCK,
-    LowPrecisionMatmul,
+    LowPrecisionWeight,
     QuantisationScheme,
     quantised_matmul,
     update_amax_history,
@@ -123,14 +123,13 @@ def test_the_same_on_a_mesh(kind, rng):
 
     def loss(x: Any, up: Any, down: Any) -> Any:
         up, down = (
-            sharding.gather_weight(w, *axes, unreduced_grad=True)
+            LowPrecisionWeight(w, kind).gather(w.dtype, axes, True)  # type: ignore[arg-type]
             for w, axes in ((up, ("embed", "mlp")), (down, ("mlp", "embed")))
         )
-        products = LowPrecisionMatmul(kind)  # type: ignore[arg-type]
-        with sharding.use_matmul(products):
-            (inner,) = sharding.project_many(x, [up], [("batch", "seq", "act_mlp")], over="act_mlp")
-            y = sharding.project(inner, down, ("batch", "residual_seq", "act_embed"))
-        assert products.count == 2
+        inner = up.project(
+            sharding.fan_out(x, "batch", "seq", "act_embed", over="act_mlp"), ("batch", "seq", "act_mlp"), 1
+        )
+        y = down.project(inner, ("batch", "residual_seq", "act_embed"), 1)
         return jnp.mean(y * y)
 
     run = quick.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))

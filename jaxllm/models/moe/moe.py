@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.layers.mlp import ACTIVATIONS, Mlp, MlpConfig
+from jaxllm.models.linear import Weight, linear, matmul_by_expert
 from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
-from jaxllm.models.moe.packed_experts import PackedExperts, packed_grouped_matmul
 from jaxllm.models.moe.router import RouterConfig, Routing, route
-from jaxllm.models.params import at_least_f32, constant, normal, use
-from pallas_kernels.grouped_matmul import grouped_matmul
+from jaxllm.models.params import at_least_f32, constant, use
 
 TOKENS = ("batch", "seq", None)
 
@@ -66,6 +65,10 @@ class MoeConfig:
                 raise ValueError(f"mixture of experts: {name} = {value}; give a positive number, or None.")
         self.router.check(self.experts, self.top_k)
 
+    def weight_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token with the weights of the router, its experts and the shared expert."""
+        return embed_dim * (self.experts + 3 * (self.top_k * self.hidden + self.shared))
+
 
 class Experts(nnx.Module):
     """Weights and dispatch of all experts: ``down[e](activation(x @ gate[e]) * (x @ up[e]))`` for expert e."""
@@ -74,13 +77,13 @@ class Experts(nnx.Module):
         d, f, e = embed_dim, config.hidden, config.experts
         inwards, outwards = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
         self.config = config
-        self.gate = normal((e, d, f), inwards, dtype, fan_in=d)
-        self.up = normal((e, d, f), inwards, dtype, fan_in=d)
-        self.down = normal((e, f, d), outwards, dtype, fan_in=f, scale=out_scale)
+        self.gate = linear("gate", (e, d, f), inwards, dtype, fan_in=d)
+        self.up = linear("up", (e, d, f), inwards, dtype, fan_in=d)
+        self.down = linear("down", (e, f, d), outwards, dtype, fan_in=f, scale=out_scale)
         if config.bias:
-            self.gate_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype)
-            self.up_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype)
-            self.down_bias = constant(0.0, (e, d), ("experts", None), dtype)
+            self.gate_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype, role="bias")
+            self.up_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype, role="bias")
+            self.down_bias = constant(0.0, (e, d), ("experts", None), dtype, role="bias")
 
     def __call__(
         self, x: Float[Array, "B S D"], experts: Int[Array, "B S A"], weights: Float[Array, "B S A"]
@@ -88,8 +91,9 @@ class Experts(nnx.Module):
         """Weighted sum of each token's experts, and the number of dropped rows."""
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
-        names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if config.bias else ()))
-        arrays = {name: _held(getattr(self, name), x.dtype) for name in names}
+        arrays = {name: getattr(self, name).gathered(x.dtype) for name in ("gate", "up", "down")}
+        if config.bias:
+            arrays |= {f"{name}_bias": use(getattr(self, f"{name}_bias"), x.dtype) for name in ("gate", "up", "down")}
         specs = {
             "gate": ("experts", None, "expert_mlp"),
             "up": ("experts", None, "expert_mlp"),
@@ -99,8 +103,8 @@ class Experts(nnx.Module):
             "down_bias": ("experts", None),
         }
 
-        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays
-        parts = [specs[name] for name in sorted(names) for _ in jax.tree.leaves(arrays[name])]
+        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is several arrays
+        parts = [specs[name] for name in sorted(arrays) for _ in jax.tree.leaves(arrays[name])]
 
         def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:
             own = jax.tree.unflatten(tree, flat)
@@ -125,23 +129,15 @@ class Experts(nnx.Module):
         return run(x, experts, weights.astype(x.dtype), *flat)
 
 
-def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | PackedExperts:
-    """Weight in compute dtype, or packed (quantised) as it is stored."""
-    value = param.get_value()
-    return value if isinstance(value, PackedExperts) else use(param, dtype)
-
-
 def _feed_forward(
-    config: MoeConfig, own: dict[str, Array | PackedExperts], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
+    config: MoeConfig, own: dict[str, Array | Weight], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
 ) -> Float[Array, "M D"]:
     """Expert outputs of rows that are sorted by expert, by grouped matmuls; ``sizes``: rows of each expert."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
 
     def project(rows: Array, name: str) -> Array:
-        matrices = own[name]
-        run = packed_grouped_matmul if isinstance(matrices, PackedExperts) else grouped_matmul
         with jax.named_scope(name):
-            out = run(rows, matrices, sizes)  # type: ignore[arg-type]
+            out = matmul_by_expert(rows, own[name], sizes)
             return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
 
     gate, up = project(rows, "gate"), project(rows, "up")
@@ -158,12 +154,12 @@ class Moe(nnx.Module):
     def __init__(self, config: MoeConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, e = embed_dim, config.experts
         self.config = config
-        self.router = normal((d, e), ("embed", None), dtype, fan_in=d)
+        self.router = linear("router", (d, e), ("embed", None), dtype, role="router")
         if config.router.bias:
-            self.router_bias = constant(0.0, (e,), (None,), dtype)
+            self.router_bias = constant(0.0, (e,), (None,), dtype, role="bias")
         if config.router.balance_bias:
             # At least float32: bfloat16 would round the small updates away.
-            self.balance_bias = constant(0.0, (e,), (None,), at_least_f32(dtype))
+            self.balance_bias = constant(0.0, (e,), (None,), at_least_f32(dtype), role="bias")
         self.experts = Experts(config, d, out_scale=out_scale, dtype=dtype)
         if config.shared:
             gated = MlpConfig(config.shared, config.activation)
@@ -174,10 +170,8 @@ class Moe(nnx.Module):
         x = sharding.constrain(x, "batch", "seq", "act_embed")
         config = self.config
         dtype = at_least_f32(x.dtype)
+        logits = self.router(x.astype(dtype), TOKENS, self.router_bias if config.router.bias else None)
         with jax.named_scope("router"):
-            logits = sharding.project(x.astype(dtype), use(self.router, dtype), TOKENS)
-            if config.router.bias:
-                logits = logits + use(self.router_bias, dtype)
             bias = use(self.balance_bias, dtype) if config.router.balance_bias else None
             routing = route(config.router, config.top_k, logits, bias)
         out, dropped = self.experts(x, routing.experts, routing.weights)
