@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 import sharding
 from jaxllm.checkpoint import CheckpointNotFoundError
-from jaxllm.convert.run_files import open_checkpoints, read_run
+from jaxllm.checkpoint.restore import RestoreOptions
+from jaxllm.convert.run_files import open_checkpoints, params_prefix, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import WeightFormat
@@ -66,6 +67,7 @@ def load_model(
     dtype: str | None = None,
     layers: Literal["stacked", "apart"] = "stacked",
     weights: WeightFormat = "plain",
+    ema: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads a run or a model of another library; only parameters are read, never the optimizer state.
@@ -82,6 +84,7 @@ def load_model(
             (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
             are multiplied, to serve a model on one device that has no room for it in ``dtype``.
+        ema: load the average of a run's parameters (``RunConfig.ema``) in their place, in their dtype.
         progress: called for every parameter of another library's model.
 
     Raises:
@@ -92,7 +95,7 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
-    loaded = _load(path, mesh, step, dtype, weights, progress)
+    loaded = _load(path, mesh, step, dtype, weights, ema, progress)
     if layers == "stacked":
         return loaded
     with jax.set_mesh(mesh):
@@ -100,8 +103,16 @@ def load_model(
 
 
 def _load(
-    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: WeightFormat, progress: Progress | None
+    path: Path,
+    mesh: Mesh,
+    step: int | None,
+    dtype: str | None,
+    weights: WeightFormat,
+    ema: bool,
+    progress: Progress | None,
 ) -> LoadedModel:
+    if ema and not (path / "checkpoints").is_dir():
+        raise ModelNotFoundError(f"{path} is not a run's directory, so it has no parameter average: leave ema out.")
     if not (path / "checkpoints").is_dir():
         signs = ("config.json", "*.safetensors", "*.gguf")
         if step is None and (path.is_file() or any(list(path.glob(sign)) for sign in signs)):
@@ -128,7 +139,9 @@ def _load(
             )
         model = functional(run.config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-        params, _ = checkpointer.restore_params(abstract, step=step)
+        prefix = params_prefix(path, checkpointer, step, ema)
+        reading = RestoreOptions(cast=ema)  # an average is at least float32
+        params, _ = checkpointer.restore_params(abstract, step=step, prefix=prefix, reading=reading)
     return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
 
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxllm.checkpoint.state_providers import PROVIDERS_KEY
 from jaxllm.train.step.loss import LossSums
 from jaxllm.train.step.loss_spikes import select_tree
-from jaxllm.train.step.train_state import InitExtra, TrainState
+from jaxllm.train.step.train_state import FIELDS, InitExtra, TrainState
 
 Gradients = Callable[..., tuple[Any, ...]]
 """``(state, batch, *inputs) -> (LossSums, gradients[, amax])``."""
@@ -92,8 +93,19 @@ class StepLink:
 
 
 def link_states(links: Sequence[StepLink]) -> dict[str, InitExtra]:
-    """Initialisers of the links' states by name, as ``abstract_state`` and ``init_state`` take them."""
-    return {link.name: link.init for link in links if link.init is not None}
+    """Initialisers of the links' states by name, as ``abstract_state`` and ``init_state`` take them.
+
+    Raises:
+        ValueError: two links have the same name, or one has that of another part of a checkpoint.
+    """
+    states: dict[str, InitExtra] = {}
+    for link in links:
+        if link.init is None:
+            continue
+        if link.name in (*states, *FIELDS, PROVIDERS_KEY):
+            raise ValueError(f"step link: the name {link.name!r} is taken; give the link another name.")
+        states[link.name] = link.init
+    return states
 
 
 def link_state(state: TrainState, name: str) -> Any:
