@@ -24,7 +24,7 @@ from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
-from jaxllm.models.low_precision_matmul import LowPrecisionWeight, init_amax_history
+from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history
 from jaxllm.models.params import allows_unreduced_grad, draw, on_device, use
 from sharding import Rules
 
@@ -160,7 +160,7 @@ class Functional:
         Args:
             wrap: replaces the weights of matmuls, for remat policies; None: none.
         """
-        kind = self.config.matmul_precision
+        kind: MatmulPrecision = self.config.matmul_precision
 
         def weight(value: Array | Weight, _: int) -> Array | Weight:
             if kind != "plain" and isinstance(value, jax.Array):
@@ -189,7 +189,7 @@ class Functional:
         """
         if seen is None:
             return params
-        kind = self.config.matmul_precision
+        kind: MatmulPrecision = self.config.matmul_precision
         segments = {
             s: {
                 b: map_weights(

@@ -136,8 +136,9 @@ def project_many(
     """
     names = [one.get_metadata()["name"] for one in linears]
     weights = [one.gathered(x.dtype) for one in linears]
-    if all(isinstance(weight, jax.Array) for weight in weights):
-        return sharding.project_many(x, weights, outs, over=over, scopes=names)
+    arrays = [weight for weight in weights if isinstance(weight, jax.Array)]
+    if len(arrays) == len(weights):
+        return sharding.project_many(x, arrays, outs, over=over, scopes=names)
     if sharding.ring_axis(over) is not None:
         raise sharding.ShardingError(
             f"{', '.join(names)}: collective matmuls multiply dense weights only, not {type(weights[0]).__name__}; "

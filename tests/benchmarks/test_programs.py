@@ -1,4 +1,4 @@
-"""Programs' normalised texts: equal whatever things are called and where they stand, different where a constant is."""
+"""Normalised texts of programs: independent of names and line numbers, different where a constant differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights: declared once, drawn by seed and name alone."""
+"""Parameters: declared once, initialised by seed and name alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precisions: what they take by formula, and steps that are skipped."""
+"""Precisions: their bytes by formula, and skipped steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _given(run: RunConfig, params: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "fp8_delayed", "fp8_block"])
 def test_flops_are_those_of_the_program(name):
-    """Every product of the traced step, by what its factors are in. Attention is traced as whole blocks of scores."""
+    """Every matmul of the traced step, by its operand dtypes. Attention is traced as whole blocks of scores."""
     run = with_precision(RUN, name)
     program = jax.make_jaxpr(value_and_grad(functional(run.model)))(*_given(run, functional(run.model).abstract()))
     found: Counter[str] = Counter()

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVSpec, LayerIndex
+from jaxllm.models.attention_context import AttentionContext, AttentionParams, LayerIndex
+from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, unusual
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
 from jaxllm.models.linear import linear, project_many
@@ -26,7 +27,7 @@ from jaxllm.models.params import constant, use
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(AttentionLayer):
     """Grouped-query attention.
 
     Attributes:
@@ -81,18 +82,47 @@ class AttentionConfig:
         return AttentionParams(scale, self.window, self.softcap)
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """Shape of a token's KV cache entry."""
-        return KVSpec(self.kv_heads, self.head_dim, self.head_dim)
+    def key_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Elements of a query and of a key per head."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Elements of a value per head."""
+        return self.head_dim
+
+    def build(
+        self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype
+    ) -> nnx.Module:
+        """Module of the layer."""
+        return Attention(self, embed_dim, norm=norm, norm_eps=norm_eps, out_scale=out_scale, dtype=dtype)
 
     def weight_macs(self, embed_dim: int) -> int:
         """Multiply-adds of one token with the weights of the q, k, v and output projections."""
         return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
 
-    @property
-    def attention_macs(self) -> int:
-        """Multiply-adds per pair of query and attended token, of all heads, for scores and values."""
-        return 2 * self.heads * self.head_dim
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the q, k, v and output projections."""
+        return (embed_dim, 3), (self.heads * self.head_dim, 1)
+
+    def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        features = {
+            "fewer kv heads than shards of heads": self.kv_heads % kv_shards > 0,
+            "norms of all heads together, split": tensor > 1 and self.qk_norm == "all",
+            "biases of split layers": tensor > 1 and self.bias != "none",
+        }
+        return [name for name, is_so in features.items() if is_so]
+
+    def describe(self) -> str:
+        """One line for people."""
+        rope = unusual(self.rope) if self.rope else ""
+        parts = (
+            f"{self.heads} heads, {self.kv_heads} of keys and values, of {self.head_dim}",
+            unusual(self, "heads", "kv_heads", "head_dim", "rope"),
+            "no rotation" if self.rope is None else f"rotary: {rope}" if rope else "",
+        )
+        return "; ".join(part for part in parts if part)
 
 
 class Attention(nnx.Module):

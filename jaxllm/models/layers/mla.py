@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVCacheContext, KVSpec, LayerIndex
+from jaxllm.models.layers.layer import AttentionLayer, MatmulInput
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
 from jaxllm.models.linear import Weight, dense, linear, project
@@ -32,7 +33,7 @@ LATENT = ("batch", "seq", None)
 
 
 @dataclass(frozen=True)
-class MLAConfig:
+class MLAConfig(AttentionLayer):
     """Multi-head latent attention.
 
     Attributes:
@@ -70,9 +71,25 @@ class MLAConfig:
         self.rope.dims(self.rope_dim)
 
     @property
-    def window(self) -> None:
+    def window(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Sliding window: none, every token sees all before it."""
         return None
+
+    @property
+    def kv_heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Heads of keys and values in the expanded form."""
+        return self.heads
+
+    @property
+    def key_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Elements of a query and of a key per head in the expanded form."""
+        return self.nope_dim + self.rope_dim
+
+    def build(
+        self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype
+    ) -> nnx.Module:
+        """Module of the layer."""
+        return MultiHeadLatentAttention(self, embed_dim, norm=norm, norm_eps=norm_eps, out_scale=out_scale, dtype=dtype)
 
     @property
     def attention_params(self) -> AttentionParams:
@@ -95,6 +112,21 @@ class MLAConfig:
             + self.heads * self.value_dim * embed_dim
         )
 
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the projections, in the expanded form."""
+        queries = () if self.q_latent is None else ((self.q_latent, 1),)
+        return (embed_dim, 2), *queries, (self.latent, 1), (self.heads * self.value_dim, 1)
+
+    def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        return ["latent attention"]
+
+    def describe(self) -> str:
+        """One line for people."""
+        queries = "" if self.q_latent is None else f", queries of {self.q_latent}"
+        heads = f"{self.heads} heads of {self.nope_dim} + {self.rope_dim} rotated, values of {self.value_dim}"
+        return f"{heads}; keys and values of a latent of {self.latent}{queries}"
+
     def prefers_expanded(self, tokens: int) -> bool:
         """Whether T tokens that attend to each other take fewer multiply-adds expanded than absorbed.
 
@@ -107,11 +139,6 @@ class MLAConfig:
         expanded = projected + tokens**2 * self.attention_macs
         absorbed = projected + tokens**2 * self.heads * (2 * self.latent + self.rope_dim)
         return tokens > 1 and expanded < absorbed
-
-    @property
-    def attention_macs(self) -> int:
-        """Multiply-adds per pair of query and attended token, of all heads, for scores and values, expanded."""
-        return self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
 
 class MultiHeadLatentAttention(nnx.Module):

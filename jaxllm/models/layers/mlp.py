@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.models.attention_context import AttentionContext, LayerIndex
+from jaxllm.models.layers.layer import FeedForwardLayer, MatmulInput
 from jaxllm.models.linear import linear, project_many
 from jaxllm.models.params import constant, use
 from jaxllm.models.remat_names import name_for_remat
@@ -29,7 +31,7 @@ INNER = ("batch", "seq", "act_mlp")
 
 
 @dataclass(frozen=True)
-class MlpConfig:
+class MlpConfig(FeedForwardLayer):
     """Feed-forward layer (MLP).
 
     Attributes:
@@ -49,9 +51,29 @@ class MlpConfig:
         if self.hidden < 1:
             raise ValueError(f"mlp: hidden = {self.hidden}; give a positive number.")
 
+    def build(self, embed_dim: int, *, out_scale: float, dtype: jnp.dtype) -> nnx.Module:
+        """Module of the layer."""
+        return Mlp(self, embed_dim, out_scale=out_scale, dtype=dtype)
+
     def weight_macs(self, embed_dim: int) -> int:
         """Multiply-adds of one token with the layer's weights."""
         return (3 if self.gated else 2) * embed_dim * self.hidden
+
+    def last_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token in the down projection."""
+        return embed_dim * self.hidden
+
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the gate and up, and of the down projection."""
+        return (embed_dim, 2 if self.gated else 1), (self.hidden, 1)
+
+    def inner_widths(self, embed_dim: int) -> dict[str, int]:
+        """Widths of the results of the gate and up projections."""
+        return {"up": self.hidden, "gate": self.hidden if self.gated else 0}
+
+    def without_traffic_formula(self, tensor: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        return ["biases of split layers"] if tensor > 1 and self.bias else []
 
 
 class Mlp(nnx.Module):
@@ -70,7 +92,13 @@ class Mlp(nnx.Module):
             if config.gated:
                 self.gate_bias = constant(0.0, (f,), ("mlp",), dtype, role="bias")
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the layer, and the context unchanged."""
+        return self.transform(x), ctx
+
+    def transform(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Output of the layer."""
         names = ("gate", "up") if self.config.gated else ("up",)
         inner = project_many(x, [getattr(self, name) for name in names], [INNER] * len(names), over="act_mlp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.models.attention_context import AttentionContext, LayerIndex, RoutingContext
+from jaxllm.models.layers.layer import FeedForwardLayer, MatmulInput, unusual
 from jaxllm.models.layers.mlp import ACTIVATIONS, Mlp, MlpConfig
 from jaxllm.models.linear import Weight, linear, matmul_by_expert
 from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
@@ -26,7 +28,7 @@ TOKENS = ("batch", "seq", None)
 
 
 @dataclass(frozen=True)
-class MoeConfig:
+class MoeConfig(FeedForwardLayer):
     """Mixture of experts; each expert is a gated feed-forward layer.
 
     Attributes:
@@ -47,6 +49,7 @@ class MoeConfig:
     experts: int = 8
     top_k: int = 2
     hidden: int = 768
+    scope: ClassVar[str] = "moe"
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
     router: RouterConfig = field(default_factory=RouterConfig)
     shared: int = 0
@@ -65,9 +68,40 @@ class MoeConfig:
                 raise ValueError(f"mixture of experts: {name} = {value}; give a positive number, or None.")
         self.router.check(self.experts, self.top_k)
 
+    @property
+    def mixture(self) -> MoeConfig:
+        """This layer."""
+        return self
+
+    def build(self, embed_dim: int, *, out_scale: float, dtype: jnp.dtype) -> nnx.Module:
+        """Module of the layer."""
+        return Moe(self, embed_dim, out_scale=out_scale, dtype=dtype)
+
     def weight_macs(self, embed_dim: int) -> int:
         """Multiply-adds of one token with the weights of the router, its experts and the shared expert."""
         return embed_dim * (self.experts + 3 * (self.top_k * self.hidden + self.shared))
+
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the router and the shared expert."""
+        return ((embed_dim, 3), (self.shared, 1)) if self.shared else ((embed_dim, 1),)
+
+    def inner_widths(self, embed_dim: int) -> dict[str, int]:
+        """Widths of the experts' inner activations and rows, and of the shared expert's."""
+        return {
+            "expert": self.top_k * self.hidden,
+            "sent": self.top_k * embed_dim,
+            "up": self.shared,
+            "gate": self.shared,
+        }
+
+    def without_traffic_formula(self, tensor: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        return (["experts over tensor"] + ["biases of split layers"] * self.bias) if tensor > 1 else []
+
+    def describe(self) -> str:
+        """One line for people."""
+        rest = unusual(self, "hidden", "experts", "top_k")
+        return f"{self.top_k} of {self.experts} experts of {self.hidden}" + (f"; {rest}" if rest else "")
 
 
 class Experts(nnx.Module):
@@ -165,7 +199,14 @@ class Moe(nnx.Module):
             gated = MlpConfig(config.shared, config.activation)
             self.shared = Mlp(gated, d, out_scale=out_scale, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
+    def __call__(
+        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the layer, and the context, which may record the routing of its tokens."""
+        out, routing = self.transform(x)
+        return out, ctx.record_routing(layer, routing) if isinstance(ctx, RoutingContext) else ctx
+
+    def transform(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
         """Output of the layer, and the routing of its tokens."""
         x = sharding.constrain(x, "batch", "seq", "act_embed")
         config = self.config
@@ -178,5 +219,5 @@ class Moe(nnx.Module):
         out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
         if config.shared:
             with jax.named_scope("shared_expert"):
-                out = out + self.shared(x)
+                out = out + self.shared.transform(x)
         return out, routing._replace(dropped=dropped)
