@@ -23,6 +23,7 @@ from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.step.step_builder import step_links
+from jaxllm.train.step.step_chain import link_states
 from jaxllm.train.step.step_links import routing_report
 from sharding.topology import Topology
 
@@ -34,7 +35,7 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, Topology.parse(on).num_devices).abstract()
     transform = optimizer(run.optim, run.steps, model.logical_axes())
-    state = abstract_state(model, transform, mesh)
+    state = abstract_state(model, transform, mesh, extras=link_states(step_links(run)))
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
