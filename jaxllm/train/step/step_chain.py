@@ -139,14 +139,15 @@ def finished(step: InnerStep, links: Sequence[StepLink] = (), reports: Sequence[
 
 def _skip(before: TrainState, result: StepResult) -> StepResult:
     """Keeps the parameters and the optimizer state of before where the step is skipped."""
-    if result.skipped is None:
+    skipped = result.skipped
+    if skipped is None:
         return result
     no_updates = jax.tree.map(jnp.zeros_like, result.updates)
     old = before.params, before.opt_state, no_updates
     new = result.state.params, result.state.opt_state, result.updates
-    params, opt_state, updates = select_tree(result.skipped, old, new)
+    params, opt_state, updates = select_tree(skipped, old, new)
     result = result._replace(state=replace(result.state, params=params, opt_state=opt_state), updates=updates)
-    return result.with_metrics(skipped=result.skipped.astype(jnp.float32))
+    return result.with_metrics(skipped=skipped.astype(jnp.float32))
 
 
 def step_metrics(result: StepResult) -> dict[str, Any]:
