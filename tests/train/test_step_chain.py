@@ -23,6 +23,7 @@ from jaxllm.train.step.loss import LossSums
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.step_builder import build_optimizer, run_state, step_links
 from jaxllm.train.step.step_chain import Gradients, InnerStep, StepLink, StepResult, link_state, link_states
+from jaxllm.train.step.training_step import layerwise_step
 from sharding import MeshSpec
 from tests import quick, tiny
 
@@ -81,6 +82,11 @@ def test_names_of_states_are_unique():
     for links in ([plus("one", 1.0), plus("one", 2.0)], [plus("params", 1.0)], [plus("also", 1.0)]):
         with pytest.raises(ValueError, match="is taken; give the link another name"):
             link_states(links)
+
+
+def test_a_step_without_gradients_refuses_links_that_change_them():
+    with pytest.raises(ValueError, match="links one change gradients"):
+        layerwise_step(lambda state, batch: None, lambda step: jnp.float32(1), [plus("one", 1.0)])  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass

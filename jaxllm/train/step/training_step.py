@@ -88,7 +88,12 @@ def layerwise_step(update: LayerwiseUpdate, rate: optax.Schedule, links: Sequenc
         update: from ``jaxllm.train.step.lomo.lomo_update`` or ``jaxllm.train.step.mezo.mezo_update``.
         rate: learning-rate schedule, for the metrics.
         links: techniques that need neither gradients nor updates.
+
+    Raises:
+        ValueError: a link changes the gradients, which such a step never holds.
     """
+    if changing := [link.name for link in links if link.gradients is not None]:
+        raise ValueError(f"layerwise step: the links {', '.join(changing)} change gradients, which it never holds.")
 
     def step(state: TrainState, batch: Any) -> StepResult:
         result = update(state, batch)
