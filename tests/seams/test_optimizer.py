@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -24,12 +23,11 @@ from jaxllm.train.step.step_builder import build_optimizer, build_step, check_op
 from sharding import MeshSpec, shardings_of
 from sharding.topology import Topology
 from tests import quick, tiny
-from tests.contract.source_tree import ROOT, tracked
 from tests.seams.sam import RADIUS, SAM
+from tests.seams.seam_files import files_that_name
 from tests.train.runs import losses, run_config, stopped_at
 
 STEPS, ROWS, LENGTH, RATE, DECAY, MOMENTUM = 3, 8, 8, 0.5, 0.1, 0.8
-OWN = ("tests/seams/sam.py",)
 
 
 @pytest.fixture(autouse=True)
@@ -166,9 +164,4 @@ def test_without_its_row_it_is_no_optimizer(monkeypatch):
 
 def test_it_is_one_file():
     """No other code of the repository names it but this test."""
-    named = [
-        path.relative_to(ROOT).as_posix()
-        for path in tracked()
-        if path.suffix in (".py", ".toml") and re.search(r"\bsam\b|\bSAM\b", path.read_text(encoding="utf-8"))
-    ]
-    assert sorted(name for name in named if not name.endswith("seams/test_optimizer.py")) == list(OWN)
+    assert files_that_name("(sam|SAM)") - {"tests/seams/test_optimizer.py"} == {"tests/seams/sam.py"}
