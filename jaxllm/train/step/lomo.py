@@ -21,6 +21,9 @@ from jaxtyping import Array, Float
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.params import on_device, on_host
+from jaxllm.optim import StepHooks
+from jaxllm.optim.build import layerwise_parts
+from jaxllm.train.config import RunConfig
 from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
@@ -45,6 +48,12 @@ class LayerwiseResult(NamedTuple):
 
 LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
 """``(state, batch) -> LayerwiseResult``."""
+
+
+def lomo_hooks(run: RunConfig, model: Functional) -> StepHooks:
+    """Step hooks of LOMO and AdaLomo."""
+    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
+    return StepHooks(update=lomo_update(model, parts, z_loss=run.z_loss, layout=run.parallel.layout))
 
 
 def lomo_update(

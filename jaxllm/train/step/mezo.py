@@ -18,6 +18,9 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import Functional, Segments
+from jaxllm.optim import StepHooks
+from jaxllm.optim.build import layerwise_parts
+from jaxllm.train.config import RunConfig
 from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
 from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums
 from jaxllm.train.step.train_state import TrainState
@@ -25,6 +28,12 @@ from pallas_kernels.ring_attention import Layout
 
 PERTURBATION = 1e-3
 """Epsilon: size of the perturbation to each side (section 2.1 and table 15)."""
+
+
+def mezo_hooks(run: RunConfig, model: Functional) -> StepHooks:
+    """Step hooks of MeZO."""
+    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
+    return StepHooks(update=mezo_update(model, parts, z_loss=run.z_loss, layout=run.parallel.layout))
 
 
 def mezo_update(

@@ -19,13 +19,23 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import cap_logits
+from jaxllm.optim import StepHooks
 from jaxllm.optim.sophia import HessianEstimate
-from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, permute_sequence, split_micro_batches
+from jaxllm.train.config import RunConfig
+from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, permute_sequence, split_micro_batches, value_and_grad
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout, order
 
 CHUNK = 256
 """Tokens whose logits a device holds at a time."""
+
+
+def sophia_hooks(run: RunConfig, model: Functional) -> StepHooks:
+    """Step hooks of Sophia: each update gets a ``hessian`` estimate."""
+    shared: dict[str, Any] = {"accumulate": run.accumulate, "layout": run.parallel.layout}
+    plain = value_and_grad(model, zero=run.parallel.zero, **shared)
+    estimate = gauss_newton_estimator(model, plain, run.optim.every, **shared)
+    return StepHooks(update_inputs=lambda state, batch: {"hessian": estimate(state, batch)})
 
 
 def gauss_newton_estimator(
