@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     environment.compile_fast()
+    # Imports and tracing make millions of objects that stay; to look through them all for cycles takes long.
+    gc.set_threshold(20_000, 10, 10)
     config.pluginmanager.register(cpu_time)
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
@@ -47,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("jaxllm")
     config.addinivalue_line("filterwarnings", f"ignore:{environment.TYPECHECK_RANDOM}")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are never garbage, so the collector leaves them out from here on."""
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
