@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.train import runs
 
     folder = tmp_path_factory.mktemp("unbroken")
-    assert train(runs.run_config(folder)).complete
+    with runs.shared_programs():
+        assert train(runs.run_config(folder)).complete
     return folder
 
 
@@ -125,7 +127,17 @@ def halted(finished: Path) -> Path:
     """The directory of a run that a signal stopped after seven of its steps; checkpoints after 4 and 7."""
     from tests.train import runs
 
-    return runs.stopped_at(finished, 7, out=finished / "halted")
+    with runs.shared_programs():
+        return runs.stopped_at(finished, 7, out=finished / "halted")
+
+
+@pytest.fixture
+def shared_programs() -> Iterator[None]:
+    """Training runs of this test share programs with those of others, see ``tests.train.runs``."""
+    from tests.train import runs
+
+    with runs.shared_programs():
+        yield
 
 
 @pytest.fixture

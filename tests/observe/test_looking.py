@@ -24,6 +24,8 @@ from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
 from tests.train.runs import STEPS, run_config, signal_at
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 class Fake(types.ModuleType):
     """A tracker's package: remembers what it is told."""

@@ -91,15 +91,17 @@ def run_config(folder: Path, **fields: Any) -> RunConfig:
     return dataclasses.replace(config, **{name: str(v) if name == "out" else v for name, v in fields.items()})
 
 
+_steps: dict[Any, Any] = {}
+_evaluations: dict[Any, Any] = {}
+
+
 @contextlib.contextmanager
 def shared_programs() -> Iterator[None]:
-    """Runs in the block that need the same training step, or the same evaluation, share one program.
+    """Runs in such blocks of this process that need the same training step, or evaluation, share one program.
 
-    Tracing and compiling the step is most of what a tiny run costs. Processes that resume a run have a program of their
-    own: see tests/proofs/first_run/resume.py, and the tests here that start ``jaxllm train``.
+    Tracing and compiling them is most of what a tiny run costs. Processes that resume a run have programs of their own:
+    see tests/proofs/first_run/resume.py, and the tests that start ``jaxllm train``.
     """
-    steps: dict[Any, Any] = {}
-    evaluations: dict[Any, Any] = {}
     compile_step, init = preparing.Run.compile_step, Evaluator.__init__
 
     def settings() -> tuple[bool, ...]:
@@ -109,14 +111,14 @@ def shared_programs() -> Iterator[None]:
         # What tests replace decides on the program too.
         replaced = tuple(getattr(preparing, f"build_{what}") for what in ("value_and_grad", "step", "optimizer"))
         key = _deciding(self.config), str(self.mesh), settings(), replaced
-        if key not in steps:
-            steps[key] = compile_step(self)
-        return steps[key]
+        if key not in _steps:
+            _steps[key] = compile_step(self)
+        return _steps[key]
 
     def initialised(self: Evaluator, model: Any, mesh: Any, dataset: Any, sums: Any = None) -> None:
         init(self, model, mesh, dataset, sums)
         if sums is None:
-            self._sums = evaluations.setdefault((model, settings()), self._sums)
+            self._sums = _evaluations.setdefault((model, settings()), self._sums)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing.Run, "compile_step", compiled)

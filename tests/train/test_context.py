@@ -18,6 +18,8 @@ from sharding.state import abstract_params
 from tests import quick, tiny
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 4, "embed_dim": 8, "mlp": 8, "vocab_size": 16, "layers": 2}
 
 

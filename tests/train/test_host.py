@@ -14,6 +14,8 @@ from jaxllm.train.run import Run
 from tests.optim.kinds import named
 from tests.train.runs import losses, run_config, stopped_at
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def config(folder, kind="adamw", **fields):
     run = run_config(folder, **fields)
