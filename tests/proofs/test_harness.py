@@ -301,7 +301,7 @@ def test_float64_and_warnings(toy):
 
 def test_worker_processes(tmp_path):
     """Two spawned workers, on a registered proof cut to a few trials."""
-    proof = harness.load("first_run")["checkpoint_damage"]
+    proof = harness.load("data")["damaged_files"]  # imports little, takes a moment
     case = runner.Case(make(proof.trial, name=proof.name), [])
     case.proof = Proof(**{**vars(proof), "count": 6})
     log = journal.Journal(tmp_path / "j.jsonl", journal.Origin.here(), 11)
