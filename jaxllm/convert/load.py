@@ -12,11 +12,13 @@ from jax.sharding import Mesh
 
 import sharding
 from jaxllm.checkpoint import CheckpointNotFoundError
+from jaxllm.config import closest
 from jaxllm.convert.run_files import open_checkpoints, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
-from jaxllm.hub.packed_weights import WeightFormat
+from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.models import Functional, functional, unstack_layers
+from jaxllm.quant import WEIGHT_FORMATS, pack_params
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
@@ -65,7 +67,7 @@ def load_model(
     step: int | None = None,
     dtype: str | None = None,
     layers: Literal["stacked", "apart"] = "stacked",
-    weights: WeightFormat = "plain",
+    weights: str = "plain",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads a run or a model of another library; only parameters are read, never the optimizer state.
@@ -81,7 +83,8 @@ def load_model(
         layers: "stacked": parameters of alike layers in one array, as in training; "apart": one array per layer
             (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
-            are multiplied, to serve a model on one device that has no room for it in ``dtype``.
+            are multiplied, to serve a model on one device that has no room for it in ``dtype``; a row of
+            ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading.
         progress: called for every parameter of another library's model.
 
     Raises:
@@ -92,7 +95,16 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
-    loaded = _load(path, mesh, step, dtype, weights, progress)
+    known = ("plain", "packed", *WEIGHT_FORMATS)
+    if weights not in known:
+        raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+    loaded = _load(path, mesh, step, dtype, "packed" if weights == "packed" else "plain", progress)
+    if weights in WEIGHT_FORMATS:
+        with jax.set_mesh(mesh):
+            try:
+                loaded = replace(loaded, params=pack_params(loaded.model, loaded.params, weights))
+            except ValueError as error:
+                raise HubError(f"{path}: {error}") from error
     if layers == "stacked":
         return loaded
     with jax.set_mesh(mesh):
@@ -100,7 +112,7 @@ def load_model(
 
 
 def _load(
-    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: WeightFormat, progress: Progress | None
+    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: PackedOrPlain, progress: Progress | None
 ) -> LoadedModel:
     if not (path / "checkpoints").is_dir():
         signs = ("config.json", "*.safetensors", "*.gguf")
@@ -133,7 +145,7 @@ def _load(
 
 
 def _load_from_elsewhere(
-    path: Path, mesh: Mesh, dtype: str, weights: WeightFormat, progress: Progress | None
+    path: Path, mesh: Mesh, dtype: str, weights: PackedOrPlain, progress: Progress | None
 ) -> LoadedModel:
     source = open_source(path)
     tokenizer, template = source.tokenizer, source.template

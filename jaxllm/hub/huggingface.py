@@ -25,11 +25,11 @@ from jaxllm.files import release
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families.families import decoder_config, family
-from jaxllm.hub.packed_weights import WeightFormat, packed_leaf_paths, place_packed
+from jaxllm.hub.packed_weights import PackedOrPlain, packed_leaf_paths, place_packed
 from jaxllm.hub.quantised_checkpoints import dequantise_tensors, without_quantisation
 from jaxllm.hub.safetensors import LazyTensor, Progress
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart, WeightTable, hf_layout
-from jaxllm.models import DecoderConfig, PackedExperts, functional
+from jaxllm.models import DecoderConfig, PackedWeight, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Suffixes of tensors in older files that are computed, not learned; an export carries them through unchanged."""
@@ -104,15 +104,14 @@ def load_tensors(
     *,
     mesh: Mesh | None = None,
     dtype: str = "float32",
-    weights: WeightFormat = "plain",
+    weights: PackedOrPlain = "plain",
     progress: Progress | None = None,
 ) -> HubModel:
     """Loads a model from a ``config.json`` and its tensors; see ``load_hf``.
 
     Args:
-        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedExperts``), to be served
-            on one
-            device; an export wants them plain.
+        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedWeight``), to be served
+            on one device; an export wants them plain.
 
     Raises:
         HubError: also if nothing can stay packed, or there is more than one device.
@@ -125,7 +124,7 @@ def load_tensors(
     found, carried = match_tensors(family(source).table, config, leaves, tensors)
     sources = sources_by_leaf(found, tensors)
     kept = packed_leaf_paths(sources, mesh) if weights == "packed" else set()
-    loaded: dict[str, jax.Array | PackedExperts] = {}
+    loaded: dict[str, jax.Array | PackedWeight] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
             progress(path, done, len(leaves))
@@ -167,9 +166,9 @@ def hf_tensors(
     row_of = functools.lru_cache(EXPERT_LEAVES)(lambda path, row: np.asarray(leaves[path][row]))
     tensors: dict[str, Any] = {
         name: LazyTensor(
-            theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_hf_tensor, theirs, leaves, row_of)
+            tensor.shape, leaves[tensor.parts[0].path].dtype, functools.partial(to_hf_tensor, tensor, leaves, row_of)
         )
-        for name, theirs in names.items()
+        for name, tensor in names.items()
     }
     tensors |= carried.tensors
     return tensors | {name: tensors[own] for name, own in carried.twice.items()}
@@ -300,12 +299,12 @@ def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, 
     missing = sorted(set(wanted) - set(tensors))
     problems = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
     problems += [f"not used: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
-    for name, theirs in wanted.items():
+    for name, tensor in wanted.items():
         if name not in tensors:
             continue
         shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
-        if shape != theirs.shape:
-            problems.append(f"{name} has shape {list(shape)}; the config asks for {list(theirs.shape)}")
+        if shape != tensor.shape:
+            problems.append(f"{name} has shape {list(shape)}; the config asks for {list(tensor.shape)}")
         if not jnp.issubdtype(dtype, jnp.floating):
             problems.append(f"{name} holds {dtype}; weights are floating point, and no quantised kind is read here")
     return NameMatch(wanted, carried, twice, bare, tuple(problems))
@@ -344,8 +343,8 @@ TensorSource = tuple[Any, TensorPart]
 def sources_by_leaf(found: Mapping[str, HFTensor], tensors: Tensors) -> dict[str, list[TensorSource]]:
     """Sources of each leaf, by its path, layer by layer."""
     sources: dict[str, list[TensorSource]] = {}
-    for name, theirs in found.items():
-        for part in theirs.parts:
+    for name, tensor in found.items():
+        for part in tensor.parts:
             sources.setdefault(part.path, []).append((tensors[name], part))
     return sources
 

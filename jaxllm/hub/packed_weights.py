@@ -1,6 +1,6 @@
 """Packed experts: quantised expert weights, placed on a device as they are stored instead of dequantised.
 
-Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; ours are [I, O].
+Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; matrices of the model are [I, O].
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, DequantisedTensor, QuantisedArrays
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart
-from jaxllm.models import PackedExperts
+from jaxllm.models import PackedWeight
+from jaxllm.quant.formats.block_float8 import BlockFloat8
+from jaxllm.quant.formats.mxfp4 import MXFP4
 
 EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 
 
-WeightFormat = Literal["plain", "packed"]
+PackedOrPlain = Literal["plain", "packed"]
 
 
 def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Mesh) -> set[str]:
@@ -41,7 +43,7 @@ def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh:
     return kept
 
 
-def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedExperts:
+def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedWeight:
     """Places a packed leaf of experts on the device that ``leaf`` is for.
 
     Raises:
@@ -51,7 +53,7 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
     values = scales = np.empty(0)
     block = 0, 0
     for tensor, part in sources:
-        one, one_scales, block = _ours(tensor.stored, part)
+        one, one_scales, block = _part_arrays(tensor.stored, part)
         with np.errstate(invalid="ignore"):
             known = (one_scales != E8M0_NAN) if one.dtype == np.uint8 else np.isfinite(one_scales)
         if not (known.all() and (one.dtype == np.uint8 or np.isfinite(one.astype(np.float32)).all())):
@@ -64,11 +66,12 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
             )
         values[part.at], scales[part.at] = one, one_scales
     place = leaf.sharding
-    return PackedExperts(jax.device_put(values, place), jax.device_put(scales, place), block)
+    form = MXFP4() if values.dtype == np.uint8 else BlockFloat8(block)
+    return PackedWeight(jax.device_put(values, place), jax.device_put(scales, place), form)
 
 
-def _ours(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """Values, scales and block of a part, in the order of our dimensions."""
+def _part_arrays(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Values, scales and block of a part, in the order of the model's dimensions."""
     if stored.block is not None:
         assert part.piece.groups == SWAPPED
         scales = np.asarray(stored.scales[:]).astype(np.float32)

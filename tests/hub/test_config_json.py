@@ -1,4 +1,4 @@
-"""The ``config.json`` of an architecture: the model of transformers that it names is the same model."""
+"""Exported ``config.json``: transformers builds the same model from it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LENGTH = 128
 
 
 def theirs(directory: Path) -> peers.Peer:
-    """What transformers makes of a directory."""
+    """Model that transformers makes of a directory."""
     return peers.Peer(peers.opened(directory), np.empty(0, np.int32))
 
 
 @pytest.mark.parametrize("family", peers.FAMILIES | peers.MIXTURES)
 def test_the_model_it_names_is_the_same(family: str, tmp_path: Path) -> None:
-    """Of one model each, another with another seed of the tests."""
+    """The architecture survives config.json: one model of each family, another with another seed of the tests."""
     peer = peers.peer(family, environment.seed() % 2 if family in peers.FAMILIES else 0)
     loaded = load_hf(peer.save(tmp_path / "theirs"))
     source = config_json(loaded.config, LENGTH)

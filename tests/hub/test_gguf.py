@@ -1,4 +1,4 @@
-"""Reading GGUF files: what the gguf package wrote, and whatever else the bytes may be."""
+"""GGUF reader: files of the gguf package, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_files_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
 
 
 def test_every_truncation_is_refused(file: Path, tmp_path: Path) -> None:
-    """Of the header at every byte; of the numbers, whose sizes it names, at some."""
+    """The header is cut at every byte; the numbers, whose sizes it names, at some."""
     data = file.read_bytes()
     begin = min(t._offset for t in open_gguf(file).tensors.values())
     last = max(t._offset + t.size // t._kind.values * t._kind.layout.itemsize for t in open_gguf(file).tensors.values())

@@ -1,4 +1,4 @@
-"""Models in another form: the same bytes back, opened by what opens that form, in little memory."""
+"""Model conversion: the same bytes back, opened by the target format's loader, in little memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_run_without_its_optimizer(finished: Path, tmp_path: Path) -> None:
     ],
 )
 def test_gguf_opens_in_transformers(name: str, by_way_of_ours: bool, tmp_path: Path) -> None:
-    """By way of ours for two: that each family comes back from there is `test_there_and_back_is_the_same`."""
+    """Two models go by way of our format; every family does in ``test_there_and_back_is_the_same``."""
     source = gguf_writer.save(MODELS[name], tmp_path / "theirs")
     file = gguf_writer.write(source, tmp_path / "m.gguf")
     if by_way_of_ours:

@@ -1,4 +1,4 @@
-"""The Pallas kernels of flash attention, interpreted, through the body that all implementations share.
+"""Pallas kernels of flash attention, interpreted, by the shared test body.
 
 TPU kernels run in TPU interpret mode, with races detected and memory full of nan.
 """
@@ -37,7 +37,7 @@ def small_pieces():
 @implementations
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_body(implementation, name, rng):
-    """Of two rows at most in a batch: what is interpreted takes as long as it has blocks."""
+    """The shared body with at most two rows in a batch: an interpreted kernel takes time for each block."""
     case = CASES[name]
     flash_body.check(implementation, case._replace(b=1 if name in ("packed", "everything") else min(case.b, 2)), rng)
 

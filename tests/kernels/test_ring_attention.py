@@ -1,4 +1,4 @@
-"""One body for every implementation of ring attention and every layout, against attention on one device.
+"""Ring attention: the shared test body for every implementation and layout, against attention on one device.
 
 The TPU kernels run here on one case, another with every seed; `make proof kernels` runs them on all.
 """
@@ -30,7 +30,7 @@ cases = pytest.mark.parametrize("case", [CASES[name] for name in NAMES], ids=NAM
 
 @cases
 def test_is_attention_on_one_device(case, rng, float64):
-    """In every layout; a single shard has but one."""
+    """Every layout gives the numbers of one device; a single shard has only one layout."""
     inputs = draw(rng, case)
     want = whole(*inputs, case)
     for layout in LAYOUTS if case.shards > 1 else LAYOUTS[:1]:

@@ -127,7 +127,7 @@ def shared_programs() -> Iterator[None]:
 
 
 def _deciding(config: RunConfig) -> str:
-    """What a run's step depends on, as far as a configuration says: all but its places, its data and its log."""
+    """The settings that determine a run's step: all but its directories, its data and its log, as JSON."""
     fields = to_dict(config)
     for name in ("name", "out", "checkpoint", "log_every", "eval_every", "init_from"):
         del fields[name]

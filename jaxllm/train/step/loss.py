@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import sharding
 from jaxllm.models import Functional, Segments
-from jaxllm.models.moe.packed_experts import has_packed
+from jaxllm.models.packed_weight import has_packed
 from jaxllm.train.step.numerics import Numerics
 from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig, RoutingSums
 from pallas_kernels.cross_entropy import linear_cross_entropy
@@ -165,8 +165,7 @@ def value_and_grad(
     def run(params: Any, batch: Any, numerics: Numerics | None = None) -> tuple[Any, ...]:
         if has_packed(params):
             raise NotImplementedError(
-                "training: the expert weights are packed (quantised) and have no gradients; load the model with "
-                'weights = "plain".'
+                'training: weights are packed (quantised) and have no gradients; load the model with weights = "plain".'
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
