@@ -233,6 +233,7 @@ def test_formats():
         PageFormat(0, 8, 8)
 
 
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=5), st.integers(1, 4))
 def test_parts_of_a_flat_batch_are_the_whole(requests, parts):
     """Each row of a part is the request's token at the position that it has in the whole, and nothing else is."""

@@ -29,6 +29,8 @@ from tests import quick, tiny
 from tests.models.jaxprs import equations
 from tests.train.runs import losses, run_config, signal_at
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 LENGTH = 32
 RUN = RunConfig(
     model=tiny.decoder(dtype="float32", vocab_size=48, layers=3, tied=False, remat="none"),
