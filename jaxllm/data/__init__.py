@@ -14,8 +14,8 @@ from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.data.batch import Batch
-    from jaxllm.data.data_source import DataSource
     from jaxllm.data.config import DataConfig, SourceConfig
+    from jaxllm.data.data_source import DataSource
     from jaxllm.data.dataset import CursorMismatch, HeldoutDataset, TokenDataset
     from jaxllm.data.loader import Dataset, load_dataset
     from jaxllm.data.mixture import MixtureDataset

@@ -13,16 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import cap_logits
 from jaxllm.optim.sophia import HessianEstimate
-from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, permute_sequence, split_micro_batches
+from jaxllm.train.step.loss import permute_sequence, split_micro_batches, unpermute_sequence
+from jaxllm.train.step.objective import HIDDEN, TOKENS, LossSums
 from jaxllm.train.step.train_state import TrainState
-from pallas_kernels.ring_attention import Layout, order
+from pallas_kernels.ring_attention import Layout
 
 CHUNK = 256
 """Tokens whose logits a device holds at a time."""
@@ -112,12 +112,3 @@ def _sampled(
 
     found = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS), TOKENS)(hidden, head, uniform)
     return jnp.minimum(found, head.shape[0] - 1)
-
-
-def unpermute_sequence(x: Int[Array, "B S"], layout: Layout) -> Int[Array, "B S"]:
-    """Inverse of ``permute_sequence``."""
-    shards = sharding.axis_size("attn_seq")
-    if shards == 1 or layout == "contiguous":
-        return x
-    back = np.argsort(order(layout, shards, x.shape[1]))
-    return x.at[:, back].get(out_sharding=sharding.spec(*TOKENS))

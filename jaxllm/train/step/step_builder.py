@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import ConfigError
 from jaxllm.models import Functional, MoeConfig
+from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import optimizer, schedule
 from jaxllm.optim.build import layerwise_transform
 from jaxllm.optim.config import LAYERWISE
@@ -21,7 +22,9 @@ from jaxllm.train.step.lomo import lomo_update
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.mezo import mezo_update
 from jaxllm.train.step.numerics import init_numerics
+from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.sophia_hessian import gauss_newton_estimator
+from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.training_step import Step, StepHooks, ValueAndGrad, layerwise_step, train_step
 
 
@@ -48,7 +51,8 @@ def build_step(
             functools.partial(layerwise_transform, config.optim, config.steps), model.logical_axes()
         )
         make = mezo_update if kind == "mezo" else lomo_update
-        return layerwise_step(make(model, parts, z_loss=config.z_loss, layout=config.parallel.layout), rate)
+        objective: Any = make_objective(config.objective, config.z_loss)
+        return layerwise_step(make(model, parts, objective=objective, layout=config.parallel.layout), rate)
     hooks = StepHooks()
     if kind == "schedule_free":
         hooks = StepHooks(gradient_point=functools.partial(gradient_point, config.optim.b1))
@@ -60,9 +64,11 @@ def build_step(
 
 
 def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:
-    """Optimizer of a run; optimizer offload (``config.host``) updates it layer by layer."""
+    """Optimizer of a run, for its trainable parameters; optimizer offload (``config.host``) updates layer by layer."""
     every = config.host.device_every if config.host.optimizer else 0
-    return optimizer(config.optim, config.steps, model.logical_axes(), every)
+    trained = trainable_mask(model, config.trainable)
+    found = optimizer(config.optim, config.steps, select(trained, model.logical_axes()), every)
+    return subset_optimizer(found, trained)
 
 
 def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:

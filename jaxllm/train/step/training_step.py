@@ -24,9 +24,10 @@ import sharding
 from jaxllm.models import DecoderConfig
 from jaxllm.models.params import at_least_f32
 from jaxllm.train.step.lomo import LayerwiseUpdate
-from jaxllm.train.step.loss import LossSums
+from jaxllm.train.step.objective import LossSums
 from jaxllm.train.step.loss_spikes import SpikeConfig, select_tree
 from jaxllm.train.step.routing_losses import routing_metrics, update_balance_biases
+from jaxllm.train.step.subset_update import apply_updates
 from jaxllm.train.step.train_state import TrainState
 
 ValueAndGrad = Callable[..., tuple[Any, ...]]
@@ -77,7 +78,7 @@ def train_step(
         spikes: loss spike detection; requires a state that has ``spikes``.
 
     Returns:
-        the step. Its metrics are scalars: ``loss`` (cross-entropy, z-loss and routing losses per target token),
+        the step. Its metrics are scalars: ``loss`` (the objective and routing losses, per target token or item),
         ``nll`` (nats per target token), ``grad_norm`` (global, before clipping), ``update_norm`` (global, of what is
         added to the parameters), ``param_norm`` (after the update), ``learning_rate`` and ``tokens`` (target tokens);
         ``routing_metrics`` for models with experts; ``loss_scale`` in float16; ``spike`` (0 or 1) and ``spike_score``
@@ -102,7 +103,7 @@ def train_step(
             extra_metrics["loss_scale"] = numerics.scale
         if detector is not None and spikes is not None:
             learning_rate = rate(state.step - detector.skipped)  # skipped steps do not advance the schedule
-            mean_loss = sums.loss / jnp.maximum(sums.count, 1)
+            mean_loss = sums.means()["loss"]
             spike, score, detector = detector.update(spikes, mean_loss, grad_norm, skipped)
             extra_metrics |= {"spike": spike.astype(jnp.float32), "spike_score": score}
             learning_rate = learning_rate * detector.rate
@@ -117,7 +118,7 @@ def train_step(
             if lowers_rate and detector is not None:
                 factor = detector.rate
                 updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
-            params = optax.apply_updates(state.params, updates)
+            params = apply_updates(state.params, updates)
         if bias_rate and model is not None and sums.routing is not None:
             params = update_balance_biases(model, bias_rate)(params, sums.routing)
         if numerics is not None:
@@ -136,7 +137,7 @@ def train_step(
         metrics = _metrics(sums, learning_rate, optax.tree.norm(params), grad_norm, optax.tree.norm(updates))
         metrics |= extra_metrics
         if model is not None and sums.routing is not None:
-            metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.count, 1))
+            metrics |= routing_metrics(model, sums.routing, jnp.maximum(sums.total, 1))
         if layers:
             trees = {"grad": grads, "param": params, "update": updates}
             metrics["layers"] = {name: jax.tree.map_with_path(layer_norms, tree) for name, tree in trees.items()}
@@ -165,11 +166,10 @@ def layerwise_step(update: LayerwiseUpdate, rate: optax.Schedule) -> Step:
 def _metrics(
     sums: LossSums, rate: ArrayLike, param_norm: Array, grad_norm: Array, update_norm: Array
 ) -> dict[str, Any]:
-    """Metrics that every step has; ``loss`` and ``nll`` are means over the batch's target tokens."""
-    count = jnp.maximum(sums.count, 1)
+    """Metrics that every step has, and those of its objective; ``nll`` is a mean over the batch's target tokens."""
     return {
-        "loss": sums.loss / count,
-        "nll": sums.nll / count,
+        **sums.means(),
+        "nll": sums.nll / jnp.maximum(sums.count, 1),
         "grad_norm": grad_norm,
         "param_norm": param_norm,
         "update_norm": update_norm,
