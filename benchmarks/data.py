@@ -196,7 +196,7 @@ def main() -> None:
         print(f"{tokens:,} tokens; batches of {BATCH} x {SEQ_LEN:,}; "
               + ", ".join(f"{k} {v}" for k, v in versions.items()))  # fmt: skip
         rounds = [(ours(folder), peer(options.peer_python, folder)) for _ in range(options.rounds)]
-        print("\n|  | million tokens/s | ours, concat, is faster by |\n| --- | ---: | ---: |")
+        print("\n|  | million tokens/s | jaxllm, concat, is faster by |\n| --- | ---: | ---: |")
         for label in ("concat", "documents"):
             values = [one[label] / 1e6 for one, _ in rounds]
             print(f"| jaxllm, packing={label} | {statistics.median(values):.1f} |  |")

@@ -177,7 +177,7 @@ def engine(
     groups = layer_groups(config, settings.kv_dtype)
     shape = StepShape(
         tokens=rows, requests=8, decode=decode, full=full, slots=8, columns=columns, groups=len(groups),
-        loop=settings.decode_steps, top=5, real="float32",
+        decode_steps=settings.decode_steps, top_logprobs=5, logprob_dtype="float32",
     )  # fmt: skip
     where = sharding.MeshSpec.parse(mesh).build(topology.devices()) if mesh else one_device(topology)
     with jax.set_mesh(where), sharding.use_rules(made.rules):

@@ -13,7 +13,7 @@ import json
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +22,14 @@ T = TypeVar("T")
 
 class ConfigError(ValueError):
     """A configuration has an unknown key or an illegal value; the message names it and the legal ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Annotation of a field that is one of several dataclasses, listed in a table that can grow: ``Annotated[Base,
+    OneOf(TABLE)]``. Which one JSON stands for is seen from its keys."""
+
+    rows: Sequence[type]
 
 
 def runtime_only(default: Any) -> Any:
@@ -157,7 +165,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected the fields of {kind.__name__}, got {value!r}.")
         renamed = new_field_names(kind)
         value = {renamed.get(key, key): item for key, item in value.items()}
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         names = [f.name for f in dataclasses.fields(kind)]
         for key in value:
             if key not in names:
@@ -165,6 +173,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
                     f"{where}: unknown key {key!r}.{closest(key, names)} {kind.__name__} has: {', '.join(names)}."
                 )
         return kind(**{key: _read(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+    if origin is typing.Annotated:
+        tables = [extra for extra in args[1:] if isinstance(extra, OneOf)]
+        if not tables:
+            return _read(args[0], value, where)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: expected the fields of a class, got {value!r}.")
+        return _read(_member(list(tables[0].rows), value, where), value, where)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None

@@ -20,19 +20,19 @@ from sharding.ops import current_rules as current_rules
 from sharding.ops import einsum as einsum
 from sharding.ops import fan_out as fan_out
 from sharding.ops import gather_weight as gather_weight
+from sharding.ops import is_scattered as is_scattered
 from sharding.ops import join_tokens as join_tokens
 from sharding.ops import per_shard as per_shard
 from sharding.ops import project as project
 from sharding.ops import project_many as project_many
 from sharding.ops import reduce_partial_sums as reduce_partial_sums
+from sharding.ops import ring_axis as ring_axis
 from sharding.ops import shard_map as shard_map
 from sharding.ops import spec as spec
 from sharding.ops import split_tokens as split_tokens
 from sharding.ops import take as take
-from sharding.ops import use_matmul as use_matmul
 from sharding.ops import use_mesh as use_mesh
 from sharding.ops import use_rules as use_rules
-from sharding.ops import use_token_split as use_token_split
 from sharding.rules import DEFAULT as DEFAULT
 from sharding.rules import LogicalAxes as LogicalAxes
 from sharding.rules import Rules as Rules
@@ -44,8 +44,6 @@ _RENAMED = {
     "Product": "MatmulFn",
     "products": "project_many",
     "scatter_sum": "reduce_partial_sums",
-    "use_product": "use_matmul",
-    "use_tokens": "use_token_split",
 }
 
 

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from sharding import collective_matmul
+from sharding.mesh import ShardingError
 from sharding.rules import DEFAULT, LogicalAxes, Rules, split_sizes
 
 GATHERED_WEIGHT = "gathered_weight"
@@ -28,14 +29,9 @@ SCATTERED_SUM = "scattered_sum"
 ``reshard`` then still saves the scattered result, instead of the partial sums."""
 
 MatmulFn = Callable[[Array, Array, int, PartitionSpec | None], Array]
-"""Matmul ``(x, w, contract, out_sharding) -> result`` that ``project`` uses, see ``use_matmul``."""
-
-TokenSplit = Callable[[Callable[[Array], Array], Array], Array]
-"""Wrapper ``(multiply, x) -> multiply(x)`` of a matmul, which may split the tokens: see ``use_token_split``."""
+"""Matmul ``(x, w, contract, out_sharding) -> result`` that ``project`` uses, such as one in INT8 or FP8."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
-_matmul: ContextVar[MatmulFn | None] = ContextVar("sharding_matmul", default=None)
-_tokens: ContextVar[TokenSplit] = ContextVar("sharding_tokens", default=lambda multiply, x: multiply(x))
 
 
 @contextlib.contextmanager
@@ -49,26 +45,6 @@ def use_rules(rules: Rules) -> Iterator[None]:
         yield
     finally:
         _rules.reset(token)
-
-
-@contextlib.contextmanager
-def use_matmul(matmul: MatmulFn | None) -> Iterator[None]:
-    """Context manager: traces the body with another matmul of activations and weights, such as one in INT8 or FP8."""
-    token = _matmul.set(matmul)
-    try:
-        yield
-    finally:
-        _matmul.reset(token)
-
-
-@contextlib.contextmanager
-def use_token_split(by: TokenSplit) -> Iterator[None]:
-    """Context manager: traces the body with ``by`` around every ``project`` whose result is no partial sum."""
-    token = _tokens.set(by)
-    try:
-        yield
-    finally:
-        _tokens.reset(token)
 
 
 def current_rules() -> Rules:
@@ -153,7 +129,7 @@ def project_many(
         scopes: ``jax.named_scope`` of each matmul; none by default.
     """
     mesh = current_mesh()
-    if (axis := _ring(over)) is None or mesh is None:
+    if (axis := ring_axis(over)) is None or mesh is None:
         x = fan_out(x, "batch", "seq", "act_embed", over=over, what=what)
         found = []
         for i, (w, out) in enumerate(zip(weights, outs, strict=True)):
@@ -177,7 +153,7 @@ def project_many(
         )
 
 
-def _ring(over: str) -> str | None:
+def ring_axis(over: str) -> str | None:
     """Mesh axis that splits both the residual stream's sequence and ``over``, if the rules use collective matmul."""
     axes = set(axis_names("residual_seq")) & set(axis_names(over)) & set(current_rules().rings)
     return axes.pop() if axes else None
@@ -198,36 +174,59 @@ def _spec_of(w: Array) -> PartitionSpec:
     return jax.P(*there.partitions, reduced=there.reduced)
 
 
-def project(x: Array, w: Array, out: LogicalAxes, *, contract: int = 1, what: str = "activation") -> Array:
+def project(
+    x: Array,
+    w: Array,
+    out: LogicalAxes,
+    *,
+    contract: int = 1,
+    multiply: MatmulFn | None = None,
+    what: str = "activation",
+) -> Array:
     """Matmul of activations and a weight: ``x[B, S, *in] @ w[*in, *out] -> [B, S, *out]``.
 
     Args:
         out: logical axes of the result.
         contract: number of trailing dimensions of x that are contracted with as many leading ones of w.
+        multiply: the matmul on the arrays; None for the plain one. Collective matmuls support the plain one alone.
+
+    Raises:
+        ShardingError: ``multiply`` where the rules ask for a collective matmul.
     """
     mesh = current_mesh()
     if mesh is None:
         # Tokens as one dimension: the weight gradient then contracts one dimension instead of two, which XLA:CPU runs
         # as a plain matmul; otherwise it copies the activations transposed, a third of the step's time.
-        matmul = _matmul.get() or (lambda x, w, *_: x @ w)
-
-        def flat(x: Array) -> Array:
-            tokens = x.shape[: x.ndim - contract]
-            out = matmul(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
-            return out.reshape(*tokens, *w.shape[contract:])
-
-        return _tokens.get()(flat, x)
+        matmul = multiply or (lambda x, w, *_: x @ w)
+        tokens = x.shape[: x.ndim - contract]
+        y = matmul(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
+        return y.reshape(*tokens, *w.shape[contract:])
+    matmul = multiply or _dot
     there = current_rules().spec(out, mesh, what=what)
-    summed = _mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract])
-    if not summed & _mesh_axes(there):
-        return _tokens.get()(lambda x: _dot(x, w, contract, there), x)
+    if not (summed := _summed_axes(w, contract)) & _mesh_axes(there):
+        return matmul(x, w, contract, there)
     if summed <= set(current_rules().rings):
+        if multiply is not None:
+            raise ShardingError(
+                f"{what}: a collective matmul over {', '.join(sorted(summed))} multiplies plain weights only, not in "
+                "low precision or from compressed activations; leave the rings out of the sharding rules."
+            )
         return _scattered(x, w, there, contract)
     # The axis that is summed over also splits the result: compute partial sums, then reduce-scatter them. The transpose
     # is then an all-gather of the cotangent and one matmul with the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
-    partial_sums = _dot(x, w, contract, parts)
-    return checkpoint_name(jax.sharding.reshard(partial_sums, there), SCATTERED_SUM)
+    return checkpoint_name(jax.sharding.reshard(matmul(x, w, contract, parts), there), SCATTERED_SUM)
+
+
+def is_scattered(w: Array, out: LogicalAxes, *, contract: int = 1) -> bool:
+    """Whether the results of ``project`` with this weight are partial sums that are reduce-scattered."""
+    mesh = current_mesh()
+    return mesh is not None and bool(_summed_axes(w, contract) & _mesh_axes(current_rules().spec(out, mesh)))
+
+
+def _summed_axes(w: Array, contract: int) -> frozenset[str]:
+    """Mesh axes that the sums of a matmul with this weight run over."""
+    return frozenset(_mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract]))
 
 
 def split_tokens(x: Array, share: float) -> tuple[Array, Array]:
@@ -258,10 +257,8 @@ def _sequence_spec(x: Array) -> PartitionSpec | None:
     return _spec_of(x)
 
 
-def _dot(x: Array, w: Array, contract: int, there: PartitionSpec) -> Array:
-    """Matmul with the implementation in force, see ``use_matmul``."""
-    if (matmul := _matmul.get()) is not None:
-        return matmul(x, w, contract, there)
+def _dot(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
+    """Plain matmul, a ``MatmulFn``."""
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
 

@@ -128,5 +128,5 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stopped(halted: Path, tmp_path: Path) -> Path:
-    """The stopped run's directory, copied: ``train(run_config(finished, out=tmp_path))`` goes on."""
+    """The stopped run's directory, copied: ``train(run_config(finished, out=tmp_path))`` resumes it."""
     return Path(shutil.copytree(halted, tmp_path / "tiny"))

@@ -21,7 +21,7 @@ _started = pytest.StashKey[float]()
 
 
 def seconds() -> float:
-    """Of this process and its children that have ended."""
+    """Processor seconds of this process and its children that have ended."""
     return sum(os.times()[:4])
 
 

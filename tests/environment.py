@@ -1,4 +1,4 @@
-"""What tests and proofs share: eight simulated devices, the compilation cache, type checks, the seed.
+"""Environment of tests and proofs: eight simulated devices, the compilation cache, type checks, the seed.
 
 Import this before anything that touches a JAX backend; importing it is enough.
 
@@ -104,7 +104,7 @@ _FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 
 
 def compiled_alike() -> dict[str, str]:
-    """Variables for child processes whose numbers are compared with ours bit for bit, beside what they inherit."""
+    """Environment variables of child processes whose results are compared bit for bit with this process's."""
     return {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.read("jax_disable_most_optimizations")))}
 
 

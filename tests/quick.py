@@ -1,4 +1,4 @@
-"""Programs that are compiled once and run on a handful of numbers: compile fast instead of running fast."""
+"""Fast compilation of programs that are compiled once and run on a handful of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``jaxllm`` command: what it says, what it refuses, what it runs."""
+"""The ``jaxllm`` command: its output, its refusals, its commands."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_precision_sets_its_fields_and_settings_go_on_top(trained, capsys):
 
 @pytest.mark.parametrize("name", ["recipe.py", "sharding.py", "recipes.py", "jax.py", "two words.py"])
 def test_a_recipe_of_ones_own_whatever_the_file_is_called(name, trained, tmp_path, monkeypatch):
-    """Its module gets a name of its own: a file called sharding.py does not take the place of ours."""
+    """Its module gets a name of its own: a file called sharding.py does not replace the package."""
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(RECIPE)
     before = {module: sys.modules.get(module) for module in ("sharding", "recipes", "jax")}

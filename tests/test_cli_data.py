@@ -1,4 +1,4 @@
-"""``jaxllm data``: each command on small files, and what it refuses."""
+"""``jaxllm data``: each command on small files, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxllm compile`: reports for devices that are not here."""
+"""`jaxllm compile`: reports for absent devices."""
 
 from __future__ import annotations
 

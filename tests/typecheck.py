@@ -1,4 +1,4 @@
-"""The type checker that tests put on every function of our packages, through jaxtyping's import hook."""
+"""Type checker that tests put on every function of the packages, through jaxtyping's import hook."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _open_source(source: ModelSource) -> ConvertibleModel:
                 source.template.save(folder)
 
     there = has_tokenizer(source.path) if source.gguf is None else "tokenizer.ggml.model" in source.gguf.metadata
-    exact = tuple(n for n, theirs in found.items() if {p.path for p in theirs.parts} & _exact(source.config))
+    exact = tuple(n for n, tensor in found.items() if {p.path for p in tensor.parts} & _exact(source.config))
     types = {str(source.tensors[name].dtype) for name in found if name not in exact}
     return ConvertibleModel(
         config=source.config,

@@ -52,7 +52,7 @@ class TensorInfo:
         shape: shape in the file.
         kind: dtype or quantised format.
         bytes: size in the file.
-        ours: parameter of this package that it becomes, or how else it is used.
+        ours: parameter of jaxllm that it becomes, or how else it is used; a key of the JSON output.
     """
 
     name: str

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from jaxllm.convert.inspection import Inspection, group_layers, mebibytes
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig, RopeConfig
+from jaxllm.models import BlockConfig
+from jaxllm.models.layers.layer import unusual
 
 TEMPLATE_LINES = 4
 WIDE = 2000
@@ -59,8 +57,9 @@ def architecture_rows(found: Inspection) -> list[tuple[str, str]]:
         kinds.setdefault(block, []).append(layer)
     for block, layers in kinds.items():
         which = "" if len(kinds) == 1 else f" {_numbers(layers)}"
-        rows += [(f"attention{which}", _attention(block)), (f"mlp{which}", _mlp(block.mlp))]
-    if rest := _unusual(config, DecoderConfig(), ("vocab_size", "embed_dim", "layers", "prefix", "pattern", *RUNTIME)):
+        norms = f"; norms = {block.norms}" if block.norms != BlockConfig().norms else ""
+        rows += [(f"attention{which}", block.attention.describe() + norms), (f"mlp{which}", block.mlp.describe())]
+    if rest := unusual(config, "vocab_size", "embed_dim", "layers", "prefix", "pattern", *RUNTIME):
         rows.append(("besides", rest))
     return rows
 
@@ -95,36 +94,6 @@ def tensor_table(found: Inspection, every: bool, console: Console) -> Table:
         cells = [escape(tensor.name), " x ".join(map(str, tensor.shape)), tensor.kind, escape(tensor.ours)]
         table.add_row(*cells, *([] if every else [str(count)]))
     return table
-
-
-def _attention(block: BlockConfig) -> str:
-    one = block.attention
-    if isinstance(one, MLAConfig):
-        queries = "" if one.q_latent is None else f", queries of {one.q_latent}"
-        heads = f"{one.heads} heads of {one.nope_dim} + {one.rope_dim} rotated, values of {one.value_dim}"
-        return f"{heads}; keys and values of a latent of {one.latent}{queries}"
-    rope = one.rope and _unusual(one.rope, RopeConfig(), ())
-    parts = [
-        f"{one.heads} heads, {one.kv_heads} of keys and values, of {one.head_dim}",
-        _unusual(one, AttentionConfig(), ("heads", "kv_heads", "head_dim", "rope")),
-        "no rotation" if one.rope is None else f"rotary: {rope}" if rope else "",
-        f"norms = {block.norms}" if block.norms != BlockConfig().norms else "",
-    ]
-    return "; ".join(part for part in parts if part)
-
-
-def _mlp(mlp: MlpConfig | MoeConfig) -> str:
-    if isinstance(mlp, MoeConfig):
-        rest = _unusual(mlp, MoeConfig(), ("hidden", "experts", "top_k"))
-        return f"{mlp.top_k} of {mlp.experts} experts of {mlp.hidden}" + (f"; {rest}" if rest else "")
-    rest = _unusual(mlp, MlpConfig(), ("hidden",))
-    return f"{mlp.hidden}; {rest}" if rest else str(mlp.hidden)
-
-
-def _unusual(config: Any, usual: Any, without: tuple[str, ...]) -> str:
-    """Fields that differ from the defaults."""
-    names = (f.name for f in dataclasses.fields(config) if f.name not in without)
-    return ", ".join(f"{n} = {getattr(config, n)}" for n in names if getattr(config, n) != getattr(usual, n))
 
 
 def _numbers(layers: list[int]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.checkpoint import StreamedLeaf
 from jaxllm.hub import HubError
-from jaxllm.models import BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RouterConfig
+from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig, RouterConfig
 
 EXPERTS = "/mlp/experts/"
 ROUTER = "/mlp/router"
@@ -29,7 +29,7 @@ def upcycled_config(config: DecoderConfig, experts: int, top_k: int) -> DecoderC
 
     def one(block: BlockConfig) -> BlockConfig:
         mlp = block.mlp
-        if not isinstance(mlp, MlpConfig):
+        if mlp.mixture is not None:
             raise HubError("the model has experts already; upcycling needs a dense model.")
         if not mlp.gated or mlp.bias:
             raise HubError("the model's feed-forward layers have biases or no gate; experts have a gate and no biases.")

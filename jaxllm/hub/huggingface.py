@@ -167,9 +167,9 @@ def hf_tensors(
     row_of = functools.lru_cache(EXPERT_LEAVES)(lambda path, row: np.asarray(leaves[path][row]))
     tensors: dict[str, Any] = {
         name: LazyTensor(
-            theirs.shape, leaves[theirs.parts[0].path].dtype, functools.partial(to_hf_tensor, theirs, leaves, row_of)
+            tensor.shape, leaves[tensor.parts[0].path].dtype, functools.partial(to_hf_tensor, tensor, leaves, row_of)
         )
-        for name, theirs in names.items()
+        for name, tensor in names.items()
     }
     tensors |= carried.tensors
     return tensors | {name: tensors[own] for name, own in carried.twice.items()}
@@ -300,12 +300,12 @@ def match_names(table: WeightTable, config: DecoderConfig, leaves: Mapping[str, 
     missing = sorted(set(wanted) - set(tensors))
     problems = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
     problems += [f"not used: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
-    for name, theirs in wanted.items():
+    for name, tensor in wanted.items():
         if name not in tensors:
             continue
         shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
-        if shape != theirs.shape:
-            problems.append(f"{name} has shape {list(shape)}; the config asks for {list(theirs.shape)}")
+        if shape != tensor.shape:
+            problems.append(f"{name} has shape {list(shape)}; the config asks for {list(tensor.shape)}")
         if not jnp.issubdtype(dtype, jnp.floating):
             problems.append(f"{name} holds {dtype}; weights are floating point, and no quantised kind is read here")
     return NameMatch(wanted, carried, twice, bare, tuple(problems))
@@ -344,8 +344,8 @@ TensorSource = tuple[Any, TensorPart]
 def sources_by_leaf(found: Mapping[str, HFTensor], tensors: Tensors) -> dict[str, list[TensorSource]]:
     """Sources of each leaf, by its path, layer by layer."""
     sources: dict[str, list[TensorSource]] = {}
-    for name, theirs in found.items():
-        for part in theirs.parts:
+    for name, tensor in found.items():
+        for part in tensor.parts:
             sources.setdefault(part.path, []).append((tensors[name], part))
     return sources
 

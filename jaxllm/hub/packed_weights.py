@@ -1,6 +1,6 @@
 """Packed experts: quantised expert weights, placed on a device as they are stored instead of dequantised.
 
-Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; ours are [I, O].
+Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; matrices of the model are [I, O].
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
     values = scales = np.empty(0)
     block = 0, 0
     for tensor, part in sources:
-        one, one_scales, block = _ours(tensor.stored, part)
+        one, one_scales, block = _part_arrays(tensor.stored, part)
         with np.errstate(invalid="ignore"):
             known = (one_scales != E8M0_NAN) if one.dtype == np.uint8 else np.isfinite(one_scales)
         if not (known.all() and (one.dtype == np.uint8 or np.isfinite(one.astype(np.float32)).all())):
@@ -67,8 +67,8 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
     return PackedExperts(jax.device_put(values, place), jax.device_put(scales, place), block)
 
 
-def _ours(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """Values, scales and block of a part, in the order of our dimensions."""
+def _part_arrays(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Values, scales and block of a part, in the order of the model's dimensions."""
     if stored.block is not None:
         assert part.piece.groups == SWAPPED
         scales = np.asarray(stored.scales[:]).astype(np.float32)

@@ -152,8 +152,8 @@ def experts(
     """Entries for the experts and the router of a layer called ``layer``."""
     names = ((gate, "gate"), (up, "up"), (down, "down"))
     each = (
-        single_entry(f"{layer}.experts.{{expert}}.{theirs}.weight", f"mlp/experts/{ours}", SWAPPED)
-        for theirs, ours in names
+        single_entry(f"{layer}.experts.{{expert}}.{hf_name}.weight", f"mlp/experts/{path}", SWAPPED)
+        for hf_name, path in names
     )
     return single_entry(f"{layer}.gate.weight", "mlp/router", SWAPPED), *each
 
@@ -336,7 +336,7 @@ def hf_layout(
         places = [(*at, e) for e in range(leaves[path].shape[1])] if "{expert}" in entry.name else [at]
         for place in places:
             name = entry.name.format(layer=layer, expert=place[-1] if place else None)
-            out[name.removeprefix(table.prefix) if bare else name] = _theirs(entry, within, place, leaves)
+            out[name.removeprefix(table.prefix) if bare else name] = _hf_tensor(entry, within, place, leaves)
     placed = {part.path for tensor in out.values() for part in tensor.parts}
     if lost := sorted(set(leaves) - placed):
         raise ValueError(f"the weight table has no entry for {', '.join(lost[:5])}.")
@@ -358,13 +358,13 @@ def _entries(
                 layer += 1
 
 
-def _theirs(entry: WeightEntry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> HFTensor:
+def _hf_tensor(entry: WeightEntry, within: str, at: tuple[int, ...], leaves: Mapping[str, Any]) -> HFTensor:
     parts: list[TensorPart] = []
     begin, shape, step = 0, (), len(entry.pieces) if entry.by_turns else 1
     for number, piece in enumerate(entry.pieces):
         path = within + piece.path
-        ours = tuple(leaves[path].shape[len(at) :])
-        shape = piece.hf_shape(ours)
-        parts.append(TensorPart(path, at, ours, piece, number if entry.by_turns else begin, entry.axis, step))
+        own_shape = tuple(leaves[path].shape[len(at) :])
+        shape = piece.hf_shape(own_shape)
+        parts.append(TensorPart(path, at, own_shape, piece, number if entry.by_turns else begin, entry.axis, step))
         begin += shape[entry.axis]
     return HFTensor((*shape[: entry.axis], begin, *shape[entry.axis + 1 :]), tuple(parts))

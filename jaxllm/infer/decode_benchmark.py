@@ -16,7 +16,7 @@ from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.sampling_params import SamplingParams
-from jaxllm.models import DecoderConfig, MoeConfig
+from jaxllm.models import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DecodeBenchmark:
     ):
         self.batch, self.prompt, self.tokens, self.bandwidth = batch, prompt, tokens, bandwidth
         self.config = loaded.model.config
-        if any(isinstance(block.mlp, MoeConfig) for block in self.config.blocks):
+        if self.config.mixtures:
             raise ValueError("no roofline for a mixture of experts: the bytes that a step reads depend on the routing.")
         self.weights = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
         if not self.config.tied:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +23,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+import sharding
 from jaxllm.models.operand_specs import gradient_spec, spec_of, without_reduced
+from jaxllm.models.params import gathered
+from sharding import LogicalAxes
 
 
 def batch_seed(tokens: Int[Array, "B S"]) -> UInt32[Array, ""]:
@@ -36,23 +40,47 @@ def projection_width(share: float, inner: int) -> int:
     return max(1, round(share * inner))
 
 
-class CompactMatmul:
-    """Compressed-activation matmul for the weights of one block, a ``sharding.MatmulFn``.
+@dataclass(frozen=True)
+class CompactWeight:
+    """Weight whose matmuls save a random projection of their input; a ``jaxllm.models.linear.Weight``.
 
-    Inputs of the same width share a projection, so the order of a block's matmuls does not matter.
+    Inputs of the same width share a projection.
 
     Attributes:
+        weight: the dense weight.
         share: fraction of the input's elements that are kept.
         key: RNG key of the block in this batch.
     """
 
-    def __init__(self, share: float, key: PRNGKeyArray):
-        self.share, self.key = share, key
+    weight: Array
+    share: float
+    key: PRNGKeyArray
 
-    def __call__(self, x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
-        """Matmul of x and w, see ``compact_matmul``."""
-        key = jax.random.key_data(jax.random.fold_in(self.key, math.prod(w.shape[:contract])))
-        return compact_matmul(self.share, contract, spec_of(x), there, x, w, key)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        return self.weight.shape
+
+    def gather(self, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> CompactWeight:
+        """The weight in compute dtype, all-gathered over its storage axes."""
+        return replace(self, weight=gathered(self.weight, dtype, axes, unreduced_grad))
+
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weight itself."""
+        return self.weight
+
+    def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
+        """Matmul whose gradient of the weight is an estimate, see ``compact_matmul``."""
+
+        def multiply(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
+            key = jax.random.key_data(jax.random.fold_in(self.key, math.prod(w.shape[:contract])))
+            return compact_matmul(self.share, contract, spec_of(x), there, x, w, key)
+
+        return sharding.project(x, self.weight, out, contract=contract, multiply=multiply)
+
+    def grouped_matmul(self, rows: Array, sizes: Array) -> Array:
+        """Refuses: grouped matmuls of experts have no compact form."""
+        raise NotImplementedError(f'remat = "compact:{self.share}" has no matmul of experts; choose "none".')
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

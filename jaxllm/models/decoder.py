@@ -6,7 +6,7 @@ Legend: B batch, S sequence, D embed, V vocab.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.config import renamed_fields
-from jaxllm.models.attention_context import AttentionContext, LayerIndex, RoutingContext
-from jaxllm.models.layers.attention import Attention, AttentionConfig
-from jaxllm.models.layers.mla import MLAConfig, MultiHeadLatentAttention
-from jaxllm.models.layers.mlp import Mlp, MlpConfig
+from jaxllm.config import OneOf, renamed_fields
+from jaxllm.models.attention_context import AttentionContext, LayerIndex
+from jaxllm.models.layers.attention import AttentionConfig
+from jaxllm.models.layers.layer_table import ATTENTION_LAYERS, FEED_FORWARD_LAYERS
+from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
+from jaxllm.models.linear import linear
 from jaxllm.models.low_precision_matmul import MatmulPrecision
-from jaxllm.models.moe.moe import Moe, MoeConfig
+from jaxllm.models.moe.moe import MoeConfig
 from jaxllm.models.params import normal, use
 from jaxllm.models.remat import policies_by_segment
 
@@ -34,23 +35,16 @@ class BlockConfig:
     """One transformer block: attention and a feed-forward layer, each with a residual connection.
 
     Attributes:
-        attention: grouped-query attention (``AttentionConfig``; multi-head and multi-query attention are special
-            cases), or multi-head latent attention (``MLAConfig``).
-        mlp: dense feed-forward layer (``MlpConfig``), or mixture of experts (``MoeConfig``).
+        attention: a row of ``ATTENTION_LAYERS``: grouped-query attention (``AttentionConfig``; multi-head and
+            multi-query attention are special cases), or multi-head latent attention (``MLAConfig``).
+        mlp: a row of ``FEED_FORWARD_LAYERS``: dense (``MlpConfig``), or mixture of experts (``MoeConfig``).
         norms: placement of the norms. "pre": on the input of each sublayer (arXiv:2002.04745); "post": on its output
             (OLMo 2); "sandwich": on both (arXiv:2105.13290; Gemma 2).
     """
 
-    attention: AttentionConfig | MLAConfig = field(default_factory=AttentionConfig)
-    mlp: MlpConfig | MoeConfig = field(default_factory=MlpConfig)
+    attention: Annotated[Any, OneOf(ATTENTION_LAYERS)] = field(default_factory=AttentionConfig)
+    mlp: Annotated[Any, OneOf(FEED_FORWARD_LAYERS)] = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
-
-    @property
-    def weight_matmuls(self) -> int:
-        """Number of matmuls with weights in the block's forward pass."""
-        latent = isinstance(self.attention, MLAConfig) and self.attention.q_latent is not None
-        gated = not isinstance(self.mlp, MlpConfig) or self.mlp.gated
-        return 4 + latent + 2 + gated
 
 
 @renamed_fields(products="matmul_precision")
@@ -126,15 +120,15 @@ class DecoderConfig:
                 f"model: layers = {self.layers} is too few for a prefix of {len(self.prefix)} and a pattern; "
                 f"choose at least {len(self.prefix) + 1}."
             )
-        if self.matmul_precision != "plain" and any(isinstance(block.mlp, MoeConfig) for block in self.blocks):
+        if self.matmul_precision != "plain" and self.mixtures:
             raise ValueError(
                 f'model: matmul_precision = "{self.matmul_precision}" needs dense layers, but this model has experts; '
                 'choose "plain".'
             )
         policies_by_segment(self.remat, self.segments)  # raises if the policies do not fit the layers
         if "compact" in self.remat:
-            dense = all(isinstance(b.mlp, MlpConfig) and isinstance(b.attention, AttentionConfig) for b in self.blocks)
-            if self.matmul_precision != "plain" or not dense:
+            latent = any(block.attention.kv_spec.latent for block in self.blocks)
+            if self.matmul_precision != "plain" or latent or self.mixtures:
                 raise ValueError(
                     f'model: remat = "{self.remat}"; "compact" needs dense layers without latent attention and '
                     'matmul_precision = "plain"; choose "none" or "elementwise".'
@@ -163,6 +157,11 @@ class DecoderConfig:
         """Block of every layer, in order."""
         return tuple(block for group, repeats in self.segments for _ in range(repeats) for block in group)
 
+    @property
+    def mixtures(self) -> dict[int, MoeConfig]:
+        """Mixture of experts of each layer that has one, by the index of the layer."""
+        return {i: block.mlp.mixture for i, block in enumerate(self.blocks) if block.mlp.mixture is not None}
+
 
 class Block(nnx.Module):
     """Transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; or with post or sandwich norms."""
@@ -180,17 +179,11 @@ class Block(nnx.Module):
             self.attention_norm, self.mlp_norm = norm(), norm()
         if config.norms != "pre":
             self.attention_out_norm, self.mlp_out_norm = norm(), norm()
-        attention = MultiHeadLatentAttention if isinstance(config.attention, MLAConfig) else Attention
-        self.attention = attention(
-            config.attention,  # type: ignore[arg-type]
-            model.embed_dim,
-            norm=model.norm,
-            norm_eps=model.norm_eps,
-            out_scale=out_scale,
-            dtype=dtype,
+        self.scope = config.mlp.scope
+        self.attention = config.attention.build(
+            model.embed_dim, norm=model.norm, norm_eps=model.norm_eps, out_scale=out_scale, dtype=dtype
         )
-        layer = Moe if isinstance(config.mlp, MoeConfig) else Mlp
-        self.mlp = layer(config.mlp, model.embed_dim, out_scale=out_scale, dtype=dtype)  # type: ignore[arg-type]
+        self.mlp = config.mlp.build(model.embed_dim, out_scale=out_scale, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -207,17 +200,9 @@ class Block(nnx.Module):
             attended, ctx = self.attention(h, positions, layer, ctx)
         x = checkpoint_name(x + (normed(self.attention_out_norm, attended) if post else attended), "residual")
         h = normed(self.mlp_norm, x) if pre else x
-        with jax.named_scope("mlp" if isinstance(self.mlp, Mlp) else "moe"):
-            out, ctx = self._feed_forward(h, layer, ctx)
+        with jax.named_scope(self.scope):
+            out, ctx = self.mlp(h, layer, ctx)
         return x + (normed(self.mlp_out_norm, out) if post else out), ctx
-
-    def _feed_forward(
-        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
-    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        if isinstance(self.mlp, Mlp):
-            return self.mlp(x), ctx
-        out, routing = self.mlp(x)
-        return out, ctx.record_routing(layer, routing) if isinstance(ctx, RoutingContext) else ctx
 
 
 class Embedding(nnx.Module):
@@ -225,10 +210,11 @@ class Embedding(nnx.Module):
 
     def __init__(self, model: DecoderConfig):
         d, dtype = model.embed_dim, jnp.dtype(model.param_dtype)
-        self.table = normal((model.vocab_size, d), ("vocab", "vocab_embed"), dtype, fan_in=d)
+        self.table = normal((model.vocab_size, d), ("vocab", "vocab_embed"), dtype, role="embedding", fan_in=d)
         self.learned = model.learned_positions is not None
         if model.learned_positions is not None:
-            self.positions = normal((model.learned_positions, d), (None, "vocab_embed"), dtype, fan_in=d)
+            rows = (model.learned_positions, d)
+            self.positions = normal(rows, (None, "vocab_embed"), dtype, role="embedding", fan_in=d)
         self.dtype, self.scale, self.grad = model.dtype, model.embed_scale, model.embed_grad
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -253,5 +239,5 @@ class Head(nnx.Module):
         dtype = jnp.dtype(model.param_dtype)
         self.norm = Norm(model.norm, (model.embed_dim,), model.norm_eps, dtype)
         if not model.tied:
-            shape = (model.vocab_size, model.embed_dim)
-            self.weight = normal(shape, ("vocab", "vocab_embed"), dtype, fan_in=model.embed_dim)
+            shape, axes = (model.vocab_size, model.embed_dim), ("vocab", "vocab_embed")
+            self.weight = linear("lm_head", shape, axes, dtype, role="embedding", fan_in=model.embed_dim)

@@ -10,7 +10,6 @@ Legend: B batch, S sequence, D embed, V vocab, L layers.
 from __future__ import annotations
 
 import zlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,9 @@ import sharding
 from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
-from jaxllm.models.low_precision_matmul import AMAX_HISTORY, LowPrecisionMatmul
-from jaxllm.models.params import allows_unreduced_grad, draw, on_device, use
+from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
+from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history
+from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of, use
 from sharding import Rules
 
 Params = dict[str, Any]
@@ -53,7 +53,9 @@ class Functional:
 
     config: DecoderConfig
     rules: Rules
-    _modules: Any  # the declared parts with abstract values: {"embedding", "segments", "head"} -> (graphdef, state)
+    # The declared parts with abstract values, {"embedding", "segments", "head"} -> (graphdef, state), and the paths of
+    # each block's weights of matmuls, "linears".
+    _modules: Any
 
     def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
         """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.
@@ -90,6 +92,10 @@ class Functional:
     def matrices(self) -> Params:
         """Tree of booleans: True for parameters used in matmuls and lookups, False for gains and biases."""
         return jax.tree.map(lambda leaf: allows_unreduced_grad(leaf.param), self._declared())
+
+    def roles(self) -> Params:
+        """Role of every parameter (``jaxllm.models.params.Role``), in the same tree."""
+        return jax.tree.map(lambda leaf: role_of(leaf.param), self._declared())
 
     def gather(self, params: Params) -> Params:
         """Parameters all-gathered over the mesh axes that only their storage is split over (FSDP, ZeRO-1 and 2).
@@ -142,40 +148,61 @@ class Functional:
         return x, ctx
 
     def group(
-        self, s: int, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], first: Any, ctx: Any
+        self,
+        s: int,
+        params: Params,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "B S"],
+        first: Any,
+        ctx: Any,
+        wrap: Wrap | None = None,
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked.
 
         Parameters in host memory are copied to the device first.
+
+        Args:
+            wrap: replaces the weights of matmuls, for remat policies; None: none.
         """
-        kind = self.config.matmul_precision
+        kind: MatmulPrecision = self.config.matmul_precision
+
+        def weight(value: Array | Weight, _: int) -> Array | Weight:
+            if kind != "plain" and isinstance(value, jax.Array):
+                value = LowPrecisionWeight(value, kind)
+            return value if wrap is None else wrap(value)
+
         with sharding.use_rules(self.rules), jax.named_scope("layers"):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
-                own = jax.tree.map(
-                    on_device, {name: value for name, value in params[str(b)].items() if name != AMAX_HISTORY}
-                )
-                # "plain" keeps the matmul that is in force: remat = "compact" may have set one.
-                other = kind != "plain"
-                product = (
-                    sharding.use_matmul(LowPrecisionMatmul(kind, params[str(b)].get(AMAX_HISTORY)))
-                    if other
-                    else nullcontext()
-                )
-                with product:
-                    x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
+                own = jax.tree.map(on_device, params[str(b)])
+                own = map_weights(own, self._modules["linears"][s][b], weight)
+                x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
         return x, ctx
+
+    def init_amax_history(self) -> dict[str, dict[str, Float[Array, "L P 3 H"]]]:
+        """Empty amax history of "fp8_delayed" of every matmul with a weight of a block, by segment and block."""
+        return {
+            str(s): {str(b): init_amax_history(len(paths), self.config.segments[s][1]) for b, paths in enumerate(group)}
+            for s, group in enumerate(self._modules["linears"])
+        }
 
     def with_amax_history(self, params: Params, seen: Params | None) -> Params:
         """Parameters with the amax history of each block's matmuls ("fp8_delayed"), so that it is differentiated too.
 
         Args:
-            seen: amax histories by segment and block, see ``jaxllm.models.low_precision_matmul.init_amax_history``;
-                None returns ``params`` unchanged.
+            seen: amax histories by segment and block, see ``init_amax_history``; None returns ``params`` unchanged.
         """
         if seen is None:
             return params
+        kind: MatmulPrecision = self.config.matmul_precision
         segments = {
-            s: {b: {**block, AMAX_HISTORY: seen[s][b]} for b, block in blocks.items()}
+            s: {
+                b: map_weights(
+                    block,
+                    self._modules["linears"][int(s)][int(b)],
+                    lambda weight, i, own=seen[s][b]: LowPrecisionWeight(weight, kind, own[:, i]),
+                )
+                for b, block in blocks.items()
+            }
             for s, blocks in params["segments"].items()
         }
         return params | {"segments": segments}
@@ -191,9 +218,11 @@ class Functional:
     ) -> tuple[Array, AttentionContext]:
         size, repeats = len(self.config.segments[s][0]), self.config.segments[s][1]
 
-        def group(carry: tuple[Array, AttentionContext], step: tuple[Params, LayerIndex]) -> tuple[Any, None]:
+        def group(
+            carry: tuple[Array, AttentionContext], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
+        ) -> tuple[Any, None]:
             group_params, repeat = step
-            return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1]), None
+            return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1], wrap), None
 
         pieces = remat.policies_by_segment(self.config.remat, self.config.segments)[s]
         carry = x, ctx
@@ -217,13 +246,12 @@ class Functional:
         """
         with sharding.use_rules(self.rules), jax.named_scope("head"):
             head = nnx.merge(self._modules["head"][0], params["head"])
-            if self.config.tied:
-                table = nnx.merge(self._modules["embedding"][0], params["embedding"]).table
-            else:
-                table = head.weight
             with jax.named_scope("final_norm"):
                 normed = head.norm(hidden)
-            return normed, use(table, jnp.dtype(self.config.dtype))
+            dtype = jnp.dtype(self.config.dtype)
+            if self.config.tied:
+                return normed, use(nnx.merge(self._modules["embedding"][0], params["embedding"]).table, dtype)
+            return normed, head.weight.dense(dtype)
 
     def head(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Logits in at least float32."""
@@ -248,13 +276,12 @@ def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Arr
 def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functional:
     """Functional decoder of a configuration. Cheap: nothing is allocated."""
 
-    def declare(module: nnx.Module) -> tuple[Any, Any]:
-        return nnx.split(module)
-
+    blocks = [[Block(block, config) for block in group] for group, _ in config.segments]
     modules = {
-        "embedding": declare(Embedding(config)),
-        "segments": [[declare(Block(block, config)) for block in group] for group, _ in config.segments],
-        "head": declare(Head(config)),
+        "embedding": nnx.split(Embedding(config)),
+        "segments": [[nnx.split(block) for block in group] for group in blocks],
+        "linears": [[linear_paths(block) for block in group] for group in blocks],
+        "head": nnx.split(Head(config)),
     }
     return Functional(config, rules, modules)
 

@@ -20,8 +20,7 @@ L layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -29,16 +28,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+import sharding
 from jaxllm.models.operand_specs import gradient_spec, spec_of, without_reduced
-from jaxllm.models.params import at_least_f32
+from jaxllm.models.params import at_least_f32, gathered
+from sharding import LogicalAxes
 
 MatmulPrecision = Literal["plain", "int8", "fp8_current", "fp8_delayed", "fp8_block"]
 MX_BLOCK = 32
 """Values that share a scale in ``fp8_block``, as in MX formats; fewer where a sum is shorter or does not divide."""
 AMAX_HISTORY_LENGTH = 16
 """Steps of the amax history of ``fp8_delayed``."""
-AMAX_HISTORY = "seen"
-"""Key of a block's amax history in its parameters during a step of ``fp8_delayed``."""
 OPERANDS = 3
 """Operands of a matmul that have an amax history: x, w and dy."""
 
@@ -193,33 +192,50 @@ def _times(y: Array, scale: Array) -> Array:
     return y * scale.astype(y.dtype)
 
 
-class LowPrecisionMatmul:
-    """Low-precision matmul for the weights of one block, a ``sharding.MatmulFn``; gives each its row of amax history.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seen"], meta_fields=["kind"])
+@dataclass(frozen=True)
+class LowPrecisionWeight:
+    """Weight whose matmuls run in low precision, forward and backward; a ``jaxllm.models.linear.Weight``.
 
     Attributes:
-        scheme: quantisation of all matmuls of the block.
-        seen: amax history [P, 3, H] of "fp8_delayed" in training; None: current scaling.
-        count: matmuls traced so far.
+        weight: the dense weight.
+        kind: precision of its matmuls.
+        seen: its amax history of "fp8_delayed" in training, [*layers, 3, H]; None: current scaling.
     """
 
-    def __init__(self, kind: MatmulPrecision, seen: Float[Array, "P 3 H"] | None = None):
-        self.scheme, self.seen, self.count = QuantisationScheme(kind), seen, 0
+    weight: Array
+    kind: MatmulPrecision
+    seen: Float[Array, "*layers 3 H"] | None = None
 
-    def __call__(self, x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
-        """Low-precision matmul of the next weight, see ``quantised_matmul``."""
-        seen = None if self.seen is None else self.seen[self.count]
-        self.count += 1
-        return quantised_matmul(self.scheme, contract, there, x, w, seen)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        return self.weight.shape
+
+    def gather(self, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> LowPrecisionWeight:
+        """The weight in compute dtype, all-gathered over its storage axes."""
+        return replace(self, weight=gathered(self.weight, dtype, axes, unreduced_grad))
+
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weight as it is stored, before any rounding of operands."""
+        return self.weight
+
+    def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
+        """Low-precision matmul, see ``quantised_matmul``."""
+
+        def multiply(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
+            return quantised_matmul(QuantisationScheme(self.kind), contract, there, x, w, self.seen)
+
+        return sharding.project(x, self.weight, out, contract=contract, multiply=multiply)
+
+    def grouped_matmul(self, rows: Array, sizes: Array) -> Array:
+        """Refuses: grouped matmuls of experts have no low-precision form."""
+        raise NotImplementedError(f'matmul_precision = "{self.kind}" has no matmul of experts; choose "plain".')
 
 
-def init_amax_history(matmuls: Sequence[int], repeats: int) -> dict[str, Float[Array, "L P 3 H"]]:
-    """Empty amax history of "fp8_delayed" for a segment.
-
-    Args:
-        matmuls: matmuls with weights of each block of the segment's group.
-        repeats: repeats of the group.
-    """
-    return {str(b): jnp.zeros((repeats, count, OPERANDS, AMAX_HISTORY_LENGTH)) for b, count in enumerate(matmuls)}
+def init_amax_history(matmuls: int, repeats: int) -> Float[Array, "L P 3 H"]:
+    """Empty amax history of "fp8_delayed" for a block that comes ``repeats`` times, with so many matmuls."""
+    return jnp.zeros((repeats, matmuls, OPERANDS, AMAX_HISTORY_LENGTH))
 
 
 def update_amax_history(seen: Float[Array, "..."], now: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -16,22 +16,6 @@ from jaxllm.config import ConfigError, closest
 from jaxllm.models.functional import Functional, Params
 
 
-def parameter_roles(model: Functional) -> Params:
-    """Role of every parameter: matrix, embedding, gain, bias or router."""
-
-    def role(path: tuple[Any, ...], matrix: bool) -> str:
-        names = [str(key.key) for key in path]
-        if names[0] == "embedding":
-            return "embedding"
-        if names[-1] in ("router", "router_bias", "balance_bias"):
-            return "router"
-        if matrix:
-            return "matrix"
-        return "gain" if names[-1] == "gain" else "bias"
-
-    return jax.tree.map_with_path(role, model.matrices())
-
-
 def trainable_mask(model: Functional, patterns: Sequence[str]) -> Params | None:
     """Tree of booleans, True for the parameters that a pattern matches; None for all of them (no pattern).
 
@@ -43,7 +27,7 @@ def trainable_mask(model: Functional, patterns: Sequence[str]) -> Params | None:
     """
     if not patterns:
         return None
-    roles = parameter_roles(model)
+    roles = model.roles()
     found = [
         (role, jax.tree_util.keystr(path, simple=True, separator="/"))
         for path, role in jax.tree_util.tree_leaves_with_path(roles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,42 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import sharding
 from sharding import LogicalAxes
 
+P = TypeVar("P", bound=nnx.Param)
+
+
+Role = Literal["matrix", "embedding", "router", "gain", "bias", "adapter"]
+"""Role of a parameter in its layer. A matrix multiplies activations; an embedding is looked up, and may be the output
+matrix; a router scores experts; a gain scales and a bias shifts a layer's values; an adapter adds to a matrix."""
+MATMUL_ROLES: tuple[Role, ...] = ("matrix", "embedding", "router", "adapter")
+"""Roles of parameters that are used in matmuls and lookups alone."""
+
 
 def normal(
-    shape: tuple[int, ...], axes: LogicalAxes, dtype: jnp.dtype, *, fan_in: int, scale: float = 1.0
+    shape: tuple[int, ...], axes: LogicalAxes, dtype: jnp.dtype, *, role: Role, fan_in: int, scale: float = 1.0
 ) -> nnx.Param:
     """Parameter initialised from a normal distribution of standard deviation ``scale / sqrt(fan_in)``."""
-    return _declare(shape, axes, dtype, mean=0.0, std=scale / math.sqrt(fan_in))
+    return declare(nnx.Param, shape, axes, dtype, role, std=scale / math.sqrt(fan_in))
 
 
-def constant(value: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: jnp.dtype) -> nnx.Param:
+def constant(value: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: jnp.dtype, *, role: Role) -> nnx.Param:
     """Parameter initialised to a constant (a gain to 1, a bias to 0)."""
-    return _declare(shape, axes, dtype, mean=value, std=0.0)
+    return declare(nnx.Param, shape, axes, dtype, role, mean=value)
 
 
-def _declare(shape: tuple[int, ...], axes: LogicalAxes, dtype: jnp.dtype, *, mean: float, std: float) -> nnx.Param:
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), logical_axes=axes, mean=mean, std=std)
+def declare(
+    kind: type[P],
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    dtype: jnp.dtype,
+    role: Role,
+    *,
+    mean: float = 0.0,
+    std: float = 0.0,
+    **metadata: Any,
+) -> P:
+    """Parameter of a kind of ``nnx.Param`` with this shape, logical axes, role and initial distribution."""
+    abstract = jax.ShapeDtypeStruct(shape, dtype)
+    return kind(abstract, logical_axes=axes, role=role, mean=mean, std=std, **metadata)
 
 
 def draw(
@@ -57,16 +79,25 @@ def _draw(
 
 def allows_unreduced_grad(param: nnx.Variable) -> bool:
     """Whether a parameter is used in matmuls and lookups alone: its gradient can stay partial sums over devices."""
-    return param.get_metadata()["std"] > 0
+    return role_of(param) in MATMUL_ROLES
+
+
+def role_of(param: nnx.Variable) -> Role:
+    """Role that a parameter was declared with."""
+    return param.get_metadata()["role"]
 
 
 def use(param: nnx.Param, dtype: jnp.dtype) -> Array:
-    """Weight as the forward pass uses it: cast to compute dtype and all-gathered over its storage axes (FSDP).
+    """Parameter as the forward pass uses it: cast to compute dtype and all-gathered over its storage axes (FSDP)."""
+    return gathered(param[...], dtype, param.get_metadata()["logical_axes"], allows_unreduced_grad(param))
+
+
+def gathered(value: Array, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> Array:
+    """Array cast to compute dtype and all-gathered over its storage axes, see ``sharding.gather_weight``.
 
     The one visible cast. Casting first makes the all-gather move compute-dtype bytes.
     """
-    axes = param.get_metadata()["logical_axes"]
-    return sharding.gather_weight(param[...].astype(dtype), *axes, unreduced_grad=allows_unreduced_grad(param))
+    return sharding.gather_weight(value.astype(dtype), *axes, unreduced_grad=unreduced_grad)
 
 
 def at_least_f32(dtype: jnp.dtype) -> jnp.dtype:

@@ -28,15 +28,19 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 import sharding
-from jaxllm.models.compact_matmul import CompactMatmul, batch_seed
+from jaxllm.models.compact_matmul import CompactWeight, batch_seed
+from jaxllm.models.linear import Weight, dense, gather, matmul_by_expert, project
 from pallas_kernels.flash_attention import RESIDUALS
+from sharding import LogicalAxes
 
 Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload", "compact"]
 Policy = str
@@ -47,6 +51,9 @@ MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
 """``checkpoint_name``s of a block's matmul results: the values that "elementwise" keeps."""
 BEFORE_ATTENTION = tuple(name for name in MATMUL_RESULTS if name not in RESIDUALS[3:])
 """``MATMUL_RESULTS`` without the results of attention (its output and the logsumexp of its softmax)."""
+
+Body = Callable[..., Any]
+"""``(carry, step, wrap=None) -> (carry, None)``: a group of blocks, whose weights are replaced by ``wrap`` of them."""
 
 INPUT, PRODUCT = "block_input", "product"
 """Further names that "offload" keeps: a block's input, and matmul results of a share of the tokens."""
@@ -160,7 +167,7 @@ def chunks(repeats: int) -> tuple[int, int]:
     return a, repeats // a
 
 
-def scan(name: Policy, body: Any, carry: Any, xs: Any, repeats: int, unroll: int) -> Any:
+def scan(name: Policy, body: Body, carry: Any, xs: Any, repeats: int, unroll: int) -> Any:
     """``jax.lax.scan`` over ``repeats`` of a group of blocks, whose backward pass recomputes as the policy says."""
     if name == "sqrt":
         a, b = chunks(repeats)
@@ -174,7 +181,7 @@ def scan(name: Policy, body: Any, carry: Any, xs: Any, repeats: int, unroll: int
     return jax.lax.scan(checkpointed(name, body), carry, xs, unroll=unroll)[0]
 
 
-def checkpointed(name: Policy, body: Any) -> Any:
+def checkpointed(name: Policy, body: Body) -> Any:
     """``body`` (a block or a group of blocks) under ``jax.checkpoint`` with a policy; "sqrt" is treated as "full"."""
     policies = jax.checkpoint_policies
     if name in ("full", "sqrt"):
@@ -197,22 +204,54 @@ def checkpointed(name: Policy, body: Any) -> Any:
     return body
 
 
-def _named(body: Any, share: float) -> Any:
+def _named(body: Body, share: float) -> Any:
     """``body`` with its input and its matmul results named for "offload"."""
 
-    def by_tokens(multiply: Callable[[Array], Array], x: Float[Array, "B S *in"]) -> Float[Array, "B S *out"]:
-        first, rest = sharding.split_tokens(x, share)
+    def named(carry: tuple[Array, Any], step: Any) -> Any:
+        return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step, lambda weight: _NamedWeight(weight, share))
+
+    return named
+
+
+@dataclass(frozen=True)
+class _NamedWeight:
+    """Weight whose matmul results have the name ``PRODUCT`` for a share of the tokens."""
+
+    weight: Array | Weight
+    share: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        return self.weight.shape
+
+    def gather(self, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> _NamedWeight:
+        """The weight for use."""
+        return replace(self, weight=gather(self.weight, dtype, axes, unreduced_grad))
+
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The dense weight."""
+        return dense(self.weight, dtype)
+
+    def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
+        """Matmul of the first ``share`` of the tokens, whose result is named, and of the others; all where it is
+        reduce-scattered."""
+
+        def multiply(x: Array) -> Array:
+            return project(x, self.weight, out, contract)
+
+        if sharding.is_scattered(self.dense(x.dtype), out, contract=contract):
+            return multiply(x)
+        first, rest = sharding.split_tokens(x, self.share)
         if not rest.size:
             return checkpoint_name(multiply(x), PRODUCT)
         if not first.size:
             return multiply(x)
         return sharding.join_tokens(checkpoint_name(multiply(first), PRODUCT), multiply(rest))
 
-    def named(carry: tuple[Array, Any], step: Any) -> Any:
-        with sharding.use_token_split(by_tokens):
-            return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step)
-
-    return named
+    def grouped_matmul(self, rows: Array, sizes: Array) -> Array:
+        """Grouped matmul with the matrices of experts; its result is not named."""
+        return matmul_by_expert(rows, self.weight, sizes)
 
 
 _seed: ContextVar[Array | None] = ContextVar("remat_seed", default=None)
@@ -231,7 +270,7 @@ def with_batch_seed(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
         _seed.reset(token)
 
 
-def _compact(body: Any, share: float) -> Any:
+def _compact(body: Body, share: float) -> Any:
     """``body`` whose matmuls keep a random projection of their inputs; ``step`` ends with the number of the repeat."""
     seed = _seed.get()
     if seed is None:
@@ -242,8 +281,7 @@ def _compact(body: Any, share: float) -> Any:
 
     def compacted(carry: Any, step: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(seed), step[-1])
-        with sharding.use_matmul(CompactMatmul(share, key)):
-            return body(carry, step)
+        return body(carry, step, lambda weight: CompactWeight(weight, share, key))
 
     return compacted
 

@@ -83,7 +83,7 @@ def detect(env: Mapping[str, str], metadata: Metadata | None = None) -> ClusterE
     Raises:
         ClusterError: variables are missing or contradict each other; names them and says what to set.
     """
-    for finder in (_ours, _plain, _torchrun, _tpu_pods, _kubernetes, _slurm):
+    for finder in (_jaxllm, _plain, _torchrun, _tpu_pods, _kubernetes, _slurm):
         if (found := finder(env)) is not None:
             return found
     return (metadata and _tpu_vm(env, metadata)) or ClusterEnvironment()
@@ -107,7 +107,7 @@ def tpu_metadata(key: str) -> str | None:
 # One detection function per scheduler; None if it is not present.
 
 
-def _ours(env: Mapping[str, str]) -> ClusterEnvironment | None:
+def _jaxllm(env: Mapping[str, str]) -> ClusterEnvironment | None:
     names = ("JAXLLM_PROCESSES", "JAXLLM_PROCESS_ID", "JAXLLM_COORDINATOR")
     if not any(env.get(name) for name in names):
         return None

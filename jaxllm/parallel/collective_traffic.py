@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.models import AttentionConfig, BlockConfig, Functional, MoeConfig
+from jaxllm.models import BlockConfig, Functional
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
 
@@ -89,20 +89,13 @@ class _Step:
             "a tied embedding": config.tied,
             "learned positions": config.learned_positions is not None,
         }
-        for block in config.blocks:
-            attention = block.attention
-            if not isinstance(attention, AttentionConfig):
-                raise NotImplementedError("collective traffic with latent attention: no formula yet.")
-            unknown |= {
-                "fewer kv heads than shards of heads": bool(attention.kv_heads % self.size(self.axes("attn_kv_heads"))),
-                "norms after a layer, over split tensors": tensor > 1 and block.norms != "pre",
-                "norms of all heads together, split": tensor > 1 and attention.qk_norm == "all",
-                "biases of split layers": tensor > 1
-                and (attention.bias != "none" or getattr(block.mlp, "bias", False)),
-                "experts over tensor": tensor > 1 and isinstance(block.mlp, MoeConfig),
-            }
-            if names := [name for name, is_so in unknown.items() if is_so]:
-                raise NotImplementedError(f"collective traffic with {', '.join(names)}: no formula yet.")
+        names = [name for name, is_so in unknown.items() if is_so]
+        for block in dict.fromkeys(config.blocks):
+            names += block.attention.without_traffic_formula(tensor, self.size(self.axes("attn_kv_heads")))
+            names += block.mlp.without_traffic_formula(tensor)
+            names += ["norms after a layer, over split tensors"] * (tensor > 1 and block.norms != "pre")
+        if names:
+            raise NotImplementedError(f"collective traffic with {', '.join(dict.fromkeys(names))}: no formula yet.")
 
     def weights(self) -> Iterator[ExpectedCollective]:
         """All-gathers of weights, and sums of their gradients (FSDP, data parallelism)."""
@@ -185,7 +178,7 @@ class _Step:
 
     def _attention(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
         attention, passes = block.attention, self.passes
-        if not isinstance(attention, AttentionConfig):
+        if attention.kv_spec.latent:
             return  # split heads are counted with the residual stream
         rows = self.rows // self.size(self.axes("batch"))
         split, ring = self.axes("attn_seq"), self.axes("attn_kv_seq")
@@ -196,13 +189,13 @@ class _Step:
         if ulysses:
             kv = kv_heads * self.size(ulysses)
             for count in (heads, heads, kv, kv):
-                size = self._bytes(tokens, count, attention.head_dim)
+                size = self._bytes(tokens, count, attention.key_dim)
                 yield ExpectedCollective("all-to-all", ulysses, 1 + passes, size, "queries, keys, values, results")
             ids = rows * self.seq_len // self.size(self.axes("attn_seq")) * 4
             yield ExpectedCollective("all-gather", ulysses, passes, ids, "segment ids")
         if split and not ring:
             gathered = rows * self.seq_len
-            kv = self._bytes(gathered, 2, kv_heads, attention.head_dim)
+            kv = self._bytes(gathered, 2, kv_heads, attention.key_dim)
             yield ExpectedCollective("all-gather", split, passes, kv + gathered * 4, "keys, values, segment ids")
             yield ExpectedCollective("reduce-scatter", split, 1, kv, "their gradients")
         if ring:
@@ -216,7 +209,7 @@ class _Step:
                     "collective traffic of ring attention that a sliding window ends early: no formula yet."
                 )
             here = tokens * self.size(ulysses)
-            kv = self._bytes(here, 2, kv_heads, attention.head_dim)
+            kv = self._bytes(here, 2, kv_heads, attention.key_dim)
             wide = kv * 4 // jnp.dtype(self.model.config.dtype).itemsize
             yield ExpectedCollective(
                 "collective-permute", ring, steps * passes, kv + here * 4, "keys and values, forward"
@@ -229,9 +222,9 @@ class _Step:
 
     def _experts(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
         over = self.axes("experts")
-        if not isinstance(block.mlp, MoeConfig):
+        if (moe := block.mlp.mixture) is None:
             return
-        rows = tokens * block.mlp.top_k
+        rows = tokens * moe.top_k
         sent, room = (self._bytes(n, self.model.config.embed_dim) for n in (rows, rows * self.size(over)))
         yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, sent, "tokens to experts")
         yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")

@@ -167,11 +167,8 @@ def plan_repeated_data(law: ParametricLaw, flops: float, unique: float) -> Repea
 def count_parameters(config: DecoderConfig) -> tuple[int, int]:
     """(all parameters, those without the embeddings) of a dense model made by ``model_of_size``."""
     block = config.pattern[0]
-    width, attention, mlp = config.embed_dim, block.attention, block.mlp
-    assert isinstance(attention, AttentionConfig)
-    assert isinstance(mlp, MlpConfig)
-    heads = 2 * (attention.heads + attention.kv_heads) * attention.head_dim
-    layer = width * (heads + 3 * mlp.hidden + 2)
+    width = config.embed_dim
+    layer = block.attention.weight_macs(width) + block.mlp.weight_macs(width) + 2 * width
     body = config.layers * layer + width
     return body + (1 if config.tied else 2) * config.vocab_size * width, body
 

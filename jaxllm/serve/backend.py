@@ -39,7 +39,7 @@ class EngineLoad:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Inference engine as the server sees it. ``EngineBackend`` wraps ours; tests bring others."""
+    """Inference engine as the server sees it. ``EngineBackend`` wraps ``Engine``; tests bring stubs."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None

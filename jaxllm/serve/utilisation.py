@@ -14,7 +14,7 @@ from jaxllm.compiler.device_peaks import Peak, peak_of
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.engine_metrics import ProgramMetrics
 from jaxllm.infer.runner.runner_protocol import Runner
-from jaxllm.models import DecoderConfig, MoeConfig
+from jaxllm.models import DecoderConfig
 from jaxllm.train.model_flops import forward_flops_per_token
 
 
@@ -77,7 +77,7 @@ def weight_bytes(config: DecoderConfig, params: Any) -> float | None:
     """Bytes of weights that a forward pass reads, on all devices together; None for a mixture of experts."""
     import jax
 
-    if any(isinstance(block.mlp, MoeConfig) for block in config.blocks):
+    if config.mixtures:
         return None
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:

@@ -54,8 +54,8 @@ def open_initial_model(init_from: str, model: DecoderConfig) -> InitialModel:
     """
     path = find_model(init_from)
     found = _from_run(path) if (path / "checkpoints").is_dir() else _from_files(path)
-    theirs = replace(found.config, **{name: getattr(model, name) for name in RUN_FIELDS})
-    if changed := differences(theirs, model):
+    stored = replace(found.config, **{name: getattr(model, name) for name in RUN_FIELDS})
+    if changed := differences(stored, model):
         listed = "\n  ".join(f"model.{d}" for d in changed)
         raise ConfigError(
             f"init_from = {init_from!r} has a different architecture from the run's model:\n  {listed}\n"

@@ -12,12 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxllm.models import (
-    AttentionConfig,
     BlockConfig,
     DecoderConfig,
-    MLAConfig,
-    MlpConfig,
-    MoeConfig,
     compact_matmul,
 )
 from jaxllm.models.remat import Policy, compact_share, offloaded_share, policies_by_layer
@@ -42,12 +38,7 @@ def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | Non
 
 def _block_matmul_flops(config: DecoderConfig, block: BlockConfig) -> float:
     """FLOPs of one token's matmuls with a block's weights."""
-    d = config.embed_dim
-    total = 2.0 * block.attention.projection_params(d)
-    if isinstance(block.mlp, MoeConfig):
-        widths = block.mlp.top_k * block.mlp.hidden + block.mlp.shared
-        return total + 2.0 * d * (block.mlp.experts + 3 * widths)
-    return total + 2.0 * (3 if block.mlp.gated else 2) * d * block.mlp.hidden
+    return 2.0 * (block.attention.weight_macs(config.embed_dim) + block.mlp.weight_macs(config.embed_dim))
 
 
 def causal_mean(seq_len: int, window: int | None) -> float:
@@ -82,28 +73,16 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
     total = 0.0
     for block in blocks:
         attended = 2.0 * block.attention.attention_macs * causal_mean(seq_len, block.attention.window)
-        last = 0.0 if isinstance(block.mlp, MoeConfig) else 2.0 * config.embed_dim * block.mlp.hidden
+        last = 2.0 * block.mlp.last_macs(config.embed_dim)
         if policy == "attention":
             total += attended
         elif (part := compact_share(policy)) is not None:
-            total += 4.0 * sum(
-                count * inner * compact_matmul.projection_width(part, inner) for inner, count in _inputs(config, block)
-            )
+            inputs = (*block.attention.matmul_inputs(config.embed_dim), *block.mlp.matmul_inputs(config.embed_dim))
+            total += 4.0 * sum(n * inner * compact_matmul.projection_width(part, inner) for inner, n in inputs)
         elif (share := offloaded_share(policy)) is not None:
             # The residual stream after attention is offloaded for all tokens: the output projection is not recomputed.
-            attention = block.attention
-            width = attention.value_dim if isinstance(attention, MLAConfig) else attention.head_dim
-            to_stream = 2.0 * config.embed_dim * attention.heads * width
+            to_stream = 2.0 * config.embed_dim * block.attention.heads * block.attention.value_dim
             total += (1 - share) * (_block_matmul_flops(config, block) - last - to_stream)
         else:
             total += (attended + _block_matmul_flops(config, block)) * (2 if policy == "sqrt" else 1) - last
     return total
-
-
-def _inputs(config: DecoderConfig, block: BlockConfig) -> list[tuple[int, int]]:
-    """(input width, number of matmuls that share the input) of a dense block's matmuls."""
-    attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, AttentionConfig)
-    assert isinstance(mlp, MlpConfig)
-    up = 2 if mlp.gated else 1
-    return [(config.embed_dim, 3 + up), (attention.heads * attention.head_dim, 1), (mlp.hidden, 1)]

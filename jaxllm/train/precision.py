@@ -131,10 +131,8 @@ def flops_by_dtype(config: DecoderConfig, seq_len: int) -> dict[str, float]:
     d = config.embed_dim
     weights = attended = 0.0
     for block in config.blocks:
-        weights += 2.0 * block.attention.projection_params(d)
+        weights += 2.0 * (block.attention.weight_macs(d) + block.mlp.weight_macs(d))
         attended += 2.0 * block.attention.attention_macs * causal_mean(seq_len, block.attention.window)
-        hidden = getattr(block.mlp, "hidden", 0)
-        weights += 2.0 * (block.weight_matmuls - 4) * d * hidden
     plain = 3 * (attended + 2.0 * d * config.vocab_size)
     scheme = QuantisationScheme(config.matmul_precision)
     if not scheme.multiplies_8bit:

@@ -1,4 +1,4 @@
-"""The benchmark of training: what it trains, counts and compares, and how many layers it takes."""
+"""Training benchmark: its models, FLOP counts and comparisons, and how many layers fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = Setting(layers=2, hidden=32, mlp=64, heads=2, kv_heads=1, vocab=256, batc
 @pytest.mark.parametrize(("shape", "recipe"), [("124m", gpt2_124m), ("1b", llama3_1b), ("8b", llama3_8b)])
 def test_models_are_those_of_the_recipes(shape, recipe):
     def plain(model):
-        """Without what changes no product: rotations' wavelengths, and what a run may choose."""
+        """The configuration without fields that change no matmul: RoPE wavelengths, and what a run may choose."""
         attention = dataclasses.replace(model.pattern[0].attention, rope=None)
         block = dataclasses.replace(model.pattern[0], attention=attention)
         return dataclasses.replace(model, pattern=(block,), dtype="float32", remat="full")
@@ -39,7 +39,7 @@ def test_models_are_those_of_the_recipes(shape, recipe):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flops_are_of_the_products(shape):
-    """Two counts: of the list of products that both sides time, and of the formula of MFU."""
+    """Two counts: of the list of matmuls that both sides time, and of the formula of MFU."""
     setting = SHAPES[shape]
     listed = sum(product.flops * product.count for product in setting.products()) / setting.tokens
     assert train_flops_per_token(decoder(setting), setting.seq_len) == pytest.approx(listed, rel=1e-3)

@@ -1,10 +1,11 @@
-"""Programs' normalised texts: equal whatever things are called and where they stand, different where a constant is."""
+"""Normalised texts of programs: independent of names and line numbers, different where a constant differs."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -138,3 +139,10 @@ def test_compare(tmp_path, capsys):
     assert "+   %1 = f32[] constant(1e-06)" in capsys.readouterr().out
     (tmp_path / "new/engine/a@cpu:1.json").unlink()
     assert programs.compare(tmp_path / "old", tmp_path / "new", None) == 1
+
+
+def test_an_engine_step_is_built_as_the_engine_builds_it():
+    made = programs.engine(types.SimpleNamespace(devices=jax.devices, platform="cpu"), full=True)
+    with jax.set_mesh(made.mesh):
+        text = made.function.lower(*made.arguments).as_text()
+    assert "stablehlo.while" in text, "several tokens are decoded in one step"

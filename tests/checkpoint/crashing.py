@@ -1,4 +1,4 @@
-"""A process that saves until it is killed at a chosen point, or whose disk refuses; forked, so trials are short."""
+"""Forked process that saves until it is killed at a chosen point, or whose disk fails; forked, so trials are short."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def start(directory: Path, told: Path, seed: int, first: int, point: str, number
 
 
 def promised(told: Path) -> int:
-    """The last step that the process knew to be on disk."""
+    """Last step that the process knew to be on disk."""
     return max((int(line) for line in told.read_text().split()), default=0) if told.exists() else 0
 
 
 def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], None]:
-    """Lays traps in this process, which dies at the `number`-th time that it comes to `point`.
+    """Sets a trap in this process: it dies at the `number`-th time that it reaches `point`.
 
     Returns:
         What to call where there is no trap: it says that this process has come to a point.
@@ -144,7 +144,7 @@ def arm(point: str, number: int, fault: str | None = None) -> Callable[[str], No
 
 
 def save_on(directory: str, told: str, seed: int, first: int, point: str, number: int, fault: str | None) -> None:
-    """Saves step after step; dies at the `number`-th time that it comes to `point`."""
+    """Saves step after step; dies at the `number`-th time that it reaches `point`."""
     import jax.numpy as jnp
 
     from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
@@ -167,7 +167,7 @@ def save_on(directory: str, told: str, seed: int, first: int, point: str, number
 
 
 def trial(directory: Path, seed: int, rounds: int = 2) -> None:
-    """Kills a saving process at random points, one life after the other in one directory.
+    """Kills a saving process at random points, one start after the other in one directory.
 
     After each death: what was promised is there, the newest checkpoint is the one that resuming selects, with the bits
     that were saved, all that are listed are whole, nothing half remains.
@@ -230,7 +230,7 @@ def snapshot_on(folder: str, told: str, seed: int, first: int) -> None:
 
 
 def memory_trial(directory: Path, seed: int, rounds: int = 3) -> None:
-    """A trainer that dies while it makes snapshots in memory: the holder has a whole one, no older than promised."""
+    """A trainer that dies while it makes snapshots in memory: the peer server has a complete, recent one."""
     from jaxllm.checkpoint import MemoryCheckpointer, MemoryConfig
     from jaxllm.parallel.distributed import ProcessGroup
 

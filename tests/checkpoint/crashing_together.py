@@ -28,7 +28,7 @@ LIMIT = 120
 
 
 class Board:
-    """As the key-value store of ``jax.distributed``, in a folder; says so when a process is gone, as the watch does."""
+    """Key-value store like that of ``jax.distributed``, in a folder; reports a lost process as the heartbeat does."""
 
     def __init__(self, folder: Path, come: Callable[[str], None]):
         self._folder, self._come = folder, come
@@ -70,7 +70,7 @@ def state_at(seed: int, step: int) -> dict[str, np.ndarray]:
 
 
 def save_on(folder: str, seed: int, rank: int, size: int, saving: Any, steps: int, point: str, number: int) -> None:
-    """Resumes what is there, looks at it, and saves step after step; dies at the `number`-th time at `point`."""
+    """Resumes, checks the restored state, and saves step after step; dies at the `number`-th time at `point`."""
     life = Path(folder)
     come = arm(point, number)
     chunks = {"params/w": (12 // size, 5), "opt_state/mu/w": (12 // size, 10)}
@@ -96,7 +96,7 @@ def save_on(folder: str, seed: int, rank: int, size: int, saving: Any, steps: in
 
 
 def same(found: Any, seed: int) -> None:
-    """That a resumed state is the one that was saved at that step."""
+    """Whether a resumed state is the one that was saved at that step."""
     want = state_at(seed, found.step)
     assert found.meta == {"cursor": found.step * 7}
     got = {
@@ -146,7 +146,7 @@ class Life:
 
 
 def trial(directory: Path, seed: int, deaths: int = 2) -> None:
-    """Lives that end by the death of one process, and a last one that ends well, in one directory.
+    """Starts that end by the death of one process, and a last one that ends normally, in one directory.
 
     After each death the others end and name the one that is gone, or are killed too. Then every checkpoint that is
     listed is whole, and the next life, of as many processes or another number, finds in each of them the newest, with

@@ -1,4 +1,4 @@
-"""Kill -9 a saving process at a random moment and look at what is left."""
+"""Kills a saving process by SIGKILL at a random moment and checks the checkpoints that remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed, failing and concurrent saves; retention; the writer's lock."""
+"""Atomic saves: killed, failing and concurrent ones; retention; the writer's lock."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_config():
 
 
 def test_quiet(tmp_path, caplog, capfd):
-    """Neither Orbax nor we print or log during a healthy life."""
+    """Neither Orbax nor this package prints or logs during a normal run."""
     with caplog.at_level(logging.WARNING):
         assert steps_after(tmp_path, CheckpointConfig(), [1, 2]) == [1, 2]
         with Checkpointer(tmp_path) as checkpointer:

@@ -1,4 +1,4 @@
-"""`jaxllm checkpoint` on a real run: listing, verifying, comparing, converting, removing; and what it makes is used."""
+"""`jaxllm checkpoint` on a real run: list, verify, diff, convert, remove; its results are used."""
 
 from __future__ import annotations
 

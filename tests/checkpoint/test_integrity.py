@@ -1,4 +1,4 @@
-"""Damage is found, named and stepped over; a wrong state is refused with the right names."""
+"""Checkpoint integrity: damage is found, named and skipped; a wrong state is refused with the right names."""
 
 from __future__ import annotations
 

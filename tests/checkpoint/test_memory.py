@@ -1,4 +1,4 @@
-"""Snapshots in other processes' memory: parity, lost hosts, a crash of the trainer; and how often to save."""
+"""Snapshots in peer memory: parity, lost hosts, a crash of the trainer; and the save interval."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def state_of(step: int) -> dict[str, np.ndarray]:
 
 
 class Hosts:
-    """Several hosts, whose trainers are threads and whose holders are processes."""
+    """Several hosts, whose trainers are threads and whose peer servers are processes."""
 
     def __init__(self, folder: Path, size: int, parity: int = 1):
         self.folder, self.size, self.config = folder, size, MemoryConfig(parity=parity, linger=60)
 
     def train(self, work: Callable[[MemoryCheckpointer, int], Any]) -> list[Any]:
-        """What `work` gives for each host, all of which open their snapshots and close them."""
+        """Results of `work` for each host; all hosts open their snapshots and close them."""
         store = Store()
 
         class Made(MemoryCheckpointer):
@@ -82,7 +82,7 @@ class Hosts:
         return self.train(work)
 
     def lose(self, *ranks: int) -> None:
-        """Their holders are killed."""
+        """Kills the peer servers of these hosts."""
         for rank in ranks:
             file = self.folder / f"{rank}.json"
             os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Object stores by the same code, leaves in slices and blocks, renamed and cast restores, lazy saves."""
+"""Checkpoints in object stores, leaves in slices and blocks, renamed and cast restores, lazy saves."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_copy_needs_room(monkeypatch):
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_large_writes_past_the_page_cache(refuses, tmp_path, monkeypatch):
-    """Pieces of any size, in any order of sizes, on a file system that can or cannot: the file has their bytes."""
+    """Chunks of any size, in any order of sizes, with and without O_DIRECT: the file has their bytes."""
     monkeypatch.setattr(file_systems, "DIRECT_IO_BYTES", 2 * file_systems.DIRECT_IO_ALIGNMENT)
     write, direct = os.write, []
 

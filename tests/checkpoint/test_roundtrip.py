@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, on any mesh."""
+"""Checkpoint round trips: a saved state is restored bit for bit, on any mesh."""
 
 from __future__ import annotations
 

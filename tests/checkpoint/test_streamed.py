@@ -1,4 +1,4 @@
-"""A state that comes in pieces makes the checkpoint that it makes as a whole; leaves are views of its files."""
+"""Streamed saves: a state given in chunks makes the same checkpoint as a whole one; leaves are views of its files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def state() -> dict[str, Any]:
 
 
 def streamed(tree: Any, size: int = 3) -> dict[str, StreamedLeaf]:
-    """The same leaves, in pieces of ``size`` elements."""
+    """The same leaves, in chunks of ``size`` elements."""
 
     def pieces(array: np.ndarray) -> Any:
         flat = array.reshape(-1)

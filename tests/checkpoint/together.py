@@ -1,4 +1,4 @@
-"""Several processes that save together, as threads: each gives the leaves that it would have."""
+"""Processes that save together, simulated by threads: each gives the leaves that it would have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def split(array: np.ndarray, chunk: tuple[int, ...], own: Callable[[tuple[int, .
 
 
 def leaves_of(state: Mapping[str, np.ndarray], chunks: Mapping[str, tuple[int, ...]], rank: int, size: int) -> Any:
-    """What process `rank` of `size` has of a state; those without a chunk are whole, in process 0."""
+    """Leaves of a state that process `rank` of `size` has; those without a chunk are whole, in process 0."""
     out: dict[str, SnapshotLeaf] = {}
     for path, array in state.items():
         if path in chunks:

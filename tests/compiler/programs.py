@@ -1,4 +1,4 @@
-"""Hand-made programs whose collectives can be counted by hand, compiled in a child process."""
+"""Small programs whose collectives can be counted by hand, compiled in a child process."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def too_large(topology: Topology, gib: int) -> dict[str, Any]:
 
 
 def asynchronous(topology: Topology) -> dict[str, Any]:
-    """An all-gather that the TPU compiler runs during the product before it, in a scan of 6 layers."""
+    """An all-gather that the TPU compiler overlaps with the matmul before it, in a scan of 6 layers."""
     mesh = MeshSpec.parse("data=4,tensor=4").build(topology.devices())
 
     def layer(x, w):

@@ -1,4 +1,4 @@
-"""Compiling for a topology: the report."""
+"""Ahead-of-time compilation for a topology: the compile report."""
 
 from __future__ import annotations
 

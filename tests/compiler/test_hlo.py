@@ -1,4 +1,4 @@
-"""The reader of compiled text: sizes, structure, loops."""
+"""HLO parser: sizes, structure, loops."""
 
 from __future__ import annotations
 

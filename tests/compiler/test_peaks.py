@@ -1,4 +1,4 @@
-"""Peaks of devices by what jax calls them."""
+"""Device peaks by jax's device kinds."""
 
 from __future__ import annotations
 

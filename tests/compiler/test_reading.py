@@ -1,4 +1,4 @@
-"""The page of a compiled program: complete in itself, legal, quiet, and true to what it is made of."""
+"""HTML report on a compiled program: self-contained, valid, silent, and consistent with the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of programs' text: whole operands, slices, updates in place, loops, a core's own memory."""
+"""HBM traffic by the program's text: whole operands, slices, updates in place, loops, a core's own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walker against counts by hand, and on unrolled programs against XLA's own count."""
+"""Program walker against counts by hand, and on unrolled programs against XLA's own count."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def drawn_convolution(rng):
 
 @pytest.mark.parametrize("draw", [drawn_products, drawn_convolution])
 def test_flops_are_those_of_xla(draw, rng):
-    """What XLA counts of the same text; its count adds one for each element that is only computed with."""
+    """XLA's own count of the same text, which adds one for each element of an elementwise operation."""
     for _ in range(4):
         function, shapes = draw(rng)
         program = (

@@ -1,4 +1,4 @@
-"""The pages: those on the site's list are there, and what they link to."""
+"""Documentation pages: those of mkdocs.yml exist, and so do the targets of their links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_the_list_of_the_site_names_pages_that_are_there():
-    """That of mkdocs.yml. A page that is not on it is found by the site's search."""
+    """The list is in mkdocs.yml. A page that is not on it is found by the site's search."""
     listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed)) > 20
     assert set(listed) <= {page.relative_to(ROOT / "docs").as_posix() for page in PAGES}

@@ -1,4 +1,4 @@
-"""The house's rules, read from the source: imports go down only, nothing is unpickled, files stay small."""
+"""Rules of the source tree: imports go down only, nothing is unpickled, files stay small."""
 
 from __future__ import annotations
 

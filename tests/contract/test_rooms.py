@@ -1,4 +1,4 @@
-"""Rooms: no import circle between files, no crowded folder, names that are unique in the whole tree."""
+"""Folders and names: no import circle between files, no crowded folder, names unique in the whole tree."""
 
 from __future__ import annotations
 

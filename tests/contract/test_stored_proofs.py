@@ -1,4 +1,4 @@
-"""docs/proofs/*.json hold what is registered: of every stored proof the full count, errors within bounds."""
+"""Stored proof records agree with the registered proofs: full counts, errors within bounds."""
 
 from __future__ import annotations
 

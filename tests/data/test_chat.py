@@ -1,4 +1,4 @@
-"""Conversations: what is trained, beside transformers' own mask; templates that rewrite; preference pairs."""
+"""Chat data: the loss mask beside transformers' own; templates that rewrite; preference pairs."""
 
 import json
 
@@ -38,13 +38,13 @@ def smollm2():
 
 
 def decoded(tokenizer, encoded):
-    """The trained stretches as text."""
+    """Trained spans as text."""
     edges = np.flatnonzero(np.diff(encoded.loss_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
     return [tokenizer.decode(encoded.ids[a:b], specials=True) for a, b in edges]
 
 
 def test_ids_and_mask_are_those_of_transformers(smollm2, tmp_path):
-    """Transformers finds the assistant's part by marks in the template; ours needs none, and finds the same."""
+    """transformers finds the assistant's part by marks in the template; jaxllm finds the same without marks."""
     tokenizer = smollm2.tokenizer
     tokenizer.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -127,7 +127,7 @@ def config(folder, **settings):
 
 
 def test_rows_of_conversations(chats):
-    """Several in a row, only answers are targets; what is too long is cut and not continued."""
+    """Several in a row, only assistant tokens are targets; conversations that are too long are truncated."""
     tokenizer = ByteTokenizer()
     dataset = data.load_dataset(config(chats), tokenizer, ChatTemplate(CHATML))
     targets = ""

@@ -1,4 +1,4 @@
-"""The order of training: pure, complete, the same for any number of processes; and held-out rows, each once."""
+"""Order of the training data: pure, complete, the same for any number of processes; held-out rows, each once."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""From configuration to dataset, with real files; and each setting that cannot be meant."""
+"""Data loader: from configuration to dataset, with real files; and each setting that is refused."""
 
 import json
 import subprocess

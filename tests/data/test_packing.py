@@ -1,4 +1,4 @@
-"""Laws of packing, for both packings: nothing lost, nothing twice, nothing across documents."""
+"""Sequence packing: nothing lost, nothing twice, nothing across documents, for both packings."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The prefetch thread: same batches, errors where they are noticed, a bound on memory, and no thread left behind."""
+"""Prefetch thread: same batches, errors where they are used, bounded memory, and no thread left behind."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Duplicates, languages, contamination: texts whose truth is known."""
+"""Data quality: duplicates, languages and contamination in texts whose truth is known."""
 
 import numpy as np
 import pytest

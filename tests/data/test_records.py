@@ -1,4 +1,4 @@
-"""Files of records of every kind give the same documents; compression, URLs, packages that are missing."""
+"""Record files of every kind give the same documents; compression, URLs, missing packages."""
 
 import builtins
 import gzip
@@ -66,7 +66,7 @@ def test_urls(tmp_path, monkeypatch):
 
 
 def missing(monkeypatch, package):
-    """As if a package were not installed."""
+    """Simulates a package that is not installed."""
     found = builtins.__import__
 
     def refuse(name, *rest, **more):

@@ -1,4 +1,4 @@
-"""Runs that read their data more often than is free say so."""
+"""Repeated data: runs with more epochs than are free say so."""
 
 from __future__ import annotations
 

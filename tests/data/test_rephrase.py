@@ -1,4 +1,4 @@
-"""The rephrasing job against a server on this machine: what it sends, what it does with failures, going on."""
+"""Rephrasing job against a local server: its requests, its handling of failures, resuming."""
 
 import json
 import threading
@@ -96,7 +96,7 @@ def test_a_stopped_job_goes_on(server, tmp_path):
 
 
 def test_what_a_server_may_do(server, tmp_path):
-    """Busy, broken and cut answers are asked for again; an empty or cut text is left out."""
+    """Requests with busy, broken and truncated responses are repeated; an empty or truncated text is left out."""
     choice = {"message": {"content": "x"}, "finish_reason": "length"}
     server.plan = {
         0: (429, {"error": "slow down"}),

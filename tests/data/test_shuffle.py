@@ -1,4 +1,4 @@
-"""The shuffle is a bijection of any range, differs by seed and epoch, mixes well, and never changes."""
+"""Shuffle: a bijection of any range, different by seed and epoch, well mixed, and never changing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sources: what a document is, what is held out, and an error with file and row for each bad input."""
+"""Data sources: documents, held-out text, and an error with file and row for each bad input."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tokenising in parts: the same bytes for any number of processes, stopped or not."""
+"""Tokenisation in parts: the same bytes for any number of processes, stopped or not."""
 
 import json
 

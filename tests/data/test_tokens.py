@@ -1,4 +1,4 @@
-"""Token files and the cache of tokenised text: what is written is read back, and nothing damaged is ever used."""
+"""Token files and the token cache: written data is read back, and damaged data is never used."""
 
 import json
 import logging
@@ -112,7 +112,7 @@ def test_holding_out_documents_or_the_end_of_one(tmp_path):
 
 
 class Counting(ByteTokenizer):
-    """Counts how many texts were really encoded."""
+    """Counts how many documents were really encoded."""
 
     def __init__(self):
         self.encoded = 0

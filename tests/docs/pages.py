@@ -1,4 +1,4 @@
-"""Runs the blocks of a page, in their order: python in one namespace, bash line by line, titled blocks as files.
+"""Runs the code blocks of a page in order: python in one namespace, bash line by line, titled blocks as files.
 
 python -m tests.docs.pages PAGE    in the current directory
 """

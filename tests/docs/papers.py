@@ -12,12 +12,12 @@ from typing import NamedTuple
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 HEAD = """# Papers
 
-Papers that are implemented here, with the module, the test that holds it to the paper's definition, and a command
+Papers that are implemented here, with the module, the test that compares it with the paper's definition, and a command
 that shows it. Use it to find the code of a technique. A module's docstring says which part of a paper it follows, and
 where it departs from it. Made from [papers.tsv](papers.tsv) by `python -m tests.docs.papers`; a test checks that each
 module names its paper and that tests and commands exist.
 
-| paper | what | module | test | command |
+| paper | technique | module | test | command |
 |---|---|---|---|---|
 """
 
@@ -27,9 +27,9 @@ class Paper(NamedTuple):
 
     Attributes:
         paper: arXiv number.
-        name: what of it.
+        name: technique of the paper.
         module, test: files.
-        command: one line of a shell.
+        command: one shell command that shows it.
     """
 
     paper: str

@@ -1,4 +1,4 @@
-"""Commands that README.md and docs/commands.md print, made small enough to try.
+"""Commands of README.md and docs/commands.md, with small settings, so that they can be tried.
 
 python -m tests.docs.readme NUMBER    runs one of COMMANDS in the current directory, which it prepares
 """
@@ -61,7 +61,7 @@ def path(readme: Path) -> list[str]:
 
 
 def elsewhere(command: str) -> str | None:
-    """Where a command is tried that is not tried here."""
+    """Place where a command is tried that is not tried here."""
     return next((why for start, why in ELSEWHERE.items() if command.startswith(start)), None)
 
 
@@ -69,7 +69,7 @@ COMMANDS = [command for command in printed() if elsewhere(command) is None]
 
 
 def prepare(folder: Path) -> None:
-    """What the commands speak of: a run, a recipe, questions, a model's file."""
+    """Files that the commands use: a run, a recipe, questions, a model's file."""
     (folder / "mine.py").write_text(
         "import dataclasses\nfrom jaxllm.models import BlockConfig, DecoderConfig\n"
         "from recipes.quickstart import quickstart\n\n\ndef my_run():\n"

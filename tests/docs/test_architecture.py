@@ -1,4 +1,4 @@
-"""docs/architecture.md: its pictures are those that the command draws, and every file that it names exists."""
+"""docs/architecture.md: its pictures are those that the command draws, and every named file exists."""
 
 from __future__ import annotations
 

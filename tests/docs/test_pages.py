@@ -1,4 +1,4 @@
-"""Pages whose blocks proofs run, README.md and docs/commands.md keep to what can be run."""
+"""Pages whose blocks proofs run, README.md and docs/commands.md contain only code that can run."""
 
 from __future__ import annotations
 

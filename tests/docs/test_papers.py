@@ -1,4 +1,4 @@
-"""The table of papers: every row's module names the paper, its test is there, its command can be given."""
+"""Table of papers: every row's module names the paper, its test exists, its command is valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAPERS = papers()
 
 
 def test_the_page_is_the_table():
-    """`python -m tests.docs.papers` makes it anew."""
+    """`python -m tests.docs.papers` writes it."""
     assert (FOLDER / "papers.md").read_text() == page()
     assert len({(row.paper, row.name) for row in PAPERS}) == len(PAPERS) > 50
 

@@ -1,4 +1,4 @@
-"""Tasks over the engine: scores are the training forward's, and lm-eval's requests are answered as it has them."""
+"""Evaluation tasks over the engine: scores equal the training forward's, and lm-eval's requests are answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as GGUF files: what llama.cpp's converter writes of a directory in Hugging Face's layout."""
+"""GGUF writer: writes a Hugging Face directory as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
 
 
 def converted(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors as llama.cpp's converter writes them, names and values."""
+    """Tensors as llama.cpp's converter writes them, names and values."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHS[config["model_type"]]
     names = NAMES | (GEMMA_NAMES if arch.startswith("gemma") else {})
@@ -87,7 +87,7 @@ def converted(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def rotary_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
-    """Llama 3's stretch of each pair's wavelength, in float32 as the converter has it."""
+    """Llama 3's scaling of each pair's wavelength, in float32 as the converter has it."""
     low, high, original = (rope[n] for n in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
     out = []
     for freq in 1 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)):

@@ -1,4 +1,4 @@
-"""Tiny random models made and run by transformers, the reference for what another library's files mean.
+"""Tiny random models made and run by transformers, the reference for Hugging Face files.
 
 transformers works in float32 in places whatever its weights are; inside ``float64`` its own code runs in float64
 throughout, so that it can be compared to nine digits.
@@ -303,7 +303,7 @@ MIXTURES = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A model of transformers and a text it has read.
+    """Model of transformers and its outputs for a text.
 
     Attributes:
         model: the torch module, in float32.
@@ -315,7 +315,7 @@ class Peer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What its config.json holds."""
+        """Contents of its config.json."""
         return self.model.config.to_dict()
 
     def save(self, directory: Path) -> Path:
@@ -336,7 +336,7 @@ class Peer:
 
 
 def opened(directory: Path) -> Any:
-    """What transformers makes of a directory."""
+    """Model that transformers loads from a directory."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
 
@@ -379,7 +379,7 @@ def routers(model: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the routers of a model chose for a text.
+    """Experts that the routers of a model chose for a text.
 
     Attributes:
         experts: of each layer with experts, Int[B S A], by number.

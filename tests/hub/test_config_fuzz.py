@@ -1,4 +1,4 @@
-"""Whatever a field of a ``config.json`` is, there is an architecture or an error that names what is wrong."""
+"""Fuzzed ``config.json``: each gives an architecture, or an error that names the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``config.json`` of an architecture: the model of transformers that it names is the same model."""
+"""Exported ``config.json``: transformers builds the same model from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTH = 128
 
 
 def theirs(directory: Path) -> peers.Peer:
-    """What transformers makes of a directory."""
+    """Model that transformers makes of a directory."""
     return peers.Peer(peers.opened(directory), np.empty(0, np.int32))
 
 

@@ -1,4 +1,4 @@
-"""GGML's number formats: bit for bit what the gguf package makes of random blocks."""
+"""GGML formats: bit for bit equal to the gguf package's decoding of random blocks."""
 
 from __future__ import annotations
 

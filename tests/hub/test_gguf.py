@@ -1,4 +1,4 @@
-"""Reading GGUF files: what the gguf package wrote, and whatever else the bytes may be."""
+"""GGUF reader: files of the gguf package, and arbitrary bytes."""
 
 from __future__ import annotations
 

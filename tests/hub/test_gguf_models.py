@@ -1,4 +1,4 @@
-"""Models in GGUF files: what llama.cpp's converter makes of a model loads to the same configuration and parameters."""
+"""GGUF models: the output of llama.cpp's converter loads to the same configuration and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models saved by transformers, to their bytes and back; what is wrong with them, by name.
+"""Models saved by transformers: round trips to the byte; errors that name the problem.
 
 That they compute the same is proven by ``tests/proofs/real_models``.
 """

@@ -1,4 +1,4 @@
-"""Mixtures of experts from elsewhere: what is wrong with them, by name."""
+"""Mixtures of experts from Hugging Face: errors that name the problem."""
 
 from __future__ import annotations
 

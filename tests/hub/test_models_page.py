@@ -1,4 +1,4 @@
-"""docs/models.md says what the stored record says."""
+"""docs/models.md agrees with the stored record."""
 
 from __future__ import annotations
 

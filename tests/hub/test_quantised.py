@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every number as another decoder has it, models as transformers has them, what is wrong."""
+"""Quantised checkpoints: values equal another decoder's, models equal transformers', errors name the problem."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def fp8_blocks(rng: np.random.Generator) -> float:
-    """Random blocks with every byte among them, cut short at the edges; any slice of them."""
+    """Random blocks with every byte among them, truncated at the edges; any slice of them."""
     rows, columns = (int(n) for n in rng.integers(17, 40, 2))
     block = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     bytes_ = rng.permutation(np.concatenate([np.arange(256), rng.integers(0, 256, rows * columns - 256)]))

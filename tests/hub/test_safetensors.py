@@ -1,4 +1,4 @@
-"""Safetensors files and directories of them, whole, damaged and made to harm."""
+"""Safetensors files and directories: complete, damaged and malicious."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_made_is_made_once_and_let_go(tmp_path: Path) -> None:
 
 
 def opened(data: bytes, file: Path) -> dict[str, np.ndarray] | None:
-    """What the bytes hold; None where they are refused, as they must be if they do not hold what they say."""
+    """Tensors in the bytes; None where they are refused, as they must be if header and content disagree."""
     file.write_bytes(data)
     try:
         tensors = open_file(file)

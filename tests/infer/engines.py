@@ -177,7 +177,7 @@ def logprobs_of(model: str, dtype: str, tokens: list[int]) -> np.ndarray:
 
 
 def check_books(engine: Engine) -> None:
-    """Every page is held by exactly those who say so, free, or kept to be found; each once. Slots likewise."""
+    """Every page is free, cached, or held by exactly the sequences that list it; each once. Slots likewise."""
     whole = engine.scheduler
     assert all(s.slot == -1 and not s.computed for s in getattr(whole, "unassigned", ()))
     for scheduler in getattr(whole, "schedulers", [whole]):
@@ -278,7 +278,7 @@ def _shaping(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def traffic(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dict[str, Any]]:
-    """Requests at random: lengths, arrivals, shared beginnings, several continuations, cancellations, salts."""
+    """Random requests: lengths, arrivals, shared prefixes, multiple completions, cancellations, salts."""
     common = rng.integers(0, VOCAB, 30).tolist()
     out = []
     for _ in range(many):

@@ -1,4 +1,4 @@
-"""One of several processes of an engine: process 0 takes requests and prints what came of them, the others follow.
+"""Process of a multi-host engine: process 0 takes requests and prints the results, the others follow.
 
 python -m tests.infer.multihost_serve MESH MODEL WAY SEED
 """

@@ -1,4 +1,4 @@
-"""A runner on paper: pages hold the tokens written to them, and a step checks that it reads its own."""
+"""Simulated runner: pages hold the tokens written to them, and a step checks that it reads its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PaperRunner(StubRunner):
         return out[None]
 
     def _write_and_read(self, tables: np.ndarray, kv_len: int, tokens: list[int]) -> list[int | None]:
-        """What a request can see: of groups with windows only what these reach; all groups agree on it."""
+        """Tokens that a request can attend to: with windows only those within reach; all groups agree on them."""
         size = self.spec.page_size
         seen: list[int | None] = [None] * kv_len
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):

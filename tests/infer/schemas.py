@@ -1,4 +1,4 @@
-"""JSON schemas at random: nested, with references, enums and letters of all kinds, and bounded, so that texts end."""
+"""Random JSON schemas: nested, with references, enums and Unicode text, and bounded, so that completions end."""
 
 from __future__ import annotations
 

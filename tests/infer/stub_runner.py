@@ -1,4 +1,4 @@
-"""Runner of no model: the whole protocol, for stubs that override what they need."""
+"""Stub of the whole Runner protocol, for tests that override what they need."""
 
 from __future__ import annotations
 

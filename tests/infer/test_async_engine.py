@@ -1,4 +1,4 @@
-"""Streams of many callers over one engine: nothing is mixed, nothing outlives its reader."""
+"""Async engine: streams of many clients are never mixed, and nothing outlives its client."""
 
 from __future__ import annotations
 

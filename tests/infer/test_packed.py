@@ -1,4 +1,4 @@
-"""Quantised experts kept packed: their bytes, and who refuses them; their outputs are a proof (``packed_experts``)."""
+"""Packed experts: their bytes, and what refuses them; their outputs are a proof (``packed_experts``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs made ahead: kept, signed, found again, and never called with anything else."""
+"""Program cache: compiled ahead, stored, signed, found again, and never called with anything else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_another_key_or_shape_is_another_program(tmp_path):
 
 
 def test_what_was_not_signed_here_is_not_opened(tmp_path, monkeypatch):
-    """A changed byte, another's file under this name, another key: compiled anew."""
+    """A changed byte, another program's file under this name, or another key: compiled anew."""
     _, cache = make(tmp_path)
     (path,) = cache.folder.glob("twice-*.xla")
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Sampling draws from the distribution that its parameters define, row by row, position by position."""
+"""Sampler: draws from the distribution that its parameters define, row by row, position by position."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_neighbours_are_independent(rng):
 
 
 def test_the_whole_vocabulary_is_drawn_from(rng):
-    """Several blocks, the last of them cut: shares of ten parts of the vocabulary."""
+    """Several blocks, the last one partial: frequencies of ten parts of the vocabulary."""
     size = 3 * BLOCK + 5
     logits = rng.normal(size=size)
     found = counts(logits, int(rng.integers(2**32)))

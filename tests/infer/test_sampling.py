@@ -1,4 +1,4 @@
-"""Every sampling parameter does what it says: beside transformers' logits processors, and in an engine."""
+"""Sampling parameters: each has its documented effect, beside transformers' logits processors, and in an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ shaped, grown, seat = (
 
 
 def slots_of(texts: list[tuple[list[int], list[int]]], **asked: Any) -> LogitsState:
-    """LogitsState of slots 0, 1, ... that ask for the same, each with its prompt and text."""
+    """LogitsState of slots 0, 1, ... with equal parameters, each with its prompt and completion."""
     state = tuple(logits_processors.empty_state(len(texts), VOCAB))
     asked = {"bias": {}, "allowed": None, "bad_words": (), "stops": ()} | asked
     for slot, (prompt, text) in enumerate(texts):
@@ -75,7 +75,7 @@ def logits(rng) -> np.ndarray:
 
 
 def processed(processor: Any, texts: list[tuple[list[int], list[int]]], logits: np.ndarray) -> np.ndarray:
-    """What transformers makes of the logits."""
+    """Logits as transformers processes them."""
     rows = [
         processor(torch.tensor([[*p, *t]]), torch.tensor(row[None]))[0]
         for (p, t), row in zip(texts, logits, strict=True)
@@ -105,7 +105,7 @@ def test_bias_is_transformers(texts, logits, rng):
 
 
 def test_bad_words_are_transformers(texts, logits, rng):
-    """Words that the texts are about to end with are among them."""
+    """Words that would complete the texts next are among them."""
     words = [tuple(rng.integers(0, VOCAB, n).tolist()) for n in (1, 1, 2, 5)]
     words += [
         (*(p + t)[-n:], int(rng.integers(VOCAB)))
@@ -157,7 +157,7 @@ def test_allowed_tokens_and_masks_leave_nothing_else(texts, logits, rng):
 
 
 def test_what_the_device_counts_is_what_the_host_would(texts, rng):
-    """Slots kept up to date by steps hold what ``seat`` would write; pieces of prompts change nothing."""
+    """Slots updated by steps equal what ``seat`` would write; prefill chunks change nothing."""
     made = rng.integers(0, VOCAB, (10, 3))
     asked = {"bad_words": [(1, 2)], "stops": [5], "bias": {4: 1.0}}
     state, now = slots_of(texts, **asked), [(list(p), list(t)) for p, t in texts]

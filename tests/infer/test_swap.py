@@ -1,4 +1,4 @@
-"""Other weights while texts are written: every token is made by one set of them, and nothing is compiled."""
+"""Weight swap during decode: every token is sampled from one set of weights, and nothing is compiled."""
 
 from __future__ import annotations
 

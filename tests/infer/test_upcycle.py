@@ -1,4 +1,4 @@
-"""A dense model made a mixture of experts computes what it computed."""
+"""Upcycling: a mixture of experts made of a dense model computes the same."""
 
 from __future__ import annotations
 

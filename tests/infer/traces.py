@@ -1,4 +1,4 @@
-"""Recorded arrivals played to an engine on paper, whose clock is the work it does."""
+"""Recorded arrivals replayed to a simulated engine, whose clock is the work it does."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Arrival:
 
 
 class Timed(PaperRunner):
-    """A runner on paper whose steps take time."""
+    """Simulated runner whose steps take time."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config, (LayerGroup(KVSpec(2, 8, 8), None, (0, 1)),), config.pages or 0)

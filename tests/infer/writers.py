@@ -1,4 +1,4 @@
-"""An engine whose tokens are bytes, with one program for all."""
+"""Engine whose tokens are bytes, with one program for everything."""
 
 from __future__ import annotations
 

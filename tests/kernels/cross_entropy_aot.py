@@ -1,4 +1,4 @@
-"""Linear cross-entropy of real models, forward and backward, compiled for TPUs and GPUs that are not there.
+"""Linear cross-entropy of real models, forward and backward, compiled for absent TPUs and GPUs.
 
 Legend: T tokens, D embed, V vocab.
 """
@@ -29,7 +29,7 @@ in float32. That they do not grow as the logits do, ``growth`` says."""
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes."""
+    """Shapes of one device's computation."""
 
     t: int
     v: int

@@ -1,4 +1,4 @@
-"""What every implementation of the linear cross-entropy must do: cases, the formula in float64, one check.
+"""Shared test body of every implementation of linear cross-entropy: cases, the formula in float64, one check.
 
 Legend: T tokens, D embed, V vocab.
 """

@@ -1,4 +1,4 @@
-"""Flash attention of real models, forward and backward, compiled for TPUs and GPUs that are not there."""
+"""Flash attention of real models, forward and backward, compiled for absent TPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXEMPT: dict[tuple[str, str], str] = {}
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes; the batch is split over the devices."""
+    """Shapes of one device's computation; the batch is split over the devices."""
 
     s: int
     n: int

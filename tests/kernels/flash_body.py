@@ -1,4 +1,4 @@
-"""What every implementation of flash attention must do: cases, a loop over queries in float64, and one check.
+"""Shared test body of every implementation of flash attention: cases, a loop over queries in float64, one check.
 
 Legend: B batch, S queries, T keys, N query heads, K kv heads, H head dim of keys, V of values.
 """

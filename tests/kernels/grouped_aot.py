@@ -1,4 +1,4 @@
-"""Grouped matrix products of real models, forward and backward, compiled for TPUs and GPUs that are not there.
+"""Grouped matmul of real models, forward and backward, compiled for absent TPUs and GPUs.
 
 Legend: M rows (tokens times experts of each), E experts, K columns of a row, N columns of the result.
 """
@@ -26,7 +26,7 @@ TEMPORARIES = 0.5
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes."""
+    """Shapes of one device's computation."""
 
     m: int
     e: int

@@ -1,4 +1,4 @@
-"""What every implementation of the grouped matrix product must do: cases, a loop over groups in float64, one check.
+"""Shared test body of every implementation of the grouped matmul: cases, a loop over groups in float64, one check.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """
@@ -137,7 +137,7 @@ def error(got, want) -> float:
 def check(
     implementation: str, case: Case, rng: np.random.Generator, dtype=np.float32, bound: float = 1e-6
 ) -> dict[str, float]:
-    """Product and gradients, twice, against float64; Pallas kernels are interpreted.
+    """Outputs and gradients, twice, against float64; Pallas kernels are interpreted.
 
     What is after the last group is nan, which must go nowhere.
     """

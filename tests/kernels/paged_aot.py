@@ -1,4 +1,4 @@
-"""Paged attention of real models, decoding and mixed batches, compiled for TPUs and GPUs that are not there."""
+"""Paged attention of real models, decode and mixed batches, compiled for absent TPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes: a step of ``requests`` of up to ``longest`` tokens over a pool of two layers."""
+    """Step of one device: ``requests`` of up to ``longest`` tokens over a pool of two layers."""
 
     n: int
     k: int
@@ -50,7 +50,7 @@ class Shape:
 
 
 def mixed(shape: Shape, **changes: Any) -> Shape:
-    """Pieces of prompts beside decoded tokens."""
+    """Prefill chunks beside decoded tokens."""
     return dataclasses.replace(shape, tokens=2048, decode_only=False, **changes)
 
 

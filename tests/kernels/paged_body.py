@@ -1,4 +1,4 @@
-"""What every implementation of paged attention must do: cases, a loop over tokens in float64, and one check.
+"""Shared test body of every implementation of paged attention: cases, a loop over tokens in float64, one check.
 
 Everything that must not be read is nan, or a page number that is none.
 

@@ -1,4 +1,4 @@
-"""Races that TPU interpret mode finds; it prints them, and nothing fails."""
+"""Races that TPU interpret mode finds: it prints them and does not fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention of real models, forward and backward, compiled for slices and nodes that are not there."""
+"""Ring attention of real models, forward and backward, compiled for absent slices and nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device of the ring holds; the sequence is split over all devices of a topology."""
+    """Shard of one device of the ring; the sequence is split over all devices of a topology."""
 
     s: int
     n: int

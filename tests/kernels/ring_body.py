@@ -1,4 +1,4 @@
-"""What every implementation of ring attention must do: cases, attention on one device, and one check.
+"""Shared test body of every implementation of ring attention: cases, attention on one device, one check.
 
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """

@@ -1,4 +1,4 @@
-"""What every implementation of the division by the root of the mean square must do: cases, the formula, one check."""
+"""Shared test body of every implementation of RMS norm: cases, the formula, one check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to gain from kernels for small operations: the TPU compiler's own estimate of XLA's programs.
+"""Possible gain of kernels for small operations: the TPU compiler's own cycle estimates of XLA's programs.
 
 ``python -m tests.kernels.rms_norm_cycles v5e`` prints, for each operation at the sizes of Llama-3.1-8B, the estimated
 cycles of XLA's program and of one that only moves the same bytes, of which no kernel can move fewer; then of products
@@ -81,7 +81,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], tuple[int
 
 
 def block(small: bool) -> Callable[..., Any]:
-    """A feed-forward layer of a residual block; without its small operations, the products alone."""
+    """A feed-forward layer of a residual block; without its small operations, the matmuls alone."""
 
     def run(x: Any, gain: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
         h = norm(x, gain) if small else x
@@ -102,7 +102,7 @@ def query(small: bool) -> Callable[..., Any]:
 
 
 def kept(topology: Topology, implementation: str) -> tuple[int, int]:
-    """(bytes of temporaries, cycles) of the gradient of eight layers that are not computed again."""
+    """(bytes of temporaries, cycles) of the gradient of eight layers that are not recomputed."""
     from jaxllm.compiler import aot
 
     tokens, d, f, layers = 2048, 2048, 5632, 8

@@ -1,4 +1,4 @@
-"""The benchmark of kernels runs here, on tiny shapes, and counts what it says it counts."""
+"""Kernel benchmark: runs here on tiny shapes, and its counts are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cached attention against a loop over queries in numpy, on the shapes that hurt.
+"""Cached attention against a loop over queries in numpy, on difficult shapes.
 
 Legend: L layers, B batch, S new tokens, T cache slots, N query heads, K kv heads, H head dim.
 """

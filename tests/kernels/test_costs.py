@@ -1,4 +1,4 @@
-"""What TPU kernels say that they take, against counts by hand: what XLA schedules by and the walker reads."""
+"""Cost estimates of TPU kernels against counts by hand: XLA schedules by them and the program walker reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ B, S, N, K, H, V = 2, 40, 4, 2, 16, 8
 
 
 def said(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[str, Any]:
-    """Of each kernel in a function of float32 arrays and its derivatives."""
+    """Cost estimate of each kernel in a function of float32 arrays and its derivatives."""
 
     def both(*arrays: jax.Array) -> Any:
         out, pull = jax.vjp(function, *arrays)

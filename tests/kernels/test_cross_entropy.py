@@ -1,4 +1,4 @@
-"""The linear cross-entropy in plain JAX, through the body of all implementations; its vocabulary split over a mesh.
+"""Linear cross-entropy in plain JAX, by the shared test body; with its vocabulary sharded over a mesh.
 
 Legend: T tokens, D embed, V vocab.
 """

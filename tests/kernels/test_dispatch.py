@@ -1,4 +1,4 @@
-"""An implementation is chosen, refused or named; never swapped in silence."""
+"""Kernel dispatch: an implementation is chosen, refused or named, never replaced silently."""
 
 from __future__ import annotations
 

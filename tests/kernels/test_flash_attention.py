@@ -115,7 +115,7 @@ def test_same_twice(implementation, rng):
 
 @implementations
 def test_a_document_is_bit_for_bit_its_own(implementation, rng, float64):
-    """What other documents of a packed row hold does not reach this one."""
+    """The contents of other documents of a packed row do not reach this one."""
     (q, k, v, d_out), _ = draw(rng, Case(1, 16, 16, 2, 1, 4))
     segments = jnp.asarray([[1] * 5 + [2] * 7 + [0] * 4])
     extra = {"q_segment_ids": segments, "kv_segment_ids": segments}
@@ -171,7 +171,7 @@ def test_memory_is_linear_in_the_sequence(monkeypatch):
 
 
 def test_residuals_are_what_a_checkpoint_keeps(rng, float64):
-    """Kept under their names, the forward pass is not run again."""
+    """If they are saved by name, the forward pass is not run again."""
     (q, k, v, d_out), extra = draw(rng, CASES["packed"])
 
     def count_exps(policy) -> int:

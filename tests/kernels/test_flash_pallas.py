@@ -1,4 +1,4 @@
-"""The Pallas kernels of flash attention, interpreted, through the body that all implementations share.
+"""Pallas kernels of flash attention, interpreted, by the shared test body.
 
 TPU kernels run in TPU interpret mode, with races detected and memory full of nan.
 """

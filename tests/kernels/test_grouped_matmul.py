@@ -1,4 +1,4 @@
-"""The grouped matrix product in plain JAX, in float64, through the body that all implementations share.
+"""Grouped matmul in plain JAX, in float64, by the shared test body.
 
 Legend: M rows, E groups, K columns of a row, N columns of the result.
 """
@@ -47,7 +47,7 @@ def test_random_sizes(implementation, rng, float64):
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"])
 def test_lower_precision(implementation, dtype, bound, rng):
-    """Sums in float32: 600 products in bfloat16 would be off by per cents."""
+    """Accumulation in float32: 600 products summed in bfloat16 would be off by per cents."""
     arguments = draw(rng, CASES["no multiple of anything"]._replace(left=2, k=600, n=40), dtype)
     got = program(implementation)(*arguments)
     assert all(x.dtype == dtype for x in got)
@@ -55,7 +55,7 @@ def test_lower_precision(implementation, dtype, bound, rng):
 
 
 def test_a_group_is_bit_for_bit_its_own(rng):
-    """What other groups' rows and matrices hold, nan included, does not reach this one."""
+    """Rows and matrices of other groups, nan included, do not reach this one."""
     lhs, rhs, d_out, sizes = draw(rng, Case((7, 20, 9)), np.float32)
     run = program("xla")
     rows = jnp.arange(36)[:, None]

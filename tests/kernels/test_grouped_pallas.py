@@ -1,4 +1,4 @@
-"""The Pallas kernels of the grouped matrix product, interpreted, through the body that all implementations share.
+"""Pallas kernels of the grouped matmul, interpreted, by the shared test body.
 
 TPU kernels run in TPU interpret mode, with races detected and memory full of nan.
 """
@@ -59,7 +59,7 @@ def test_drawn_shapes(implementation, sizes, left, k, n, seed):
 
 @implementations
 def test_bfloat16_in_the_tiles_of_a_real_model(implementation, rng):
-    """A part of Qwen3-30B-A3B: 6 of its experts, all of a quarter's columns. Products are added up in float32."""
+    """A part of Qwen3-30B-A3B: 6 of its experts, all of a quarter's columns. Accumulation is in float32."""
     sizes = (70, 0, 130, 1, 128, 59)
     case = Case(sizes, 0, 512, 192)
     grouped_body.check(implementation, case, rng, jnp.bfloat16, 2**-8)

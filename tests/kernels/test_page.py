@@ -1,4 +1,4 @@
-"""docs/internals/kernels.md shows what the stored record says."""
+"""docs/internals/kernels.md agrees with the stored record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX, through the body that all implementations share, and what only plain JAX can show.
+"""Paged attention in plain JAX, by the shared test body, and features that only plain JAX has.
 
 Blocks are made tiny here, so that short requests cross many of them.
 """
@@ -87,7 +87,7 @@ def test_a_pool_of_fewer_bits(rng):
 
 
 def draw_again(step, rows, case):
-    """What is attended to in these pages."""
+    """Exact attention over these pages, by the shared test body's oracle."""
     args = (step.page_table, step.cu_q_lens, step.kv_lens, step.sinks, case)
     return paged_body.oracle(np.nan_to_num(step.q), rows[LAYER], *args)
 
@@ -96,7 +96,7 @@ def draw_again(step, rows, case):
     ("name", "encoding"), [("everything", "int8"), ("latent, decode", "fp8"), ("mixed", "bits of bfloat16")]
 )
 def test_encoded_pages(name, encoding, rng):
-    """What is attended to is what the pages say; new slots are those of ``pack``; the kernels leave it to others."""
+    """Attention reads the dequantised pages; new slots are those of ``pack``; the kernels refuse such pages."""
     case = CASES[name]
     step, form = draw(rng, case, np.float32), dataclasses.replace(case.format, encoding=encoding)
     (layers, pages, kv, size, _), h = step.rows.shape, form.key_dim
@@ -138,7 +138,7 @@ def large_pool(encoding: str = "plain") -> PagePool:
 
 
 def memory(pool, columns: int, tokens: int, requests: int = 8, **options):
-    """Of a loop over the layers of a donated pool."""
+    """Temporary bytes of a loop over the layers of a donated pool."""
 
     def step(q, k, v, pool, table, starts, lens):
         def layer(i, carry):

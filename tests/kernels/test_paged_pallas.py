@@ -1,4 +1,4 @@
-"""The Pallas kernels of paged attention, interpreted, through the body that all implementations share.
+"""Pallas kernels of paged attention, interpreted, by the shared test body.
 
 TPU kernels run in TPU interpret mode, with races detected and memory full of nan.
 """

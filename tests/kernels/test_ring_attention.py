@@ -1,4 +1,4 @@
-"""One body for every implementation of ring attention and every layout, against attention on one device.
+"""Ring attention: the shared test body for every implementation and layout, against attention on one device.
 
 The TPU kernels run here on one case, another with every seed; `make proof kernels` runs them on all.
 """

@@ -1,4 +1,4 @@
-"""Division by the root of the mean square, through the body of all implementations; and what is kept of it."""
+"""RMS norm, by the shared test body; and what it saves for the backward pass."""
 
 from __future__ import annotations
 

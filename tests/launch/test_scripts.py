@@ -1,4 +1,4 @@
-"""Scripts of tpu_scripts: clean, and what they print is what a shell would run, with every value whole."""
+"""Scripts of tpu_scripts: they pass shellcheck, and a dry run prints what a shell would run, quoted correctly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def script(name: str, *words: str, more: dict[str, str] | None = None, path: str
 
 
 def dry(name: str, verb: str, more: dict[str, str] | None = None) -> str:
-    """What it prints."""
+    """Output of a dry run."""
     done = script(name, verb, "--dry-run", "--", *WORDS, more=more)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -53,7 +53,7 @@ def dry(name: str, verb: str, more: dict[str, str] | None = None) -> str:
 
 
 def commands(printed: str) -> list[list[str]]:
-    """The words of each command that was printed, without the texts on their standard input."""
+    """Words of each printed command, without its standard input."""
     return [shlex.split(line) for line in re.sub(r" <<'END'\n.*?\nEND\n", "\n", printed, flags=re.S).splitlines()]
 
 
@@ -92,7 +92,7 @@ def test_a_dry_run_prints_whole_commands(name, verb):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_command_arrives_word_for_word(name, tmp_path):
-    """However many shells are between: each is played, and the program at the end writes down its words."""
+    """Through any number of shells: each is simulated, and the last program records its arguments."""
     printed = dry(name, "run", {"SLICES": "2"} if name in ("tpu_vm.sh", "gke.sh") else None)
     if name == "tpu_vm.sh":
         inner = [words[words.index("--command") + 1] for words in commands(printed)]

@@ -1,4 +1,4 @@
-"""The supervisor, over small programs: what it starts again, what it does not, what it passes on."""
+"""Supervisor over small programs: what it restarts, what it does not, which signals it forwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script(text: str) -> tuple[str, ...]:
 
 
 def supervised(processes: list[ProcessSpec], patience: RestartPolicy = QUICK) -> tuple[int, list[str]]:
-    """The status and what was said."""
+    """Exit status and output."""
     said: list[str] = []
     return Supervisor(lambda: processes, patience, said.append).run(), said
 
@@ -76,7 +76,7 @@ def test_it_gives_up(tmp_path):
 
 
 def test_a_long_life_forgives_failures(tmp_path):
-    """Two restarts in a row are allowed, and each life counts as long: six starts are made."""
+    """Two restarts in a row are allowed, and each run counts as long: six starts are made."""
     text = f"echo x >> {tmp_path}/n; [ $(wc -l < {tmp_path}/n) -gt 5 ] || exit 1"
     status, _ = supervised([ProcessSpec(script(text))], RestartPolicy(restarts=1, pause=0.0, healthy=0.0))
     assert (status, len(lines(tmp_path / "n"))) == (0, 6)
@@ -110,7 +110,7 @@ raise SystemExit(Supervisor(make, RestartPolicy(grace=0.1)).run())
 
 
 def test_a_process_that_was_stopped_by_hand_stays_stopped():
-    """It has saved and said so by its status; whoever stopped it wants it to stop."""
+    """Its status says that it has saved; the stop was requested."""
     status, said = supervised([ProcessSpec(script("exit 143"))])
     assert status == 143
     assert "not restarted" in said[0]
@@ -134,7 +134,7 @@ def test_processes_of_one_machine_find_each_other(monkeypatch, rng):
 
 
 def test_a_dry_run_prints_lines_of_a_shell_that_do_it(tmp_path, capfd):
-    """What is printed, given to bash, does what the launcher would have done."""
+    """The printed lines, given to bash, do the same as the launcher."""
     words = [
         "bash",
         "-c",

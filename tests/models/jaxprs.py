@@ -23,6 +23,6 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def dtypes(equation: Any) -> set[str]:
-    """Of an equation's inputs and outputs, where they are arrays of numbers."""
+    """Dtypes of an equation's inputs and outputs, where they are arrays of numbers."""
     avals = [v.aval for v in (*equation.invars, *equation.outvars)]
     return {str(a.dtype) for a in avals if hasattr(a, "dtype")}

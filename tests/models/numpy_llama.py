@@ -1,4 +1,4 @@
-"""A decoder in plain numpy, written from the papers and not from our code: one row, layer and head at a time.
+"""Decoder in plain numpy, written from the papers, not from this package: one row, layer and head at a time.
 
 Legend: S sequence, D embed, H head dim.
 """
@@ -28,7 +28,7 @@ def norm(config: DecoderConfig, params: dict[str, np.ndarray], x: np.ndarray) ->
 
 
 def rope(x: np.ndarray, positions: np.ndarray, config: RopeConfig) -> np.ndarray:
-    """``x`` [S H]: the halves are real and imaginary parts of H/2 numbers, turned by ``position * frequency``.
+    """``x`` [S H]: the halves are real and imaginary parts of H/2 numbers, rotated by ``position * frequency``.
 
     Of a head that is rotated in part, its first dimensions are.
     """

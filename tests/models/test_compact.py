@@ -1,4 +1,4 @@
-"""Compressed activations: exact but for weights' gradients, which are right on average; and what is kept."""
+"""Compressed activations: exact except for weight gradients, which are unbiased; and what is saved."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_input_s_gradient_is_exact_and_the_weight_s_is_right_on_average():
 
 @functools.cache
 def kept(remat: str) -> list[tuple[int, ...]]:
-    """Shapes that the forward loop over layers hands to the backward one, of floats, a layer's part of each."""
+    """Shapes of the float residuals that the forward loop over layers passes to the backward one, per layer."""
     model = functional(dataclasses.replace(CONFIG, remat=remat))
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, CONFIG.vocab_size, packed=False))
     program = jax.jit(value_and_grad(model)).trace(model.abstract(), batch).jaxpr
@@ -65,7 +65,7 @@ def kept(remat: str) -> list[tuple[int, ...]]:
 
 
 def test_projections_are_kept_in_the_inputs_stead():
-    """Of 2 x 5 tokens: of five products with the stream 4 numbers for 16, of one 5 for 20, of one 6 for 24."""
+    """With 2 x 5 tokens: 4 numbers for 16 in five matmuls, 5 for 20 in one, 6 for 24 in one."""
     plain, small = kept("none"), kept("compact:0.25")
     new = [shape for shape in small if shape[-1] in (4, 5, 6) and math.prod(shape) // shape[-1] == 10]
     assert sorted(shape[-1] for shape in new) == [4, 4, 4, 4, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""The decoder against a plain numpy Llama; its layers, however they are grouped, scanned and recomputed."""
+"""Decoder against a plain numpy Llama; its layers, however they are grouped, scanned and recomputed."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_layers_fall_into_segments(layers, prefix, pattern, expected):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recorder:
-    """A context that writes down who asks, in order; attention gives v of its own kv head back."""
+    """Attention context that records the calls in order; attention returns v of its own kv head."""
 
     seen: Any
     calls: Any

@@ -21,8 +21,6 @@ from jaxllm import models
         (sharding, "Product", "MatmulFn"),
         (sharding, "products", "project_many"),
         (sharding, "scatter_sum", "reduce_partial_sums"),
-        (sharding, "use_product", "use_matmul"),
-        (sharding, "use_tokens", "use_token_split"),
     ],
 )
 def test_a_deprecated_name_is_the_new_one(package: Any, old: str, new: str) -> None:

@@ -1,4 +1,4 @@
-"""Which dtype computes what: float64 end to end, bfloat16 products around float32 islands."""
+"""Compute dtypes: float64 end to end, bfloat16 matmuls around float32 islands."""
 
 from __future__ import annotations
 

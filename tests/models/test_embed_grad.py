@@ -1,4 +1,4 @@
-"""GLM-130B's shrink of the embedding's gradient: of what comes through the lookup, and of nothing else."""
+"""Scaled embedding gradient (GLM-130B): only the gradient through the lookup is scaled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_eighth_is_an_eighth_to_the_last_bit(fields, dtype):
 
 
 def test_a_tied_output_matrix_keeps_its_part(float64):
-    """Of a tied table the gradient is the lookup's, shrunk, and the output matrix's, whole."""
+    """A tied table's gradient is the lookup's, scaled down, plus the output matrix's, whole."""
     config = tiny.decoder(tied=True)
     params = quick.params(config)
     apart = params | {"head": params["head"] | {"weight": params["embedding"]["table"]}}

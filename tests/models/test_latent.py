@@ -1,4 +1,4 @@
-"""Latent attention's two forms: which is chosen, and that a pool is not copied where both are in one program."""
+"""Multi-head latent attention: which of its two forms is chosen, and that a pool is not copied where both occur."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts is the sum over the chosen ones, written as a loop."""
+"""Mixture of experts: the sum over the chosen experts, against a loop."""
 
 from __future__ import annotations
 

@@ -40,7 +40,14 @@ PARTS = {
     "int8": (*PROJECTIONS, *MLP),
     "moe": (*PROJECTIONS, *EXPERTS, "moe/shared_expert/down"),
     "capacity": (*PROJECTIONS, *EXPERTS),
-    "mla": ("attention/q_proj", "attention/kv_down_proj", "attention/kv_up_proj", "attention/o_proj", *MLP),
+    "mla": (
+        "attention/q_down_proj",
+        "attention/q_up_proj",
+        "attention/kv_down_proj",
+        "attention/kv_up_proj",
+        "attention/o_proj",
+        *MLP,
+    ),
 }
 ALL = ("attention/rope", "attention/kernel", "norm")
 

@@ -1,4 +1,4 @@
-"""RMSNorm against numpy, and where it computes."""
+"""RMSNorm against numpy, and its compute dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_eps_decides_for_small_inputs(rng, float64):
 
 
 def test_bfloat16_is_normalised_in_float32(rng):
-    """A sum of 4,096 squares kept in bfloat16 would stall at 256 times its terms."""
+    """A sum of 4,096 squares accumulated in bfloat16 would stall at 256 times its terms."""
     x = jnp.asarray(rng.normal(size=(2, 4096)) + 1, jnp.bfloat16)
     got = rms_normalize(x, jnp.ones(4096, jnp.float32), 1e-5)
     assert got.dtype == jnp.bfloat16

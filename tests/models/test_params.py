@@ -1,4 +1,4 @@
-"""Weights: declared once, drawn by seed and name alone."""
+"""Parameters: declared once, initialised by seed and name alone."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_values_do_not_depend_on_what_else_there_is():
 
 
 def test_float64_parameters_are_drawn_in_float64(float64):
-    weight = normal((5, 7), ("embed", "mlp"), jnp.dtype("float64"), fan_in=5)
+    weight = normal((5, 7), ("embed", "mlp"), jnp.dtype("float64"), role="matrix", fan_in=5)
     array = np.asarray(draw(weight, jax.random.key(0), (3,), None))
     assert (array.shape, array.dtype) == ((3, 5, 7), np.float64)
     assert (array != array.astype(np.float32)).mean() > 0.9, "not float32 numbers in float64"

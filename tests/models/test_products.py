@@ -1,4 +1,4 @@
-"""Low-precision matmuls: held to the same rounding in numpy, on one device and on a mesh."""
+"""Low-precision matmuls against the same rounding in numpy, on one device and on a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.models import DecoderConfig
 from jaxllm.models.low_precision_matmul import (
     AMAX_HISTORY_LENGTH,
     MX_BLOCK,
-    LowPrecisionMatmul,
+    LowPrecisionWeight,
     QuantisationScheme,
     quantised_matmul,
     update_amax_history,
@@ -29,7 +29,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def rounded(x: np.ndarray, kind: str, over: tuple[int, ...], gradient: bool) -> np.ndarray:
-    """What the rounded numbers stand for, in float64, where a product sums over the dimensions ``over``."""
+    """Dequantised values of the rounded numbers, in float64, for a matmul that sums over the dimensions ``over``."""
     x = np.asarray(x, np.float32)
     if kind == "int8":
         scale = np.abs(x).max(axis=over, keepdims=True) / np.float32(127)
@@ -50,7 +50,7 @@ def rounded(x: np.ndarray, kind: str, over: tuple[int, ...], gradient: bool) -> 
 
 
 def arrays(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """x, w of two dimensions that meet, and the gradient of their product: rows of very different sizes."""
+    """x and w that share the contracted dimension, and the gradient of their matmul: rows of very different sizes."""
     x, w = rng.normal(size=(2, 64, 2, 32)), rng.normal(size=(2, 32, 24))
     dy = rng.normal(size=(2, 64, 24)) * 1e-3
     return tuple(np.asarray(v * 10 ** rng.uniform(-1, 1, (*v.shape[:-1], 1)), np.float32) for v in (x, w, dy))
@@ -117,20 +117,19 @@ def test_zeros_stay_zeros(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_on_a_mesh(kind, rng):
-    """Two layers' products whose weights are split over both axes; largest numbers are those of the whole arrays."""
+    """Two matmuls whose weights are sharded over both axes; amax values are those of the whole arrays."""
     x = np.asarray(rng.normal(size=(4, 8, 32)), np.float32)
     up, down = (np.asarray(rng.normal(size=shape), np.float32) for shape in ((32, 64), (64, 32)))
 
     def loss(x: Any, up: Any, down: Any) -> Any:
         up, down = (
-            sharding.gather_weight(w, *axes, unreduced_grad=True)
+            LowPrecisionWeight(w, kind).gather(w.dtype, axes, True)  # type: ignore[arg-type]
             for w, axes in ((up, ("embed", "mlp")), (down, ("mlp", "embed")))
         )
-        products = LowPrecisionMatmul(kind)  # type: ignore[arg-type]
-        with sharding.use_matmul(products):
-            (inner,) = sharding.project_many(x, [up], [("batch", "seq", "act_mlp")], over="act_mlp")
-            y = sharding.project(inner, down, ("batch", "residual_seq", "act_embed"))
-        assert products.count == 2
+        inner = up.project(
+            sharding.fan_out(x, "batch", "seq", "act_embed", over="act_mlp"), ("batch", "seq", "act_mlp"), 1
+        )
+        y = down.project(inner, ("batch", "residual_seq", "act_embed"), 1)
         return jnp.mean(y * y)
 
     run = quick.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, read from the traced program: dots, residuals, gathered weights."""
+"""Saved activations of each remat policy, read from the traced program: dots, residuals, gathered weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dots(jaxpr: Any) -> int:
 
 
 def kept(jaxpr: Any) -> list[Any]:
-    """What the forward loop over layers hands to the backward one, a slice per layer."""
+    """Residuals that the forward loop over layers passes to the backward one, a slice per layer."""
     loops = [e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == LAYERS]
     assert len(loops) == 2, "one forward, one backward"
     forward = loops[0]
@@ -69,14 +69,14 @@ def test_elementwise_keeps_less_and_recomputes_no_matrix_product():
 
 
 def test_attention_keeps_what_goes_into_it_and_not_what_comes_out():
-    """Selective recomputation: less is kept by attention's output and its softmax's sums, 2 heads of 8 and of 1."""
+    """Selective recomputation: saves less by attention's output and its softmax sums, 2 heads of 8 and of 1."""
     assert size(traced("elementwise")) - size(traced("attention")) == LAYERS * 2 * 5 * 2 * (8 + 1)
     more = dots(traced("attention")) - dots(traced("elementwise"))
     assert more == 2, "scores and values, and no product with a weight"
 
 
 def test_square_root_keeps_the_inputs_of_runs():
-    """Of four layers two runs' inputs, and two within the run that is at hand: loops in a loop, twice."""
+    """Four layers: the inputs of two groups, and two within the current group; nested loops, twice."""
     config = dataclasses.replace(CONFIG, layers=4, remat="sqrt")
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, CONFIG.vocab_size, packed=False))
     model = functional(config)
@@ -97,7 +97,7 @@ def test_square_root_keeps_the_inputs_of_runs():
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_offload_sends_a_share_of_the_tokens_to_the_host(share):
-    """Input, attention's output and sums, and the stream before the feed-forward layer of all tokens; products of some.
+    """Input, attention's output and sums, residual stream before the MLP of all tokens; matmul outputs of some.
 
     The others' products are done again: queries, keys, values, gate, up and what attention's output is projected to.
     """
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(text, said):
 
 @pytest.mark.parametrize("remat", ["none", "elementwise", "attention", "full"])
 def test_gathered_weights_are_gathered_again(remat):
-    """ZeRO-3: were whole weights kept between the passes, every device would hold the whole model at once."""
+    """ZeRO-3: if gathered weights were saved between the passes, every device would hold the whole model."""
     for aval in kept(traced(remat, "fsdp=2")):
         split = any("fsdp" in str(part) for part in aval.sharding.spec)
         gain = math.prod(aval.shape) == LAYERS * CONFIG.embed_dim
@@ -149,7 +149,7 @@ def test_gathered_weights_are_gathered_again(remat):
 
 @pytest.mark.parametrize("norms", ["post", "sandwich"])
 def test_a_norm_of_a_scattered_sum_keeps_the_sum_and_not_the_summands(norms):
-    """Gathers are done again in the backward pass, sums are not: a loop cannot hand on what is not summed yet."""
+    """All-gathers are repeated in the backward pass, reductions are not: a loop cannot carry partial sums."""
     mesh = sharding.MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
     (block,) = CONFIG.pattern
     attention = dataclasses.replace(block.attention, kv_heads=2)

@@ -1,4 +1,4 @@
-"""Rotary positions: the formula, what makes it worth having, Llama 3's scaling."""
+"""Rotary position embedding: the formula, its relative positions, Llama 3's scaling."""
 
 from __future__ import annotations
 

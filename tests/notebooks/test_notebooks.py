@@ -1,4 +1,4 @@
-"""Notebooks are what their sources say, in the format that Colab opens. The proof ``notebooks`` runs them."""
+"""Notebooks equal their sources, in the format that Colab opens. The proof ``notebooks`` runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from notebooks.build import FOLDER, NAMES, cells, notebook
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_its_source(name):
-    """`python -m notebooks.build` makes them anew."""
+    """`python -m notebooks.build` writes them."""
     assert (FOLDER / f"{name}.ipynb").read_text() == notebook(name)
 
 
@@ -48,7 +48,7 @@ def test_every_notebook_is_there():
 
 
 def setup(patch: pytest.MonkeyPatch, repository: str = "") -> list[list[str]]:
-    """What the first cell asks of pip where there is no jaxllm and no accelerator."""
+    """Pip commands of the first cell where there is no jaxllm and no accelerator."""
     asked: list[list[str]] = []
     patch.setattr(importlib.util, "find_spec", lambda name: None)
     patch.setattr("shutil.which", lambda name: None)

@@ -1,4 +1,4 @@
-"""Directories of runs, written by hand: what a run of some hours leaves, without running it."""
+"""Hand-written run directories, as a run of some hours leaves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real run that is looked at in every way: rows, trackers, norms by layer, a profile, events."""
+"""Observability of a real run: rows, trackers, norms by layer, a profile, events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.train.runs import STEPS, run_config, signal_at
 
 
 class Fake(types.ModuleType):
-    """A tracker's package: remembers what it is told."""
+    """Stub of a tracker's package that records its calls."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -57,7 +57,7 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
 
 
 def test_a_run_looked_at_in_every_way(tmp_path, trackers, monkeypatch):
-    """One run: its profile is asked for by range and by a signal, its trackers get every row."""
+    """One run: profiled by range and by a signal; its trackers get every row."""
     signal_at(monkeypatch, 6, signal.SIGUSR2)
     observe = ObserveConfig(sinks=("wandb", "trackio"), layers_every=5, profile="3:5")
     result = train(run_config(tmp_path, observe=observe))

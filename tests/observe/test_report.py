@@ -1,4 +1,4 @@
-"""Pages of runs: complete in themselves, seen by a browser, and with the run's figures in them."""
+"""HTML reports of runs: self-contained, opened by a browser, and with the run's figures in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer, with what its kind asks of a configuration."""
+"""Optimizers of every kind, with the configuration that each kind needs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def named(name: str, **more: Any) -> OptimConfig:
 
 
 def arrays_bytes(state: Any) -> int:
-    """Of the arrays that parameters have: counts, and Muon's fifteen coefficients, are no parameter's."""
+    """Bytes of the state arrays that belong to parameters: not counts, nor Muon's fifteen coefficients."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape != (3,)]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
 
 
 @functools.cache
 def table() -> dict[str, tuple[str, str]]:
-    """Of docs/train/optimizers.md: formulas for the bytes of a matrix, and of a number of what is none."""
+    """Table of docs/train/optimizers.md: formulas for the bytes of a matrix, and per number of other parameters."""
     rows = re.findall(
         r"^\| `([a-z_]+)(?: --optim\.moments (8bit))?` \| `([^`]+)` \| `([^`]+)` \|", DOCS.read_text(), re.M
     )
@@ -53,7 +53,7 @@ def table() -> dict[str, tuple[str, str]]:
 
 
 def table_bytes(name: str, params: Any, logical_axes: Any, rank: int = 0) -> int:
-    """What the table says of a model's state."""
+    """Bytes of a model's optimizer state by the table."""
     of_matrix, of_number = table()[name]
     total = 0.0
     axes = jax.tree.leaves(logical_axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -1,4 +1,4 @@
-"""AdamW against its definition in numpy; what decays; clipping."""
+"""AdamW against its definition in numpy; weight decay; clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in eight bits: codes, blocks, errors."""
+"""8-bit optimizer state: codes, blocks, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_code_is_its_own(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_errors_are_half_a_part(signed, rng):
-    """Of [0.1, 1] of each decade: 0.45 of it, over the number of its parts."""
+    """The error is at most 0.45 of a decade, [0.1, 1], divided by the number of its parts."""
     x = 10.0 ** rng.uniform(-6.9, 0, (64, 256)) * (rng.choice([-1, 1], (64, 256)) if signed else 1)
     x[:, 0] = 1
     got = np.asarray(dequantise(quantise(jnp.asarray(x, jnp.float32), signed), signed))

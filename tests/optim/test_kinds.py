@@ -1,4 +1,4 @@
-"""Every optimizer against its definition, its bytes, and itself on a mesh."""
+"""Optimizers against their definitions, their bytes, and themselves on a mesh."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_low_rank(kind, refresh, b1, b2, rng, float64):
 
 
 def test_galore_of_full_rank_is_adam_in_other_axes(rng, float64):
-    """One step: its singular vectors turn a gradient, Adam's sign of it is turned back."""
+    """One step: its singular vectors rotate a gradient, and Adam's sign of it is rotated back."""
     before, grads, after = stepped(plain("galore", rank=6), rng, steps=1)
     for layer in range(2):
         u, s, vt = np.linalg.svd(grads[0]["w"][layer].reshape(6, 8), full_matrices=False)
@@ -342,7 +342,7 @@ def test_soap(rng, float64):
 
 
 def test_eight_bits_stay_near_float32(rng, float64):
-    """A few steps apart by less than the codes' parts, and apart."""
+    """A few steps: the difference is below the codes' resolution, and not zero."""
     for kind in ("adamw", "galore"):
         wide = stepped(plain(kind), np.random.default_rng(0), steps=4)[2]["w"]
         begun, _, narrow = stepped(named(f"{kind} 8bit", **PLAIN), np.random.default_rng(0), steps=4)

@@ -1,4 +1,4 @@
-"""State in bfloat16 alone: what is cut off is kept, or arrives on average."""
+"""Parameters and state in bfloat16: rounded-off bits are stored, or arrive on average."""
 
 from __future__ import annotations
 

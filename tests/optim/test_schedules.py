@@ -1,4 +1,4 @@
-"""Learning rates at the steps where schedules turn."""
+"""Learning-rate schedules at the steps where they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a child process: which copies of a compiled step have a matrix product between their start and their end."""
+"""Overlap in a compiled step, in a child process: copies with a matmul between their start and end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharding.topology import Topology
 
 
 def copies(topology: Topology, config: dict[str, Any]) -> dict[str, int]:
-    """Collective permutes in the program's text: all, and those beside a product."""
+    """Collective permutes in the program's text: all, and those that overlap with a matmul."""
     run = from_dict(RunConfig, config)
     step, arguments, mesh = step_on(topology, run)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Compiled in a child process for a topology: a scanned layer under FSDP, with and without the options."""
+"""Compiler flags in a child process: a scanned layer under FSDP, with and without the options."""
 
 from __future__ import annotations
 

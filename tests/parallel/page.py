@@ -28,7 +28,7 @@ def table(each: Mapping[str, Mapping[str, float]] | None) -> str:
     """
     if each is None:
         return "Not compiled yet: `make proof parallelism ONLY=pods`.\n"
-    lines = ["| recipe | plan | devices | memory of one | one sends, each step |", "|---|---|---|---|---|"]
+    lines = ["| recipe | plan | devices | memory per device | sent per device, each step |", "|---|---|---|---|---|"]
     for recipe, on in pods.CASES:
         run, topology = pods.run_of(recipe), Topology.parse(on)
         share = each[f"{recipe} / {on}"]["of_memory"]

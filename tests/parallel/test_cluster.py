@@ -1,4 +1,4 @@
-"""Which process of how many: from what each scheduler says."""
+"""Cluster environment: process id and number of processes, from the variables of each scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes say to each other, with a store of this process in the place of jax's."""
+"""Messages between processes, with a store of this process in the place of jax's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sharding import MeshSpec
 
 
 class Store:
-    """As jax's, in memory."""
+    """Key-value store like jax's, in memory."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -183,7 +183,7 @@ def test_put_places_a_batch_as_device_put_does(rng):
     [("0", "it was killed, or ran out of memory"), ("2", "process 0 of 4, at 127.0.0.1:9, has vanished")],
 )
 def test_the_last_word(rank, words):
-    """Of a process that ends without a goodbye; with one, nothing is said."""
+    """A process that ends without a farewell is reported; with one, nothing is."""
     command = [sys.executable, "-I", "-S", "-c", heartbeat._LAST_WORD, rank, "4", "127.0.0.1:9", "Start again."]
     for said, expected in (("goodbye\n", ""), ("", f"error: process {rank} of 4 has ended: {words}")):
         done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The table of compiler options: each exists, and together they do what they are there for."""
+"""Table of compiler options: each exists, and together they have their stated effect."""
 
 from __future__ import annotations
 

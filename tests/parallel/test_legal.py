@@ -1,4 +1,4 @@
-"""An illegal mesh says why, and which legal ones are nearest."""
+"""Errors for illegal meshes: the reason, and the nearest legal meshes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import tiny
 
 
 def fits_of(model: Any, rows: int):
-    """What a run asks of a mesh, for ``rows`` rows of 16."""
+    """Mesh requirements of a run with ``rows`` rows of 16."""
     shapes, axes = model.abstract(), model.logical_axes()
 
     def fits(mesh: Any) -> None:

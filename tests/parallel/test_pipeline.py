@@ -1,4 +1,4 @@
-"""Parts of the pipeline's executor: tables, shares of layers, the cut of a layer, what is refused."""
+"""Parts of the pipeline executor: tables, stage layouts, the split of a layer, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules are legal, hold what their papers say, and idle as much as their papers say."""
+"""Pipeline schedules: legal, with the activations and bubbles of their papers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxllm.parallel.pipeline.schedule_view import draw, text
 
 @st.composite
 def sizes(draw_: st.DrawFn) -> tuple[str, int, int, int]:
-    """What ``make`` takes; made in the test, for it takes its time on a busy machine."""
+    """Arguments of ``make``; created in the test, since this takes long on a busy machine."""
     name = draw_(st.sampled_from(NAMES))
     stages = draw_(st.integers(2, 7))
     chunks = draw_(st.integers(2, 4)) if name == "interleaved" else 0

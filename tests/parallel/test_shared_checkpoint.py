@@ -1,4 +1,4 @@
-"""One checkpoint of two processes, which are threads here; real ones are in ``make proof parallelism``."""
+"""Checkpoint of two processes, simulated by threads; ``make proof parallelism`` has real ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_a_shard_is_found(name, tmp_path, monkeypatch):
 
 
 def test_a_missing_shard_ends_the_save_in_both_and_leaves_nothing(tmp_path, monkeypatch):
-    """As if a third process had not written its rows."""
+    """Simulates a third process that did not write its rows."""
     for error in save(tmp_path, monkeypatch, [1], chunk=(1, 6)):
         assert isinstance(error, CheckpointError)
         assert "leaf params/w has 4 shards, and the processes wrote 2" in str(error)

@@ -1,4 +1,4 @@
-"""The sharding table says what lies on a device, without one."""
+"""Sharding table: bytes of each parameter on a device, computed without one."""
 
 from __future__ import annotations
 

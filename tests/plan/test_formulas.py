@@ -1,4 +1,4 @@
-"""Memory and time by formula: what must hold of any model and mesh."""
+"""Memory and step time by formula: properties for any model and mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.optim.kinds import KINDS, named
 
 
 def drawn(trial: int) -> RunConfig:
-    """A run of any kind of model, sizes that divide over eight devices."""
+    """Random run of any kind of model, with sizes that divide over eight devices."""
     rng = random.Random(environment.derive(environment.seed(), "plan", trial))
     heads = rng.choice([8, 16])
     attention = rng.choice(
@@ -92,14 +92,14 @@ def test_state_is_that_of_the_sharding_table(trial):
     ],
 )
 def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shape, laid):
-    """As the compiler laid out DeepSeek-V3 on 512 chips, where the shape is one of its."""
+    """The compiler's layouts of DeepSeek-V3 on 512 chips."""
     assert memory_estimate.tiled(shape) == math.prod(laid)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=4"])
 def test_state_is_that_of_each_optimizer(kind, mesh):
-    """And its bytes are read and written in the update, beside five passes over parameters and gradients."""
+    """The update reads and writes its bytes, beside five passes over parameters and gradients."""
     if kind == "mezo" or ("stage" in mesh and kind in (*LAYERWISE, "sophia")):
         pytest.skip("no formula, or not in pipelines")
     run = drawn(1)
@@ -164,7 +164,7 @@ def test_recomputing_more_keeps_less_and_computes_more(trial):
     ],
 )
 def test_products_of_8_bits_are_as_fast_as_the_devices_units(topology, products, times):
-    """``fp8_block`` multiplies what its numbers stand for, and v6e has no units for float8."""
+    """``fp8_block`` multiplies dequantised values, and v6e has no units for float8."""
     run = llama3_8b()
     plain, rounded = (on(run, "fsdp=8", topology, matmul_precision=name)[1] for name in ("plain", products))
     work = DeviceWork.of(dataclasses.replace(run, mesh="fsdp=8"), MeshSpec.parse("fsdp=8"))

@@ -1,4 +1,4 @@
-"""The table of hardware, files that change it, and times of collectives by hand."""
+"""Hardware table, files that override it, and times of collectives by hand."""
 
 from __future__ import annotations
 

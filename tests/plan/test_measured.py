@@ -1,4 +1,4 @@
-"""A calibration from a profile makes the prediction what was seen; a profile of other devices is refused."""
+"""Calibration from a profile reproduces the measured step; a profile of other devices is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas of what waits on the host: against brute force, and against the compiler."""
+"""Formulas of host offload: against brute force, and against the compiler."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_state_on_the_host_is_not_on_the_device():
 
 
 def test_activations_on_the_host_are_what_the_formula_says():
-    """Of 4,096 tokens of a device: two streams, attention's output and sums; queries, keys, values, gate and up."""
+    """Per device 4,096 tokens: two streams, attention's output and sums; q, k, v, gate and up."""
     found = memory_estimate.predict(run(remat="offload"), MeshSpec.parse(MESH), "gpu")
     numbers = 3 * 4096 + 4096 + 2 * 1024 + 2 * 14336
     assert found.host == 32 * 4096 * (2 * numbers + 4 * 32)

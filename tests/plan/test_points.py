@@ -1,4 +1,4 @@
-"""Formulas beside what compilers said, all of it stored: memory, order of layouts, published utilisations."""
+"""Formulas against stored compiler figures: memory, order of layouts, published MFU."""
 
 from __future__ import annotations
 

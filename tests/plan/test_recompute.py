@@ -1,4 +1,4 @@
-"""The solver against every assignment, on models whose programs are sums; and on ones whose programs are not."""
+"""Remat solver against every assignment, on models whose programs are sums, and on ones whose programs are not."""
 
 from __future__ import annotations
 

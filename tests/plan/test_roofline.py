@@ -1,4 +1,4 @@
-"""The analytic roofline: FLOPs as the trainer counts them, bytes by hand, and what it says of mistakes."""
+"""Analytic roofline: FLOPs as in training, bytes by hand, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets are split as the papers split theirs, and models have the sizes that are said."""
+"""Scaling laws: budgets are split as in the papers, and models have the stated sizes."""
 
 from __future__ import annotations
 

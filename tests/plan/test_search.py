@@ -1,4 +1,4 @@
-"""The search: what it finds is legal, fits, and is the best of what is tried; the command says it."""
+"""Layout search: its layouts are legal, fit, and are the best of those tried; the command prints them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = ("--model.layers", "2", "--data.seq-len", "32", "--data.batch-size", "8"
 
 
 def cut(run, layers: int, rows: int):
-    """With fewer layers and rows."""
+    """The run with fewer layers and rows."""
     model = dataclasses.replace(run.model, layers=layers)
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, batch_size=rows))
 

@@ -124,7 +124,7 @@ class Tree:
         return self._modules.get(dotted, "").endswith(("/", "/__init__.py"))
 
     def _leads_to(self, dotted: str, depth: int = 0) -> set[str]:
-        """Files that a dotted name stands for; none for a package alone, and for what is not ours."""
+        """Files that a dotted name stands for; none for a package alone, and for modules outside the repository."""
         at, *rest = dotted.split(".")
         while at in self._modules:
             file = self._modules[at]

@@ -1,4 +1,4 @@
-"""Registering proofs and running one unit of them: a seeded trial, a listed case, or a chunk of drawn examples."""
+"""Proof harness: registers proofs and runs one unit: a seeded trial, a listed case, or a chunk of drawn examples."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Proof:
 
     @property
     def kind(self) -> str:
-        """What is counted."""
+        """Kind of the units that are counted."""
         return "cases" if self.cases is not None else "seeds" if self.strategy is None else "examples"
 
     def sampled(self, seed: int) -> list[int]:
@@ -68,13 +68,13 @@ class Proof:
         return list(range(self.sample)) if self.strategy is None else [0]
 
     def labels(self) -> list[str]:
-        """Of listed cases, as the record names them."""
+        """Labels of listed cases, as the record names them."""
         return [" / ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in self.cases or ()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What ran: trial number `index` of a seeded proof, that case of a listed one, that chunk of a drawn one."""
+    """Unit of a proof: trial number `index` of a seeded one, a case of a listed one, or a chunk of a drawn one."""
 
     case: str
     index: int

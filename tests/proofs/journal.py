@@ -1,4 +1,4 @@
-"""Finished units on disk, so that a stopped run goes on.
+"""Journal of finished units on disk, so that a stopped run of proofs resumes.
 
 A run resumes if the code is the same: the contents of jaxllm, pallas_kernels, sharding, recipes and tests, committed
 or not, and the versions of Python and the packages. Other files, such as documents, may change meanwhile.
@@ -24,7 +24,7 @@ FOLDER = environment.ROOT / ".cache" / "proofs"
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a run's results are results of."""
+    """Origin of a run's results: code, versions, seed."""
 
     commit: str
     dirty: bool
@@ -76,7 +76,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """Marks the run as stored: the next one starts afresh."""
+        """Marks the run as stored: the next one starts anew."""
         if self.path.exists():
             self.path.rename(self.path.with_suffix(".done"))
 

@@ -1,4 +1,4 @@
-"""Runs all units that a proof still lacks, in worker processes, with a live view."""
+"""Proof runner: runs all units that a proof still lacks, in worker processes, with a live view."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Case:
         return next(i for i in itertools.count() if i not in self.done and i not in taken)
 
     def record(self, origin: Origin, seed: int, covers: str) -> dict[str, Any]:
-        """What docs/proofs/<issue>.json says of it. `covers`: digest of the code, see `covered_code`."""
+        """Record of a proof for docs/proofs/<issue>.json. `covers`: digest of the code, see `covered_code`."""
         record = {
             "name": self.proof.name,
             "asked": self.proof.count,

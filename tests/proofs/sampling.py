@@ -1,4 +1,4 @@
-"""Samples of proofs in a test run: which proofs first, and the budget of time that ends it.
+"""Samples of proofs in a test run: which proofs come first, and the time budget that ends it.
 
 A run has `--sample-minutes` of each worker's time for them, however many proofs there are. It is spent in this order,
 see `order`:

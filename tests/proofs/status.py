@@ -1,4 +1,4 @@
-"""docs/proof_status.md: of each stored record, whether the code it covers is still the code that it ran.
+"""docs/proof_status.md: whether each stored record still covers the current code.
 
 A record is current if its digest of covered code is that of the working tree. Else it is stale: since the first commit
 after its own with another digest, or because it was made of code that no commit has. Stale is no failure: the claim was

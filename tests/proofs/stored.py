@@ -1,4 +1,4 @@
-"""docs/proofs/<issue>.json: the last complete run of each proof of an issue, and what makes a record insufficient.
+"""Stored records, docs/proofs/<issue>.json: the last complete run of each proof, and when a record is insufficient.
 
 Each proof has its own commit, seed and versions, so that one can run again without the others.
 """

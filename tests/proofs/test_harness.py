@@ -293,7 +293,7 @@ def test_float64_and_warnings(toy):
 
 
 def test_worker_processes(tmp_path):
-    """Two spawned workers, on a registered proof cut to a few trials."""
+    """Two spawned workers, on a registered proof shortened to a few trials."""
     proof = harness.load("first_run")["checkpoint_damage"]
     case = runner.Case(make(proof.trial, name=proof.name), [])
     case.proof = Proof(**{**vars(proof), "count": 6})

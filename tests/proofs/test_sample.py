@@ -1,4 +1,4 @@
-"""Samples of registered proofs, as many as fit into the run's budget of time. The full counts: `make proof NAME`."""
+"""Samples of registered proofs, as many as fit into the run's time budget. The full counts: `make proof NAME`."""
 
 from __future__ import annotations
 

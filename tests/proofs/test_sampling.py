@@ -1,4 +1,4 @@
-"""Samples of proofs: their order, and the budget that ends them, with trials that take no time."""
+"""Samples of proofs: their order, and the time budget that ends them, with trials that take no time."""
 
 from __future__ import annotations
 

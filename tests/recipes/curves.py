@@ -1,4 +1,4 @@
-"""The first steps of a stored curve, run again.
+"""First steps of a stored curve, run again.
 
 python -m tests.recipes.curves NAME STEPS    prints the largest difference; on one device, unless JAX is told otherwise
 """
@@ -25,7 +25,7 @@ by 0.17, with twice the warm-up by 0.28."""
 
 
 def differences(curve: Curve, steps: int, folder: Path) -> list[float]:
-    """How far the losses of the first steps are from the stored ones, nats per token."""
+    """Differences of the losses of the first steps from the stored ones, nats per token."""
     run = from_dict(RunConfig, curve.receipt["config"], "the receipt's config")
     with pytest.MonkeyPatch.context() as patch:
         runs.signal_at(patch, steps)

@@ -1,4 +1,4 @@
-"""Stored loss curves are whole, and the quickstart's begins as stored. The proof ``curves`` begins all of them."""
+"""Stored loss curves are complete, and the quickstart repeats its first steps. The proof ``curves`` repeats all."""
 
 from __future__ import annotations
 

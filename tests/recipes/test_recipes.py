@@ -1,4 +1,4 @@
-"""Recipes: their types on slices that are not here, and the figures in their docstrings."""
+"""Recipes: their sharding types on absent slices, and the figures in their docstrings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_recipes_type_check_within_a_second():
 
 @pytest.mark.parametrize("name", PODS)
 def test_tables_are_what_the_plan_says(name):
-    """To the digits that are printed; `python -m benchmarks.recipes --write` makes them anew."""
+    """To the printed digits; `python -m benchmarks.recipes --write` writes them."""
     recipe = RECIPES[name]
     lines = [found[0] for found in ROW.finditer(recipe.__doc__ or "")]
     for line, on in zip(lines, topologies(recipe), strict=True):

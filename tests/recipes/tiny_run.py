@@ -1,4 +1,4 @@
-"""A run of a few seconds, for tests that start it in a process of its own and kill it."""
+"""Run of a few seconds, for tests that start it in a process of its own and kill it."""
 
 from jaxllm.checkpoint import CheckpointConfig
 from jaxllm.data import DataConfig

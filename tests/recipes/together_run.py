@@ -1,4 +1,4 @@
-"""A run of a second for several processes: it divides over eight devices in every way.
+"""Run of a second for several processes: it divides over eight devices in every way.
 
 TOGETHER='{"rank": 2, "step": 6, "signal": "SIGKILL"}'    process 2 sends itself a signal when it has seen step 6
 TOGETHER='{..., "once": "FILE"}'                          only if FILE is not there; makes it

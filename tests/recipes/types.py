@@ -1,4 +1,4 @@
-"""Recipes traced on meshes of devices that are not here: shapes, splits, and what explicit axes allow.
+"""Recipes traced on meshes of absent devices: shapes, shardings, and the rules of explicit axes.
 
 python -m tests.recipes.types [NAME]    the loss of every recipe, with CPU seconds; of NAME, the training step too
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, over an engine that pretends: ``python -m tests.serve.alone SECONDS``.
+"""Server in a process of its own, over a stub engine: ``python -m tests.serve.alone SECONDS``.
 
 Prints its port, and ends as a signal tells it to.
 """

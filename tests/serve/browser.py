@@ -1,4 +1,4 @@
-"""A page in headless Chromium, told what to do through a pipe (the DevTools protocol), without a driver."""
+"""Headless Chromium, driven through a pipe (the DevTools protocol), without a driver."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Page:
         os.close(self._into)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """What the browser answers."""
+        """Response of the browser to a command."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -111,5 +111,5 @@ class Page:
         self.run(f"document.getElementById('text').value = {json.dumps(text)}, document.getElementById('send').click()")
 
     def picture(self) -> bytes:
-        """As PNG."""
+        """Screenshot as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

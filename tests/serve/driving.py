@@ -1,4 +1,4 @@
-"""What OpenAI's own client does with a server, feature by feature; for any model behind it."""
+"""OpenAI's own client against a server, feature by feature; for any model behind it."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def tools_that_are_required(client: openai.OpenAI) -> None:
 
 @feature
 def tools_in_parallel(client: openai.OpenAI) -> None:
-    """A model that is kept from ending calls again and again."""
+    """A model that cannot end its message calls again and again."""
     ends = client.get("/../config", cast_to=object)["backend"]["stop_ids"]  # type: ignore[index]
     bias = {str(token): -100 for token in ends}
     choice, calls = answered(

@@ -1,4 +1,4 @@
-"""Servers for tests: ours in a thread, over a tiny random model or an engine that only pretends."""
+"""Servers for tests: in a thread, over a tiny random model or a stub engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def tiny_backend() -> AsyncIterator[Backend]:
 
 
 class FixedRate:
-    """An engine that makes a token of every continuation each so many seconds, without a model.
+    """Stub engine that makes a token of every completion at a fixed interval, without a model.
 
     Args:
         seconds: between two tokens.
@@ -93,12 +93,12 @@ class FixedRate:
         self._places: asyncio.Semaphore | None = None
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Takes all."""
+        """Accepts everything."""
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Letters."""
+        """Streams letters."""
         self._places = self._places or asyncio.Semaphore(self.max_sequences)
         self.begun += 1
         self.services.append(service)
@@ -136,16 +136,16 @@ class FixedRate:
         return "length" if made == params.max_tokens else None
 
     def embed(self, ids: Sequence[int], pooling: str) -> np.ndarray:
-        """How often each digit comes, of length 1."""
+        """Frequency of each digit, normalised to length 1."""
         vector = np.bincount(np.asarray(ids) % 8, minlength=8).astype(np.float32)
         return vector / np.linalg.norm(vector)
 
     def load(self) -> EngineLoad:
-        """Pages: one a continuation."""
+        """Page usage: one page per completion."""
         return EngineLoad(self.held, self.begun - self.closed - self.held, self.held, self.max_sequences, {})
 
     def describe(self) -> dict[str, Any]:
-        """Nothing."""
+        """Describes nothing."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Load for servers: what is sent, and what the figures say."""
+"""Load benchmark for servers: its requests, and its figures."""
 
 from __future__ import annotations
 

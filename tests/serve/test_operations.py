@@ -1,4 +1,4 @@
-"""Readers that leave, wait or do not read; too many of them; and the end of a server."""
+"""Server operations: clients that disconnect, wait or do not read; overload; shutdown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text(tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_highest_priority_goes_first(monkeypatch):
-    """Of eight that wait for four places; a server of another order refuses priorities by name."""
+    """Eight requests for four places; servers with another policy refuse priorities by name."""
     engine = servers.tiny_engine()
     monkeypatch.setattr(engine.scheduler.policy_state, "policy", Priority())
     with servers.running(servers.tiny_backend) as (_, url), httpx.Client(base_url=url, timeout=60) as client:
@@ -155,7 +155,7 @@ def test_requests_that_take_too_long():
 
 
 def test_readers_that_do_not_read():
-    """What they leave unread is bounded by the sockets' buffers; then the connection is cut."""
+    """Unread data is bounded by the sockets' buffers; then the connection is cut."""
     with fake(0.0001, write_seconds=0.3) as (backend, _, url), socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""The page at `/`, as a browser shows it."""
+"""Chat page at `/`, as a browser shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not get through, and that the server goes on serving after each."""
+"""Requests that must be refused; the server goes on serving after each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> di
 
 
 def raw(client: httpx.Client, sent: bytes, *, close: bool = True) -> bytes:
-    """What comes back for bytes that no client would send."""
+    """Response to bytes that no client would send."""
     with socket.create_connection((client.base_url.host, client.base_url.port), timeout=10) as to:
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             to.sendall(sent)

@@ -1,4 +1,4 @@
-"""Calls and thoughts: what a model writes is told, forced and read by one value a format."""
+"""Tool calls and reasoning: each format describes, forces and parses the calls that a model writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAMILIES = {"qwen3": "hermes", "llama3.1": "llama3_json", "mistral": "mistral"}
 
 
 def read(way: ParserOptions, text: str, rng: random.Random | None = None) -> dict[str, Any]:
-    """The message of a text that comes in pieces."""
+    """Message of a completion that comes in chunks."""
     reading, deltas = OutputParser(way), []
     while text:
         many = len(text) if rng is None else rng.randint(1, 6)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of steps against sums over the weights, and what of them Prometheus is told."""
+"""FLOPs and bytes of steps against sums over the weights, and their Prometheus metrics."""
 
 from __future__ import annotations
 

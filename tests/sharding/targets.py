@@ -19,7 +19,7 @@ from sharding.topology import Topology
 
 
 def compile_all(topology: Topology, names: list[str]) -> dict[str, list[Any]]:
-    """A matrix product, split over all devices and gathered, compiled for each topology of one platform."""
+    """A matmul, sharded over all devices and all-gathered, compiled for each topology of one platform."""
     found = {}
     for name in names:
         one = Topology.parse(name)
@@ -44,14 +44,14 @@ def too_large(topology: Topology) -> None:
 
 
 def without_compilers(topology: Topology) -> int:
-    """As on a machine where no extra is installed."""
+    """Simulates a machine where no extra is installed."""
     for module in ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
         sys.modules[module] = None  # type: ignore[assignment]
     return len(topology.devices())
 
 
 def echo(topology: Topology, **kwargs: Any) -> dict[str, Any]:
-    """What it was given, with some noise."""
+    """Returns its argument, with some noise on the output streams."""
     print("noise on stdout")
     print("noise on stderr", file=sys.stderr)
     os.write(1, b"noise from below\n")

@@ -1,4 +1,4 @@
-"""Products around a ring against gathers, products and scatters, with gradients, in float64."""
+"""Collective matmuls around a ring against all-gathers, matmuls and reduce-scatters, with gradients, in float64."""
 
 from __future__ import annotations
 

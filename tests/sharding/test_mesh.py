@@ -1,4 +1,4 @@
-"""Meshes by name: reading, resolving, building, and what is refused."""
+"""Mesh specs: parsing, resolving, building, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that say where their result lives."""
+"""Operations that name the sharding of their result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sharding table: logical axes to mesh axes, and what does not fit."""
+"""Sharding rules: logical axes to mesh axes, and errors for what does not fit."""
 
 from __future__ import annotations
 

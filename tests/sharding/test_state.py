@@ -1,4 +1,4 @@
-"""From declared parameters to where they live."""
+"""Shardings of a state, from its declared parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_error_names_the_leaf_by_its_path():
 
 
 def test_derived_shardings_are_those_jit_produces():
-    """An optimizer's state lives where its parameters live, without running it first."""
+    """Optimizer state is sharded like its parameters, without running the initialisation first."""
     on = mesh("fsdp=2,tensor=2")
     abstract = abstract_params(SHAPES, AXES, on, DEFAULT)
     init = optax.adam(1e-3).init

@@ -1,4 +1,4 @@
-"""tokenizer.json of every form the model families use: ids and text equal to transformers' opening the same file."""
+"""tokenizer.json of every family: ids and text equal to those of transformers for the same file."""
 
 import functools
 import json
@@ -42,7 +42,7 @@ def pieces(kind, name):
 
 
 def sentencepiece_bpe(name, specials):
-    """As transformers' converters write it: merges also of special and byte pieces."""
+    """Tokenizer as transformers' converters write it: with merges of special and byte pieces."""
     scored = pieces("bpe", name)
     vocab = {piece: n for n, (piece, _) in enumerate(scored)}
     merges = merges_of({piece: -score for piece, score in scored}, vocab)

@@ -148,7 +148,7 @@ def test_a_model_cut_short_is_an_error(tmp_path):
 
 
 def metadata(data, **more):
-    """What a GGUF file made from the model says; user-defined pieces have real spaces there."""
+    """Metadata of a GGUF file made from the model; user-defined pieces have real spaces there."""
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(data)
     pieces = proto.pieces

@@ -1,4 +1,4 @@
-"""Chat templates: text equal to transformers', where they are found, and what they may not do."""
+"""Chat templates: text equal to transformers', where they are found, and their limits."""
 
 import json
 import threading

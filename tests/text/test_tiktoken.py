@@ -1,4 +1,4 @@
-"""tiktoken files: ids equal to the tiktoken package's for each way to split, and refusal of what is not known."""
+"""tiktoken files: ids equal to the tiktoken package's for each way to split, and refusal of unknown files."""
 
 import base64
 import functools

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips over all of Unicode, streaming, specials, saving, and what is refused."""
+"""Tokenizers: round trips over all of Unicode, streaming, special tokens, saving, and refusals."""
 
 import json
 

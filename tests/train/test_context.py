@@ -1,4 +1,4 @@
-"""The sequence split over devices: the loss and gradients of one device, for every layout and product of axes."""
+"""Context parallelism: the loss and gradients of one device, for every layout and product of axes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.models.jaxprs import equations
 
 
 def test_by_hand():
-    """One block of every kind of product: D 8, 4 query and 2 kv heads of 6, F 10, V 20, attending to 7 tokens."""
+    """One block with every kind of matmul: D 8, 4 query and 2 kv heads of 6, F 10, V 20, attending to 7 tokens."""
     config = DecoderConfig(
         vocab_size=20, embed_dim=8, layers=1, pattern=(BlockConfig(AttentionConfig(4, 2, 6), MlpConfig(10)),)
     )
@@ -40,7 +40,7 @@ def test_by_hand():
 
 
 def test_six_flops_per_parameter_and_token_for_large_models():
-    """The rule of thumb, for the products with weights."""
+    """The rule of thumb, for matmuls with weights."""
     config = tiny.decoder(
         embed_dim=256, heads=4, kv_heads=4, head_dim=64, mlp=1024, layers=8, vocab_size=512, dtype="float32"
     )
@@ -55,7 +55,7 @@ def test_tokens_attended_to(seq_len, window):
 
 
 def test_windows_and_ungated_layers_cost_less():
-    """A layer without a window, one with: 12 of 13 tokens' worth of scores and values; one product in three less."""
+    """A layer without a window, one with: 12 of 13 tokens' scores and values; one matmul in three less."""
     full = BlockConfig(AttentionConfig(4, 2, 6), MlpConfig(10))
     local = BlockConfig(AttentionConfig(4, 2, 6, window=2), MlpConfig(10, gated=False))
     one, two = (DecoderConfig(vocab_size=20, embed_dim=8, layers=1, pattern=(block,)) for block in (full, local))
@@ -85,7 +85,7 @@ def test_xla_counts_the_same():
 
 
 def test_what_is_done_again_by_hand():
-    """Of the block of ``test_by_hand``: all products but the last of the MLP, and not the head's."""
+    """The block of ``test_by_hand``: all matmuls but the last of the MLP, and not the head's."""
     config = DecoderConfig(
         vocab_size=20, embed_dim=8, layers=2, pattern=(BlockConfig(AttentionConfig(4, 2, 6), MlpConfig(10)),)
     )
@@ -97,7 +97,7 @@ def test_what_is_done_again_by_hand():
 
 
 def test_a_gradient_does_again_what_is_counted():
-    """Matrix products in the gradient of a scanned layer, with the whole block recomputed, less those with nothing."""
+    """Matmuls in the gradient of a scanned layer, with full recomputation, less those without any."""
     embed, mlp, rows, seq_len = 64, 160, 3, 2
     config = tiny.decoder(
         dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=4, vocab_size=32, unroll=1
@@ -119,7 +119,7 @@ def test_a_gradient_does_again_what_is_counted():
         return flops
 
     def ours(remat: str) -> float:
-        """Of a layer and token; what is computed has no use for attention's mask."""
+        """FLOPs of a layer and token, without the savings of attention's mask."""
         again = dataclasses.replace(config, remat=remat)
         added = hardware_flops_per_token(again, seq_len) - train_flops_per_token(again, seq_len)
         attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None) * (2 if remat == "sqrt" else 1)  # of both products

@@ -1,4 +1,4 @@
-"""State in the host's memory: the same numbers, before and after a restart; and what cannot wait there."""
+"""Host offload of the state: the same numbers, before and after a restart; and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_is_the_same(tmp_path, kind, host):
 
 
 def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
-    """Where the state is, is no part of the run: it begins on the device, goes on on the host, and ends alike."""
+    """The place of the state is not part of the run: it begins on the device and resumes on the host."""
     whole = train(run_config(tmp_path, out=tmp_path / "whole"))
     stopped = stopped_at(tmp_path, 6)
     done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True)))
@@ -76,7 +76,7 @@ def test_what_cannot_wait_on_the_host_is_refused(tmp_path, fields, said):
 
 @pytest.mark.parametrize("remat", ["offload", "compact:0.5", "none=1,offload:0.5=2"])
 def test_products_in_a_ring_are_not_kept_so(tmp_path, remat):
-    """They would be accepted and ignored: a ring's products do not go through what keeps them."""
+    """A ring's matmuls do not go through what saves them, so the setting is refused."""
     run = config(tmp_path)
     with pytest.raises(ValueError, match="is not supported with ring collective matmuls"):
         dataclasses.replace(

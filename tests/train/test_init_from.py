@@ -1,4 +1,4 @@
-"""Training goes on from a model of another library, and what comes of it is a model of that library."""
+"""Training from a published model, and exporting the result to its format."""
 
 from __future__ import annotations
 

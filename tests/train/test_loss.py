@@ -1,4 +1,4 @@
-"""The loss against a plain log-softmax in numpy; what counts, how it accumulates, what it holds in memory."""
+"""Loss against a plain log-softmax in numpy: which targets count, accumulation, memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sums_equal_a_plain_log_softmax(packed, float64):
 
 
 def test_tokens_without_a_target_have_no_influence_on_their_loss(float64):
-    """What stands where targets are -1 at the end of a row is never read."""
+    """Tokens at the end of a row whose targets are -1 are never read."""
     params, batch = quick.params(CONFIG), tiny.batch(3, 2, 6, 13, packed=False)
     targets = batch.targets.copy()
     targets[:, 3:] = -1

@@ -1,4 +1,4 @@
-"""Ways to split a run over devices: the loss and gradients of one device, and what each way sends."""
+"""Parallel plans: the loss and gradients of one device, and what each plan communicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precisions: what they take by formula, and steps that are skipped."""
+"""Precisions: their bytes by formula, and skipped steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _given(run: RunConfig, params: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "fp8_delayed", "fp8_block"])
 def test_flops_are_those_of_the_program(name):
-    """Every product of the traced step, by what its factors are in. Attention is traced as whole blocks of scores."""
+    """Every matmul of the traced step, by its operand dtypes. Attention is traced as whole blocks of scores."""
     run = with_precision(RUN, name)
     program = jax.make_jaxpr(value_and_grad(functional(run.model)))(*_given(run, functional(run.model).abstract()))
     found: Counter[str] = Counter()
@@ -127,7 +127,7 @@ def test_delayed_scaling_remembers_every_product_of_every_layer_whatever_accumul
     model = functional(dataclasses.replace(run.model, dtype="float32"))
     params, kept = jax.tree.map(jnp.asarray, quick.params(run.model, scale=0.1)), init_numerics(run.model)
     seen = [quick.jit(value_and_grad(model, accumulate=n))(params, batch(4), kept)[2]["0"]["0"] for n in (1, 2)]
-    layers, products = RUN.model.layers, RUN.model.pattern[0].weight_matmuls
+    layers, products = RUN.model.layers, 7  # q, k, v, o, gate, up, down
     assert seen[0].shape[:3] == (layers, products, 3)
     assert np.all(np.asarray(seen[0][..., 0]) > 0)
     np.testing.assert_allclose(seen[0][:, :, 1, 0], seen[1][:, :, 1, 0], rtol=1e-6)  # of weights: the same

@@ -1,4 +1,4 @@
-"""Receipts: a run that is run again gives equal bits, and a receipt that was touched does not pass."""
+"""Receipts: a repeated run gives equal bits, and a modified receipt is refused."""
 
 from __future__ import annotations
 

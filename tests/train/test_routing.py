@@ -1,4 +1,4 @@
-"""What training does to keep experts in use: the losses by their formulas, biases moved by load, figures in the log."""
+"""Load balancing of experts in training: loss formulas, biases moved by load, figures in the log."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_losses_are_their_formulas(rng: np.random.Generator, float64: None) -> N
 
 
 def test_the_losses_reach_the_routers_and_accumulate(float64: None) -> None:
-    """Of one micro-batch, and as the sum over several; the z-loss is the same however many."""
+    """For one micro-batch, and as the sum over several; the z-loss does not depend on their number."""
     config = mixture()
     params = quick.params(config)
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 4, 6, 16, packed=False))

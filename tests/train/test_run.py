@@ -1,4 +1,4 @@
-"""A run from its start to its directory: what it writes, how it stops, how it goes on."""
+"""Training run from start to directory: its files, its stops, its resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.train.runs import STEPS, losses, run_config, stopped_at
 
 
 def hashes(directory: Path, step: int = STEPS) -> dict[str, str]:
-    """Of every leaf of a checkpoint."""
+    """Hashes of every leaf of a checkpoint."""
     with Checkpointer(directory / "checkpoints", read_only=True) as checkpointer:
         return {path: leaf.hash for path, leaf in checkpointer.manifest(step).leaves.items()}
 
@@ -285,7 +285,7 @@ def test_no_good_checkpoint_is_an_error_and_not_a_new_run(copied, finished, tmp_
 
 
 def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
-    """What a kill leaves: rows of steps that no checkpoint has seen, the last one cut short."""
+    """A kill leaves rows of steps after the last checkpoint, the last row truncated."""
     directory = RunDirectory(tmp_path)
     rows = [{"step": step, "nll": 1.0} for step in range(1, 10)]
     directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 10, "loss": 4.2, "nl')
@@ -300,7 +300,7 @@ def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
 
 
 def test_a_loss_that_is_nan_stops_with_its_step_and_keeps_the_good_checkpoint(stopped, finished, tmp_path):
-    """The learning rate is sane for seven steps and then is not."""
+    """The learning rate is normal for seven steps and then is not."""
     with pytest.MonkeyPatch.context() as explode:
         wild = lambda config, model: run_build_optimizer(dataclasses.replace(config, optim=huge(config.optim)), model)  # noqa: E731
         explode.setattr(run, "build_optimizer", wild)

@@ -1,4 +1,4 @@
-"""A run's checkpoints in an object store, state of others saved along, snapshots in memory after a crash."""
+"""Checkpoints of a run in an object store, state providers, snapshots in memory after a crash."""
 
 from __future__ import annotations
 

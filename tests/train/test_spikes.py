@@ -1,4 +1,4 @@
-"""Spikes: what is one, what is done about it, and that a run that goes on makes the same of it."""
+"""Loss spikes: detection, actions, and that a resumed run acts the same."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_rolling_back_is_the_run_whose_data_lacks_the_batches(rolled_back, folde
 
 
 def test_the_checkpoint_gone_back_to_is_of_no_account(rolled_back, folder):
-    """None of step 6, but one of step 4: the steps between are done again as they were."""
+    """No checkpoint of step 6, but one of step 4: the steps between are repeated exactly."""
     with batches() as made:
         other = run(folder, BACK, "other", **{"every": 4})
     assert leaves(other, 12) == leaves(rolled_back, 12)
@@ -239,7 +239,7 @@ def test_the_rate_is_lower_from_the_spike_on(lowered):
 
 
 def test_updates_are_those_of_the_lower_rate(lowered):
-    """AdamW without decay: the update is the rate times a direction, and that is made of gradients alone."""
+    """AdamW without decay: the update is the rate times a direction that depends on gradients alone."""
     rows = read_record(lowered).steps
     assert rows[BAD]["update_norm"] < 0.5 * rows[BAD - 1]["update_norm"]
 

@@ -1,4 +1,4 @@
-"""The step: what it reports, that it happens in place, that it compiles once."""
+"""Training step: its metrics, in-place updates, a single compilation."""
 
 from __future__ import annotations
 

@@ -22,9 +22,6 @@ from jaxllm.models import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    MLAConfig,
-    MlpConfig,
-    MoeConfig,
     RopeConfig,
     YarnScaling,
 )
@@ -53,7 +50,7 @@ def config_json(
     """
     length = _length(config, length)
     ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have different defaults for these
-    latent = any(isinstance(block.attention, MLAConfig) for block in config.blocks)
+    latent = any(block.attention.kv_spec.latent for block in config.blocks)
     apart: dict[str, list[Difference]] = {}
     for family, fields_of in CANDIDATES.items():
         if (family in MLA_FAMILIES) != latent or (fields := fields_of(config, length)) is None:
@@ -76,9 +73,9 @@ def config_json(
     )
 
 
-def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[Difference]:
+def _differences(own: DecoderConfig, exported: DecoderConfig) -> list[Difference]:
     """Architecture fields that differ, layer by layer; equal layers are listed once."""
-    found = differences(_plain(ours), _plain(theirs))
+    found = differences(_plain(own), _plain(exported))
     once: dict[tuple[str, str, str], Difference] = {}
     for one in found:
         words = one.path.split(".")
@@ -232,7 +229,7 @@ def _phi3(config: DecoderConfig, length: int) -> Fields | None:
 
 def _moe(config: DecoderConfig, fields: Fields, width: str = "intermediate_size") -> Fields | None:
     """Fields that mixture-of-experts families share, beside the Llama line's; ``width`` is that of an expert."""
-    moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
+    moe = next(iter(config.mixtures.values()), None)
     if moe is None:
         return None
     fields = _without(fields, "mlp_bias") | {"num_experts_per_tok": moe.top_k, width: moe.hidden}
@@ -246,7 +243,7 @@ def _mixtral(config: DecoderConfig, length: int) -> Fields | None:
 
 def _qwen3_moe(config: DecoderConfig, length: int) -> Fields | None:
     window = config.blocks[0].attention.window
-    dense = [layer for layer, block in enumerate(config.blocks) if isinstance(block.mlp, MlpConfig)]
+    dense = [layer for layer in range(config.layers) if layer not in config.mixtures]
     fields = _llama(config, length) | {"use_sliding_window": window is not None, "sliding_window": window}
     if dense:
         fields["intermediate_size"] = config.blocks[dense[0]].mlp.hidden
@@ -276,10 +273,10 @@ def _gpt2(config: DecoderConfig, length: int) -> Fields:
 def _deepseek(config: DecoderConfig, length: int) -> Fields | None:
     """Fields that DeepSeek-V2 and V3 share."""
     attention = config.blocks[0].attention
-    moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
-    if not isinstance(attention, MLAConfig) or moe is None or moe.shared % moe.hidden:
+    moe = next(iter(config.mixtures.values()), None)
+    if not attention.kv_spec.latent or moe is None or moe.shared % moe.hidden:
         return None
-    dense = [block.mlp for block in config.blocks if isinstance(block.mlp, MlpConfig)]
+    dense = [block.mlp for block in config.blocks if block.mlp.mixture is None]
     rope, scaling = _rope(attention.rope), attention.rope.scaling
     growth = math.sqrt(attention.attention_params.scale * math.sqrt(attention.nope_dim + attention.rope_dim))
     if isinstance(scaling, YarnScaling) and scaling.factor > 1:
@@ -331,10 +328,10 @@ def _deepseek_v3(config: DecoderConfig, length: int) -> Fields | None:
 def _glm4_moe(config: DecoderConfig, length: int) -> Fields | None:
     attention: Any = config.blocks[0].attention
     fields = _moe(config, _llama(config, length), "moe_intermediate_size")
-    moe = next((block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig)), None)
+    moe = next(iter(config.mixtures.values()), None)
     if fields is None or moe is None or moe.shared % moe.hidden or attention.rope is None:
         return None
-    dense = [block.mlp for block in config.blocks if isinstance(block.mlp, MlpConfig)]
+    dense = [block.mlp for block in config.blocks if block.mlp.mixture is None]
     return _without(fields, "num_experts") | {
         "attention_bias": attention.bias == "qkv",
         "first_k_dense_replace": len(dense),
@@ -353,7 +350,7 @@ def _gpt_oss(config: DecoderConfig, length: int) -> Fields | None:
     fields = _moe(config, _llama(config, length) | {"hidden_act": "silu"})
     if fields is None:
         return None
-    moe = next(block.mlp for block in config.blocks if isinstance(block.mlp, MoeConfig))
+    moe = next(iter(config.mixtures.values()))
     named = {"num_local_experts": moe.experts, "swiglu_limit": moe.clamp}
     return _without(fields, "num_experts", "norm_topk_prob") | _layer_types(config) | named
 

@@ -142,17 +142,17 @@ def hf_tensors(model: Gguf, config: Mapping[str, Any]) -> dict[str, GgufTensor |
         if NOT_WEIGHTS.fullmatch(name):
             continue
         stem, _, ending = name.rpartition(".")
-        theirs = WHOLE.get(stem)
+        hf_name = WHOLE.get(stem)
         part = stem
         if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
             layer, part = found.groups()
-            theirs = arch.block.get(part) and f"model.layers.{layer}.{arch.block[part]}"
+            hf_name = arch.block.get(part) and f"model.layers.{layer}.{arch.block[part]}"
         changed: GgufTensor | TransformedTensor = tensor
         if arch.permuted and part in ("attn_q", "attn_k"):
             changed = TransformedTensor(tensor, unpermuted, config["head_dim"])
         elif arch.shifted and part.endswith("norm"):
             changed = TransformedTensor(tensor, minus_one)
-        tensors[f"{theirs}.{ending}" if theirs else name] = changed
+        tensors[f"{hf_name}.{ending}" if hf_name else name] = changed
     return tensors
 
 

@@ -18,14 +18,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVSpec, LayerIndex
+from jaxllm.models.attention_context import AttentionContext, AttentionParams, LayerIndex
+from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, unusual
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
-from jaxllm.models.params import constant, normal, use
+from jaxllm.models.linear import linear, project_many
+from jaxllm.models.params import constant, use
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(AttentionLayer):
     """Grouped-query attention.
 
     Attributes:
@@ -80,18 +82,47 @@ class AttentionConfig:
         return AttentionParams(scale, self.window, self.softcap)
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """Shape of a token's KV cache entry."""
-        return KVSpec(self.kv_heads, self.head_dim, self.head_dim)
-
-    def projection_params(self, embed_dim: int) -> int:
-        """Number of parameters of the q, k, v and output projections, without biases."""
-        return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
+    def key_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Elements of a query and of a key per head."""
+        return self.head_dim
 
     @property
-    def attention_macs(self) -> int:
-        """Multiply-adds per pair of query and attended token, of all heads, for scores and values."""
-        return 2 * self.heads * self.head_dim
+    def value_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Elements of a value per head."""
+        return self.head_dim
+
+    def build(
+        self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype
+    ) -> nnx.Module:
+        """Module of the layer."""
+        return Attention(self, embed_dim, norm=norm, norm_eps=norm_eps, out_scale=out_scale, dtype=dtype)
+
+    def weight_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token with the weights of the q, k, v and output projections."""
+        return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
+
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the q, k, v and output projections."""
+        return (embed_dim, 3), (self.heads * self.head_dim, 1)
+
+    def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        features = {
+            "fewer kv heads than shards of heads": self.kv_heads % kv_shards > 0,
+            "norms of all heads together, split": tensor > 1 and self.qk_norm == "all",
+            "biases of split layers": tensor > 1 and self.bias != "none",
+        }
+        return [name for name, is_so in features.items() if is_so]
+
+    def describe(self) -> str:
+        """One line for people."""
+        rope = unusual(self.rope) if self.rope else ""
+        parts = (
+            f"{self.heads} heads, {self.kv_heads} of keys and values, of {self.head_dim}",
+            unusual(self, "heads", "kv_heads", "head_dim", "rope"),
+            "no rotation" if self.rope is None else f"rotary: {rope}" if rope else "",
+        )
+        return "; ".join(part for part in parts if part)
 
 
 class Attention(nnx.Module):
@@ -109,10 +140,10 @@ class Attention(nnx.Module):
     ):
         d, n, k, h = embed_dim, config.heads, config.kv_heads, config.head_dim
         self.config = config
-        self.q = normal((d, n, h), ("embed", "heads", "head_dim"), dtype, fan_in=d)
-        self.k = normal((d, k, h), ("embed", "kv_heads", "head_dim"), dtype, fan_in=d)
-        self.v = normal((d, k, h), ("embed", "kv_heads", "head_dim"), dtype, fan_in=d)
-        self.o = normal((n, h, d), ("heads", "head_dim", "embed"), dtype, fan_in=n * h, scale=out_scale)
+        self.q = linear("q_proj", (d, n, h), ("embed", "heads", "head_dim"), dtype)
+        self.k = linear("k_proj", (d, k, h), ("embed", "kv_heads", "head_dim"), dtype)
+        self.v = linear("v_proj", (d, k, h), ("embed", "kv_heads", "head_dim"), dtype)
+        self.o = linear("o_proj", (n, h, d), ("heads", "head_dim", "embed"), dtype, contract=2, scale=out_scale)
         if config.qk_norm == "head":
             self.q_norm = Norm(norm, (h,), norm_eps, dtype, ("head_dim",))
             self.k_norm = Norm(norm, (h,), norm_eps, dtype, ("head_dim",))
@@ -120,13 +151,13 @@ class Attention(nnx.Module):
             self.q_norm = Norm(norm, (n, h), norm_eps, dtype, ("heads", "head_dim"))
             self.k_norm = Norm(norm, (k, h), norm_eps, dtype, ("kv_heads", "head_dim"))
         if config.bias != "none":
-            self.q_bias = constant(0.0, (n, h), ("heads", "head_dim"), dtype)
-            self.k_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype)
-            self.v_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype)
+            self.q_bias = constant(0.0, (n, h), ("heads", "head_dim"), dtype, role="bias")
+            self.k_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype, role="bias")
+            self.v_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype, role="bias")
         if config.bias == "all":
-            self.o_bias = constant(0.0, (d,), ("embed",), dtype)
+            self.o_bias = constant(0.0, (d,), ("embed",), dtype, role="bias")
         if config.sinks:
-            self.sinks = constant(0.0, (n,), ("heads",), dtype)
+            self.sinks = constant(0.0, (n,), ("heads",), dtype, role="bias")
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -148,23 +179,17 @@ class Attention(nnx.Module):
         sinks = use(self.sinks, x.dtype) if config.sinks else None
         with jax.named_scope("kernel"):
             out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
-        with jax.named_scope("o_proj"):
-            out = sharding.constrain(out, "batch", "seq", "act_heads", None)
-            out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
-            return (out + use(self.o_bias, x.dtype) if config.bias == "all" else out), ctx
+        out = sharding.constrain(out, "batch", "seq", "act_heads", None)
+        return self.o(out, ("batch", "residual_seq", "act_embed"), self.o_bias if config.bias == "all" else None), ctx
 
     def _projections(self, x: Float[Array, "B S D"]) -> list[Float[Array, "B S _ H"]]:
         """Queries, keys and values, each with the whole sequence; heads are split over devices (tensor parallelism)."""
-        q, k, v = (use(weight, x.dtype) for weight in (self.q, self.k, self.v))
+        config = self.config
         heads, kv_heads = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
+        shape = (*x.shape[:2], config.kv_heads, config.head_dim)
         # kv heads that are fewer than the tensor shards are replicated, in the weight as in its result.
-        if sharding.spec(*kv_heads, shape=(*x.shape[:2], *k.shape[1:]), what="act_kv_heads")[2] is None:
-            kv_heads = ("batch", "seq", None, None)
+        if sharding.spec(*kv_heads, shape=shape, what="act_kv_heads")[2] is None:
             whole = sharding.constrain(x, "batch", "seq", "act_embed")
-            few = []
-            for name, w in (("k_proj", k), ("v_proj", v)):
-                with jax.named_scope(name):
-                    few.append(sharding.project(whole, w, kv_heads))
-            return [*sharding.project_many(x, [q], [heads], over="act_heads", scopes=("q_proj",)), *few]
-        scopes = ("q_proj", "k_proj", "v_proj")
-        return sharding.project_many(x, [q, k, v], [heads, kv_heads, kv_heads], over="act_heads", scopes=scopes)
+            few = [one(whole, ("batch", "seq", None, None)) for one in (self.k, self.v)]
+            return [*project_many(x, [self.q], [heads], over="act_heads"), *few]
+        return project_many(x, [self.q, self.k, self.v], [heads, kv_heads, kv_heads], over="act_heads")

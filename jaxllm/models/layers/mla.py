@@ -22,16 +22,18 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVCacheContext, KVSpec, LayerIndex
+from jaxllm.models.layers.layer import AttentionLayer, MatmulInput
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
-from jaxllm.models.params import constant, normal, use
+from jaxllm.models.linear import Weight, dense, linear, project
+from jaxllm.models.params import constant
 
 HEADS = ("batch", "seq", "act_heads", None)
 LATENT = ("batch", "seq", None)
 
 
 @dataclass(frozen=True)
-class MLAConfig:
+class MLAConfig(AttentionLayer):
     """Multi-head latent attention.
 
     Attributes:
@@ -69,9 +71,25 @@ class MLAConfig:
         self.rope.dims(self.rope_dim)
 
     @property
-    def window(self) -> None:
+    def window(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Sliding window: none, every token sees all before it."""
         return None
+
+    @property
+    def kv_heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Heads of keys and values in the expanded form."""
+        return self.heads
+
+    @property
+    def key_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Elements of a query and of a key per head in the expanded form."""
+        return self.nope_dim + self.rope_dim
+
+    def build(
+        self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype
+    ) -> nnx.Module:
+        """Module of the layer."""
+        return MultiHeadLatentAttention(self, embed_dim, norm=norm, norm_eps=norm_eps, out_scale=out_scale, dtype=dtype)
 
     @property
     def attention_params(self) -> AttentionParams:
@@ -83,8 +101,8 @@ class MLAConfig:
         """Shape of a token's KV cache entry: the latent and the shared rotated key."""
         return KVSpec(1, self.latent + self.rope_dim, self.latent, latent=True)
 
-    def projection_params(self, embed_dim: int) -> int:
-        """Number of parameters of all projections, without biases."""
+    def weight_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token with the weights of all projections, in the expanded form."""
         q, kv = self.heads * (self.nope_dim + self.rope_dim), self.heads * (self.nope_dim + self.value_dim)
         queries = embed_dim * q if self.q_latent is None else self.q_latent * (embed_dim + q)
         return (
@@ -93,6 +111,21 @@ class MLAConfig:
             + self.latent * kv
             + self.heads * self.value_dim * embed_dim
         )
+
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the projections, in the expanded form."""
+        queries = () if self.q_latent is None else ((self.q_latent, 1),)
+        return (embed_dim, 2), *queries, (self.latent, 1), (self.heads * self.value_dim, 1)
+
+    def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        return ["latent attention"]
+
+    def describe(self) -> str:
+        """One line for people."""
+        queries = "" if self.q_latent is None else f", queries of {self.q_latent}"
+        heads = f"{self.heads} heads of {self.nope_dim} + {self.rope_dim} rotated, values of {self.value_dim}"
+        return f"{heads}; keys and values of a latent of {self.latent}{queries}"
 
     def prefers_expanded(self, tokens: int) -> bool:
         """Whether T tokens that attend to each other take fewer multiply-adds expanded than absorbed.
@@ -106,11 +139,6 @@ class MLAConfig:
         expanded = projected + tokens**2 * self.attention_macs
         absorbed = projected + tokens**2 * self.heads * (2 * self.latent + self.rope_dim)
         return tokens > 1 and expanded < absorbed
-
-    @property
-    def attention_macs(self) -> int:
-        """Multiply-adds per pair of query and attended token, of all heads, for scores and values, expanded."""
-        return self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -130,22 +158,22 @@ class MultiHeadLatentAttention(nnx.Module):
         keys = config.nope_dim + config.rope_dim
         self.config = config
         if q is None:
-            self.q = normal((d, n, keys), ("embed", "heads", "head_dim"), dtype, fan_in=d)
+            self.q = linear("q_proj", (d, n, keys), ("embed", "heads", "head_dim"), dtype)
         else:
-            self.q_down = normal((d, q), ("embed", None), dtype, fan_in=d)
+            self.q_down = linear("q_down_proj", (d, q), ("embed", None), dtype)
             self.q_norm = Norm(norm, (q,), config.norm_eps, dtype, ("latent",))
-            self.q_up = normal((q, n, keys), ("latent", "heads", "head_dim"), dtype, fan_in=q)
-        self.kv_down = normal((d, c + config.rope_dim), ("embed", None), dtype, fan_in=d)
+            self.q_up = linear("q_up_proj", (q, n, keys), ("latent", "heads", "head_dim"), dtype)
+        self.kv_down = linear("kv_down_proj", (d, c + config.rope_dim), ("embed", None), dtype)
         self.kv_norm = Norm(norm, (c,), config.norm_eps, dtype, ("latent",))
         both = config.nope_dim + config.value_dim
-        self.kv_up = normal((c, n, both), ("latent", "heads", "head_dim"), dtype, fan_in=c)
+        self.kv_up = linear("kv_up_proj", (c, n, both), ("latent", "heads", "head_dim"), dtype)
         out = ("heads", "head_dim", "embed")
-        self.o = normal((n, config.value_dim, d), out, dtype, fan_in=n * config.value_dim, scale=out_scale)
+        self.o = linear("o_proj", (n, config.value_dim, d), out, dtype, contract=2, scale=out_scale)
         if config.bias:
             if q is not None:
-                self.q_bias = constant(0.0, (q,), (None,), dtype)
-            self.kv_bias = constant(0.0, (c + config.rope_dim,), (None,), dtype)
-            self.o_bias = constant(0.0, (d,), ("embed",), dtype)
+                self.q_bias = constant(0.0, (q,), (None,), dtype, role="bias")
+            self.kv_bias = constant(0.0, (c + config.rope_dim,), (None,), dtype, role="bias")
+            self.o_bias = constant(0.0, (d,), ("embed",), dtype, role="bias")
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -153,32 +181,26 @@ class MultiHeadLatentAttention(nnx.Module):
         """Output of the layer and the updated attention context."""
         config = self.config
         x = sharding.constrain(x, "batch", "seq", "act_embed")
-        with jax.named_scope("q_proj"):
-            queries = self._queries(x)
-        with jax.named_scope("kv_down_proj"):
-            latent, key = self._latent(x)
+        queries = self._queries(x)
+        latent, key = self._latent(x)
         with jax.named_scope("rope"):
             cos, sin = rotation(config.rope, positions, config.rope_dim, x.dtype)
             plain, turned = queries[..., : config.nope_dim], queries[..., config.nope_dim :]
             turned, key = (rotate(y, cos, sin, interleaved=config.rope.interleaved) for y in (turned, key))
-        up = use(self.kv_up, x.dtype)
+        up = self.kv_up.gathered(x.dtype)
         out, ctx = self._attend(plain, turned, latent, key, up, positions, layer, ctx)
-        with jax.named_scope("o_proj"):
-            out = sharding.project(out, use(self.o, x.dtype), ("batch", "residual_seq", "act_embed"), contract=2)
-            return (out + use(self.o_bias, x.dtype) if config.bias else out), ctx
+        return self.o(out, ("batch", "residual_seq", "act_embed"), self.o_bias if config.bias else None), ctx
 
     def _queries(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N HR"]:
         """Queries of all heads, not rotated yet."""
         if self.config.q_latent is None:
-            return sharding.project(x, use(self.q, x.dtype), HEADS)
-        down = sharding.project(x, use(self.q_down, x.dtype), LATENT)
-        down = down + use(self.q_bias, x.dtype) if self.config.bias else down
-        return sharding.project(self.q_norm(down), use(self.q_up, x.dtype), HEADS)
+            return self.q(x, HEADS)
+        down = self.q_down(x, LATENT, self.q_bias if self.config.bias else None)
+        return self.q_up(self.q_norm(down), HEADS)
 
     def _latent(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S C"], Float[Array, "B S 1 R"]]:
         """Latent of keys and values, and the key that all heads share, not rotated yet."""
-        down = sharding.project(x, use(self.kv_down, x.dtype), LATENT)
-        down = down + use(self.kv_bias, x.dtype) if self.config.bias else down
+        down = self.kv_down(x, LATENT, self.kv_bias if self.config.bias else None)
         return self.kv_norm(down[..., : self.config.latent]), down[..., None, self.config.latent :]
 
     def _attend(
@@ -187,7 +209,7 @@ class MultiHeadLatentAttention(nnx.Module):
         turned: Float[Array, "B S N R"],
         latent: Float[Array, "B S C"],
         key: Float[Array, "B S 1 R"],
-        up: Float[Array, "C N HV"],
+        up: Array | Weight,
         positions: Int[Array, "B S"],
         layer: LayerIndex,
         ctx: AttentionContext,
@@ -217,14 +239,14 @@ class MultiHeadLatentAttention(nnx.Module):
         turned: Float[Array, "B S N R"],
         latent: Float[Array, "B S C"],
         key: Float[Array, "B S 1 R"],
-        up: Float[Array, "C N HV"],
+        up: Array | Weight,
         positions: Int[Array, "B S"],
         layer: LayerIndex,
         ctx: AttentionContext,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
         """Multi-head attention over keys and values that are projected up from the latent."""
         with jax.named_scope("kv_up_proj"):
-            both = sharding.project(latent, up, HEADS)
+            both = project(latent, up, HEADS)
         keys, values = both[..., : self.config.nope_dim], both[..., self.config.nope_dim :]
         shared = sharding.constrain(jnp.broadcast_to(key, (*keys.shape[:3], key.shape[-1])), *HEADS)
         q, k = jnp.concatenate([plain, turned], axis=-1), jnp.concatenate([keys, shared], axis=-1)
@@ -238,14 +260,15 @@ class MultiHeadLatentAttention(nnx.Module):
         turned: Float[Array, "B S N R"],
         latent: Float[Array, "B S C"],
         key: Float[Array, "B S 1 R"],
-        up: Float[Array, "C N HV"],
+        up: Array | Weight,
         positions: Int[Array, "B S"],
         layer: LayerIndex,
         ctx: AttentionContext,
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
         """Multi-query attention over the latents; the up-projection is absorbed into the queries and the output."""
         config = self.config
-        to_keys, to_values = up[..., : config.nope_dim], up[..., config.nope_dim :]
+        whole = dense(up, plain.dtype)
+        to_keys, to_values = whole[..., : config.nope_dim], whole[..., config.nope_dim :]
         with jax.named_scope("absorb_k_up_proj"):
             q = jnp.concatenate([sharding.einsum("bsnh,cnh->bsnc", plain, to_keys, out=HEADS), turned], axis=-1)
         k = jnp.concatenate([latent[:, :, None], key], axis=-1)

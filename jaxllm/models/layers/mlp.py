@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-import sharding
-from jaxllm.models.params import constant, normal, use
+from jaxllm.models.attention_context import AttentionContext, LayerIndex
+from jaxllm.models.layers.layer import FeedForwardLayer, MatmulInput
+from jaxllm.models.linear import linear, project_many
+from jaxllm.models.params import constant, use
 from jaxllm.models.remat_names import name_for_remat
 
 ACTIVATIONS = {
@@ -29,7 +31,7 @@ INNER = ("batch", "seq", "act_mlp")
 
 
 @dataclass(frozen=True)
-class MlpConfig:
+class MlpConfig(FeedForwardLayer):
     """Feed-forward layer (MLP).
 
     Attributes:
@@ -49,6 +51,30 @@ class MlpConfig:
         if self.hidden < 1:
             raise ValueError(f"mlp: hidden = {self.hidden}; give a positive number.")
 
+    def build(self, embed_dim: int, *, out_scale: float, dtype: jnp.dtype) -> nnx.Module:
+        """Module of the layer."""
+        return Mlp(self, embed_dim, out_scale=out_scale, dtype=dtype)
+
+    def weight_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token with the layer's weights."""
+        return (3 if self.gated else 2) * embed_dim * self.hidden
+
+    def last_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token in the down projection."""
+        return embed_dim * self.hidden
+
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the gate and up, and of the down projection."""
+        return (embed_dim, 2 if self.gated else 1), (self.hidden, 1)
+
+    def inner_widths(self, embed_dim: int) -> dict[str, int]:
+        """Widths of the results of the gate and up projections."""
+        return {"up": self.hidden, "gate": self.hidden if self.gated else 0}
+
+    def without_traffic_formula(self, tensor: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        return ["biases of split layers"] if tensor > 1 and self.bias else []
+
 
 class Mlp(nnx.Module):
     """Feed-forward layer: ``down(activation(x @ gate) * (x @ up))``, or ``down(activation(x @ up))`` without a gate."""
@@ -56,27 +82,30 @@ class Mlp(nnx.Module):
     def __init__(self, config: MlpConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, f = embed_dim, config.hidden
         self.config = config
-        self.up = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
-        self.down = normal((f, d), ("mlp", "embed"), dtype, fan_in=f, scale=out_scale)
         if config.gated:
-            self.gate = normal((d, f), ("embed", "mlp"), dtype, fan_in=d)
+            self.gate = linear("gate", (d, f), ("embed", "mlp"), dtype)
+        self.up = linear("up", (d, f), ("embed", "mlp"), dtype)
+        self.down = linear("down", (f, d), ("mlp", "embed"), dtype, scale=out_scale)
         if config.bias:
-            self.up_bias = constant(0.0, (f,), ("mlp",), dtype)
-            self.down_bias = constant(0.0, (d,), ("embed",), dtype)
+            self.up_bias = constant(0.0, (f,), ("mlp",), dtype, role="bias")
+            self.down_bias = constant(0.0, (d,), ("embed",), dtype, role="bias")
             if config.gated:
-                self.gate_bias = constant(0.0, (f,), ("mlp",), dtype)
+                self.gate_bias = constant(0.0, (f,), ("mlp",), dtype, role="bias")
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the layer, and the context unchanged."""
+        return self.transform(x), ctx
+
+    def transform(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Output of the layer."""
         names = ("gate", "up") if self.config.gated else ("up",)
-        weights = [use(getattr(self, name), x.dtype) for name in names]
-        inner = sharding.project_many(x, weights, [INNER] * len(names), over="act_mlp", scopes=names)
+        inner = project_many(x, [getattr(self, name) for name in names], [INNER] * len(names), over="act_mlp")
         first, *second = (self._named(h, name) for h, name in zip(inner, names, strict=True))
         h = ACTIVATIONS[self.config.activation](first)
         h = h * second[0] if second else h
-        with jax.named_scope("down"):
-            out = sharding.project(h, use(self.down, x.dtype), ("batch", "residual_seq", "act_embed"))
-            return out + use(self.down_bias, x.dtype) if self.config.bias else out
+        return self.down(h, ("batch", "residual_seq", "act_embed"), self.down_bias if self.config.bias else None)
 
     def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
         if self.config.bias:

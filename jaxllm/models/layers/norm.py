@@ -45,9 +45,9 @@ class Norm(nnx.Module):
         self, kind: NormKind, shape: tuple[int, ...], eps: float, dtype: jnp.dtype, axes: LogicalAxes = ("embed",)
     ):
         self.kind, self.eps = kind, eps
-        self.gain = constant(0.0 if kind == "rms_plus_one" else 1.0, shape, axes, dtype)
+        self.gain = constant(0.0 if kind == "rms_plus_one" else 1.0, shape, axes, dtype, role="gain")
         if kind == "layer":
-            self.bias = constant(0.0, shape, axes, dtype)
+            self.bias = constant(0.0, shape, axes, dtype, role="bias")
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalised ``x``, in its dtype."""

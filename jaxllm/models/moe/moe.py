@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.models.attention_context import AttentionContext, LayerIndex, RoutingContext
+from jaxllm.models.layers.layer import FeedForwardLayer, MatmulInput, unusual
 from jaxllm.models.layers.mlp import ACTIVATIONS, Mlp, MlpConfig
+from jaxllm.models.linear import Weight, linear, matmul_by_expert
 from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
-from jaxllm.models.moe.packed_experts import PackedExperts, packed_grouped_matmul
 from jaxllm.models.moe.router import RouterConfig, Routing, route
-from jaxllm.models.params import at_least_f32, constant, normal, use
-from pallas_kernels.grouped_matmul import grouped_matmul
+from jaxllm.models.params import at_least_f32, constant, use
 
 TOKENS = ("batch", "seq", None)
 
 
 @dataclass(frozen=True)
-class MoeConfig:
+class MoeConfig(FeedForwardLayer):
     """Mixture of experts; each expert is a gated feed-forward layer.
 
     Attributes:
@@ -48,6 +49,7 @@ class MoeConfig:
     experts: int = 8
     top_k: int = 2
     hidden: int = 768
+    scope: ClassVar[str] = "moe"
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
     router: RouterConfig = field(default_factory=RouterConfig)
     shared: int = 0
@@ -66,6 +68,41 @@ class MoeConfig:
                 raise ValueError(f"mixture of experts: {name} = {value}; give a positive number, or None.")
         self.router.check(self.experts, self.top_k)
 
+    @property
+    def mixture(self) -> MoeConfig:
+        """This layer."""
+        return self
+
+    def build(self, embed_dim: int, *, out_scale: float, dtype: jnp.dtype) -> nnx.Module:
+        """Module of the layer."""
+        return Moe(self, embed_dim, out_scale=out_scale, dtype=dtype)
+
+    def weight_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token with the weights of the router, its experts and the shared expert."""
+        return embed_dim * (self.experts + 3 * (self.top_k * self.hidden + self.shared))
+
+    def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
+        """Inputs of the router and the shared expert."""
+        return ((embed_dim, 3), (self.shared, 1)) if self.shared else ((embed_dim, 1),)
+
+    def inner_widths(self, embed_dim: int) -> dict[str, int]:
+        """Widths of the experts' inner activations and rows, and of the shared expert's."""
+        return {
+            "expert": self.top_k * self.hidden,
+            "sent": self.top_k * embed_dim,
+            "up": self.shared,
+            "gate": self.shared,
+        }
+
+    def without_traffic_formula(self, tensor: int) -> list[str]:
+        """Features whose collectives have no formula."""
+        return (["experts over tensor"] + ["biases of split layers"] * self.bias) if tensor > 1 else []
+
+    def describe(self) -> str:
+        """One line for people."""
+        rest = unusual(self, "hidden", "experts", "top_k")
+        return f"{self.top_k} of {self.experts} experts of {self.hidden}" + (f"; {rest}" if rest else "")
+
 
 class Experts(nnx.Module):
     """Weights and dispatch of all experts: ``down[e](activation(x @ gate[e]) * (x @ up[e]))`` for expert e."""
@@ -74,13 +111,13 @@ class Experts(nnx.Module):
         d, f, e = embed_dim, config.hidden, config.experts
         inwards, outwards = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
         self.config = config
-        self.gate = normal((e, d, f), inwards, dtype, fan_in=d)
-        self.up = normal((e, d, f), inwards, dtype, fan_in=d)
-        self.down = normal((e, f, d), outwards, dtype, fan_in=f, scale=out_scale)
+        self.gate = linear("gate", (e, d, f), inwards, dtype, fan_in=d)
+        self.up = linear("up", (e, d, f), inwards, dtype, fan_in=d)
+        self.down = linear("down", (e, f, d), outwards, dtype, fan_in=f, scale=out_scale)
         if config.bias:
-            self.gate_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype)
-            self.up_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype)
-            self.down_bias = constant(0.0, (e, d), ("experts", None), dtype)
+            self.gate_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype, role="bias")
+            self.up_bias = constant(0.0, (e, f), ("experts", "expert_mlp"), dtype, role="bias")
+            self.down_bias = constant(0.0, (e, d), ("experts", None), dtype, role="bias")
 
     def __call__(
         self, x: Float[Array, "B S D"], experts: Int[Array, "B S A"], weights: Float[Array, "B S A"]
@@ -88,8 +125,9 @@ class Experts(nnx.Module):
         """Weighted sum of each token's experts, and the number of dropped rows."""
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
-        names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if config.bias else ()))
-        arrays = {name: _held(getattr(self, name), x.dtype) for name in names}
+        arrays = {name: getattr(self, name).gathered(x.dtype) for name in ("gate", "up", "down")}
+        if config.bias:
+            arrays |= {f"{name}_bias": use(getattr(self, f"{name}_bias"), x.dtype) for name in ("gate", "up", "down")}
         specs = {
             "gate": ("experts", None, "expert_mlp"),
             "up": ("experts", None, "expert_mlp"),
@@ -99,8 +137,8 @@ class Experts(nnx.Module):
             "down_bias": ("experts", None),
         }
 
-        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays
-        parts = [specs[name] for name in sorted(names) for _ in jax.tree.leaves(arrays[name])]
+        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is several arrays
+        parts = [specs[name] for name in sorted(arrays) for _ in jax.tree.leaves(arrays[name])]
 
         def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:
             own = jax.tree.unflatten(tree, flat)
@@ -125,23 +163,15 @@ class Experts(nnx.Module):
         return run(x, experts, weights.astype(x.dtype), *flat)
 
 
-def _held(param: nnx.Param, dtype: jnp.dtype) -> Array | PackedExperts:
-    """Weight in compute dtype, or packed (quantised) as it is stored."""
-    value = param.get_value()
-    return value if isinstance(value, PackedExperts) else use(param, dtype)
-
-
 def _feed_forward(
-    config: MoeConfig, own: dict[str, Array | PackedExperts], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
+    config: MoeConfig, own: dict[str, Array | Weight], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
 ) -> Float[Array, "M D"]:
     """Expert outputs of rows that are sorted by expert, by grouped matmuls; ``sizes``: rows of each expert."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
 
     def project(rows: Array, name: str) -> Array:
-        matrices = own[name]
-        run = packed_grouped_matmul if isinstance(matrices, PackedExperts) else grouped_matmul
         with jax.named_scope(name):
-            out = run(rows, matrices, sizes)  # type: ignore[arg-type]
+            out = matmul_by_expert(rows, own[name], sizes)
             return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
 
     gate, up = project(rows, "gate"), project(rows, "up")
@@ -158,31 +188,36 @@ class Moe(nnx.Module):
     def __init__(self, config: MoeConfig, embed_dim: int, *, out_scale: float, dtype: jnp.dtype):
         d, e = embed_dim, config.experts
         self.config = config
-        self.router = normal((d, e), ("embed", None), dtype, fan_in=d)
+        self.router = linear("router", (d, e), ("embed", None), dtype, role="router")
         if config.router.bias:
-            self.router_bias = constant(0.0, (e,), (None,), dtype)
+            self.router_bias = constant(0.0, (e,), (None,), dtype, role="bias")
         if config.router.balance_bias:
             # At least float32: bfloat16 would round the small updates away.
-            self.balance_bias = constant(0.0, (e,), (None,), at_least_f32(dtype))
+            self.balance_bias = constant(0.0, (e,), (None,), at_least_f32(dtype), role="bias")
         self.experts = Experts(config, d, out_scale=out_scale, dtype=dtype)
         if config.shared:
             gated = MlpConfig(config.shared, config.activation)
             self.shared = Mlp(gated, d, out_scale=out_scale, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
+    def __call__(
+        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """Output of the layer, and the context, which may record the routing of its tokens."""
+        out, routing = self.transform(x)
+        return out, ctx.record_routing(layer, routing) if isinstance(ctx, RoutingContext) else ctx
+
+    def transform(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
         """Output of the layer, and the routing of its tokens."""
         x = sharding.constrain(x, "batch", "seq", "act_embed")
         config = self.config
         dtype = at_least_f32(x.dtype)
+        logits = self.router(x.astype(dtype), TOKENS, self.router_bias if config.router.bias else None)
         with jax.named_scope("router"):
-            logits = sharding.project(x.astype(dtype), use(self.router, dtype), TOKENS)
-            if config.router.bias:
-                logits = logits + use(self.router_bias, dtype)
             bias = use(self.balance_bias, dtype) if config.router.balance_bias else None
             routing = route(config.router, config.top_k, logits, bias)
         out, dropped = self.experts(x, routing.experts, routing.weights)
         out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
         if config.shared:
             with jax.named_scope("shared_expert"):
-                out = out + self.shared(x)
+                out = out + self.shared.transform(x)
         return out, routing._replace(dropped=dropped)

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+import sharding
 from pallas_kernels.grouped_matmul import grouped_matmul
+from sharding import LogicalAxes
 
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 DEQUANTISED_BYTES = 2**29
@@ -45,6 +47,22 @@ class PackedExperts:
         """Shape of the dequantised matrices."""
         *lead, rows, columns = self.values.shape
         return (*lead, rows * (2 if self.values.dtype == jnp.uint8 else 1), columns)
+
+    def gather(self, dtype: DTypeLike, axes: LogicalAxes, unreduced_grad: bool) -> PackedExperts:
+        """The packed matrices for use, as they are stored."""
+        return self
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "*lead A B"]:
+        """Dequantised matrices."""
+        return self.dequantise(dtype)
+
+    def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
+        """Matmul with the dequantised matrix."""
+        return sharding.project(x, self.dequantise(x.dtype), out, contract=contract)
+
+    def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
+        """Grouped matmul, see ``packed_grouped_matmul``."""
+        return packed_grouped_matmul(rows, self, sizes)
 
     def dequantise(self, dtype: DTypeLike) -> Float[Array, "*lead A B"]:
         """Dequantised matrices: value times scale in float32, rounded to ``dtype``."""

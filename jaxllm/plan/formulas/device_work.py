@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxllm.models import BlockConfig, DecoderConfig, Functional, MlpConfig, MoeConfig, functional
+from jaxllm.models import BlockConfig, DecoderConfig, Functional, functional
 from jaxllm.models.remat import offloaded_share
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.parallel.parallel_config import ParallelConfig
@@ -119,16 +119,13 @@ class DeviceWork:
     def inner_widths(self, block: BlockConfig) -> dict[str, float]:
         """Widths of a block's inner activations, per token on one device; heads and MLP are split over tensor."""
         attention = block.attention
-        heads = attention.heads
-        keys = getattr(attention, "head_dim", None) or attention.nope_dim + attention.rope_dim  # type: ignore[union-attr]
-        values = getattr(attention, "head_dim", None) or attention.value_dim  # type: ignore[union-attr]
-        kv_heads = max(getattr(attention, "kv_heads", heads), self.tensor)
-        widths = {"q": heads * keys, "k": kv_heads * keys, "v": kv_heads * values, "out": heads * values}
-        if isinstance(block.mlp, MoeConfig):
-            widths |= {"expert": block.mlp.top_k * block.mlp.hidden, "sent": block.mlp.top_k * self.run.model.embed_dim}
-            widths |= {"up": block.mlp.shared, "gate": block.mlp.shared}
-        else:
-            widths |= {"up": block.mlp.hidden, "gate": block.mlp.hidden if block.mlp.gated else 0}
+        heads, kv_heads = attention.heads, max(attention.kv_heads, self.tensor)
+        widths = {
+            "q": heads * attention.key_dim,
+            "k": kv_heads * attention.key_dim,
+            "v": kv_heads * attention.value_dim,
+            "out": heads * attention.value_dim,
+        } | block.mlp.inner_widths(self.run.model.embed_dim)
         return {name: width if name == "sent" else width / self.tensor for name, width in widths.items()}
 
     def attended(self, block: BlockConfig) -> float:
@@ -206,9 +203,8 @@ def _weight(
     share = 1.0
     if expert and "segments" in name:
         _, segment, place, *_ = name.split("/")
-        mlp = config.segments[int(segment)][0][int(place)].mlp
-        assert isinstance(mlp, MoeConfig)
-        share = mlp.top_k * _ways(mesh, rules.mesh_axes("experts")) / mlp.experts
+        moe = config.segments[int(segment)][0][int(place)].mlp.mixture
+        share = moe.top_k * _ways(mesh, rules.mesh_axes("experts")) / moe.experts
     per_layer = whole // first if of_layers and in_place else whole // max(1, layers)
     return DeviceWeight(
         name,
@@ -265,8 +261,3 @@ def check_remat(config: DecoderConfig) -> None:
     if config.remat not in get_args(Remat) and offloaded_share(config.remat) is None:
         legal = ", ".join((*get_args(Remat), "offload"))
         raise NotImplementedError(f'model.remat = "{config.remat}": the cost model supports {legal}, for all layers.')
-
-
-def gated(block: BlockConfig) -> bool:
-    """True if a block's MLP is gated."""
-    return not isinstance(block.mlp, MlpConfig) or block.mlp.gated

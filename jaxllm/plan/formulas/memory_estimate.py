@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxllm.models import BlockConfig, MoeConfig
+from jaxllm.models import BlockConfig
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.plan.formulas import offload_time
-from jaxllm.plan.formulas.device_work import DeviceWork, gated
+from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.optimizer_memory import check_optimizer, state_bytes
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
@@ -166,14 +166,14 @@ def saved_bytes(work: DeviceWork, block: BlockConfig) -> int:
     if remat == "full" or offloaded_share(remat) is not None:
         return 0
     inner = work.inner_widths(block)
-    names = ["q", "k", "v", "out", "up", *(["gate"] if gated(block) else [])]
+    names = ("q", "k", "v", "out", "up", "gate")
     stored = sum(inner[name] for name in names) * work.tokens * work.width + work.stream_bytes()
     stored += 4 * work.tokens * block.attention.heads / work.tensor  # logsumexp
     if remat == "none":
         # Two normed streams, each with two float32 intermediates; the gate activation, its derivative, their products.
         more = 4 * inner["up"] + inner["q"] + inner["k"]
         stored += 10 * work.stream_bytes() + more * work.tokens * work.width
-        if isinstance(block.mlp, MoeConfig):
+        if block.mlp.mixture is not None:
             stored += (3 * inner["expert"] + 2 * inner["sent"]) * work.tokens * work.width
     return round(stored)
 
@@ -272,13 +272,14 @@ def _working(work: DeviceWork, copies: BufferCopies) -> float:
 
 def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> float:
     """Working memory of experts: a device may receive the rows of all its expert shards' tokens."""
-    if not isinstance(block.mlp, MoeConfig):
+    moe = block.mlp.mixture
+    if moe is None:
         return 0.0
     shards = dict(work.mesh.axes).get("expert", 1)
-    rows = work.tokens * block.mlp.top_k * shards
-    if block.mlp.capacity is not None:
-        rows = min(rows, math.ceil(work.tokens * block.mlp.top_k * block.mlp.capacity))
-    widths = copies.expert_inner * block.mlp.hidden / work.tensor + copies.expert_rows * work.run.model.embed_dim
+    rows = work.tokens * moe.top_k * shards
+    if moe.capacity is not None:
+        rows = min(rows, math.ceil(work.tokens * moe.top_k * moe.capacity))
+    widths = copies.expert_inner * moe.hidden / work.tensor + copies.expert_rows * work.run.model.embed_dim
     return rows * widths * work.width
 
 

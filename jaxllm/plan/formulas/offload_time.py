@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig
 from jaxllm.models.remat import offloaded_share
-from jaxllm.plan.formulas.device_work import DeviceWork, gated
+from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Hardware
 
 ROWS = 3
@@ -27,7 +27,7 @@ def block_bytes(work: DeviceWork, block: BlockConfig) -> tuple[float, float]:
     tokens).
     """
     inner = work.inner_widths(block)
-    of_some = sum(inner[name] for name in ("q", "k", "v", "up", *(["gate"] if gated(block) else [])))
+    of_some = sum(inner[name] for name in ("q", "k", "v", "up", "gate"))
     sums = 4 * work.tokens * block.attention.heads / work.tensor
     return 2 * work.stream_bytes() + inner["out"] * work.tokens * work.width + sums, of_some * work.tokens * work.width
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxllm.models import BlockConfig, DecoderConfig, MoeConfig
+from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.plan.formulas.device_work import ParameterLeaf, check_remat, leaves_of
 from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
@@ -137,10 +137,9 @@ class _OpCounter:
         layers, *shape = leaf.shape
         axes, tokens, read = leaf.axes[1:], float(self.tokens), 1.0
         if "experts" in axes:
-            mlp = self._block(leaf).mlp
-            assert isinstance(mlp, MoeConfig)
-            tokens *= mlp.top_k / mlp.experts  # expected tokens of one expert
-            read = 1 - (1 - mlp.top_k / mlp.experts) ** self.tokens  # expected share of experts that are chosen
+            moe = self._block(leaf).mlp.mixture
+            tokens *= moe.top_k / moe.experts  # expected tokens of one expert
+            read = 1 - (1 - moe.top_k / moe.experts) ** self.tokens  # expected share of experts that are chosen
         experts = shape[axes.index("experts")] if "experts" in axes else 1
         sides = [n for n, axis in zip(shape, axes, strict=True) if axis != "experts"]
         into = math.prod(sides[:-1]) if axes[-1] in STREAM_AXES else sides[0]
@@ -176,8 +175,8 @@ class _OpCounter:
         return flops * product_times, self.tokens * numbers * self.width * times
 
     def _elementwise(self, block: BlockConfig) -> float:
-        mlp = block.mlp
-        inner = mlp.top_k * mlp.hidden + mlp.shared if isinstance(mlp, MoeConfig) else mlp.hidden
+        widths = block.mlp.inner_widths(self.config.embed_dim)
+        inner = widths["up"] + widths.get("expert", 0)
         forward = STREAM_PASSES * self.config.embed_dim + INNER_PASSES * inner
         times = 2 + (1 + self.again) if self.train else 1
         return float(self.tokens * forward * self.width * times)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
-from jaxllm.models import DecoderConfig, MoeConfig
+from jaxllm.models import DecoderConfig
 from jaxllm.models.low_precision_matmul import MatmulPrecision, QuantisationScheme
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.collective_traffic import expected_collectives
@@ -332,4 +332,4 @@ def _up(number: float, to: int) -> float:
 
 def is_mixture(run: RunConfig) -> bool:
     """True if some layers are mixtures of experts."""
-    return any(isinstance(block.mlp, MoeConfig) for block in run.model.blocks)
+    return bool(run.model.mixtures)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.models import DecoderConfig
-from jaxllm.models.low_precision_matmul import init_amax_history, update_amax_history
+from jaxllm.models import DecoderConfig, functional
+from jaxllm.models.low_precision_matmul import update_amax_history
 
 FIRST_SCALE = 2.0**15
 GROWTH_EVERY = 200
@@ -45,7 +45,7 @@ class Numerics(NamedTuple):
     Attributes:
         loss_scale: of float16 models, else None.
         seen: amax history of the factors of fp8_delayed matmuls, by segment and block
-            (``jaxllm.models.low_precision_matmul.init_amax_history``), else None.
+            (``Functional.init_amax_history``), else None.
     """
 
     loss_scale: LossScale | None
@@ -77,9 +77,5 @@ def init_numerics(config: DecoderConfig) -> Numerics | None:
     scale = LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0)) if config.dtype == "float16" else None
     seen = None
     if config.matmul_precision == "fp8_delayed":
-        segments = enumerate(config.segments)
-        seen = {
-            str(s): init_amax_history([block.weight_matmuls for block in group], repeats)
-            for s, (group, repeats) in segments
-        }
+        seen = functional(config).init_amax_history()
     return None if scale is None and seen is None else Numerics(scale, seen)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models import DecoderConfig, MoeConfig, Segments
+from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import AttentionParams, LayerIndex
 from jaxllm.models.moe.router import Routing
 
@@ -50,7 +50,7 @@ class RoutingConfig:
 
     def check(self, model: DecoderConfig) -> None:
         """Checks that the model has the experts and balance biases that these settings act on; raises ValueError."""
-        mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeConfig)]
+        mixtures = list(model.mixtures.values())
         for name in ("balance_loss", "z_loss", "bias_rate", "log_loads"):
             if getattr(self, name) and not mixtures:
                 raise ValueError(
@@ -98,7 +98,7 @@ class RoutingAccumulator:
     @classmethod
     def of(cls, config: DecoderConfig, segments: Segments) -> RoutingAccumulator | None:
         """Empty accumulator for a model; None for a model without experts."""
-        most = max((block.mlp.experts for block in config.blocks if isinstance(block.mlp, MoeConfig)), default=0)
+        most = max((moe.experts for moe in config.mixtures.values()), default=0)
         if most == 0:
             return None
         zero = jnp.zeros((), jnp.promote_types(config.dtype, jnp.float32))
@@ -142,7 +142,7 @@ class RoutingAccumulator:
 
     def sums(self, config: DecoderConfig, count: Float[Array, ""]) -> RoutingSums:
         """Statistics of a batch with ``count`` target tokens; losses are means over the layers that have experts."""
-        layers = sum(isinstance(block.mlp, MoeConfig) for block in config.blocks)
+        layers = len(config.mixtures)
         return RoutingSums(self.counts, self.dropped, *(count * x / layers for x in (self.balance, self.z)))
 
 
@@ -158,8 +158,8 @@ def routing_metrics(config: DecoderConfig, sums: RoutingSums, count: Float[Array
         sums: of the step.
         count: target tokens of the step.
     """
-    layers = np.array([i for i, block in enumerate(config.blocks) if isinstance(block.mlp, MoeConfig)])
-    experts = np.array([config.blocks[i].mlp.experts for i in layers])  # type: ignore[union-attr]
+    layers = np.array(list(config.mixtures))
+    experts = np.array([moe.experts for moe in config.mixtures.values()])
     counts = sums.counts[layers]
     load = counts * experts[:, None] / jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1)
     there = jnp.arange(counts.shape[1]) < experts[:, None]
@@ -191,7 +191,7 @@ def update_balance_biases(config: DecoderConfig, rate: float) -> Callable[[Any, 
         for s, (group, repeats) in enumerate(config.segments):
             segments[str(s)] = blocks = dict(segments[str(s)])
             for b, block in enumerate(group):
-                if isinstance(block.mlp, MoeConfig) and block.mlp.router.balance_bias:
+                if block.mlp.mixture is not None and block.mlp.mixture.router.balance_bias:
                     rows = np.arange(repeats) * len(group) + first + b
                     mlp = blocks[str(b)]["mlp"]
                     biases = {"balance_bias": step_bias(mlp["balance_bias"], sums.counts[rows])}

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import ConfigError
-from jaxllm.models import Functional, MoeConfig
+from jaxllm.models import Functional
 from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import optimizer, schedule
 from jaxllm.optim.build import layerwise_transform
@@ -103,7 +103,7 @@ def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         )
     if config.parallel.zero < 3:
         raise ConfigError(f"{said} gathers the weights of one layer at a time: parallel.zero must be 3.")
-    if any(isinstance(block.mlp, MoeConfig) for block in config.model.blocks):
+    if config.model.mixtures:
         raise ConfigError(f"{said} does not support models with experts, whose routing losses need all layers.")
     if config.observe.layers_every:
         raise ConfigError(

@@ -24,8 +24,8 @@ import sharding
 from jaxllm.models import DecoderConfig
 from jaxllm.models.params import at_least_f32
 from jaxllm.train.step.lomo import LayerwiseUpdate
-from jaxllm.train.step.objective import LossSums
 from jaxllm.train.step.loss_spikes import SpikeConfig, select_tree
+from jaxllm.train.step.objective import LossSums
 from jaxllm.train.step.routing_losses import routing_metrics, update_balance_biases
 from jaxllm.train.step.subset_update import apply_updates
 from jaxllm.train.step.train_state import TrainState

@@ -1,4 +1,4 @@
-"""Killed at any point, with any disk: the last good checkpoint is never lost, a wrong one never selected."""
+"""Crashes at any point, with any disk: the last good checkpoint is never lost, a bad one never selected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def crash_matrix(seed: int) -> None:
 
 @proof("checkpoint", count=40, sample=1)
 def crashes_with_snapshots(seed: int) -> None:
-    """Three SIGKILLs of a trainer that makes snapshots in memory as fast as it can; the holder lives on."""
+    """Three SIGKILLs of a trainer that makes snapshots in memory as fast as it can; the peer server survives."""
     with tempfile.TemporaryDirectory() as folder:
         memory_trial(Path(folder), seed)
 

@@ -1,4 +1,4 @@
-"""A bit flipped anywhere in a checkpoint is found when it is loaded, and the leaf that it hits is named."""
+"""Bit flips anywhere in a checkpoint are found when it is loaded, and the damaged leaf is named."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(found: object, step: int) -> None:
 
 @proof("checkpoint", count=300, sample=4)
 def bit_flips(seed: int) -> None:
-    """Of one process, of three with leaves in chunks, in an object store; restored whole, by leaf, or by slice."""
+    """Bit flips in checkpoints of one process, of three, in an object store; restored whole, by leaf, or by slice."""
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
     block, leaf_hashing.BLOCK_BYTES = leaf_hashing.BLOCK_BYTES, BLOCK

@@ -1,4 +1,4 @@
-"""Hosts are lost with all that they held: what was in their memory is rebuilt from parity, to the bit."""
+"""Lost hosts: the snapshots in their memory are rebuilt from parity, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.proofs.parallelism.processes import LIMIT, PROCESSES, STEPS, TOGETHER
 
 
 def hosts(folder: Path, seed: int) -> dict[str, float]:
-    """Two to six hosts whose holders are real processes: as many are lost as there is parity, twice."""
+    """Two to six hosts whose peer servers are real processes: as many are lost as there is parity, twice."""
     rng = random.Random(seed)
     size = rng.randint(2, 6)
     some = Hosts(folder / "holders", size, parity=rng.randint(1, min(3, size - 1)))

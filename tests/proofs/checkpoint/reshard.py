@@ -1,4 +1,4 @@
-"""Saved on one mesh, restored on another: every leaf the same, and the run goes on as if nothing had happened.
+"""Resharding: saved on one mesh, restored on another, every leaf is the same, and the run continues unchanged.
 
 Layers may lie in the stages of a pipeline, and be stored alone or stacked.
 """
@@ -115,7 +115,7 @@ def saved(folder: Path, state: Any) -> Checkpointer:
 
 
 def through_single_layers(source: Checkpointer, folder: Path) -> Checkpointer:
-    """The same with a leaf for each layer, and stacked again."""
+    """The same with unstacked layers, and stacked again."""
     for number, layers in enumerate(("single", "stacked")):
         with Checkpointer(folder / str(number)) as out:
             sources = leaf_sources(source.manifest().leaves, RelayoutOptions(layers=layers))  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def through_single_layers(source: Checkpointer, folder: Path) -> Checkpointer:
 
 @proof("checkpoint", count=100, sample=1, float64=True, bound={"ten losses": 1e-8})
 def reshard_matrix(seed: int) -> dict[str, float]:
-    """Two meshes, any of all; parameters, optimizer, step and key; half of the time by way of single layers."""
+    """Any two meshes; parameters, optimizer state, step and RNG key; half of the time through unstacked layers."""
     rng = random.Random(seed)
     kind = rng.choice(sorted(MODELS))
     one, other = rng.sample(pool(kind), 2)

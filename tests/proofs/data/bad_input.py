@@ -1,4 +1,4 @@
-"""Files with something wrong in them: an error that names file and row, or the row left out and counted if asked."""
+"""Bad input files: an error that names file and row, or the row is skipped and counted on request."""
 
 from __future__ import annotations
 

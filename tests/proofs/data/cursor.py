@@ -1,4 +1,4 @@
-"""However often a run is killed, on however many hosts and workers it goes on: the same documents in the same order."""
+"""Data cursor: after any kills, on any number of hosts and workers, the same documents in the same order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def random_config(folder: Path, rng: random.Random) -> DataConfig:
 
 
 def documents_of(batch: Any) -> list[list[tuple[int, int]]]:
-    """Of each row the documents in order: (document, tokens of it)."""
+    """Documents of each row in order: (document, tokens of it)."""
     rows = []
     for tokens, segments in zip(np.asarray(batch.tokens), np.asarray(batch.segment_ids), strict=True):
         starts = np.flatnonzero(np.diff(segments, prepend=0) * (segments > 0))

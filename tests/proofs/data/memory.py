@@ -1,4 +1,4 @@
-"""What reading for long holds in memory."""
+"""Memory of long reading through the prefetch thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares of a mixture are exact at any step, with any epochs, and end as was asked."""
+"""Data mixtures: shares are exact at any step, with any epochs, and end as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows through a model: documents do not see each other, masked targets have no gradient, rows are full."""
+"""Packed rows through a model: no attention across documents, no gradient of masked targets, full rows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def packed_rows_through_a_model(seed: int) -> None:
 
 @proof("data", count=1, sample=1, bound={"padding_4096": 0.03, "padding_2048": 0.03})
 def packing_efficiency(seed: int) -> dict[str, float]:
-    """Rows of 4,096 are 97% full or more with the lengths of 11,135 real chats, cut only where they are longer."""
+    """Rows of 4,096 are 97% full or more with the lengths of 11,135 real chats; only longer ones are split."""
     total = np.load(environment.ROOT / "tests" / "data" / "chat_lengths.npy").astype(np.int64)
     assert len(total) == 11_135
     order = np.random.default_rng(seed).permutation(len(total))  # how full rows are does not depend on it

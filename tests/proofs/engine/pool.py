@@ -1,4 +1,4 @@
-"""The books of pages: random traces without a device, where every page's content is a list of tokens."""
+"""Page allocator on random traces without a device, where every page's content is a list of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.proofs.harness import proof
 
 @st.composite
 def pools(draw: st.DrawFn) -> dict[str, Any]:
-    """A pool that is too small or is not, pages of a few tokens, groups with windows."""
+    """Page pools, too small ones among them, with pages of a few tokens and groups with windows."""
     size = draw(st.sampled_from([1, 2, 4, 8]))
     columns = -(-engines.LONGEST // size)
     sequences = draw(st.integers(1, 6))
@@ -39,7 +39,7 @@ def pools(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def usage(scheduler: Any) -> tuple[int, int, int]:
-    """(pages held, pages there are, slots of held pages that have no token), over all groups."""
+    """(allocated pages, all pages, slots of allocated pages without a token), over all groups."""
     size = scheduler.page_size
     empty = sum(len(own) * size - min(s.computed, len(own) * size) for s in scheduler.running for own in s.pages)
     return sum(p.count - p.available for p in scheduler.pages), sum(p.count for p in scheduler.pages), empty
@@ -47,7 +47,7 @@ def usage(scheduler: Any) -> tuple[int, int, int]:
 
 @proof("engine", count=1000, sample=25, chunk=50, strategy=pools())
 def pages_are_never_lost_or_shared_by_mistake(example: dict[str, Any]) -> None:
-    """Random traces of taking, giving back, sharing, copying, swapping: each step reads its own, none is lost."""
+    """Random traces of allocation, release, sharing, copies, swaps: each step reads its own pages, none is lost."""
     config = EngineConfig(
         max_sequences=example["sequences"], max_batched_tokens=example["budget"], decode_steps=example["loop"],
         max_len=engines.LONGEST, page_size=example["page_size"], pages=example["pages"],

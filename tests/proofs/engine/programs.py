@@ -20,7 +20,7 @@ FEATURES = list(itertools.product(("llama", "gemma3", "mistral"), WAYS))
 
 
 class Compilations:
-    """How many programs the backend has been asked for while this was listening; those found in a cache included."""
+    """Number of programs that the backend was asked for while this was listening, cached ones included."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""The real SmolLM2: its log-probabilities, and a heavy-tailed load of many callers of whom some go away."""
+"""The real SmolLM2: its log-probabilities, and a heavy-tailed load of many clients of whom some disconnect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def smollm2() -> LLM:
 
 @proof("engine", count=6, sample=1, bound=1e-3, parallel=False)
 def smollm2_logprobs(seed: int) -> float:
-    """Chunks, batches, prefixes and decoding in float32: log-probabilities within a thousandth of a nat."""
+    """Chunked prefill, batches, prefixes and decode in float32: log-probabilities within a thousandth of a nat."""
     llm, rng = smollm2(), np.random.default_rng(seed)
     words = llm.ids(TEXT * 8)
     prompts = [words[: rng.integers(5, 120)] + rng.integers(0, 40000, rng.integers(1, 30)).tolist() for _ in range(6)]
@@ -62,7 +62,7 @@ def smollm2_logprobs(seed: int) -> float:
 
 @proof("engine", count=2, sample=1, bound=1e-2, parallel=False)
 def smollm2_under_load(seed: int) -> float:
-    """64 callers with heavy-tailed lengths over too few pages, a sixth of whom leave: each gets its own text, whole.
+    """64 clients with heavy-tailed lengths over too few pages; a sixth disconnect; each gets its own text, complete.
 
     What they hear is what follows their own prompts: the log-probabilities that came with the tokens are found again by
     scoring prompt and text as one.

@@ -1,4 +1,4 @@
-"""What is served is what the training forward gives, bit by bit the same in any company where that is asked for."""
+"""Served log-probabilities equal the training forward's; batch invariance makes them equal bit for bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def traces(draw: st.DrawFn) -> dict[str, Any]:
 
 @proof("engine", count=200, sample=4, chunk=20, float64=True, strategy=traces(), bound=1e-10)
 def arrival_traces(example: dict[str, Any]) -> float:
-    """Random traces of arrivals, shared prompts, continuations, cancellations, with too few pages for all of them."""
+    """Random traces of arrivals, shared prompts, multiple completions, cancellations, with too few pages for all."""
     engine = engines.engine(example["way"], example["model"], "float64")
     requests = engines.traffic(np.random.default_rng(example["seed"]), engine.config, example["many"])
     return engines.error(example["model"], "float64", engines.serve(engine, requests))
@@ -48,7 +48,7 @@ def arrival_traces(example: dict[str, Any]) -> float:
 
 @proof("engine", count=60, sample=3)
 def bits_do_not_depend_on_neighbours(seed: int) -> None:
-    """Batch-invariant: tokens and log-probabilities of a request, alone and in a crowd, are equal to the bit."""
+    """Batch-invariant: tokens and log-probabilities of a request, alone and in a full batch, are bit-identical."""
     rng = np.random.default_rng(seed)
     engine = engines.engine("invariant", "gemma3")
     crowd = engines.traffic(rng, engine.config, 10)
@@ -68,7 +68,7 @@ def bits_do_not_depend_on_neighbours(seed: int) -> None:
 
 @proof("engine", count=40, sample=2)
 def draws_do_not_depend_on_the_way(seed: int) -> None:
-    """Equal seeds make equal texts with other chunks, other pages, preemption, in float64 up to near ties."""
+    """Equal seeds give equal completions with other chunks, pages, preemption, in float64 up to near ties."""
     rng = np.random.default_rng(seed)
     asked = [dict(a, cancel=None) for a in engines.traffic(rng, engines.ENGINES["roomy"], 6)]
     for a in asked:

@@ -1,4 +1,4 @@
-"""Texts by JSON schemas: what ends is JSON that its schema validates, whatever the model."""
+"""Guided decoding by JSON schemas: finished completions are valid JSON, whatever the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.proofs.harness import proof
 
 
 def _cut(engine: Engine, seed: int, many: int, tokens: int, prompt: list[int]) -> float:
-    """The share of texts that were cut by max_tokens; all others are valid."""
+    """Share of completions that max_tokens truncated; all others are valid."""
     rng = np.random.default_rng(seed)
     wanted = [schemas.schema(rng) for _ in range(many)]
     asked = [
@@ -45,7 +45,7 @@ def _cut(engine: Engine, seed: int, many: int, tokens: int, prompt: list[int]) -
 
 @proof("engine_two", count=50, sample=1, bound=0.3)
 def json_schemas_random_model(seed: int) -> float:
-    """Ten schemas a trial, nested, with references to themselves, enums, letters of all kinds: a random model."""
+    """Ten schemas per trial, nested, recursive, with enums and Unicode text: a random model."""
     return _cut(writer(), seed, 10, 400, list(b"Fill in: "))
 
 

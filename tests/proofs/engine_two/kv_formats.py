@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits: their bytes, their errors, what they cost in quality, and that every way agrees."""
+"""Quantised KV cache: its bytes, its errors, its effect on quality, and equal results in every mode of the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READ, ROW = 1024, 512
 
 @functools.cache
 def nll(kv: KvDtype, text: str) -> float:
-    """Mean over a text's tokens, as an engine scores prompts: in chunks of 256, each over the pages of those before."""
+    """Mean NLL of a text's tokens, as an engine scores prompts: in chunks of 256, each over the pages before it."""
     sizes = EngineConfig(
         max_sequences=2,
         max_batched_tokens=256,
@@ -51,7 +51,7 @@ def nll(kv: KvDtype, text: str) -> float:
 
 @proof("engine_two", cases=NLL, sample=1, bound=0.005)
 def kv_formats_nll(case: tuple[KvDtype, str]) -> float:
-    """The real SmolLM2 on real text: the negative log-likelihood's change, over that with pages in float32."""
+    """The real SmolLM2 on real text: change of the negative log-likelihood, relative to pages in float32."""
     kv, text = case
     before, after = nll("auto", text), nll(kv, text)
     assert 1.0 < before < 6.0
@@ -79,7 +79,7 @@ BYTES = [
 
 @proof("engine_two", cases=BYTES, sample=1, bound={"bytes": 0.0, "temporaries": 0.0})
 def kv_format_bytes(case: tuple[str, KvDtype, int, str]) -> dict[str, float]:
-    """Of engines that differ in pages alone: arguments of their compiled programs, less what is stated; temporaries."""
+    """Argument bytes of engines that differ only in their pages, less the stated ones; temporaries."""
     model, kv, page, mesh = case
     made = []
     for pages in (40, 90):

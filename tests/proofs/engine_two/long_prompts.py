@@ -1,4 +1,4 @@
-"""Steps that read prompts, split over the devices of a replica by their tokens."""
+"""Prefill steps sharded by tokens over the devices of a replica."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SPLIT = [
 
 @proof("engine_two", cases=SPLIT, sample=1, float64=True, bound=1e-10)
 def split_prompts_are_whole(case: tuple[str, str, str]) -> float:
-    """As ``sharded_is_unsharded``."""
+    """Same as ``sharded_is_unsharded``, over ``context``."""
     return sharded_is_unsharded(case)
 
 
 @proof("engine_two", cases=["wide", "llama", "qwen3", "gpt2"], sample=1, bound={"share": 0.05, "whole": 0.1})
 def split_prompts_are_shared_work(model: str) -> dict[str, float]:
-    """Products of the compiled step that reads a prompt: those of 2 and 4 devices fall as ``whole + shared / devices``.
+    """Matmuls of the compiled prefill step: those of 2 and 4 devices fall as ``whole + shared / devices``.
 
     ``share``: how far the shared part by the one differs from that by the other. ``whole``: the part of one device's
     products that every device does, the output head.

@@ -1,4 +1,4 @@
-"""What each policy promises, on synthetic traces played to an engine on paper."""
+"""Guarantees of the scheduling policies, on synthetic traces replayed to a simulated engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def guess(prompt: int, most: int) -> float:
 
 
 def _latest(policy: Policy, one: Arrival) -> float:
-    """Who comes later than this never gets a slot before this one."""
+    """Arrival time after which a request never gets a slot before this one."""
     if isinstance(policy, Priority):
         return one.came + (3 - one.service.priority) * policy.age
     if isinstance(policy, Shortest):

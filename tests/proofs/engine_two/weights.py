@@ -1,4 +1,4 @@
-"""Weights that change while texts are written."""
+"""Weight swaps during decode."""
 
 from __future__ import annotations
 

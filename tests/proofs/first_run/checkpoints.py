@@ -1,4 +1,4 @@
-"""Checkpoints alone: damage on disk and killed saves. Real training under kill -9 is a proof of its own."""
+"""Checkpoints alone: damage on disk and killed saves. Real training under SIGKILL is a proof of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed documents and cached decoding against the plain forward pass of one document."""
+"""Packed documents and cached decode against the plain forward pass of one document."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def packed_equals_alone(example: dict[str, Any]) -> float:
 
 @st.composite
 def decodings(draw: st.DrawFn) -> dict[str, Any]:
-    """An architecture, a mesh it fits, and prompts of different lengths fed in pieces."""
+    """An architecture, a mesh it fits, and prompts of different lengths in chunks."""
     mesh = draw(st.sampled_from(["data=1", "data=1", "tensor=2", "data=2,tensor=2", "fsdp=2"]))
     sizes = dict(sharding.MeshSpec.parse(mesh).axes)
     rows = sizes.get("data", 1) * sizes.get("fsdp", 1) * draw(st.integers(1, 2))
@@ -72,7 +72,7 @@ def decodings(draw: st.DrawFn) -> dict[str, Any]:
 
 @proof("first_run", count=50, sample=4, chunk=5, float64=True, strategy=decodings(), bound=1e-10)
 def cached_equals_full(example: dict[str, Any]) -> float:
-    """Prefill of padded prompts, then decoding in pieces, gives the full forward's logits at every position."""
+    """Prefill of padded prompts, then decode in chunks, gives the full forward's logits at every position."""
     config = tiny.decoder(**example["model"])
     model = functional(config)
     lengths = np.array(example["prompts"])

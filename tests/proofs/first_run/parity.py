@@ -1,4 +1,4 @@
-"""Every preset on eight devices gives what one device gives."""
+"""Parity of every sharding preset on eight devices with one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compilers say: state bytes fall as 1/N under fsdp, and an 8B step compiles for pods."""
+"""Compiled programs: state bytes fall as 1/N under fsdp, and an 8B step compiles for pods."""
 
 from __future__ import annotations
 

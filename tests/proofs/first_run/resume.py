@@ -1,4 +1,4 @@
-"""Real training, killed with SIGKILL at random moments, ends where an unbroken run ends."""
+"""Resume: real training, killed with SIGKILL at random moments, ends where an unbroken run ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
 
 @functools.cache
 def unbroken() -> tuple[list[tuple[Any, ...]], dict[str, str]]:
-    """What a run gives that nobody kills."""
+    """Result of a run that is not killed."""
     with tempfile.TemporaryDirectory() as folder:
         finish(Path(folder), Path(folder) / "log")
         rows, leaves = outcome(Path(folder))

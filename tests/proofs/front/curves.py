@@ -1,4 +1,4 @@
-"""Stored loss curves, begun again."""
+"""Stored loss curves: their first steps, repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of a new user: README.md's commands do what it says."""
+"""Path of a new user: README.md's commands do what it says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALSO_COVERS = ("README.md",)
 
 @proof("front", cases=tuple(COMMANDS), sample=1)
 def new_user(command: str) -> None:
-    """As printed, made small, in an empty folder; what comes before it is done first."""
+    """The command as printed, with small settings, in an empty folder; commands that it needs run first."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environ.pop("XLA_FLAGS", None)
     with tempfile.TemporaryDirectory() as folder:

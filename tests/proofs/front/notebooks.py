@@ -17,7 +17,7 @@ ALSO_COVERS = ("notebooks/*.py",)
 
 @proof("front", cases=tuple(NAMES), sample=1)
 def notebooks(name: str) -> None:
-    """In an interpreter of its own, since some choose their devices; warnings are the reader's to see."""
+    """Each in an interpreter of its own, since some choose their devices; warnings are for the reader."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(

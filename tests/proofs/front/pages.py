@@ -27,7 +27,7 @@ PAGES = [*NAMED, *sorted(page for page in (DOCS / "packages").glob("*.md") if bl
 
 @proof("front", cases=tuple(page.relative_to(DOCS).as_posix() for page in PAGES), sample=2)
 def pages(name: str) -> None:
-    """In an empty folder, with one CPU device, as a reader has it."""
+    """Each page in an empty folder, with one CPU device, as a reader has it."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Steps of recipes compiled for slices and nodes that are not here: those that no other proof compiles."""
+"""Steps of recipes compiled for absent slices and nodes: those that no other proof compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compilers say of each operation: real models' shapes compile for every kind of device, without scores.
+"""Compiled operations: real models' shapes compile for every kind of device, without stored scores.
 
 A matrix is tests/kernels/OP_aot.py with
 

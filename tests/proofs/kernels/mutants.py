@@ -1,4 +1,4 @@
-"""Each deliberate mistake in an implementation makes the test body of its operation fail.
+"""Mutants: each deliberate mistake in an implementation makes the test body of its operation fail.
 
 A body is tests/kernels/OP_body.py with
 
@@ -36,7 +36,7 @@ UNCHANGED = ("api", "config", "pages", "encoding")
 
 
 def modules(package: str) -> list[types.ModuleType]:
-    """Of a package, each after those that it imports at its top."""
+    """Modules of a package, each after those that it imports at its top."""
     found = importlib.import_module(package)
     names = [m.name for m in pkgutil.iter_modules(found.__path__) if m.name not in UNCHANGED]
     loaded = {name: importlib.import_module(f"{package}.{name}") for name in names}

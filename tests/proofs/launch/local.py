@@ -1,4 +1,4 @@
-"""Four processes under `jaxllm launch local`: one is killed, all start again, and the curve goes on as before."""
+"""Four processes under `jaxllm launch local`: one is killed, all restart, and the losses continue as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models of every family with experts: what ``real_models`` proves of dense ones."""
+"""Random models of every mixture-of-experts family, as ``real_models`` has them for dense ones."""
 
 from __future__ import annotations
 

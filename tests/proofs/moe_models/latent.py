@@ -1,4 +1,4 @@
-"""Latent attention: its two forms are one layer, and a cache holds a latent and a rotated key of each token."""
+"""Multi-head latent attention: its two forms agree, and a cache holds a latent and a rotated key per token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(rng: np.random.Generator) -> DecoderConfig:
 
 @proof("moe_models", count=100, sample=1, bound=1e-11, float64=True)
 def absorbed_is_expanded(seed: int) -> float:
-    """Prefill and decode against a cache of latents give what the whole text at once gives, expanded.
+    """Prefill and decode against a cache of latents equal the expanded form over the whole text.
 
     A first chunk is expanded where that is fewer products, one that goes on from it is absorbed, and so is decoding.
     """

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Qwen3-235B-A22B at their full sizes: steps that type-check, and compile for slices that hold them."""
+"""DeepSeek-V3 and Qwen3-235B-A22B at full size: steps that type-check, and compile for slices that hold them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE_BYTES = 4 * 3  # float32 parameter and two moments
 
 
 def forward_of(run: RunConfig) -> Callable[[Any, Batch], Any]:
-    """The loss of a batch, as an evaluation has it: the forward pass, whose logits are never held whole."""
+    """Loss of a batch in evaluation: the forward pass, whose logits never exist all at once."""
     model = functional(run.model, run.parallel.rules())
     return lambda params, batch: loss_sums(model, params, batch)
 

@@ -1,4 +1,4 @@
-"""What is served of latent attention, sinks and routers with biases is what the training forward gives."""
+"""Served log-probabilities of latent attention, sinks and routers with biases equal the training forward's."""
 
 from __future__ import annotations
 

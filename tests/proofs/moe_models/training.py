@@ -1,4 +1,4 @@
-"""A small mixture trained on the bundled text: its experts stay in use where training sees to it, and not elsewhere."""
+"""A small mixture of experts trained on the bundled text: load balancing keeps its experts in use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch_at(rng: np.random.Generator, count: int = ROWS) -> Batch:
 
 
 def trained(way: str, seed: int) -> dict[str, float]:
-    """Of the trained model on other text: load of the fullest and the emptiest expert, by the even one; loss."""
+    """Load of the fullest and the emptiest expert relative to an even one, and held-out loss of the trained model."""
     routing = WAYS[way]
     router = RouterConfig(normalize=False, balance_bias=bool(routing.bias_rate))
     block = BlockConfig(AttentionConfig(2, 1, 8), MoeConfig(EXPERTS, 1, 16, router=router))

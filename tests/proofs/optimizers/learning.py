@@ -1,4 +1,4 @@
-"""Every optimizer against gradient descent with momentum, at equal tuning effort, on real text."""
+"""Optimizers against gradient descent with momentum, at equal tuning effort, on real text."""
 
 from __future__ import annotations
 

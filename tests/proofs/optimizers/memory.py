@@ -1,4 +1,4 @@
-"""What a step needs at its peak where gradients never live all at once, or are never made, as the compilers have it."""
+"""Peak memory of a step whose gradients never exist all at once, or not at all, by the compilers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(kind: str, layers: int) -> RunConfig:
 
 @functools.cache
 def temporaries(kind: str, layers: int) -> int:
-    """Of a device, beside parameters and optimizer state, which are donated."""
+    """Temporary bytes of a device, beside parameters and optimizer state, which are donated."""
     report = compile_for(config(kind, layers), ON)
     assert report.output_bytes - report.alias_bytes < 1024  # all in the arguments' own memory
     return report.temp_bytes
@@ -82,7 +82,7 @@ def of_long_rows(kind: str, layers: int) -> RunConfig:
 
 
 def temporaries_here(topology: Topology, programs: list[tuple[str, dict[str, Any]]]) -> list[int]:
-    """Of steps and forward passes, compiled in this process, which must be set up for the topology's compiler."""
+    """Temporary bytes of steps and forward passes, compiled in this process, set up for the topology's compiler."""
     found = []
     for program, fields in programs:
         run = from_dict(RunConfig, fields)

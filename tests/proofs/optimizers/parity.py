@@ -1,4 +1,4 @@
-"""Every optimizer gives on a mesh what it gives on one device, or says that it cannot run there."""
+"""Optimizers on a mesh equal themselves on one device, or are refused there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that optimizers keep, in compiled programs and against their papers' formulas."""
+"""Bytes of optimizer state, in compiled programs and against their papers' formulas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LLAMAS = {
 
 @proof("optimizers", cases=KINDS, sample=2, bound=0.0)
 def compiled_state(name: str) -> float:
-    """What the compiled step takes beside parameters and batch is what the documentation's table says, to a byte.
+    """Argument bytes of the compiled step beside parameters and batch equal the documentation's table exactly.
 
     But for scalars, and Muon's fifteen coefficients.
     """

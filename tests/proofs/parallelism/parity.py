@@ -1,4 +1,4 @@
-"""Every mesh of eight devices, and every way to use it, gives what one device gives."""
+"""Parity of every mesh of eight devices, in every mode, with one device."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def matrix_float64(cell: tuple[str, str, str]) -> dict[str, float]:
     bound={"loss": 1e-10, "gradient": 1e-10},
 )
 def products_in_a_ring_float64(cell: tuple[str, str, str]) -> dict[str, float]:
-    """The same of one step, with a split sequence whose gathers and scatters go around a ring beside the products."""
+    """One step with sequence parallelism whose collectives run around a ring beside the matmuls."""
     example = example_of(*cell)
     example["plan"] |= {"sequence": True, "overlap": "ring"}
     loss, gradient, _ = compare_all(example, "float64", 1)

@@ -1,4 +1,4 @@
-"""Steps of the large recipes, compiled for slices and nodes that are not here: they fit, and send what plans say."""
+"""Steps of the large recipes, compiled for absent slices and nodes: they fit, and send what the formulas say."""
 
 from __future__ import annotations
 

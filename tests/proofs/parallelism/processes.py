@@ -1,4 +1,4 @@
-"""Four real processes of two devices each train what one process of eight devices trains, or say why not."""
+"""Four real processes of two devices each train the same as one process of eight devices, or say why not."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Processes:
                 process.wait()
 
     def said(self, rank: int) -> str:
-        """All that a process printed."""
+        """Output of a process."""
         return self.logs[rank].read_text()
 
 
@@ -91,7 +91,7 @@ def expected(mesh: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def outcome(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Of a finished run, as ``expected``; reads the last checkpoint in one process."""
+    """Outcome of a finished run, as ``expected``; reads the last checkpoint in one process."""
     files = RunDirectory(folder / "together")
     rows = [row for row in files.read_metrics() if "nll" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -110,7 +110,7 @@ def outcome(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def errors(folder: Path, mesh: str) -> dict[str, float]:
-    """How far a finished run is from one process's."""
+    """Differences between a finished run and one process's run."""
     curve, params = outcome(folder)
     want_curve, want_params = expected(mesh)
     assert set(params) == set(want_params)

@@ -1,4 +1,4 @@
-"""Compiled for GPUs and TPUs, a step sends what its plan's formula says, and nothing else."""
+"""Collectives of a step compiled for GPUs and TPUs: they send what the plan's formula says, and nothing else."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def traffic(case: tuple[str, str]) -> float:
 
 @proof("parallelism", cases=(GPUS, TPUS), sample=1, bound=1e-3)
 def traffic_of_products_in_a_ring(on: str) -> float:
-    """The same for collective matrix products."""
+    """The same for collective matmuls."""
     run = run_of(*AROUND)
     return difference(run, compile_for(run, on))
 
 
 @proof("parallelism", cases=(TPUS,), sample=1, bound=0.15)
 def products_run_beside_copies(on: str) -> float:
-    """The part of a ring's copies that have no matrix product between their start and their end."""
+    """Share of a ring's copies that have no matmul between their start and their end."""
     found = run_isolated("tests.parallel.beside:copies", on, {"config": to_dict(run_of(*AROUND))})
     print(found)
     assert found["all"] >= 7  # a ring of eight

@@ -1,4 +1,4 @@
-"""Every schedule on every mesh of eight devices with stages gives what one device gives."""
+"""Parity of every pipeline schedule, on every mesh of eight devices with stages, with one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ a change of 1e-14 grew by 20 in 2 layers, by 4e3 in 4, by 1e6 in 8 and by 9e10 i
 
 
 def example_of(mesh: str, schedule: str, kind: str, micro_batches: int | None = None) -> dict[str, Any]:
-    """The rest of a cell, from the seed: how layers and batches are cut, ZeRO's stage, what is recomputed."""
+    """Rest of a case, from the seed: split of layers and batches, ZeRO stage, remat policy."""
     sizes = {axis: int(n) for axis, _, n in (part.partition("=") for part in mesh.split(","))}
     rng = np.random.default_rng(environment.derive(environment.seed(), mesh, schedule, kind))
 

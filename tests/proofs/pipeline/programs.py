@@ -1,4 +1,4 @@
-"""What the compilers make of schedules: they hold the activations, and send the messages, that the schedule says."""
+"""Compiled pipeline schedules: they hold the activations, and send the messages, of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory by formula beside programs compiled now: thirty runs on TPU slices and GPU nodes."""
+"""HBM by formula beside programs compiled now: thirty runs on TPU slices and GPU nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.proofs.plan.points import POINTS, compile_arguments, compile_point, s
 
 
 def predicted(name: str) -> memory_estimate.MemoryEstimate:
-    """Of a point."""
+    """Predicted memory of a point."""
     point = POINTS[name]
     cluster = Cluster.parse(point.on)
     mesh = MeshSpec.parse(point.run.mesh).resolve(cluster.devices)
@@ -36,7 +36,7 @@ QUICK = ("8b elementwise h100", "8b zero2 h200", "llama3_8b h100:8x8", "8b accum
 
 @proof("plan", cases=QUICK, sample=2, bound={"arguments": 1e-3, "total": 0.10, "stored": 0.02})
 def hbm_recompiled(name: str) -> dict[str, float]:
-    """A whole step compiled now: predicted over it, and it over what is stored, less one."""
+    """A whole step compiled now: predicted over compiled, and compiled over stored, less one."""
     report, found = compile_point(name), predicted(name)
     return {
         "arguments": abs(found.arguments / report.argument_bytes - 1),

@@ -1,4 +1,4 @@
-"""Utilisations that others have published, beside what the formulas say of their configurations. All are predicted.
+"""Published MFU beside the formulas' predictions for the same configurations.
 
 One calibration (``jaxllm.plan.formulas.calibration``) for all rows. What a row's own policy computes again is a share
 of a block's products, between remat = "elementwise" (none) and "full" (all): the prediction is interpolated. The

@@ -1,4 +1,4 @@
-"""Thirty runs on topologies, dense, mixtures, long rows; what the compilers said of them is in points.json.
+"""Thirty runs on topologies, dense, mixtures, long rows; points.json has the compilers' figures.
 
     python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
 
@@ -83,7 +83,7 @@ POINTS = {**OWN, **dict(_pods())}
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What a compiler said of a point, bytes of one device.
+    """Memory of a point by the compiler, bytes of one device.
 
     Attributes:
         arguments: by ``compile_arguments``, which the compiler of a whole step agrees with.
@@ -100,13 +100,13 @@ class Said:
 
     @classmethod
     def of(cls, report: CompileReport) -> Said:
-        """Of a report."""
+        """Figures of a compile report."""
         seconds = round(report.compile_seconds, 1)
         return cls(report.argument_bytes, report.total_bytes, report.jax, report.compiler, seconds)
 
 
 def stored() -> dict[str, Said]:
-    """What the compilers said, by point."""
+    """Stored compiler figures, by point."""
     return {name: Said(**said) for name, said in _read().items()}
 
 

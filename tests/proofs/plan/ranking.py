@@ -1,4 +1,4 @@
-"""Twelve layouts of one model, by formula and as compiled programs: the same order.
+"""Ranking of twelve layouts of one model, by formula and as compiled programs: the same order.
 
     python -m tests.proofs.plan.ranking [NAME ...]    compiles those that are not stored, or the named ones again
 
@@ -96,7 +96,7 @@ def compile_layout(name: str) -> dict[str, float]:
 
 
 def stored() -> dict[str, dict[str, float]]:
-    """What was compiled."""
+    """Stored seconds of the compiled layouts."""
     return json.loads(STORED.read_text()) if STORED.is_file() else {}
 
 

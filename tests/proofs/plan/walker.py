@@ -1,4 +1,4 @@
-"""The walker and the live ranges on programs of real compilers, against counts by hand and the compilers' own sizes."""
+"""Program walker and live ranges on programs of real compilers, against counts by hand and the compilers' sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solver's recomputation under budgets of bytes, measured by the TPU compiler."""
+"""Remat solver under memory budgets, measured by the TPU compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure(remat: str) -> int:
     bound={"over the budget": 0.0, "left": 0.05, "FLOPs over the best named": 0.0},
 )
 def solver(share: float) -> dict[str, float]:
-    """A budget so far between what "full" and what "elementwise" takes, kept, and used up to 5%.
+    """A budget between the memory of "full" and of "elementwise": it is kept, and used up to 5%.
 
     Every named policy that fits computes more again.
     """

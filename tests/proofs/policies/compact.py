@@ -1,4 +1,4 @@
-"""Compressed activations: bytes that the TPU compiler saves, and what the loss on real text is larger by."""
+"""Compressed activations: bytes that the TPU compiler saves, and the increase of the loss on real text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GAPS = {"compact:0.5": 0.05, "compact:0.25": 0.07, "compact:0.125": 0.09}
 
 @functools.cache
 def temporaries(remat: str) -> int:
-    """Of a device, in the step of ``offload``'s model."""
+    """Temporary bytes of a device, in the step of ``offload``'s model."""
     run = offload.run(remat, "adamw", offload.HostConfig())
     return compile_for(run, offload.ON).temp_bytes
 
 
 @proof("policies", cases=[0.125, 0.25, 0.5], sample=1, bound=0.05)
 def compact_bytes(share: float) -> float:
-    """What is missing of the formula: the two norms' results and the feed-forward layer's inner values go.
+    """Difference from the formula: outputs of the two norms and the feed-forward layer's inner activations are freed.
 
     For them there are seven projections, of which the compiler may merge those of one input. Attention's output stays,
     for attention's own backward pass.
@@ -44,7 +44,7 @@ def losses(remat: str) -> tuple[float, ...]:
 
 @proof("policies", cases=tuple(GAPS), sample=1, bound={"of_limit": 1.0})
 def compact_loss(remat: str) -> dict[str, float]:
-    """The reference model with projections of products' inputs, against the same with the inputs themselves."""
+    """Reference model with random projections of matmul inputs, against the same with the inputs themselves."""
     whole, own = (sum(losses(of)) / len(SEEDS) for of in ("none", remat))
     assert whole < 2.5, "the reference learns: bytes alone, by their frequencies, take 3.3"
     return {"of_limit": max(0.0, own / whole - 1) / GAPS[remat]}

@@ -1,4 +1,4 @@
-"""What waits in the host's memory, in programs that the TPU compiler made: bytes, copies, and what runs beside them."""
+"""Host offload in programs of the TPU compiler: bytes, copies, and the computation that overlaps with them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def waiting(case: Case) -> int:
     bound={"host": 0.0, "down": 0.01, "up": 0.01, "stays on the device": 0.0, "exposed": 0.0},
 )
 def offload(name: str) -> dict[str, Any]:
-    """Bytes on the host and copied as said; the device is rid of them but for three layers'; copies run beside work.
+    """Bytes on the host and copied as predicted; the device keeps at most three layers'; copies overlap with compute.
 
     The errors: of the bytes on the host; of those copied each way; what the device's memory falls short by; what share
     of the copies over the one that is said nothing runs beside.

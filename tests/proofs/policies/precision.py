@@ -1,4 +1,4 @@
-"""Every precision trains the reference model to within a stated gap of float32's loss on text it has never seen."""
+"""Every precision trains the reference model to within a stated gap of float32's held-out loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting a batch and computing again change neither loss nor gradients."""
+"""Gradient accumulation and remat change neither loss nor gradients."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def result(remat: str, accumulate: int, seed: int) -> tuple[float, Any]:
     float64=True,
 )
 def recompute(case: tuple[str, int]) -> dict[str, float]:
-    """Every policy, with the batch whole, in two and in four, against none with the batch whole."""
+    """Every policy, with one, two and four micro-batches, against no remat with one."""
     (loss, grads), (want, wanted) = result(*case, 0), result("none", 1, 0)
     return {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}

@@ -1,4 +1,4 @@
-"""The reference small model of the proofs of training policies, on the bundled text."""
+"""Reference small model of the proofs of training policies, on the bundled text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def trained(run: RunConfig, seed: int) -> tuple[TrainState, list[dict[str, float
 
 
 def evaluated(run: RunConfig, params: Any) -> float:
-    """Nats a token on text that was never trained on, the same rows for all."""
+    """Nats per token on held-out text, the same rows for all."""
     rng, parts = np.random.default_rng(0), 4
     made = [summer(run)(params, batch_at(rng, HELD_OUT // parts, held_out)) for _ in range(parts)]
     return float(sum(s.nll for s in made) / sum(s.count for s in made))

@@ -1,4 +1,4 @@
-"""Spikes: none are seen where there are none, and what is skipped is as if it had never been there."""
+"""Loss spikes: no false alarms, and a skipped batch leaves no trace."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def spoilt(how: str, targets: np.ndarray, rng: np.random.Generator) -> np.ndarra
 
 @proof("policies", cases=(0, 1, 2), sample=1, bound={"false_alarms": 0})
 def calm(seed: int) -> dict[str, float]:
-    """The reference run, whose every batch is of the text: how many of its steps are taken for spikes."""
+    """The reference run on text alone: number of steps that are taken for spikes."""
     state, seen = trained(seed, {})
     assert int(state.step) == RUN.steps
     return {"false_alarms": len(seen)}

@@ -1,4 +1,4 @@
-"""Random models of every family, made by transformers: the same numbers here, and the same files back."""
+"""Random models of every family, made by transformers: equal outputs here, and equal files back."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def equal_in_float64(name: str, seed: int) -> dict[str, float]:
 
 
 def well_conditioned(name: str, seed: int) -> tuple[peers.Peer, np.ndarray]:
-    """A random model and texts that float32 can tell: transformers' own logits are within ROUNDING of its float64 ones.
+    """Random model and texts with float32-stable logits: transformers' own are within ROUNDING of its float64 ones.
 
     And no router is so undecided that rounding could change its choice, here or there.
 
@@ -177,7 +177,7 @@ class Listening(Segments):
 
 
 def chosen(config: Any, params: Any, theirs: Any, tokens: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Experts of each token in each layer that has some, by number: ours and transformers'."""
+    """Experts of each token in each mixture layer, by number: jaxllm's and transformers'."""
     mixtures = {i: block.mlp.top_k for i, block in enumerate(config.blocks) if isinstance(block.mlp, MoeConfig)}
     if not mixtures:
         return [], []

@@ -1,4 +1,4 @@
-"""GGUF files: the numbers of the model that was converted, of each format, and of the one real model at hand."""
+"""GGUF files: equal outputs to the converted model, for each format, and for one real model."""
 
 from __future__ import annotations
 

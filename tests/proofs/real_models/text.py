@@ -49,7 +49,7 @@ def template_of_smollm2(seed: int) -> None:
 
 @proof("real_models", count=20, sample=1)
 def smollm2_text(seed: int) -> None:
-    """Every text comes back from its ids, at once and streamed in pieces; no text becomes a special token."""
+    """Every text is recovered from its ids, at once and streamed in chunks; no text becomes a special token."""
     tokenizer, rng = smollm2().tokenizer, np.random.default_rng(seed)
     for text in texts(seed, 50):
         ids = tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Clients of others over the real SmolLM2."""
+"""Third-party clients over the real SmolLM2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def smollm2_backend() -> Any:
 
 @proof("server", cases=sorted(FEATURES), sample=1)
 def openai_client_on_smollm2(feature: str) -> None:
-    """Each feature, driven by the official client, streamed and whole."""
+    """Each feature, by the official client, streamed and whole."""
     with (
         servers.running(smollm2_backend, ServeConfig(port=0, name="tiny", tool_parser="hermes")) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=600) as client,

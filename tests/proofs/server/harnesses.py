@@ -1,4 +1,4 @@
-"""lm-eval over the real SmolLM2: its client of our server scores as the same engine does in this process."""
+"""lm-eval over the real SmolLM2: through the server it scores as the same engine does in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _lines() -> list[str]:
 
 
 def _items(seed: int) -> list[dict[str, Any]]:
-    """Which of four half-lines of Shakespeare ends a line: what a model knows well enough to be right at times."""
+    """Items that ask which of four half-lines of Shakespeare ends a line: at times a model answers them correctly."""
     rng = random.Random(seed)
     items = []
     for _ in range(ROWS):

@@ -1,4 +1,4 @@
-"""Many readers, rude ones among them: whatever they do, nothing is left behind."""
+"""Load: many clients, misbehaving ones among them, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rude:
         self.ends: Counter[str] = Counter()
 
     async def live(self) -> None:
-        """One client's life."""
+        """Behaviour of one client."""
         loop = asyncio.get_running_loop()
         while loop.time() < self.until:
             how = self.rng.choice(["reads", "reads", "reads", "leaves", "dawdles", "oversize", "whole"])
@@ -85,7 +85,7 @@ class Rude:
                 await writer.wait_closed()
 
     async def read(self, reader: asyncio.StreamReader, how: str, body: dict[str, Any]) -> str:
-        """Reads an answer, which has to be whole."""
+        """Reads a response, which must be complete."""
         seen = b""
         leave = self.rng.randint(1, 2000) if how == "leaves" else None
         while part := await reader.read(4096):
@@ -134,7 +134,7 @@ def quiet(server: Server) -> bool:
 
 
 def siege(open_: BackendFactory, seed: int, most: int, check: Callable[[], None]) -> dict[str, float]:
-    """What is there after a long siege that was not there after a short one: tasks, descriptors, share of memory."""
+    """Resources held after a long siege and not after a short one: tasks, descriptors, share of memory."""
     short = "PYTEST_CURRENT_TEST" in os.environ
     clients, seconds = (20, 2.0) if short else (CLIENTS, 120.0)
     config = ServeConfig(port=0, name="tiny", max_body=40_000, queue=100)
@@ -190,7 +190,7 @@ def siege_of_a_tiny_model(seed: int) -> dict[str, float]:
 
 @proof("server", count=20, sample=1, bound={"lost": 0})
 def sigterm_in_mid_load(seed: int) -> dict[str, float]:
-    """A server's process is told to end while clients read: every answer that was begun is whole, then it exits."""
+    """A server process gets SIGTERM while clients read: every response that was begun is completed, then it exits."""
     rng = random.Random(seed)
     command = [sys.executable, "-m", "tests.serve.alone", "0.005"]
     process = subprocess.Popen(command, cwd=environment.ROOT, stdout=subprocess.PIPE, text=True)

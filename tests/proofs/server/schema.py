@@ -1,4 +1,4 @@
-"""Requests drawn from the published schema, legal ones and broken ones: no answer but those that are published."""
+"""Requests drawn from the published schema, valid and invalid: every response is a published one."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""Linear: a weight that activations are multiplied with. Every matmul with a weight goes through it.
+
+A ``Linear`` is declared once, with a role, a name, logical axes and an initialisation. Its value is an array (a dense
+weight), or any other ``Weight``: multiplied in low precision, packed in few bits, with an adapter. Layers do not know
+which: they call the ``Linear`` with activations and the logical axes of the result.
+
+Legend: B batch, S sequence, D embed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.models.params import Role, allows_unreduced_grad, declare, gathered, use
+from pallas_kernels.grouped_matmul import grouped_matmul
+from sharding import LogicalAxes
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """Value of a ``Linear`` that is not a plain array.
+
+    One that is stored in a parameter tree is a pytree of arrays, with the same leading dimensions (layers, experts) as
+    the array that it takes the place of, so that a scan over layers slices it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        ...
+
+    def gather(self, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> Weight:
+        """The weight for use: in compute dtype where it is not packed, all-gathered over its storage axes (FSDP)."""
+        ...
+
+    def dense(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        """The dense weight that it stands for."""
+        ...
+
+    def project(self, x: Float[Array, "B S *in"], out: LogicalAxes, contract: int) -> Float[Array, "B S *out"]:
+        """Matmul of activations and the weight, see ``sharding.project``."""
+        ...
+
+    def grouped_matmul(self, rows: Float[Array, "M D"], sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
+        """Grouped matmul with the matrices of experts, see ``pallas_kernels.grouped_matmul``."""
+        ...
+
+
+Wrap = Callable[["Array | Weight"], Weight]
+"""Replaces the weights of a group of blocks while it is traced, such as by ones that save less for backward."""
+
+
+class Linear(nnx.Param):
+    """Weight of a matmul. Its call multiplies activations ``x[B, S, *in]`` with it to ``[B, S, *out]``."""
+
+    def __call__(
+        self, x: Float[Array, "B S *in"], out: LogicalAxes, bias: nnx.Param | None = None
+    ) -> Float[Array, "B S *out"]:
+        """Matmul of activations and the weight in the dtype of the activations.
+
+        Args:
+            out: logical axes of the result.
+            bias: added to the result.
+        """
+        meta = self.get_metadata()
+        with jax.named_scope(meta["name"]):
+            y = project(x, self.gathered(x.dtype), out, meta["contract"])
+            return y if bias is None else y + use(bias, x.dtype)
+
+    def gathered(self, dtype: jnp.dtype) -> Array | Weight:
+        """The weight for use: in compute dtype and all-gathered over its storage axes (FSDP)."""
+        return gather(self.get_value(), dtype, self.get_metadata()["logical_axes"], allows_unreduced_grad(self))
+
+    def dense(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        """The dense weight in compute dtype, all-gathered: for layers that multiply with parts of it."""
+        return dense(self.gathered(dtype), dtype)
+
+
+def linear(
+    name: str,
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    dtype: jnp.dtype,
+    *,
+    contract: int = 1,
+    scale: float = 1.0,
+    role: Role = "matrix",
+    fan_in: int | None = None,
+) -> Linear:
+    """Declares a ``Linear``, initialised from a normal distribution of standard deviation ``scale / sqrt(fan in)``.
+
+    Args:
+        name: of its matmul in profiles (``jax.named_scope``).
+        shape: ``[*in, *out]``; that of experts has their number first, that of an output matrix is ``[*out, *in]``.
+        axes: logical axes of the dimensions.
+        dtype: of the stored parameter.
+        contract: number of dimensions in ``*in``.
+        scale: factor on the standard deviation.
+        role: role of the parameter.
+        fan_in: number of inputs; None for the size of the first ``contract`` dimensions.
+    """
+    std = scale / math.sqrt(fan_in or math.prod(shape[:contract]))
+    return declare(Linear, shape, axes, dtype, role, std=std, name=name, contract=contract)
+
+
+def gather(weight: Array | Weight, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> Array | Weight:
+    """Weight of any kind for use: cast to compute dtype and all-gathered over its storage axes (FSDP)."""
+    if isinstance(weight, jax.Array):
+        return gathered(weight, dtype, axes, unreduced_grad)
+    return weight.gather(dtype, axes, unreduced_grad)
+
+
+def project(x: Float[Array, "B S *in"], weight: Array | Weight, out: LogicalAxes, contract: int = 1) -> Array:
+    """Matmul of activations and a gathered weight of any kind, see ``sharding.project``."""
+    if isinstance(weight, jax.Array):
+        return sharding.project(x, weight, out, contract=contract)
+    return weight.project(x, out, contract)
+
+
+def project_many(
+    x: Float[Array, "B S D"], linears: Sequence[Linear], outs: Sequence[LogicalAxes], *, over: str
+) -> list[Array]:
+    """Matmuls of the residual stream with several column-parallel weights, see ``sharding.project_many``.
+
+    Args:
+        outs: logical axes of each result.
+        over: logical axis of the results that is split over devices (tensor parallelism).
+    """
+    names = [one.get_metadata()["name"] for one in linears]
+    weights = [one.gathered(x.dtype) for one in linears]
+    arrays = [weight for weight in weights if isinstance(weight, jax.Array)]
+    if len(arrays) == len(weights):
+        return sharding.project_many(x, arrays, outs, over=over, scopes=names)
+    if sharding.ring_axis(over) is not None:
+        raise sharding.ShardingError(
+            f"{', '.join(names)}: collective matmuls multiply dense weights only, not {type(weights[0]).__name__}; "
+            "leave the rings out of the sharding rules (parallel.collective_matmul)."
+        )
+    x = sharding.fan_out(x, "batch", "seq", "act_embed", over=over)
+    found = []
+    for name, weight, out in zip(names, weights, outs, strict=True):
+        with jax.named_scope(name):
+            found.append(project(x, weight, out))
+    return found
+
+
+def linear_paths(module: nnx.Module) -> tuple[tuple[str, ...], ...]:
+    """Paths of the ``Linear``s of a module that multiply activations by themselves, in the order of declaration.
+
+    Without the matrices of experts, which are multiplied in groups.
+    """
+    found: list[tuple[str, ...]] = []
+    for name, value in vars(module).items():
+        if isinstance(value, Linear) and "experts" not in value.get_metadata()["logical_axes"]:
+            found.append((name,))
+        elif isinstance(value, nnx.Module):
+            found += [(name, *path) for path in linear_paths(value)]
+    return tuple(found)
+
+
+def map_weights(params: dict[str, Any], paths: Sequence[tuple[str, ...]], fn: Callable[..., Any]) -> dict[str, Any]:
+    """Parameter tree with ``fn(weight, index)`` in place of the weights at these paths."""
+    out = dict(params)
+    for i, path in enumerate(paths):
+        node = out
+        for key in path[:-1]:
+            node[key] = dict(node[key])
+            node = node[key]
+        node[path[-1]] = fn(node[path[-1]], i)
+    return out
+
+
+def dense(weight: Array | Weight, dtype: jnp.dtype) -> Float[Array, "..."]:
+    """Dense array of a gathered weight of any kind."""
+    return weight if isinstance(weight, jax.Array) else weight.dense(dtype)
+
+
+def matmul_by_expert(rows: Float[Array, "M D"], weight: Array | Weight, sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
+    """Grouped matmul of rows that are sorted by expert with a gathered weight of any kind."""
+    return grouped_matmul(rows, weight, sizes) if isinstance(weight, jax.Array) else weight.grouped_matmul(rows, sizes)
