@@ -137,7 +137,7 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     waiting = micro * (forward.memory + backward.memory + again.memory)
     # Saved activations are stacked over layers: written there, and read back.
     kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
-    parameters = sum(w.stored * w.layers for w in work.weights) * jnp.dtype(run.model.param_dtype).itemsize
+    parameters = sum(w.stored * w.layers for w in work.trained) * jnp.dtype(run.model.param_dtype).itemsize
     update = rates.stream(UPDATE_PASSES * parameters + 2 * state_bytes(work, parameters))
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
