@@ -1,4 +1,4 @@
-"""Subset of a model's parameters, chosen by role and by name: those that are trained while the others stay frozen.
+"""Trainable parameters: a subset of a model's, chosen by role and by name; the others stay frozen.
 
 A subset is a tree of booleans. Its trees of arrays have None, an empty pytree, in place of the other parameters, so
 that gradients and optimizer states of the others do not exist.

@@ -1,4 +1,4 @@
-"""Fused log-probabilities of tokens and entropies of their distributions, for objectives over single tokens.
+"""Fused token log-probabilities and entropies of their distributions, for objectives over single tokens.
 
 In plain JAX over tiles of tokens by vocabulary: the forward pass keeps each token's running maximum and sums (online
 softmax), the backward pass recomputes a tile's logits. With ``p = softmax(logits)`` and entropy ``H``, the gradients by
