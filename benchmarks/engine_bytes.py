@@ -27,9 +27,10 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
 
     from jaxllm.compiler import hbm_traffic
     from jaxllm.infer.decode_benchmark import kv_bytes_per_token
-    from jaxllm.infer.runner.engine_step import EngineStep, StepShape
+    from jaxllm.infer.runner.engine_step import EngineStep
     from jaxllm.infer.runner.paged_cache import layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model
+    from jaxllm.infer.runner.step_shape import StepShape
     from jaxllm.models import functional, unstack_layers
     from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b

@@ -86,7 +86,7 @@ RENAMED_MODULES = {
     "jaxllm.models.moe": "jaxllm.models.moe.moe",
     "jaxllm.models.router": "jaxllm.models.moe.router",
     "jaxllm.models.dispatch": "jaxllm.models.moe.expert_dispatch",
-    "jaxllm.models.packed": "jaxllm.models.moe.packed_experts",
+    "jaxllm.models.packed": "jaxllm.models.packed_weight",
     "jaxllm.models.context": "jaxllm.models.attention_context",
     "jaxllm.models.saved": "jaxllm.models.remat_names",
     "jaxllm.models.products": "jaxllm.models.low_precision_matmul",

@@ -14,6 +14,7 @@ from sharding.ops import GATHERED_WEIGHT as GATHERED_WEIGHT
 from sharding.ops import MatmulFn as MatmulFn
 from sharding.ops import axis_names as axis_names
 from sharding.ops import axis_size as axis_size
+from sharding.ops import by_shard as by_shard
 from sharding.ops import constrain as constrain
 from sharding.ops import current_mesh as current_mesh
 from sharding.ops import current_rules as current_rules

@@ -393,6 +393,20 @@ def per_shard(fn: Callable[..., Any], over: str) -> Callable[..., Any]:
     return call
 
 
+def by_shard(fn: Callable[..., Any], *arrays: Array, out: Any = None) -> Any:
+    """Result of ``fn`` on the shards of arrays as they are sharded, for functions that need no other shard.
+
+    Args:
+        out: partition specs of the result; None: one array, sharded as the first argument.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return fn(*arrays)
+    specs = tuple(_spec_of(x) for x in arrays)
+    names = set(split_sizes(mesh))
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out or specs[0], axis_names=names)(*arrays)
+
+
 def _argument_spec(rules: Rules, mesh: AbstractMesh, x: Array, axes: LogicalAxes) -> PartitionSpec:
     spec = rules.spec(axes, mesh, x.shape, what="argument of a kernel")
     reduced = jax.typeof(x).sharding.spec.reduced  # a weight that was gathered ahead: its gradient stays partial sums

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     environment.compile_fast()
+    # Imports and tracing make millions of objects that stay; to look through them all for cycles takes long.
+    gc.set_threshold(20_000, 10, 10)
     config.pluginmanager.register(cpu_time)
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
@@ -47,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("jaxllm")
     config.addinivalue_line("filterwarnings", f"ignore:{environment.TYPECHECK_RANDOM}")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are never garbage, so the collector leaves them out from here on."""
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
@@ -108,7 +117,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.train import runs
 
     folder = tmp_path_factory.mktemp("unbroken")
-    assert train(runs.run_config(folder)).complete
+    with runs.shared_programs():
+        assert train(runs.run_config(folder)).complete
     return folder
 
 
@@ -117,7 +127,17 @@ def halted(finished: Path) -> Path:
     """The directory of a run that a signal stopped after seven of its steps; checkpoints after 4 and 7."""
     from tests.train import runs
 
-    return runs.stopped_at(finished, 7, out=finished / "halted")
+    with runs.shared_programs():
+        return runs.stopped_at(finished, 7, out=finished / "halted")
+
+
+@pytest.fixture
+def shared_programs() -> Iterator[None]:
+    """Training runs of this test share programs with those of others, see ``tests.train.runs``."""
+    from tests.train import runs
+
+    with runs.shared_programs():
+        yield
 
 
 @pytest.fixture

@@ -19,9 +19,10 @@ from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer
 from jaxllm.parallel.compiler_flags import options
-from jaxllm.train import abstract_state, init_state, jit_step
+from jaxllm.train import init_state, jit_step
 from jaxllm.train.run import build_value_and_grad
-from jaxllm.train.step.step_builder import build_step
+from jaxllm.train.step.step_builder import build_step, run_state, step_links
+from jaxllm.train.step.step_chain import link_states
 from sharding import MeshSpec
 
 
@@ -37,7 +38,8 @@ class JaxllmSide(protocol.Side):
         device = jax.devices()[0]
         self.mesh = MeshSpec.parse(run.mesh).build([device])
         transform = optimizer(run.optim, run.steps, self.model.logical_axes())
-        abstract = abstract_state(self.model, transform, self.mesh)
+        abstract = run_state(run, self.model, transform, self.mesh)
+        extras = link_states(step_links(run))
         step = jit_step(
             build_step(run, self.model, build_value_and_grad(run, self.model, self.mesh), transform), abstract
         )
@@ -45,7 +47,7 @@ class JaxllmSide(protocol.Side):
         chosen = options(device.platform, device.device_kind, run.compiler_options)
         with jax.set_mesh(self.mesh):
             self.step = step.lower(abstract, self.batch).compile(compiler_options=chosen or None)
-            self.state = init_state(self.model, transform, self.mesh, run.seed, abstract)
+            self.state = init_state(self.model, transform, self.mesh, run.seed, abstract, extras=extras)
         self._engines: dict[int, Engine] = {}
 
     def _batch(self) -> Batch:

@@ -15,9 +15,10 @@ are data cursor, metrics, config and versions.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+import jax
 
 from jaxllm.checkpoint.errors import CheckpointError
 
@@ -47,11 +48,11 @@ class StateProvider(Protocol):
 
 
 def with_provider_arrays(state: Any, providers: Sequence[StateProvider]) -> Any:
-    """Fields of the state (a dataclass), with the providers' arrays under ``also``; the state itself without any."""
+    """Members of the state by name, with the providers' arrays under ``also``; the state itself without any."""
     arrays = {one.name: found for one in providers if (found := one.arrays()) is not None}
     if not arrays:
         return state
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)} | {PROVIDERS_KEY: arrays}
+    return _members(state) | {PROVIDERS_KEY: arrays}
 
 
 def collect_facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
@@ -82,12 +83,19 @@ def check_providers(meta: Mapping[str, Any], providers: Sequence[StateProvider])
         )
 
 
-def restore_providers(kind: type, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
-    """State of type ``kind`` from the restored values ``found``; the providers restore theirs."""
+def restore_providers(like: Any, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
+    """State of the structure of ``like`` from the restored values ``found``; the providers restore theirs."""
     said = meta.get(PROVIDERS_KEY, {})
     arrays = found[PROVIDERS_KEY] if isinstance(found, Mapping) else {}
     for one in providers:
         one.restore(arrays.get(one.name), said[one.name])
     if not isinstance(found, Mapping):
         return found
-    return kind(**{field.name: found[field.name] for field in dataclasses.fields(kind)})
+    members = jax.tree.structure(like, is_leaf=lambda x: x is not like)
+    return members.unflatten([found[name] for name in _members(like)])
+
+
+def _members(state: Any) -> dict[str, Any]:
+    """Members of a pytree by name, in its own order."""
+    members = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: x is not state)
+    return {jax.tree_util.keystr(path, simple=True): member for path, member in members}

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.checkpoint import Checkpointer, CheckpointError, StreamedLeaf
 from jaxllm.config import to_dict
-from jaxllm.convert.run_files import checked_tokenizer, open_checkpoints, read_run
+from jaxllm.convert.run_files import checked_tokenizer, open_checkpoints, params_prefix, read_run
 from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.files import release
 from jaxllm.hub import HubError, ModelSource, find_model, open_source
@@ -116,6 +116,7 @@ def convert(
     step: int | None = None,
     upcycle: int | None = None,
     top_k: int | None = None,
+    ema: bool = False,
     shard_bytes: int = 5 * 2**30,
     progress: Progress | None = None,
 ) -> ConversionResult:
@@ -132,6 +133,7 @@ def convert(
         upcycle: sparse upcycling: make a mixture of this many experts of a dense model; the first forward pass is the
             same.
         top_k: experts per token, 2 by default; for ``upcycle``.
+        ema: write the average of a run's parameters (``RunConfig.ema``) in their place; by default in float32.
         shard_bytes: maximum size of a safetensors file.
         progress: called for every tensor.
 
@@ -146,7 +148,7 @@ def convert(
         raise HubError(f"{out} exists; choose another name, or move it away.")
     if top_k is not None and upcycle is None:
         raise HubError(f"top_k = {top_k} is for upcycle: give upcycle, the number of experts, too, or leave it out.")
-    model = _open(find_model(source), step)
+    model = _open(find_model(source), step, ema)
     write = _write_hf if to == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
         if upcycle is not None:
@@ -186,9 +188,11 @@ def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool)
     return replace(model, config=config, source=source, leaves=leaves, carried=CarriedTensors(), keeps=False)
 
 
-def _open(path: Path, step: int | None) -> ConvertibleModel:
+def _open(path: Path, step: int | None, ema: bool) -> ConvertibleModel:
     if (path / "checkpoints").is_dir():
-        return _open_run(path, step)
+        return _open_run(path, step, ema)
+    if ema:
+        raise HubError(f"{path} is not a run's directory, so it has no parameter average: leave ema out.")
     if step is not None:
         raise HubError(f"{path} is not a run's directory, so it has no step {step}.")
     source = open_source(path)
@@ -247,12 +251,14 @@ def _exact(config: DecoderConfig) -> set[str]:
     return {path for path, dtype in _dtypes(config, "bfloat16").items() if dtype != jnp.bfloat16}
 
 
-def _open_run(path: Path, step: int | None) -> ConvertibleModel:
+def _open_run(path: Path, step: int | None, ema: bool = False) -> ConvertibleModel:
     with open_checkpoints(path) as checkpointer:
         run = read_run(path, checkpointer, step)
-        arrays = checkpointer.map_leaves(step)
+        arrays = checkpointer.map_leaves(step, prefix=params_prefix(path, checkpointer, step, ema))
         kept = checkpointer.map_leaves(step, prefix="carried")
     config, meta = run.config, run.meta
+    if ema and config.param_dtype == "bfloat16":
+        config = replace(config, param_dtype="float32")
     tokenizer = None if run.fingerprint is None else run.tokenizer()
     about = meta.get("carried", {"names": [], "twice": {}, "bare": False})
     carried = CarriedTensors({n: kept[str(i)] for i, n in enumerate(about["names"])}, about["twice"], about["bare"])

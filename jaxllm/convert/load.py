@@ -12,11 +12,14 @@ from jax.sharding import Mesh
 
 import sharding
 from jaxllm.checkpoint import CheckpointNotFoundError
-from jaxllm.convert.run_files import open_checkpoints, read_run
+from jaxllm.checkpoint.restore import RestoreOptions
+from jaxllm.config import closest
+from jaxllm.convert.run_files import open_checkpoints, params_prefix, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
-from jaxllm.hub.packed_weights import WeightFormat
+from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.models import Functional, functional, unstack_layers
+from jaxllm.quant import WEIGHT_FORMATS, pack_params
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
@@ -65,7 +68,8 @@ def load_model(
     step: int | None = None,
     dtype: str | None = None,
     layers: Literal["stacked", "apart"] = "stacked",
-    weights: WeightFormat = "plain",
+    weights: str = "plain",
+    ema: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads a run or a model of another library; only parameters are read, never the optimizer state.
@@ -81,7 +85,9 @@ def load_model(
         layers: "stacked": parameters of alike layers in one array, as in training; "apart": one array per layer
             (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
-            are multiplied, to serve a model on one device that has no room for it in ``dtype``.
+            are multiplied, to serve a model on one device that has no room for it in ``dtype``; a row of
+            ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading.
+        ema: load the average of a run's parameters (``RunConfig.ema``) in their place, in their dtype.
         progress: called for every parameter of another library's model.
 
     Raises:
@@ -92,7 +98,16 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
-    loaded = _load(path, mesh, step, dtype, weights, progress)
+    known = ("plain", "packed", *WEIGHT_FORMATS)
+    if weights not in known:
+        raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+    loaded = _load(path, mesh, step, dtype, "packed" if weights == "packed" else "plain", ema, progress)
+    if weights in WEIGHT_FORMATS:
+        with jax.set_mesh(mesh):
+            try:
+                loaded = replace(loaded, params=pack_params(loaded.model, loaded.params, weights))
+            except ValueError as error:
+                raise HubError(f"{path}: {error}") from error
     if layers == "stacked":
         return loaded
     with jax.set_mesh(mesh):
@@ -100,8 +115,16 @@ def load_model(
 
 
 def _load(
-    path: Path, mesh: Mesh, step: int | None, dtype: str | None, weights: WeightFormat, progress: Progress | None
+    path: Path,
+    mesh: Mesh,
+    step: int | None,
+    dtype: str | None,
+    weights: PackedOrPlain,
+    ema: bool,
+    progress: Progress | None,
 ) -> LoadedModel:
+    if ema and not (path / "checkpoints").is_dir():
+        raise ModelNotFoundError(f"{path} is not a run's directory, so it has no parameter average: leave ema out.")
     if not (path / "checkpoints").is_dir():
         signs = ("config.json", "*.safetensors", "*.gguf")
         if step is None and (path.is_file() or any(list(path.glob(sign)) for sign in signs)):
@@ -128,12 +151,14 @@ def _load(
             )
         model = functional(run.config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-        params, _ = checkpointer.restore_params(abstract, step=step)
+        prefix = params_prefix(path, checkpointer, step, ema)
+        reading = RestoreOptions(cast=ema)  # an average is at least float32
+        params, _ = checkpointer.restore_params(abstract, step=step, prefix=prefix, reading=reading)
     return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
 
 
 def _load_from_elsewhere(
-    path: Path, mesh: Mesh, dtype: str, weights: WeightFormat, progress: Progress | None
+    path: Path, mesh: Mesh, dtype: str, weights: PackedOrPlain, progress: Progress | None
 ) -> LoadedModel:
     source = open_source(path)
     tokenizer, template = source.tokenizer, source.template

@@ -13,6 +13,7 @@ from typing import Any
 from jaxllm.checkpoint import Checkpointer
 from jaxllm.config import from_dict
 from jaxllm.files import DataError
+from jaxllm.hub import HubError
 from jaxllm.models import DecoderConfig
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
@@ -85,6 +86,23 @@ def read_run(path: Path, checkpointer: Checkpointer, step: int | None = None) ->
     """
     meta = checkpointer.read_meta(step)
     return RunFiles(path, meta, from_dict(DecoderConfig, meta["config"]["model"], "the checkpoint's model"))
+
+
+def params_prefix(path: Path, checkpointer: Checkpointer, step: int | None, ema: bool) -> str:
+    """Path of the parameters in a run's checkpoint, or of their average (``RunConfig.ema``).
+
+    Args:
+        path, checkpointer, step: as for ``read_run``.
+        ema: whether the average is wanted.
+
+    Raises:
+        HubError: the run has no average.
+    """
+    if not ema:
+        return "params"
+    if not any(name.startswith("ema/") for name in checkpointer.manifest(step).leaves):
+        raise HubError(f"{path} has no average of its parameters: it was trained with ema.decay = 0. Leave ema out.")
+    return "ema"
 
 
 def checked_tokenizer(path: Path, fingerprint: str | None) -> Tokenizer:

@@ -25,11 +25,11 @@ from jaxllm.files import release
 from jaxllm.hub import safetensors
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families.families import decoder_config, family
-from jaxllm.hub.packed_weights import WeightFormat, packed_leaf_paths, place_packed
+from jaxllm.hub.packed_weights import PackedOrPlain, packed_leaf_paths, place_packed
 from jaxllm.hub.quantised_checkpoints import dequantise_tensors, without_quantisation
 from jaxllm.hub.safetensors import LazyTensor, Progress
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart, WeightTable, hf_layout
-from jaxllm.models import DecoderConfig, PackedExperts, functional
+from jaxllm.models import DecoderConfig, PackedWeight, functional
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Suffixes of tensors in older files that are computed, not learned; an export carries them through unchanged."""
@@ -104,15 +104,14 @@ def load_tensors(
     *,
     mesh: Mesh | None = None,
     dtype: str = "float32",
-    weights: WeightFormat = "plain",
+    weights: PackedOrPlain = "plain",
     progress: Progress | None = None,
 ) -> HubModel:
     """Loads a model from a ``config.json`` and its tensors; see ``load_hf``.
 
     Args:
-        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedExperts``), to be served
-            on one
-            device; an export wants them plain.
+        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedWeight``), to be served
+            on one device; an export wants them plain.
 
     Raises:
         HubError: also if nothing can stay packed, or there is more than one device.
@@ -125,7 +124,7 @@ def load_tensors(
     found, carried = match_tensors(family(source).table, config, leaves, tensors)
     sources = sources_by_leaf(found, tensors)
     kept = packed_leaf_paths(sources, mesh) if weights == "packed" else set()
-    loaded: dict[str, jax.Array | PackedExperts] = {}
+    loaded: dict[str, jax.Array | PackedWeight] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
             progress(path, done, len(leaves))

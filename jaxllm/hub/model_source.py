@@ -18,7 +18,7 @@ from jaxllm.hub.gguf.gguf_config import hf_config
 from jaxllm.hub.gguf.gguf_file import Gguf, open_gguf
 from jaxllm.hub.gguf.gguf_model import find_smollm2, hf_tensors
 from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_model
-from jaxllm.hub.packed_weights import WeightFormat
+from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.models import DecoderConfig
 from jaxllm.text import (
     ChatTemplate,
@@ -93,7 +93,7 @@ class ModelSource:
         *,
         mesh: Mesh | None = None,
         dtype: str = "float32",
-        weights: WeightFormat = "plain",
+        weights: PackedOrPlain = "plain",
         progress: Progress | None = None,
     ) -> HubModel:
         """Loads its parameters; see ``load_tensors``.

@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, DequantisedTensor, QuantisedArrays
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart
-from jaxllm.models import PackedExperts
+from jaxllm.models import PackedWeight
+from jaxllm.quant.formats.block_float8 import BlockFloat8
+from jaxllm.quant.formats.mxfp4 import MXFP4
 
 EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 
 
-WeightFormat = Literal["plain", "packed"]
+PackedOrPlain = Literal["plain", "packed"]
 
 
 def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Mesh) -> set[str]:
@@ -41,7 +43,7 @@ def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh:
     return kept
 
 
-def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedExperts:
+def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedWeight:
     """Places a packed leaf of experts on the device that ``leaf`` is for.
 
     Raises:
@@ -64,7 +66,8 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
             )
         values[part.at], scales[part.at] = one, one_scales
     place = leaf.sharding
-    return PackedExperts(jax.device_put(values, place), jax.device_put(scales, place), block)
+    form = MXFP4() if values.dtype == np.uint8 else BlockFloat8(block)
+    return PackedWeight(jax.device_put(values, place), jax.device_put(scales, place), form)
 
 
 def _part_arrays(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:

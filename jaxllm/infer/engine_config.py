@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxllm.config import renamed_fields
 
 SamplerKind = Literal["plain", "full"]
-KvDtype = Literal["auto", "bfloat16", "int8", "fp8"]
+KvDtype = str
+"""Name of what KV cache pages hold, see ``EngineConfig.kv_dtype``."""
 
 
 @renamed_fields(sequences="max_sequences", budget="max_batched_tokens", loop="decode_steps")
@@ -35,7 +36,12 @@ class EngineConfig:
             log-probabilities too).
         top_logprobs: upper limit of ``SamplingParams.logprobs``.
         kv_dtype: dtype of the KV cache: "auto": the model's compute dtype; "bfloat16"; "int8" or "fp8" (float8_e4m3fn),
-            which have a float32 scale for each token's key and one for its value, per kv head.
+            which have a float32 scale for each token's key and one for its value, per kv head; or another quantised row
+            of ``pallas_kernels.paged_attention.kv_formats.KV_FORMATS``.
+        retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``: a rule that decides which tokens leave
+            the KV cache of the layers without a sliding window; None: all stay.
+        verify_tokens: most proposed tokens of a sequence that one step verifies, see ``Engine(proposer=)``; steps with
+            prefill compute the logits of one row more than these.
     """
 
     max_sequences: int = 16
@@ -51,6 +57,8 @@ class EngineConfig:
     samplers: tuple[SamplerKind, ...] = ("plain", "full")
     top_logprobs: int = 5
     kv_dtype: KvDtype = "auto"
+    retention: str | None = None
+    verify_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batched_tokens", "max_len", "page_size", "pages", "decode_steps"):
@@ -68,8 +76,18 @@ class EngineConfig:
             raise ValueError(f"engine: samplers = {self.samplers}; legal: a tuple of 'plain' and 'full'.")
         if self.preemption not in ("recompute", "swap"):
             raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
-        if self.kv_dtype not in get_args(KvDtype):
-            raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {get_args(KvDtype)}.")
+        if self.kv_dtype not in ("auto", "bfloat16") and self.kv_dtype not in (rows := _quantised_formats()):
+            raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
+        if self.retention is not None and self.prefix_cache:
+            raise ValueError(
+                f"engine: retention = {self.retention!r} needs prefix_cache = False: entries of a page change after it "
+                "is full, so no other request can share it."
+            )
+        if not 0 <= self.verify_tokens < self.max_batched_tokens:
+            raise ValueError(
+                f"engine: verify_tokens = {self.verify_tokens}; give 0 (none) to {self.max_batched_tokens - 1}, less "
+                "than max_batched_tokens."
+            )
         if self.buckets is not None and (
             list(self.buckets) != sorted(set(self.buckets))
             or not self.buckets
@@ -84,6 +102,12 @@ class EngineConfig:
             self._check_invariant()
 
     def _check_invariant(self) -> None:
+        for name in ("retention", "verify_tokens"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"engine: batch_invariant does not go with {name} = {getattr(self, name)!r}: a request's steps "
+                    "would differ with its company. Leave one of them out."
+                )
         if self.preemption != "swap":
             raise ValueError(
                 "engine: batch_invariant needs preemption = 'swap': recomputed values differ in their bits."
@@ -129,3 +153,10 @@ class EngineConfig:
         while sizes[-1] < self.max_sequences:
             sizes.append(min(2 * sizes[-1], self.max_sequences))
         return tuple(sizes)
+
+
+def _quantised_formats() -> tuple[str, ...]:
+    # Imported here: configurations are read without importing JAX.
+    from pallas_kernels.paged_attention.kv_formats import quantised_formats
+
+    return quantised_formats()

@@ -91,6 +91,11 @@ class Guide:
         guide.__dict__ = {**self.__dict__, "_matcher": self._matcher.deep_copy()}
         return guide
 
+    def allows(self, token: int) -> bool:
+        """Whether the mask has this token."""
+        word = token // 32
+        return self.mask is not None and word < self._width and bool(self.mask[word] >> (token % 32) & 1)
+
     def advance(self, token: int) -> bool:
         """Advances by a sampled token; returns whether another token may follow."""
         self._matcher.consume_token(token)

@@ -22,8 +22,8 @@ from jaxllm.models.layers.rope_scaling import LongRopeScaling as LongRopeScaling
 from jaxllm.models.layers.rope_scaling import RopeScaling as RopeScaling
 from jaxllm.models.layers.rope_scaling import YarnScaling as YarnScaling
 from jaxllm.models.moe.moe import MoeConfig as MoeConfig
-from jaxllm.models.moe.packed_experts import PackedExperts as PackedExperts
 from jaxllm.models.moe.router import RouterConfig as RouterConfig
+from jaxllm.models.packed_weight import PackedWeight as PackedWeight
 
 __getattr__, _ = lazy_exports(
     __name__,
@@ -31,12 +31,13 @@ __getattr__, _ = lazy_exports(
         "jaxllm.models.attention_context": ("AttentionParams", "KVSpec"),
         "jaxllm.models.functional": ("unstack_layers",),
         "jaxllm.models.layers.mla": ("MLAConfig",),
-        "jaxllm.models.moe.packed_experts": ("PackedExperts",),
+        "jaxllm.models.packed_weight": ("PackedWeight",),
     },
     renamed={
         "Cached": "KVSpec",
         "LatentConfig": "MLAConfig",
-        "Packed": "PackedExperts",
+        "Packed": "PackedWeight",
+        "PackedExperts": "PackedWeight",
         "Scoring": "AttentionParams",
         "layers_apart": "unstack_layers",
     },

@@ -10,6 +10,7 @@ Legend: B batch, S sequence, D embed, V vocab, L layers.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,21 @@ class Functional:
     def roles(self) -> Params:
         """Role of every parameter (``jaxllm.models.params.Role``), in the same tree."""
         return jax.tree.map(lambda leaf: role_of(leaf.param), self._declared())
+
+    def map_matrices(self, params: Params, fn: Callable[[str, Any, int], Any]) -> Params:
+        """Parameter tree with ``fn(path, weight, axis)`` in place of every matrix of a block.
+
+        ``axis`` is the last dimension that a matmul with the weight sums over, counted from the end.
+        """
+
+        def one(path: tuple, leaf: DeclaredParam, value: Any) -> Any:
+            meta, axes = leaf.param.get_metadata(), leaf.param.get_metadata()["logical_axes"]
+            if meta["role"] != "matrix" or not leaf.stack:
+                return value
+            axis = ("experts" in axes) + meta["contract"] - 1 - len(axes)
+            return fn(jax.tree_util.keystr(path, simple=True, separator="/"), value, axis)
+
+        return jax.tree.map_with_path(one, self._declared(), params)
 
     def gather(self, params: Params) -> Params:
         """Parameters all-gathered over the mesh axes that only their storage is split over (FSDP, ZeRO-1 and 2).

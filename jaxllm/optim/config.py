@@ -4,56 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from jaxllm.config import ConfigError, closest
 from jaxllm.optim.adam8bit import Moments
 from jaxllm.optim.bfloat16_params import Rounding
+from jaxllm.optim.optimizer_spec import OptimizerSpec
+from jaxllm.optim.optimizer_table import OPTIMIZERS, kinds_where
 from jaxllm.optim.schedules import ScheduleConfig
 
-OptimizerKind = Literal[
-    "adamw",
-    "lion",
-    "adafactor",
-    "muon",
-    "galore",
-    "apollo",
-    "apollo_mini",
-    "soap",
-    "schedule_free",
-    "sophia",
-    "lomo",
-    "adalomo",
-    "mezo",
-    "sgd",
-]
-
-FIELDS_OF_KIND: dict[str, frozenset[str]] = {
-    "adamw": frozenset({"b1", "b2", "eps", "moments"}),
-    "lion": frozenset({"b1", "b2"}),
-    "adafactor": frozenset({"eps"}),
-    "muon": frozenset({"b1", "b2", "eps"}),
-    "galore": frozenset({"b1", "b2", "eps", "rank", "refresh", "moments"}),
-    "apollo": frozenset({"b1", "b2", "eps", "rank", "refresh", "moments"}),
-    "apollo_mini": frozenset({"b1", "b2", "eps", "refresh", "moments"}),
-    "soap": frozenset({"b1", "b2", "eps", "refresh"}),
-    "schedule_free": frozenset({"b1", "b2", "eps"}),
-    "sophia": frozenset({"b1", "b2", "eps", "refresh"}),
-    "lomo": frozenset(),
-    "adalomo": frozenset({"eps"}),
-    "mezo": frozenset(),
-    "sgd": frozenset({"b1"}),
-}
-"""Fields that a rule uses; changing another one is an error."""
-PAPER_REFRESH = {"galore": 200, "apollo": 200, "apollo_mini": 200, "soap": 10, "sophia": 10}
-"""Values of ``refresh`` in the papers, in steps."""
 FORMER_DEFAULTS = {"refresh": 200}
 """Former defaults of fields, which configurations of older runs contain for every rule."""
-LAYERWISE = ("lomo", "adalomo", "mezo")
-"""Rules that update layer by layer and never hold all gradients at once."""
-FLOAT32_STATE = (*LAYERWISE, "soap", "schedule_free", "sophia")
-"""Rules whose optimizer state must be float32, as parameters are: bases, iterates, Hessian."""
-COLLAGE_KINDS = ("adamw", "lion", "sgd")
-"""Rules that support rounding = "collage": their optimizer state is moments of gradients."""
+OPTIONAL_FIELDS = ("b1", "b2", "eps", "rank", "refresh", "moments")
+"""Fields that not every optimizer uses; the row of an optimizer names those that it uses."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +25,8 @@ class OptimConfig:
 
     Attributes:
         schedule: learning-rate schedule.
-        kind: the rule; bytes are the optimizer state per parameter in float32.
+        kind: the rule, a name in ``jaxllm.optim.optimizer_table.OPTIMIZERS``; bytes are the optimizer state per
+            parameter in float32.
             "adamw": 8 bytes (arXiv:1711.05101).
             "lion": 4 bytes; the sign of a momentum. Its paper uses a learning rate 3 to 10 times smaller, a weight
             decay larger by the same factor, and b1 = 0.95, b2 = 0.98 for language models (arXiv:2302.06675).
@@ -105,7 +69,7 @@ class OptimConfig:
     """
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    kind: OptimizerKind = "adamw"
+    kind: str = "adamw"
     moments: Moments = "float32"
     b1: float = 0.9
     b2: float = 0.95
@@ -117,22 +81,24 @@ class OptimConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(OptimizerKind):
-            raise ValueError(f"optim: kind = {self.kind!r}; legal: {', '.join(get_args(OptimizerKind))}.")
-        defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(self)}
-        used = FIELDS_OF_KIND[self.kind]
-        for name in ("b1", "b2", "eps", "rank", "refresh", "moments"):
-            if name not in used and getattr(self, name) not in (defaults[name], FORMER_DEFAULTS.get(name)):
-                raise ValueError(
-                    f'optim: "{self.kind}" does not use {name}; it uses {", ".join(sorted(used)) or "none"}.'
-                )
-        if self.rounding == "collage" and self.kind not in COLLAGE_KINDS:
-            raise ValueError(
-                f'optim: rounding = "collage" supports {", ".join(COLLAGE_KINDS)}; give "{self.kind}" '
-                'rounding = "stochastic".'
+        if self.kind not in OPTIMIZERS:
+            raise ConfigError(
+                f"optim: kind = {self.kind!r}; legal: {', '.join(OPTIMIZERS)}.{closest(self.kind, OPTIMIZERS)}"
             )
-        if self.rounding != "nearest" and (self.kind in FLOAT32_STATE or self.moments != "float32"):
-            said = f'kind = "{self.kind}"' if self.kind in FLOAT32_STATE else f'moments = "{self.moments}"'
+        defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(self)}
+        spec = self.spec
+        for name in OPTIONAL_FIELDS:
+            if name not in spec.fields and getattr(self, name) not in (defaults[name], FORMER_DEFAULTS.get(name)):
+                raise ValueError(
+                    f'optim: "{self.kind}" does not use {name}; it uses {", ".join(sorted(spec.fields)) or "none"}.'
+                )
+        if self.rounding == "collage" and not spec.collage:
+            legal = kinds_where(lambda spec: spec.collage)
+            raise ValueError(
+                f'optim: rounding = "collage" supports {", ".join(legal)}; give "{self.kind}" rounding = "stochastic".'
+            )
+        if self.rounding != "nearest" and (spec.float32_state or self.moments != "float32"):
+            said = f'kind = "{self.kind}"' if spec.float32_state else f'moments = "{self.moments}"'
             raise ValueError(f'optim: {said} does not support rounding = "{self.rounding}"; give "nearest".')
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
@@ -146,20 +112,25 @@ class OptimConfig:
             raise ValueError(f"optim: weight_decay = {self.weight_decay}; give 0 (none) or a positive number.")
         if self.moments not in get_args(Moments):
             raise ValueError(f"optim: moments = {self.moments!r}; legal: {', '.join(get_args(Moments))}.")
-        if self.kind in LAYERWISE and self.clip_norm is not None:
+        if spec.layerwise and self.clip_norm is not None:
             raise ValueError(
                 f'optim: "{self.kind}" never holds all gradients, so it cannot clip them by global norm; set clip_norm '
                 "to None."
             )
-        if self.kind == "schedule_free" and self.schedule.kind != "constant":
+        if spec.averaging and self.schedule.kind != "constant":
             raise ValueError(
-                f'optim: "schedule_free" replaces a decaying learning rate, but schedule.kind = '
+                f'optim: "{self.kind}" replaces a decaying learning rate, but schedule.kind = '
                 f'"{self.schedule.kind}"; give "constant".'
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"optim: clip_norm = {self.clip_norm}; give a positive number, or None for no clipping.")
 
     @property
+    def spec(self) -> OptimizerSpec:
+        """Row of the optimizer table."""
+        return OPTIMIZERS[self.kind]
+
+    @property
     def every(self) -> int:
-        """Steps between two refreshes: ``refresh``, or the paper's value."""
-        return self.refresh or PAPER_REFRESH[self.kind]
+        """Steps between two refreshes: ``refresh``, or the default of the optimizer's row."""
+        return self.refresh or self.spec.refresh

@@ -48,6 +48,15 @@ def map_matrices(fn: Callable[[MatrixDims | None], Any], logical_axes: Any) -> A
     return jax.tree.map(lambda axes: fn(matrix_dims(axes)), logical_axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def decay_mask(logical_axes: Any) -> Any:
+    """Mask of weight decay: True for matrices and embeddings, False for gains and biases.
+
+    Args:
+        logical_axes: of the parameters.
+    """
+    return map_matrices(lambda found: found is not None, logical_axes)
+
+
 def sides(leaf: Array, of: MatrixDims) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dimensions of the smaller side and of the larger side of a matrix."""
     sizes = [math.prod(leaf.shape[i] for i in side) for side in (of.rows, of.columns)]

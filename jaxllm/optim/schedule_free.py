@@ -8,6 +8,7 @@ beside x while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,22 @@ def schedule_free(
         return out, ScheduleFreeState(steps, weights, z, second)
 
     return optax.GradientTransformation(init, update)
+
+
+def gradients_between_iterates(b1: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Step hook: gradients at ``gradient_point`` instead of at the parameters.
+
+    Args:
+        b1: interpolation between z and x.
+    """
+
+    def take(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
+        def gradients(state: Any, *inputs: Any) -> Any:
+            return value_and_grad(gradient_point(b1, state.params, state.opt_state), *inputs)
+
+        return gradients
+
+    return take
 
 
 def gradient_point(b1: float, params: Any, opt_state: Any) -> Any:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxllm.train.run import Run
     from jaxllm.train.step.loss import loss_sums, value_and_grad
     from jaxllm.train.step.loss_spikes import SpikeConfig
+    from jaxllm.train.step.param_average import EmaConfig
     from jaxllm.train.step.routing_losses import RoutingConfig
     from jaxllm.train.step.train_state import TrainState, abstract_state, init_state
     from jaxllm.train.step.training_step import jit_step, train_step
@@ -40,6 +41,7 @@ __getattr__, __dir__ = lazy_exports(
             "value_and_grad",
         ),
         "jaxllm.train.step.loss_spikes": ("SpikeConfig",),
+        "jaxllm.train.step.param_average": ("EmaConfig",),
         "jaxllm.train.step.routing_losses": ("RoutingConfig",),
         "jaxllm.train.step.train_state": (
             "TrainState",
@@ -55,6 +57,7 @@ __getattr__, __dir__ = lazy_exports(
 )
 
 __all__ = [
+    "EmaConfig",
     "Evaluation",
     "Evaluator",
     "NonFiniteLossError",

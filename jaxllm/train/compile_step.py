@@ -18,8 +18,7 @@ from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.step_builder import build_optimizer, build_step
-from jaxllm.train.step.train_state import abstract_state
+from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
 from jaxllm.train.step.training_step import jit_step
 from sharding.isolate import Progress, run_isolated
 from sharding.topology import Topology
@@ -76,7 +75,7 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
     transform = build_optimizer(run, model)
-    abstract = abstract_state(model, transform, mesh, run.host, run.spikes)
+    abstract = run_state(run, model, transform, mesh)
     own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)
     step = jit_step(own, abstract)
     shape = (run.data.batch_size, run.data.seq_len)

@@ -15,6 +15,7 @@ from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.objective import ObjectiveConfig
+from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
 
 
@@ -41,6 +42,7 @@ class RunConfig:
             ``init_from``, or "start" for the parameters that the run starts from. Empty: none.
         routing: load-balancing losses and biases of mixture-of-experts models.
         spikes: what is done at a loss spike.
+        ema: exponential moving average of the parameters, for evaluation and export.
         seed: seed of the parameters and of all randomness of the run.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp,
             fsdp_tp.
@@ -69,6 +71,7 @@ class RunConfig:
     reference: str = ""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     seed: int = 0
     mesh: str = runtime_only("dp")
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})

@@ -10,11 +10,6 @@ from typing import Any
 
 import jax
 
-STREAMABLE = ("adamw", "lion", "adafactor", "sgd")
-"""Optimizers that support optimizer offload: their state is stacked as layers are, and that of a layer depends on its
-gradients alone.
-"""
-
 
 @dataclass(frozen=True)
 class HostConfig:

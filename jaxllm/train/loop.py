@@ -36,6 +36,7 @@ from jaxllm.train.recovery.rollback import RollbackRequested, check_step_metrics
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
+from jaxllm.train.step.param_average import evaluated_params
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
 from jaxllm.train.step.train_state import TrainState
 
@@ -222,7 +223,7 @@ def run_until(
                 events.write("saved", step=done, place=place)
             if evaluating and evaluate is not None:
                 events.flush()
-                record_evaluation(evaluate(state.params), done, recorder.sinks.log, view)
+                record_evaluation(evaluate(evaluated_params(config.ema, state)), done, recorder.sinks.log, view)
                 events.write("evaluated", step=done)
             if place or evaluating:
                 recorder.start_clock()
@@ -276,7 +277,7 @@ def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool
     evaluation = None
     if evaluate is not None:
         view.say("evaluating on held-out text")
-        evaluation = evaluate(state.params)
+        evaluation = evaluate(evaluated_params(config.ema, state))
         files.drop_evaluation(config.steps)  # an earlier start of this finished run may have written one
         record_evaluation(evaluation, config.steps, recorder.sinks.log, view)
         recorder.events.write("evaluated", step=config.steps)

@@ -36,8 +36,8 @@ from jaxllm.train.step.numerics import init_numerics
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.objective_support import check_batch_fields, check_objective, check_trainable
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
-from jaxllm.train.step.step_builder import build_optimizer, build_step, check_offload, check_optimizer
-from jaxllm.train.step.train_state import TrainState, abstract_state
+from jaxllm.train.step.step_builder import build_optimizer, build_step, check_offload, check_optimizer, run_state
+from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import ValueAndGrad, jit_step
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec
@@ -76,7 +76,7 @@ class Run:
         self.model = functional(config.model, config.parallel.rules())
         self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
         self.optimizer = build_optimizer(config, self.model)
-        self.abstract = abstract_state(self.model, self.optimizer, self.mesh, config.host, config.spikes)
+        self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
         self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
         init = self.init_model
         self.reference = ReferenceModel(config, self.model, self.mesh, init) if config.reference else None

@@ -17,12 +17,11 @@ from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.step.pipelined_loss import pipeline_plan
-from jaxllm.train.step.step_builder import build_optimizer
-from jaxllm.train.step.train_state import abstract_state
+from jaxllm.train.step.step_builder import build_optimizer, run_state
 
 
 def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
-    """Sharding of a run's parameters and optimizer state over ``num_devices`` devices; nothing is compiled.
+    """Sharding of a run's train state over ``num_devices`` devices; nothing is compiled.
 
     Raises:
         ShardingError: the run does not fit its mesh; lists the nearest meshes that it does.
@@ -30,8 +29,10 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     model = functional(config.model, config.parallel.rules())
     mesh = fitting_mesh(config, model, num_devices).abstract()
     transform = build_optimizer(config, model)
-    state = abstract_state(model, transform, mesh, config.host)
+    state = run_state(config, model, transform, mesh)
     found = state_sharding_table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
+    links = state_sharding_table(state.params, state.extras, model.logical_axes(), mesh.shape)
+    found = replace(found, optimizer=found.optimizer + links.optimizer)
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:
         return replace(found, remark=pipeline_remark(config, model, mesh))

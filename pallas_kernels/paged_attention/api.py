@@ -15,33 +15,26 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.pages import PageFormat, PagePool, Slots
+from pallas_kernels.paged_attention.kernel_support import check_positional
+from pallas_kernels.paged_attention.pages import PagePool, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.retention import Retention
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 
 def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tuple[Array, Slots]:
     from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
 
-    _check_plain("pallas_tpu", kw["format"])
-    out, rows = paged_attention_pallas_tpu(q, new.data, pool.data, *args, **kw)
-    return out, Slots(rows)
+    check_positional("pallas_tpu", kw.pop("retention"))
+    return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
 def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tuple[Array, Slots]:
     from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
 
-    _check_plain("pallas_gpu", kw["format"])
-    out, rows = paged_attention_pallas_gpu(q, new.data, pool.data, *args, **kw)
-    return out, Slots(rows)
-
-
-def _check_plain(name: str, format: PageFormat) -> None:
-    if format.encoding != "plain":
-        raise NotImplementedError(
-            f"{name} reads pages with encoding 'plain', not {format.encoding!r}; implementation 'xla' reads those."
-        )
+    check_positional("pallas_gpu", kw.pop("retention"))
+    return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 
 IMPLEMENTATIONS = {
@@ -67,6 +60,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     decode_only: bool = False,
+    retention: Retention | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
     """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
@@ -96,6 +90,8 @@ def paged_attention(
         window: sliding window: a query sees its own position and the ``window - 1`` before it.
         softcap: soft cap: scores become ``softcap * tanh(scores / softcap)``.
         decode_only: a promise that no request has more than one token in this step; compiles a program without prefill.
+        retention: retention rule, with which the pool has ``positions``, and slots are not in the order of positions;
+            None: every token is kept.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -107,6 +103,10 @@ def paged_attention(
         NotImplementedError: the implementation does not support these arguments.
     """
     _check(q, k, v, pool, page_table, cu_q_lens, kv_lens, sinks)
+    if (retention is None) != (pool.positions is None):
+        raise ValueError(
+            "paged_attention: a retention rule and a pool with positions belong together; see PagePool.zeros."
+        )
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"paged_attention: {name} = {value}; give a positive number, or None for none.")
@@ -115,10 +115,11 @@ def paged_attention(
             "paged_attention: give the scale: an MLA latent does not determine the head dim of its uncompressed keys."
         )
     ints = (jnp.asarray(layer, jnp.int32), *(x.astype(jnp.int32) for x in (page_table, cu_q_lens, kv_lens)))
-    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, *ints)
+    columns = None if retention is None else retention.columns.astype(jnp.int32)
+    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, columns, *ints)
     axes = varying_axes(*jax.tree.leaves(arrays))
     widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
-    q, new, slots, sinks, layer, *ragged = widened
+    q, new, slots, sinks, columns, layer, *ragged = widened
     out, slots = dispatch(
         "paged_attention",
         IMPLEMENTATIONS,
@@ -134,8 +135,9 @@ def paged_attention(
         window=window,
         softcap=softcap,
         decode_only=decode_only,
+        retention=None if retention is None else Retention(retention.rule, columns),
     )
-    return out, PagePool(slots.data, pool.format, slots.scales)
+    return out, PagePool(slots.data, pool.format, slots.scales, slots.positions)
 
 
 def _check(
@@ -150,9 +152,9 @@ def _check(
 ) -> None:
     form = pool.format
     slots = (*pool.rows.shape[2:3], *pool.rows.shape[4:])
-    if pool.rows.ndim != 5 or slots != (form.kv_heads, form.width):
+    if pool.rows.ndim != 5 or slots != (form.kv_heads, form.stored_width):
         raise ValueError(f"paged_attention: a pool {list(pool.rows.shape)} does not hold pages of {form}.")
-    wanted = (*pool.rows.shape[:3], len(form.parts), pool.rows.shape[3]) if form.parts else None
+    wanted = (*pool.rows.shape[:3], form.scales, pool.rows.shape[3]) if form.scales else None
     if pool.rows.dtype != form.stored(pool.rows.dtype) or wanted != getattr(pool.scales, "shape", None):
         found = "none" if pool.scales is None else list(pool.scales.shape)
         raise ValueError(

@@ -7,7 +7,8 @@ pages they go to, which a program of the same launch writes: so no program waits
 A decode step has few blocks, so each request's slots are split among enough programs to fill the device; each returns
 its values and their logsumexp, and plain JAX combines them (arXiv:2311.01282).
 
-Rows of scores are a block's tokens, repeated for each of its query heads. Head dims are split into powers of two.
+Rows of scores are a block's tokens, repeated for each of its query heads. Head dims are split into powers of two. Slots
+that are loaded are decoded piece by piece by the pages' KV cache format.
 
 Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
 = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, B query heads of a program, M = Q x B rows, S
@@ -27,11 +28,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
-from pallas_kernels._pallas import MASK_VALUE, check_supported, dot
+from pallas_kernels._pallas import MASK_VALUE, dot
 from pallas_kernels.flash_attention import blockwise
 from pallas_kernels.flash_attention.xla import ScoreOptions
 from pallas_kernels.paged_attention import config
-from pallas_kernels.paged_attention.pages import PageFormat
+from pallas_kernels.paged_attention.kernel_support import check_format
+from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 
 MIN_DOT_DIM = 16
@@ -40,8 +42,8 @@ MIN_DOT_DIM = 16
 
 def paged_attention_pallas_gpu(
     q: Float[Array, "T N H"],
-    new: Float[Array, "T K W"],
-    rows: Float[Array, "L P K C W"],
+    new: Slots,
+    pool: Slots,
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
     ragged: RaggedBatch,
@@ -51,36 +53,37 @@ def paged_attention_pallas_gpu(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
-) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
+) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on GPUs: (output, pages); see ``paged_attention``.
 
     Raises:
-        NotImplementedError: a head dim is not a multiple of ``MIN_DOT_DIM``, or see
-            ``pallas_kernels._pallas.check_supported``.
+        NotImplementedError: a head dim is not a multiple of ``MIN_DOT_DIM``, or see ``check_format``.
     """
-    check_supported("pallas_gpu", q=q, new=new, pool=rows)
+    check_format("pallas_gpu", format, q, new, pool)
     if format.key_dim % MIN_DOT_DIM or format.value_dim % MIN_DOT_DIM:
         raise NotImplementedError(
             f"pallas_gpu takes head dims of a multiple of {MIN_DOT_DIM}, not {format.key_dim} and {format.value_dim}."
         )
-    plan = _Plan.of(q, rows, ragged, format, ScoreOptions(scale, window, softcap), decode_only)
+    plan = _Plan.of(q, pool.data, ragged, format, ScoreOptions(scale, window, softcap), decode_only)
     tokens = ragged.tokens(q.shape[0])
-    operands = {"q": q, "new": new, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
+    operands = {"q": q, "new": new.data, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
     blocks = ragged.blocks(q.shape[0], plan.tokens)
     operands |= {"request": blocks.request, "first": blocks.first, "count": blocks.tokens, "layer": layer[None]}
     if sinks is not None:
         operands["sinks"] = sinks.astype(jnp.float32)
-    out, lse, rows = plan.call(operands, rows)
+    if new.scales is not None:
+        operands["new_scales"] = new.scales
+    out, lse, pool = plan.call(operands, pool)
     real = tokens.real[:, None, None]
     if plan.parts == 1:
-        return jnp.where(real, out[0], 0), rows
+        return jnp.where(real, out[0], 0), pool
     # The logsumexp of a part that has seen nothing is -MASK_VALUE, which stands for minus infinity.
     lse = jnp.where(real[..., 0] & (lse != -MASK_VALUE), lse, -jnp.inf)[..., None]
     top = jnp.max(lse, axis=0)
     weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=0)
     out = jnp.sum(jnp.where(weights > 0.0, out, 0.0) * weights, axis=0) / jnp.where(total > 0.0, total, 1.0)
-    return out.astype(q.dtype), rows
+    return out.astype(q.dtype), pool
 
 
 class _Plan(NamedTuple):
@@ -110,7 +113,7 @@ class _Plan(NamedTuple):
         cls, q: Array, rows: Array, ragged: RaggedBatch, format: PageFormat, options: ScoreOptions, decode_only: bool
     ) -> _Plan:
         (t, n, _), (kv, page_size) = q.shape, rows.shape[2:4]
-        blocks = config.gpu_blocks(target_device().kind, max(format.key_dim, format.value_dim), rows.dtype.itemsize)
+        blocks = config.gpu_blocks(target_device().kind, max(format.key_dim, format.value_dim), q.dtype.itemsize)
         heads = min(pl.next_power_of_2(n // kv), blocks.rows)
         tokens, parts = 1, 1
         if decode_only:
@@ -129,16 +132,27 @@ class _Plan(NamedTuple):
         """Number of programs that share a kv head."""
         return -(-self.group // self.heads)
 
-    def call(self, operands: dict[str, Array], rows: Array) -> tuple[Array, Array, Array]:
+    @property
+    def key_pieces(self) -> list[tuple[int, int]]:
+        """(start, size) of powers of two that add up to a key; none of them has scales of two parts."""
+        first = self.format.parts[0] if self.format.latent and self.format.parts else self.format.key_dim
+        return [*pieces(first), *((first + start, size) for start, size in pieces(self.format.key_dim - first))]
+
+    def call(self, operands: dict[str, Array], pool: Slots) -> tuple[Array, Array, Slots]:
         """Launches the kernel: (values, logsumexp, pages), with values and logsumexp of each part."""
         q = operands["q"]
         t, n, _ = q.shape
         results = {
             "out": result_like(q, (self.parts, t, n, self.format.value_dim), q.dtype if self.parts == 1 else "float32"),
             "lse": result_like(q, (self.parts, t, n), jnp.float32),
-            "written": result_like(rows, rows.shape, rows.dtype),
+            "written": result_like(pool.data, pool.data.shape, pool.data.dtype),
         }
-        operands = operands | {"pool": rows}
+        operands = operands | {"pool": pool.data}
+        if pool.scales is not None:
+            operands["scales"] = pool.scales
+            results["written_scales"] = result_like(pool.scales, pool.scales.shape, pool.scales.dtype)
+        updated = len(results) - 2
+        first = len(operands) - updated
         names = (*operands, *results)
 
         def body(*refs: Any) -> None:
@@ -148,13 +162,13 @@ class _Plan(NamedTuple):
             body,
             grid=(operands["request"].shape[0], self.format.kv_heads * self.head_blocks, self.parts),
             out_shape=list(results.values()),
-            input_output_aliases={len(operands) - 1: 2},
+            input_output_aliases={first + i: 2 + i for i in range(updated)},
             compiler_params=self.params,
             interpret=is_interpreting(),
             name="paged_attention_decode" if self.tokens == 1 else "paged_attention",
         )
-        out, lse, rows = call(*operands.values())
-        return out, lse, rows
+        out, lse, *written = call(*operands.values())
+        return out, lse, Slots(*written)
 
 
 class _Program(NamedTuple):
@@ -204,7 +218,7 @@ class _Program(NamedTuple):
         end = jnp.where(self.count > 0, position + self.count, 0)
         begin = jnp.int32(0) if options.window is None else jnp.maximum(position - options.window + 1, 0)
         at = (self.start + self.token - begin_batch)[:, None]
-        q = [self._load("q", (self.token, self.head), piece, self.real) for piece in pieces(plan.format.key_dim)]
+        q = [self._load("q", (self.token, self.head), piece, self.real) for piece in plan.key_pieces]
         m, value_pieces = plan.tokens * plan.heads, pieces(plan.format.value_dim)
 
         def more(stop: Any, held: Callable[[Array, Array, tuple[int, int]], Array]) -> Callable[[Any, Any], Any]:
@@ -220,7 +234,7 @@ class _Program(NamedTuple):
                         loaded[piece] = held(kv_pos, there, piece)
                     return loaded[piece]
 
-                keys = [slots(0, piece) for piece in pieces(plan.format.key_dim)]
+                keys = [slots(0, piece) for piece in plan.key_pieces]
                 products = functools.reduce(jnp.add, (dot(a, b, (1, 1)) for a, b in zip(q, keys, strict=True)))
                 seen = (there & (kv_pos >= begin))[None] & (kv_pos[None] <= at)
                 if options.window is not None:
@@ -235,10 +249,10 @@ class _Program(NamedTuple):
 
         def of_pages(kv_pos: Array, there: Array, piece: tuple[int, int]) -> Array:
             index = self.refs["layer"][0], self._pages(kv_pos, there), self.kv_head, kv_pos % self.refs["pool"].shape[3]
-            return self._load("pool", index, piece, there)
+            return self._decoded("pool", "scales", index, piece, there)
 
         def of_step(kv_pos: Array, there: Array, piece: tuple[int, int]) -> Array:
-            return self._load("new", (begin_batch + kv_pos - self.start, self.kv_head), piece, there)
+            return self._decoded("new", "new_scales", (begin_batch + kv_pos - self.start, self.kv_head), piece, there)
 
         def fold(first: Any, steps: Any, step: Any, state: Any) -> Any:
             return jax.lax.fori_loop(0, steps, lambda i, state: step(first + i * plan.slots, state), state)
@@ -276,7 +290,27 @@ class _Program(NamedTuple):
 
     def _load(self, name: str, index: tuple[Any, ...], piece: tuple[int, int], mask: Array) -> Array:
         mask = jnp.broadcast_to(mask[:, None], (mask.shape[0], piece[1]))
-        return plgpu.load(self._at(name, index, piece), mask=mask, other=0.0)
+        zero = 0.0 if jnp.issubdtype(self.refs[name].dtype, jnp.floating) else 0
+        return plgpu.load(self._at(name, index, piece), mask=mask, other=zero)
+
+    def _decoded(self, name: str, scales: str, index: tuple[Any, ...], piece: tuple[int, int], mask: Array) -> Array:
+        """Values of a piece of slots, decoded by the format of the pages."""
+        form, dtype = self.plan.format, self.refs["q"].dtype
+        tile = self._load(name, index, piece, mask)
+        if not form.parts:
+            return form.kv_format.decode(tile, None, piece[1], dtype)
+        each = form.kv_format.scales
+        part = each if piece[0] >= form.parts[0] else 0
+        rows = tuple(
+            plgpu.load(self._scale_at(scales, index, mask.shape, part + i), mask=mask, other=0.0) for i in range(each)
+        )
+        return form.kv_format.decode(tile, rows, piece[1], jnp.float32).astype(dtype)
+
+    def _scale_at(self, name: str, index: tuple[Any, ...], shape: tuple[int, ...], number: int) -> Any:
+        """Scale ``number`` of each slot: of pages [L, P, K, Z, C], or of the step's tokens [T, K, Z]."""
+        rows = [jnp.broadcast_to(x, shape) for x in index]
+        rows.insert(3 if len(rows) > 3 else len(rows), jnp.full(shape, number, jnp.int32))
+        return self.refs[name].at[tuple(rows)]
 
     def _store(self, name: str, index: tuple[Any, ...], piece: tuple[int, int], mask: Array, value: Array) -> None:
         mask = jnp.broadcast_to(mask[:, None], value.shape)
@@ -299,6 +333,9 @@ class _Program(NamedTuple):
         source = self.first + place, self.kv_head
         for piece in pieces(plan.format.width):
             self._store("written", target, piece, mask, self._load("new", source, piece, mask))
+        for number in range(plan.format.scales):
+            scale = plgpu.load(self._scale_at("new_scales", source, mask.shape, number), mask=mask, other=0.0)
+            plgpu.store(self._scale_at("written_scales", target, mask.shape, number), scale, mask=mask)
 
 
 def pieces(width: int) -> list[tuple[int, int]]:

@@ -9,9 +9,12 @@ later on the same core and find them there.
 Rows of scores are a block's tokens, repeated for each of the query heads that read one kv head (GQA). A block of one
 token (decode) processes only its own rows, however many the others have.
 
+Quantised pages come with a page of scales each, and a tile is decoded by the pages' KV cache format once it is in VMEM.
+The scales of a page are one tile: those of a block's own tokens are merged into the pages of scales that it writes to.
+
 Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
 = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, M = Q x G rows, U slots of a tile, A slots of
-the tiles that a block writes to, J pages fetched at once, S = J x C.
+the tiles that a block writes to, E pages that it writes to, J pages fetched at once, S = J x C, Z scales of a slot.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels._compat import result_like, target_device
-from pallas_kernels._pallas import check_supported, dot, interpret_tpu, round_up
+from pallas_kernels._pallas import dot, interpret_tpu, round_up
 from pallas_kernels.flash_attention import blockwise
 from pallas_kernels.flash_attention.xla import ScoreOptions
 from pallas_kernels.paged_attention import config
-from pallas_kernels.paged_attention.pages import PageFormat
+from pallas_kernels.paged_attention.kernel_support import check_format
+from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 
 LANES = 128
@@ -42,8 +46,8 @@ MAX_TABLE_ENTRIES = 2**17
 
 def paged_attention_pallas_tpu(
     q: Float[Array, "T N H"],
-    new: Float[Array, "T K W"],
-    rows: Float[Array, "L P K C W"],
+    new: Slots,
+    pool: Slots,
     layer: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
     ragged: RaggedBatch,
@@ -53,14 +57,14 @@ def paged_attention_pallas_tpu(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
-) -> tuple[Float[Array, "T N V"], Float[Array, "L P K C W"]]:
+) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on TPUs: (output, pages); see ``paged_attention``.
 
     Raises:
-        NotImplementedError: pages are not whole tiles, the page table is too large, or see
-            ``pallas_kernels._pallas.check_supported``.
+        NotImplementedError: pages are not whole tiles, the page table is too large, or see ``check_format``.
     """
-    check_supported("pallas_tpu", q=q, new=new, pool=rows)
+    check_format("pallas_tpu", format, q, new, pool)
+    rows = pool.data
     tile = 32 // rows.dtype.itemsize
     if rows.shape[3] % tile:
         raise NotImplementedError(
@@ -77,12 +81,16 @@ def paged_attention_pallas_tpu(
         )
     plan = _Plan.of(q, rows, format, ScoreOptions(scale, window, softcap), None if decode_only else ragged.requests)
     blocks = ragged.blocks(q.shape[0], plan.tokens)
-    operands = {"q": plan.queries(q, blocks), "new": plan.own(new, blocks)}
+    operands = {"q": plan.queries(q, blocks), "new": plan.own(new.data, blocks)}
+    if new.scales is not None:
+        values = format.unpack(Slots(new.data[:, :, None], new.scales[..., None]), jnp.float32)[:, :, 0]
+        operands["own"] = plan.own(values.astype(q.dtype), blocks)
+        operands["new_scales"] = plan.own_scales(new.scales, blocks)
     operands["row_token"] = jnp.repeat(jnp.arange(plan.tokens, dtype=jnp.int32), plan.group)[:, None]
     if sinks is not None:
         operands["sink"] = jnp.tile(sinks.astype(jnp.float32).reshape(format.kv_heads, -1), (1, plan.tokens))[..., None]
-    out, rows = plan.call(operands, rows, layer, ragged, blocks)
-    return plan.values(out, ragged, q.shape[0]), rows
+    out, pool = plan.call(operands, pool, layer, ragged, blocks)
+    return plan.values(out, ragged, q.shape[0]), pool
 
 
 class _Plan(NamedTuple):
@@ -152,7 +160,22 @@ class _Plan(NamedTuple):
         q = q.reshape(-1, self.format.kv_heads, self.m, h)
         return jnp.pad(q, ((0, 0),) * 3 + ((0, self.key_lanes - h),))
 
-    def own(self, new: Float[Array, "T K W"], blocks: TokenBlocks) -> Float[Array, "I K A W"]:
+    @property
+    def own_pages(self) -> int:
+        """Most pages that a block of tokens writes to (E)."""
+        return (self.tokens + self.page_size - 2) // self.page_size + 1
+
+    def own_scales(self, scales: Float[Array, "T K Z"], blocks: TokenBlocks) -> Float[Array, "I K E Z C"]:
+        """Scales of each block's own tokens, placed as in the pages that they belong to; zeros elsewhere."""
+        offset = blocks.position % self.page_size
+        place = jnp.arange(self.own_pages * self.page_size, dtype=jnp.int32) - offset[:, None]
+        inside = (place >= 0) & (place < blocks.tokens[:, None])
+        found = scales[jnp.clip(blocks.first[:, None] + place, 0, scales.shape[0] - 1)]
+        found = jnp.where(inside[:, :, None, None], found, 0)  # I EC K Z
+        found = found.reshape(found.shape[0], self.own_pages, self.page_size, *found.shape[2:])
+        return found.transpose(0, 3, 1, 4, 2)
+
+    def own(self, new: Shaped[Array, "T K W"], blocks: TokenBlocks) -> Shaped[Array, "I K A W"]:
         """Slots of each block's own tokens, placed as in the tiles that they belong to; zeros elsewhere."""
         offset = blocks.position % self.tile
         place = jnp.arange(self.own_slots, dtype=jnp.int32) - offset[:, None]
@@ -170,14 +193,15 @@ class _Plan(NamedTuple):
         return jnp.where(tokens.real[:, None, None], out.reshape(t, -1, self.format.value_dim), 0)
 
     def call(
-        self, operands: dict[str, Array], rows: Array, layer: Array, ragged: RaggedBatch, blocks: TokenBlocks
-    ) -> tuple[Float[Array, "I K M V2"], Float[Array, "L P K C W"]]:
+        self, operands: dict[str, Array], pool: Slots, layer: Array, ragged: RaggedBatch, blocks: TokenBlocks
+    ) -> tuple[Float[Array, "I K M V2"], Slots]:
         """Runs the kernel at every block, for the kv heads of every core."""
-        columns, numbers = ragged.page_table.shape[1], rows.shape[1]
+        updated = [x for x in (pool.data, pool.scales) if x is not None]
+        columns, numbers = ragged.page_table.shape[1], pool.data.shape[1]
         table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # unused entries may be anything
         scalars = (layer[None], table, blocks.request * columns, blocks.tokens, blocks.position)
         width = self.value_lanes.stop - self.value_lanes.start
-        dtype = rows.dtype
+        dtype = pool.data.dtype
         scratch = {
             "buffer": pltpu.VMEM((2, self.pages, self.heads, self.page_size, self.format.width), dtype),
             "tiles": pltpu.VMEM((self.own_slots // self.tile, self.heads, self.tile, self.format.width), dtype),
@@ -187,7 +211,14 @@ class _Plan(NamedTuple):
             "fetched": pltpu.SemaphoreType.DMA((2,)),
             "tiled": pltpu.SemaphoreType.DMA,
         }
-        names = ("layer", "table", "row", "tokens", "position", *operands, "_", "out", "pool", *scratch)
+        results = ["pool"]
+        if pool.scales is not None:
+            page = (self.heads, self.format.scales, self.page_size)
+            scratch["scale_buffer"] = pltpu.VMEM((2, self.pages, *page), jnp.float32)
+            scratch["scale_tiles"] = pltpu.VMEM((self.own_pages, *page), jnp.float32)
+            results.append("scales")
+        unused = [f"_{name}" for name in results]
+        names = ("layer", "table", "row", "tokens", "position", *operands, *unused, "out", *results, *scratch)
 
         def body(*refs: Any) -> None:
             _Step(self, dict(zip(names, refs, strict=True))).run()
@@ -198,31 +229,32 @@ class _Plan(NamedTuple):
             body,
             out_shape=[
                 result_like(operands["q"], (*operands["q"].shape[:3], width), operands["q"].dtype),
-                result_like(rows, rows.shape, dtype),
+                *(result_like(x, x.shape, x.dtype) for x in updated),
             ],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(cores, blocks.request.shape[0]),
-                in_specs=[*(self._spec(name, x.shape) for name, x in operands.items()), anywhere],
-                out_specs=[self._spec("out", (*operands["q"].shape[:3], width)), anywhere],
+                in_specs=[*(self._spec(name, x.shape) for name, x in operands.items()), *(anywhere for _ in updated)],
+                out_specs=[self._spec("out", (*operands["q"].shape[:3], width)), *(anywhere for _ in updated)],
                 scratch_shapes=list(scratch.values()),
             ),
-            input_output_aliases={len(scalars) + len(operands): 1},
+            input_output_aliases={len(scalars) + len(operands) + i: 1 + i for i in range(len(updated))},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.vmem_bytes
             ),
             interpret=interpret_tpu(),
             name="paged_attention_decode" if self.tokens == 1 else "paged_attention",
         )
-        out, rows = call(*scalars, *operands.values(), rows)
-        return out, rows
+        out, *written = call(*scalars, *operands.values(), *updated)
+        return out, Slots(*written)
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
         if name == "row_token":
             return pl.BlockSpec(shape, lambda core, i, *_: (0, 0))
         if name == "sink":
             return pl.BlockSpec((self.heads, *shape[1:]), lambda core, i, *_: (core, 0, 0))
-        return pl.BlockSpec((None, self.heads, *shape[2:]), lambda core, i, *_: (i, core, 0, 0))
+        rest = (0,) * (len(shape) - 2)
+        return pl.BlockSpec((None, self.heads, *shape[2:]), lambda core, i, *_: (i, core, *rest))
 
 
 class _Step:
@@ -233,6 +265,7 @@ class _Step:
         refs: refs by name.
         tokens, position: number of tokens of the block, and position of its first token.
         begin: first visible position (sliding window).
+        scaled: whether the pages are quantised.
     """
 
     def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
@@ -242,6 +275,7 @@ class _Step:
         self.tokens, self.position = refs["tokens"][block], refs["position"][block]
         self.begin = 0 if window is None else jnp.maximum(self.position - window + 1, 0)
         self.head = pl.program_id(0) * plan.heads
+        self.scaled = "scales" in refs
 
     def run(self) -> None:
         """Attends and writes the block's slots; does nothing for an empty block."""
@@ -251,6 +285,7 @@ class _Step:
         @pl.when(self.tokens > 0)
         def _() -> None:
             self._each_tile(lambda i: self._tile(i, read=True).start())
+            self._each_page(lambda i: self._scale_page(i, read=True).start())
 
             @pl.when(single)
             def _() -> None:
@@ -262,8 +297,11 @@ class _Step:
 
             # Wait for all tiles before using any: they share a semaphore and arrive in any order.
             self._each_tile(lambda i: self._tile(i, read=True).wait())
+            self._each_page(lambda i: self._scale_page(i, read=True).wait())
             self._each_tile(self._merge)
+            self._each_page(self._merge_scales)
             self._each_tile(lambda i: self._tile(i, read=False).wait())
+            self._each_page(lambda i: self._scale_page(i, read=False).wait())
 
     def _attend(self, m: int) -> None:
         """Computes the first ``m`` rows of the block's output."""
@@ -290,6 +328,7 @@ class _Step:
             self._fetch(column, stop, buffer, wait=True)
             at = column * plan.page_size
             held = refs["buffer"].at[buffer]
+            scales: Any = refs["scale_buffer"].at[buffer] if self.scaled else None
 
             # Slots behind the last token may hold nan, and 0 * nan is nan.
             @pl.when(i + 1 == steps)
@@ -297,17 +336,28 @@ class _Step:
                 shape = plan.pages, plan.page_size, plan.format.width
                 page, slot = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
                 filled = at + page * plan.page_size + slot < self.position
+                page, slot = (jax.lax.broadcasted_iota(jnp.int32, shape[:2], axis) for axis in (0, 1))
+                filled_slots = at + page * plan.page_size + slot < self.position
 
                 def clean(head: Any) -> None:
                     held[:, head] = jnp.where(filled, held[:, head], 0)
+                    for z in range(plan.format.scales):
+                        scales[:, head, z] = jnp.where(filled_slots, scales[:, head, z], 0)
 
                 self._each_head(clean, filled.size)
 
-            self._block(m, lambda head: held[:, head].reshape(-1, plan.format.width), at, self.position)
+            def slots(head: Any) -> Array:
+                tile = held[:, head]
+                if self.scaled:
+                    tile = self._decode(tile, tuple(scales[:, head, z] for z in range(plan.format.scales)))
+                return tile.reshape(-1, plan.format.width)
+
+            self._block(m, slots, at, self.position)
 
         jax.lax.fori_loop(0, steps, more, None)
         aligned = self.position - jax.lax.rem(self.position, plan.tile)
-        self._block(m, lambda head: refs["new"][head], aligned, self.position + self.tokens, self.position)
+        own = refs["own" if self.scaled else "new"]
+        self._block(m, lambda head: own[head], aligned, self.position + self.tokens, self.position)
 
         def finish(head: Any) -> None:
             safe, _ = blockwise.finish_softmax(top[head], total[head])
@@ -362,6 +412,10 @@ class _Step:
             source = refs["pool"].at[self.layer, number, pl.ds(self.head, plan.heads)]
             copy = pltpu.make_async_copy(source, refs["buffer"].at[buffer, j], refs["fetched"].at[buffer])
             copy.wait() if wait else copy.start()
+            if self.scaled:
+                source = refs["scales"].at[self.layer, number, pl.ds(self.head, plan.heads)]
+                copy = pltpu.make_async_copy(source, refs["scale_buffer"].at[buffer, j], refs["fetched"].at[buffer])
+                copy.wait() if wait else copy.start()
 
         jax.lax.fori_loop(0, jnp.minimum(plan.pages, stop - column), page, None)
 
@@ -392,3 +446,37 @@ class _Step:
         own = refs["new"][:, i * plan.tile : (i + 1) * plan.tile]
         refs["tiles"][i] = jnp.where(mine, own, refs["tiles"][i])
         self._tile(i, read=False).start()
+
+    def _decode(self, tile: Array, scales: tuple[Array, ...]) -> Array:
+        """Values of a tile of slots, in the dtype of the queries."""
+        form = self.plan.format
+        first: Any = form.width
+        if len(form.parts) > 1:
+            first = jax.lax.broadcasted_iota(jnp.int32, (1, form.width), 1) < form.parts[0]
+        return form.kv_format.decode(tile, scales, first, jnp.float32).astype(self.refs["q"].dtype)
+
+    def _scale_page(self, i: int, read: bool) -> Any:
+        """DMA of scales: of page ``i`` of those that the block writes to, from the pool (``read``), or back to it."""
+        plan, refs = self.plan, self.refs
+        number = refs["table"][self.row + self.position // plan.page_size + i]
+        there = refs["scales"].at[self.layer, number, pl.ds(self.head, plan.heads)]
+        here = refs["scale_tiles"].at[i]
+        source, target = (there, here) if read else (here, there)
+        return pltpu.make_async_copy(source, target, refs["tiled"])
+
+    def _each_page(self, action: Any) -> None:
+        """Calls ``action(i)`` for each page that the block writes to, if the pages have scales."""
+        plan = self.plan
+        offset = jax.lax.rem(self.position, plan.page_size)
+        for i in range(plan.own_pages if self.scaled else 0):
+            pl.when(i * plan.page_size < offset + self.tokens)(functools.partial(action, i))
+
+    def _merge_scales(self, i: int) -> None:
+        """Merges the block's own scales into those of page ``i``, which have been read, and starts to write those."""
+        plan, refs = self.plan, self.refs
+        shape = plan.heads, plan.format.scales, plan.page_size
+        place = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + i * plan.page_size
+        place = place - jax.lax.rem(self.position, plan.page_size)
+        mine = (place >= 0) & (place < self.tokens)
+        refs["scale_tiles"][i] = jnp.where(mine, refs["new_scales"][:, i], refs["scale_tiles"][i])
+        self._scale_page(i, read=False).start()

@@ -12,11 +12,21 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
+from pallas_kernels.paged_attention.retention import Retention, write_retained
 
 
-def write(held: Slots, new: Slots, layer: Int[Array, ""], ragged: RaggedBatch, tokens: TokenRows) -> Slots:
+def write(
+    held: Slots,
+    new: Slots,
+    layer: Int[Array, ""],
+    ragged: RaggedBatch,
+    tokens: TokenRows,
+    retention: Retention | None = None,
+) -> Slots:
     """KV cache update: writes each token of this step to its slot; padding is dropped."""
     with jax.named_scope("kv_write"):
+        if retention is not None:
+            return write_retained(held, new, layer, ragged, tokens, retention)
         page, slot = ragged.slots(held.data.shape[1], held.data.shape[3], tokens)
         numbers = held.data.at[layer, page, :, slot].set(new.data, mode="drop", unique_indices=True)
         if held.scales is None:
@@ -38,34 +48,44 @@ def paged_attention_reference(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
+    retention: Retention | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Reference paged attention: (output, pages); materialises every token's scores, in at least float32.
 
     See ``paged_attention``.
     """
     del decode_only  # a promise that saves nothing here
-    (t, n, h), (pages, kv, _, width) = q.shape, pool.data.shape[1:]
+    (t, n, h), (pages, kv) = q.shape, pool.data.shape[1:3]
     tokens = ragged.tokens(t)
-    pool = write(pool, new, layer, ragged, tokens)
+    pool = write(pool, new, layer, ragged, tokens, retention)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     at = layer, jnp.clip(ragged.page_table, 0, pages - 1)
     held = format.unpack(Slots(*(None if x is None else x[at] for x in pool)), dtype)  # R J K C W
-    held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, width)
+    held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, format.width)
+    position = tokens.position[:, None, None]  # T 1 1
     # Slots that hold no token may hold nan, and 0 * nan is nan.
-    at = jnp.arange(held.shape[1])
-    used = at < ragged.kv_lens[:, None]
+    if retention is None:
+        at = jnp.arange(held.shape[1])[None, :, None]
+        used = at < ragged.kv_lens[:, None, None]
+        if window is not None:
+            used &= at > (ragged.kv_lens - ragged.lengths)[:, None, None] - window
+        visible = at <= position
+    else:
+        at = pool.positions[layer, jnp.clip(ragged.page_table, 0, pages - 1), :, 0]  # R J K C
+        at = at.swapaxes(2, 3).reshape(ragged.requests, -1, kv)
+        used = retention.used(at, held.shape[1] // ragged.page_table.shape[1])
+        at = at[tokens.request]
+        visible = used[tokens.request] & (at <= position) & retention.rule.keep(at, position)
+    held = jnp.where(used[..., None], held, 0)[tokens.request]  # T S K W
+    visible &= tokens.real[:, None, None]
     if window is not None:
-        used &= at > ragged.kv_lens[:, None] - ragged.lengths[:, None] - window
-    held = jnp.where(used[:, :, None, None], held, 0)[tokens.request]  # T S K W
-    visible = (at <= tokens.position[:, None]) & tokens.real[:, None]
-    if window is not None:
-        visible &= at > tokens.position[:, None] - window
+        visible &= at > position - window
 
     grouped = q.reshape(t, kv, n // kv, h).astype(dtype)
     scores = jnp.einsum("tkgh,tskh->tkgs", grouped, format.keys(held)) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(visible.swapaxes(1, 2)[:, :, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(dtype).reshape(kv, -1, 1)
     if sink is not None:

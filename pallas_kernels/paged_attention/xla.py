@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
+from pallas_kernels.paged_attention.retention import Retention
 
 BLOCK_TOKENS = 64
 """Most tokens of a block."""
@@ -50,6 +51,7 @@ class _Problem(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    retention: Retention | None
 
 
 def paged_attention_xla(
@@ -65,11 +67,12 @@ def paged_attention_xla(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
+    retention: Retention | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention in plain JAX: (output, pages); see ``paged_attention``."""
     t, n, _ = q.shape
-    pool = write(pool, new, layer, ragged, ragged.tokens(t))
-    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap)
+    pool = write(pool, new, layer, ragged, ragged.tokens(t), retention)
+    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention)
     size = min(BLOCK_TOKENS, t)
     # A block at the end of the batch may reach beyond it. The output is made from q to vary over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
@@ -111,18 +114,22 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size
     position = jnp.tile(block.position + jnp.arange(size), m // size)[:, None]  # M 1
     reach = block.position + block.tokens
     begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(block.position - problem.window + 1, 0)
+    if (retention := problem.retention) is not None:  # slots are not in the order of positions: all are looked at
+        begin, reach = jnp.zeros_like(reach), retention.columns[block.request] * problem.pool.data.shape[3]
 
     def more(pages: int, first: Array, state: Any) -> Any:
         """Online-softmax update by ``pages`` pages (or parts of one, see ``read_unit``) from number ``first`` on."""
         top, total, out = state
-        held = _read(problem, block.request, first, pages, begin, reach, dtype)
-        at = first * page_size + jnp.arange(pages * page_size)
+        held, stored = _read(problem, block.request, first, pages, begin, reach, dtype)
+        at = first * page_size + jnp.arange(pages * page_size) if stored is None else stored[:, None]
         scores = jnp.einsum("kmh,ksh->kms", q, held if whole else form.keys(held))
         if problem.softcap is not None:
             scores = problem.softcap * jnp.tanh(scores / problem.softcap)
         seen = at <= position
         if problem.window is not None:
             seen &= at > position - problem.window
+        if retention is not None:
+            seen &= (at >= 0) & retention.rule.keep(at, position)
         scores = jnp.where(seen, scores, lowest)
         highest = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - highest)
@@ -157,16 +164,17 @@ def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array
 
 def _read(
     problem: _Problem, request: Array, first: Array, count: int, begin: Array, reach: Array, dtype: Any
-) -> Float[Array, "K S W"]:
-    """Contents of some consecutive pages in ``dtype``; zeros before ``begin`` and from ``reach`` on.
+) -> tuple[Float[Array, "K S W"], Int[Array, "K S"] | None]:
+    """Contents of some consecutive pages in ``dtype``, and the stored positions, -1 where unused, if there are any.
 
-    Slots outside may hold nan, and 0 * nan is nan.
+    The contents are zeros before slot ``begin`` and from ``reach`` on, and where no token is: slots outside may hold
+    nan, and 0 * nan is nan.
     """
     (pages, kv, page_size, width), columns = problem.pool.data.shape[1:], problem.ragged.page_table.shape[1]
     form = problem.format
     size, cut = read_unit(page_size), jax.lax.dynamic_slice
 
-    def page(j: int) -> Float[Array, "K C W"]:
+    def page(j: int) -> tuple[Float[Array, "K C W"], Int[Array, "K C"] | None]:
         column, within = (first + j) * size // page_size, (first + j) * size % page_size
         number = problem.ragged.page_table[request, jnp.minimum(column, columns - 1)]
         number = jnp.clip(number, 0, pages - 1)  # unused entries may be anything
@@ -176,12 +184,18 @@ def _read(
         held = cut(problem.pool.data, (*starts, within, zero), (1, 1, kv, size, width))[0, 0]
         scales = None
         if form.parts:
-            scales = cut(problem.pool.scales, (*starts, zero, within), (1, 1, kv, len(form.parts), size))[0, 0]
+            scales = cut(problem.pool.scales, (*starts, zero, within), (1, 1, kv, form.scales, size))[0, 0]
         held = form.unpack(Slots(held, scales), dtype)
         at = (first + j) * size + jnp.arange(size)
-        return jnp.where(((at >= begin) & (at < reach))[:, None], held, 0)
+        there = (at >= begin) & (at < reach)
+        if problem.retention is None:
+            return jnp.where(there[:, None], held, 0), None
+        stored = cut(problem.pool.positions, (*starts, zero, within), (1, 1, kv, 1, size))[0, 0, :, 0]
+        stored = jnp.where(there, stored, -1)
+        return jnp.where((stored >= 0)[..., None], held, 0), stored
 
-    return jnp.concatenate([page(j) for j in range(count)], axis=1)
+    held, stored = zip(*(page(j) for j in range(count)), strict=True)
+    return jnp.concatenate(held, axis=1), None if stored[0] is None else jnp.concatenate(stored, axis=1)
 
 
 def _group(x: Float[Array, "Q N H"], kv_heads: int) -> Float[Array, "K M H"]:

@@ -13,6 +13,8 @@ from jaxllm.cli import main
 from jaxllm.train import train
 from tests.train.runs import run_config
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -224,11 +224,11 @@ def test_too_few_pages_are_refused():
 
 def test_old_names_work_and_warn():
     with pytest.warns(FutureWarning, match="is now (max_sequences|max_batched_tokens|decode_steps)") as heard:
-        config = EngineConfig(max_sequences=2, max_batched_tokens=8, decode_steps=1)
+        config = EngineConfig(sequences=2, budget=8, loop=1)
     assert len(heard) == 3
     assert config == EngineConfig(max_sequences=2, max_batched_tokens=8, decode_steps=1)
     with pytest.warns(FutureWarning, match="OutputDelta"):
         assert jaxllm.infer.Piece is jaxllm.infer.OutputDelta
     engine = engines.engine("roomy")
     with pytest.warns(FutureWarning, match="runner"):
-        assert engine.runner is engine.runner
+        assert engine.device is engine.runner

@@ -134,6 +134,25 @@ def test_replicas_share_the_load_and_find_what_they_know(rng):
     assert all(pages.available == pages.count for pages in replicas.pages)
 
 
+def test_a_replica_that_stops_early_keeps_its_pages(rng, float64):
+    """While the other replica decodes on, nothing is written to the pages of sequences that have stopped."""
+    sizes = dataclasses.replace(
+        SIZES, max_sequences=1, page_size=4, pages=40, decode_steps=16, prefix_cache=True, max_batched_tokens=16,
+        buckets=(16,),
+    )  # fmt: skip
+    engine = over("data=2", "llama", sizes, "float64")
+    prompts = rng.integers(0, engines.VOCAB, (2, 11)).tolist()
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, logprobs=0)
+    free = engines.serve(engine, [{"prompt": prompt, "params": greedy} for prompt in prompts])
+    stop = free[0].sequences[0].tokens[13]
+    asked = [dataclasses.replace(greedy, stop_ids=(stop,)), greedy]
+    for _ in range(2):  # the second time it finds what the first has left in the prefix cache
+        made = engines.serve(engine, [{"prompt": p, "params": one} for p, one in zip(prompts, asked, strict=True)])
+        assert engines.error("llama", "float64", made) <= 1e-10
+        assert len(made[0].sequences[0].tokens) < 20
+    assert engine.scheduler.hit_tokens > 0
+
+
 def test_a_text_has_the_same_vector_on_a_mesh(rng):
     model, params = functional(engines.model_of("mixtral", "float32")), engines.params_of("mixtral", "float32")
     mesh = sharding.MeshSpec.parse("data=2,expert=2,tensor=2").build()

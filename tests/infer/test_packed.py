@@ -14,7 +14,7 @@ import pytest
 import sharding
 from jaxllm.data import Batch
 from jaxllm.hub import HubError, open_source
-from jaxllm.hub.packed_weights import WeightFormat
+from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.models import Segments, functional
 from jaxllm.train import value_and_grad
 from tests import environment, quick
@@ -26,7 +26,7 @@ FORMATS = {"fp8": lambda *a: test_quantised.deepseek(*a)[0], "mxfp4": test_quant
 def both(kind: str, folder: Path, rng: np.random.Generator, dtype: str) -> tuple[Any, Any]:
     """The same checkpoint, plain and packed; as in an engine, arrays of one device and of no mesh."""
     source = open_source(FORMATS[kind](folder, rng))
-    ways: tuple[WeightFormat, ...] = ("plain", "packed")
+    ways: tuple[PackedOrPlain, ...] = ("plain", "packed")
     loaded = [source.load(dtype=dtype, weights=weights) for weights in ways]
     plain, packed = (
         dataclasses.replace(m, params=jax.tree.map(lambda x: x.addressable_data(0), m.params)) for m in loaded

@@ -10,8 +10,8 @@ import numpy as np
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.engine.policies import Policy, Service
 from jaxllm.infer.engine.sequence import Request
-from jaxllm.infer.runner.engine_step import StepShape
 from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.models.attention_context import KVSpec
 from tests.infer.engines import VOCAB
 from tests.infer.paper import PaperRunner

@@ -43,10 +43,11 @@ class Shape:
     sinks: bool = False
     multiple: int = 128
     dtype: str = "bfloat16"
+    encoding: str = "plain"
 
     @property
     def format(self) -> PageFormat:
-        return PageFormat(self.k, self.h, self.v or self.h, self.latent, multiple=self.multiple)
+        return PageFormat(self.k, self.h, self.v or self.h, self.latent, self.encoding, self.multiple)
 
 
 def mixed(shape: Shape, **changes: Any) -> Shape:
@@ -76,6 +77,13 @@ SHAPES = {
     "Phi-2, mixed": mixed(Shape(32, 32, 80, held=65536)),
     "SmolLM2-135M, mixed, float32": mixed(Shape(9, 3, 64, dtype="float32")),
 }
+QUANTISED = {
+    "Llama-3-8B, decode, int8": dataclasses.replace(_LLAMA, page=64, encoding="int8"),
+    "Llama-3-8B, mixed, fp8": mixed(dataclasses.replace(_LLAMA, page=64, encoding="fp8")),
+    "gpt-oss-20b, mixed, int8": mixed(dataclasses.replace(_GPT_OSS, page=64, encoding="int8")),
+    "DeepSeek-V3, decode, fp8": dataclasses.replace(_MLA, encoding="fp8"),
+}
+"""With quantised pages."""
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)
 
 
@@ -92,20 +100,23 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
         full = [size * n if i == split else size for i, size in enumerate(shape)]
         return jax.ShapeDtypeStruct(tuple(full), dtype, sharding=NamedSharding(mesh, spec))
 
-    pages = array(LAYERS, x.held // x.page, x.k, x.page, form.width, split=1)
-    arguments = [pages, array(x.tokens, x.n, x.h), array(x.tokens, x.k, x.h)]
+    sizes = LAYERS, x.held // x.page, x.k
+    pages = [array(*sizes, x.page, form.stored_width, split=1, dtype=str(form.stored(x.dtype)))]
+    pages += [array(*sizes, form.scales, x.page, split=1, dtype="float32")] if form.scales else []
+    arguments = [*pages, array(x.tokens, x.n, x.h), array(x.tokens, x.k, x.h)]
     arguments += [] if x.latent else [array(x.tokens, x.k, form.value_dim)]
     arguments += [array(size, dtype="int32") for size in (x.requests + 1, x.requests)]
     arguments += [array(x.requests, -(-x.longest // x.page), dtype="int32"), array(dtype="int32", split=None)]
     specs = tuple(argument.sharding.spec for argument in arguments)
 
-    def step(rows: Any, q: Any, k: Any, *rest: Any) -> Any:
+    def step(*given: Any) -> Any:
+        (rows, *scales), (q, k, *rest) = given[: len(pages)], given[len(pages) :]
         v, (starts, lens, table, layer) = (None, rest) if x.latent else (rest[0], rest[1:])
         out, pool = paged_attention(
             q,
             k,
             v,
-            PagePool(rows, form),
+            PagePool(rows, form, *scales),
             layer,
             table,
             starts,
@@ -117,9 +128,11 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
             decode_only=x.decode_only,
             implementation=f"pallas_{topology.platform}",
         )
-        return pool.rows, out
+        return *jax.tree.leaves(pool.slots), out
 
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2]), donate_argnums=0)
+    out_specs = specs[: len(pages) + 1]
+    donated = tuple(range(len(pages)))
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs), donate_argnums=donated)
     report = aot.compile(run, *arguments, topology=topology, mesh=mesh)
     both = report.argument_bytes + report.output_bytes
     return {"bytes": both, "temp_bytes": report.temp_bytes, "seconds": report.compile_seconds}
@@ -127,4 +140,6 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 
 def compile_cell(shape: str, topology: str) -> dict[str, float]:
     """Compiles a cell in a child process; raises what the compiler says."""
-    return run_isolated("tests.kernels.paged_aot:compile_on", topology, {"shape": dataclasses.asdict(SHAPES[shape])})
+    return run_isolated(
+        "tests.kernels.paged_aot:compile_on", topology, {"shape": dataclasses.asdict((SHAPES | QUANTISED)[shape])}
+    )

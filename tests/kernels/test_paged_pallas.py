@@ -6,12 +6,15 @@ TPU kernels run in TPU interpret mode, with races detected and memory full of na
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import hypothesis
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from pallas_kernels import explain
 from pallas_kernels._compat import interpreting
@@ -19,7 +22,7 @@ from pallas_kernels._dispatch import VERIFIED
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention, pallas_gpu
 from tests.kernels import paged_body
 from tests.kernels.paged_body import CASES, LAYER, Case, draw
-from tests.kernels.test_paged_attention import steps
+from tests.kernels.test_paged_attention import encoded, steps
 
 PALLAS = ("pallas_tpu", "pallas_gpu")
 implementations = pytest.mark.parametrize("implementation", PALLAS)
@@ -49,6 +52,57 @@ def test_drawn_steps(implementation, case, seed):
 def test_bfloat16(implementation, rng):
     case = Case(((21, 3), (15, 1), (0, 5)), 4, 2, page=16)
     paged_body.check(implementation, case, rng, bound=2**-6, dtype=jnp.bfloat16)
+
+
+QUANTISED = {
+    "latent": CASES["latent"]._replace(page=32),
+    "everything": CASES["everything"]._replace(page=32),
+    "decode over pages": Case(((0, 1), (31, 1), (32, 1), (100, 1), (0, 0)), 4, 2, page=32, padding=3, decode_only=True),
+    "prompts over pages": Case(((0, 70), (31, 2), (60, 9), (5, 1)), 4, 2, page=32),
+}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name", "encoding"),
+    [
+        *(("pallas_tpu", name, encoding) for name, encoding in zip(QUANTISED, ("int8", "fp8") * 2, strict=True)),
+        *(("pallas_gpu", name, encoding) for name, encoding in zip(QUANTISED, ("fp8", "int8") * 2, strict=True)),
+    ],
+)
+def test_quantised_pages(implementation, name, encoding, rng):
+    """Tiles are decoded by the format of the pages: values as in plain JAX, and every bit of pages and scales."""
+    case = QUANTISED[name]
+    step, form = draw(rng, case, np.float32), dataclasses.replace(case.format, encoding=encoding)
+    pool = encoded(step, case, form)
+    q, k, table, starts, lens = (jnp.asarray(x) for x in (*step[:2], *step[4:7]))
+    v, sinks = (None if x is None else jnp.asarray(x) for x in (step.v, step.sinks))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def attend(pool: PagePool, implementation: str) -> tuple[jax.Array, PagePool]:
+        return paged_attention(
+            q, k, v, pool, LAYER, table, starts, lens, sinks=sinks, implementation=implementation, **case.options
+        )
+
+    want, want_pool = jax.device_get(attend(pool, "xla"))
+    with interpreting():
+        out, after = jax.device_get(attend(pool, implementation))
+    assert paged_body.error(out, want) <= 2e-6
+    np.testing.assert_array_equal(after.rows, want_pool.rows)
+    np.testing.assert_array_equal(paged_body.bits(after.scales), paged_body.bits(want_pool.scales))
+    if implementation == "pallas_tpu":
+        races = interpret_pallas_call.races
+        assert races is not None
+        assert not races.races_found
+
+
+def test_formats_that_kernels_do_not_read_are_named(rng):
+    case = CASES["one token"]
+    step = draw(rng, case, np.float32)
+    pool = encoded(step, case, dataclasses.replace(case.format, encoding="bits of bfloat16"))
+    q, k, v, *ragged = (jnp.asarray(x) for x in (*step[:3], *step[4:7]))
+    for implementation in PALLAS:
+        with interpreting(), pytest.raises(NotImplementedError, match="one byte per value, not 'bits of bfloat16'"):
+            paged_attention(q, k, v, pool, LAYER, ragged[0], ragged[1], ragged[2], implementation=implementation)
 
 
 def test_named_kernels_do_not_fall_back(rng):

@@ -15,7 +15,8 @@ from jaxllm import models
     [
         (models, "Cached", "KVSpec"),
         (models, "LatentConfig", "MLAConfig"),
-        (models, "Packed", "PackedExperts"),
+        (models, "Packed", "PackedWeight"),
+        (models, "PackedExperts", "PackedWeight"),
         (models, "Scoring", "AttentionParams"),
         (models, "layers_apart", "unstack_layers"),
         (sharding, "Product", "MatmulFn"),

@@ -24,6 +24,8 @@ from jaxllm.train.records.run_directory import RunDirectory
 from tests import environment
 from tests.train.runs import STEPS, run_config, signal_at
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 class Fake(types.ModuleType):
     """Stub of a tracker's package that records its calls."""

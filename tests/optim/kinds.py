@@ -6,21 +6,20 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
-from jaxllm.optim import OptimConfig, ScheduleConfig
+from jaxllm.optim import OPTIMIZERS, OptimConfig, ScheduleConfig
 from jaxllm.optim.adam8bit import block_dim_and_size
-from jaxllm.optim.config import FIELDS_OF_KIND, LAYERWISE, OptimizerKind
 from jaxllm.optim.matrix_params import matrix_dims
 from tests import environment
 
 DOCS = environment.ROOT / "docs" / "train" / "optimizers.md"
 
 KINDS = (
-    *get_args(OptimizerKind),
-    *(f"{kind} 8bit" for kind in get_args(OptimizerKind) if "moments" in FIELDS_OF_KIND[kind]),
+    *OPTIMIZERS,
+    *(f"{kind} 8bit" for kind, spec in OPTIMIZERS.items() if "moments" in spec.fields),
 )
 """By name; with moments in eight bits too, where a kind has that."""
 
@@ -29,9 +28,9 @@ def named(name: str, **more: Any) -> OptimConfig:
     """One of ``KINDS``; other fields as given, or the defaults that are legal."""
     kind, _, moments = name.partition(" ")
     fields: dict[str, Any] = {"moments": moments} if moments else {}
-    if kind in LAYERWISE:
+    if OPTIMIZERS[kind].layerwise:
         fields["clip_norm"] = None
-    if kind == "schedule_free":
+    if OPTIMIZERS[kind].averaging:
         peak = more.get("schedule", ScheduleConfig()).peak
         more["schedule"] = dataclasses.replace(more.get("schedule", ScheduleConfig()), kind="constant", peak=peak)
     return OptimConfig(kind=kind, **fields | more)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_every_schedule_computes_everything_once_and_in_order(sizes):
     assert schedule.peak <= schedule.micro_batches
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.integers(2, 12), st.integers(1, 40))
 def test_gpipe_and_1f1b_are_as_long_as_theory_says(stages, micro):
     ideal = (stages - 1) / (micro + stages - 1)
@@ -55,7 +55,7 @@ def test_interleaved_divides_the_bubble_by_its_chunks(stages, chunks, groups):
     assert schedule.peak == pytest.approx((2 * (stages - 1) + (chunks - 1) * stages + 1) / chunks)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.integers(2, 12), st.integers(0, 20))
 def test_zero_bubble(stages, more):
     """arXiv:2401.10241, table 1: bubbles of (p-1)(F+B-W) and none; activations of p and 2p-1 micro-batches."""
@@ -67,6 +67,7 @@ def test_zero_bubble(stages, more):
     assert second.peak == 2 * stages - 1
 
 
+@settings(max_examples=5)
 @given(st.integers(2, 8), st.integers(0, 6))
 @example(12, 5)
 def test_vees_hold_what_their_paper_says(stages, more):

@@ -12,7 +12,6 @@ import pytest
 from jaxllm.config import ConfigError
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig
 from jaxllm.optim import OptimConfig
-from jaxllm.optim.config import LAYERWISE
 from jaxllm.parallel.sharding_table import device_bytes
 from jaxllm.plan.formulas import memory_estimate, step_time
 from jaxllm.plan.formulas.calibration import DEFAULT
@@ -100,7 +99,8 @@ def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shap
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=4"])
 def test_state_is_that_of_each_optimizer(kind, mesh):
     """The update reads and writes its bytes, beside five passes over parameters and gradients."""
-    if kind == "mezo" or ("stage" in mesh and kind in (*LAYERWISE, "sophia")):
+    spec = named(kind).spec
+    if not spec.passes or ("stage" in mesh and spec.why_not_staged):
         pytest.skip("no formula, or not in pipelines")
     run = drawn(1)
     model = dataclasses.replace(

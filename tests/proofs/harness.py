@@ -237,6 +237,8 @@ def _draw(strategy: SearchStrategy, log: _Log, seed: int, examples: int) -> None
     )
     @hypothesis.given(strategy)
     def check(example):
+        # Printed with the failure also where a library has replaced Hypothesis's own printer, as schemathesis does.
+        hypothesis.note(f"example={example!r}")
         log.example(example)
 
     check()

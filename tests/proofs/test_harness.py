@@ -9,6 +9,7 @@ import os
 import warnings
 
 import hypothesis.strategies as st
+import hypothesis.vendor.pretty
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
@@ -151,12 +152,18 @@ def test_failing_seed_prints_how_to_see_it_again(toy, capsys):
     assert not toy.stored()
 
 
-def test_failing_example_is_shrunk(toy, capsys):
+@pytest.mark.parametrize("printer", ["hypothesis", "none"])
+def test_failing_example_is_shrunk(printer, toy, capsys, monkeypatch):
+    """The example is printed even if Hypothesis prints nothing, which schemathesis makes of it for a whole process."""
+    if printer == "none":
+        monkeypatch.setattr(hypothesis.vendor.pretty.RepresentationPrinter, "pretty", lambda *_, **__: None)
+
     def trial(n):
         assert n < 1000
 
     assert toy(proofs=[make(trial, count=200, chunk=50, strategy=st.integers(0, 10**9))]) == 1
-    assert "example=1000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "example=1000" in printed, printed
 
 
 def test_resumes_after_a_stop(toy, tmp_path):
@@ -294,7 +301,7 @@ def test_float64_and_warnings(toy):
 
 def test_worker_processes(tmp_path):
     """Two spawned workers, on a registered proof shortened to a few trials."""
-    proof = harness.load("first_run")["checkpoint_damage"]
+    proof = harness.load("data")["damaged_files"]  # imports little, takes a moment
     case = runner.Case(make(proof.trial, name=proof.name), [])
     case.proof = Proof(**{**vars(proof), "count": 6})
     log = journal.Journal(tmp_path / "j.jsonl", journal.Origin.here(), 11)

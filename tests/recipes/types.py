@@ -22,6 +22,9 @@ from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.step_builder import step_links
+from jaxllm.train.step.step_chain import link_states
+from jaxllm.train.step.step_links import routing_report
 from sharding.topology import Topology
 
 
@@ -32,7 +35,7 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
     model = functional(run.model, run.parallel.rules())
     mesh = fitting_mesh(run, model, Topology.parse(on).num_devices).abstract()
     transform = optimizer(run.optim, run.steps, model.logical_axes())
-    state = abstract_state(model, transform, mesh)
+    state = abstract_state(model, transform, mesh, extras=link_states(step_links(run)))
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
@@ -43,9 +46,8 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
         assert sums.nll.shape == (), sums
         if step:
             rate = schedule(run.optim.schedule, run.steps)
-            whole = train_step(
-                build_value_and_grad(run, model, mesh), transform, rate, run.model, run.routing.bias_rate
-            )
+            grads = build_value_and_grad(run, model, mesh)
+            whole = train_step(grads, transform, rate, step_links(run), [routing_report(run.model)])
             after, metrics = jax.eval_shape(whole, state, batch)
             assert metrics["loss"].shape == ()
             for before, now in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):

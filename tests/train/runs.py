@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jaxllm.checkpoint import CheckpointConfig
+from jaxllm.config import to_dict
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.train import RunConfig, train
+from jaxllm.train import run as preparing
+from jaxllm.train.evaluate import Evaluator
 from jaxllm.train.records.live_view import LiveView
 from jaxllm.train.records.run_directory import RunDirectory
 
@@ -82,6 +89,51 @@ def run_config(folder: Path, **fields: Any) -> RunConfig:
         inside = {name: fields.pop(name) for name in list(fields) if name in {f.name for f in dataclasses.fields(part)}}
         config = dataclasses.replace(config, **{room: dataclasses.replace(part, **inside)})
     return dataclasses.replace(config, **{name: str(v) if name == "out" else v for name, v in fields.items()})
+
+
+_steps: dict[Any, Any] = {}
+_evaluations: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[None]:
+    """Runs in such blocks of this process that need the same training step, or evaluation, share one program.
+
+    Tracing and compiling them is most of what a tiny run costs. Processes that resume a run have programs of their own:
+    see tests/proofs/first_run/resume.py, and the tests that start ``jaxllm train``.
+    """
+    compile_step, init = preparing.Run.compile_step, Evaluator.__init__
+
+    def settings() -> tuple[bool, ...]:
+        return tuple(jax.config.read(name) for name in ("jax_enable_x64", "jax_disable_most_optimizations"))
+
+    def compiled(self: preparing.Run) -> Any:
+        # What tests replace decides on the program too.
+        replaced = tuple(getattr(preparing, f"build_{what}") for what in ("value_and_grad", "step", "optimizer"))
+        key = _deciding(self.config), str(self.mesh), settings(), replaced
+        if key not in _steps:
+            _steps[key] = compile_step(self)
+        return _steps[key]
+
+    def initialised(self: Evaluator, model: Any, mesh: Any, dataset: Any, sums: Any = None) -> None:
+        init(self, model, mesh, dataset, sums)
+        if sums is None:
+            self._sums = _evaluations.setdefault((model, settings()), self._sums)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing.Run, "compile_step", compiled)
+        patch.setattr(Evaluator, "__init__", initialised)
+        yield
+
+
+def _deciding(config: RunConfig) -> str:
+    """The settings that determine a run's step: all but its directories, its data and its log, as JSON."""
+    fields = to_dict(config)
+    for name in ("name", "out", "checkpoint", "log_every", "eval_every", "init_from"):
+        del fields[name]
+    fields["data"] = {name: fields["data"][name] for name in ("batch_size", "seq_len")}
+    fields["spikes"].pop("limit")
+    return json.dumps(fields, default=str)
 
 
 def losses(directory: Path) -> list[tuple[int, float, float]]:

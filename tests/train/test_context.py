@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,14 +19,22 @@ from sharding.state import abstract_params
 from tests import quick, tiny
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 4, "embed_dim": 8, "mlp": 8, "vocab_size": 16, "layers": 2}
+
+
+@functools.cache
+def program(config: Any, layout: str, accumulate: int) -> Any:
+    """Loss and gradients, compiled once for all tests with the same shapes."""
+    return quick.jit(value_and_grad(functional(config), z_loss=0.01, accumulate=accumulate, layout=layout))
 
 
 def loss_and_grads(config: Any, batch: Any, mesh: str, layout: str = "contiguous", accumulate: int = 1) -> Any:
     model = functional(config)
     built = MeshSpec.parse(mesh).build(jax.devices()[: np.prod([n for _, n in MeshSpec.parse(mesh).axes])])
     abstract = abstract_params(model.abstract(), model.logical_axes(), built, model.rules)
-    run = quick.jit(value_and_grad(model, z_loss=0.01, accumulate=accumulate, layout=layout))
+    run = program(config, layout, accumulate)
     with jax.set_mesh(built):
         params = jax.device_put(quick.params(config), shardings_of(abstract))
         spec = model.rules.spec(("batch", "seq"), built)
@@ -33,9 +42,19 @@ def loss_and_grads(config: Any, batch: Any, mesh: str, layout: str = "contiguous
         return jax.device_get((sums, grads))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("mesh", ["context=4", "data=2,context=2", "fsdp=2,context=2,tensor=2", "context=2,tensor=4"])
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ("context=4", "contiguous"),
+        ("context=4", "zigzag"),
+        ("data=2,context=2", "striped"),
+        ("fsdp=2,context=2,tensor=2", "zigzag"),
+        ("context=2,tensor=4", "contiguous"),
+        ("context=2,tensor=4", "striped"),
+    ],
+)
 def test_equals_one_device(mesh, layout, rng, float64):
+    """Each layout on each side of a mesh; all meshes of eight devices: tests/proofs/parallelism/parity.py."""
     packed = bool(rng.integers(2))
     window = [None, 3, 7][rng.integers(3)]
     config = tiny.decoder(**SMALL, window=window, logit_softcap=3.0, qk_norm="all")

@@ -21,6 +21,8 @@ from jaxllm.train import ResumeError, train
 from tests import quick
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SOURCE = {
     "model_type": "llama",
     "hidden_size": 16,

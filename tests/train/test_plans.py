@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,11 +22,18 @@ from tests.train import runs
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 4, "embed_dim": 8, "mlp": 8, "vocab_size": 16, "layers": 2}
 
 
+@functools.cache
+def program(config: DecoderConfig, plan: ParallelConfig, accumulate: int) -> Any:
+    """Loss and gradients, compiled once for all tests with the same shapes."""
+    model = functional(config, plan.rules())
+    return quick.jit(value_and_grad(model, z_loss=0.01, accumulate=accumulate, layout=plan.layout, zero=plan.zero))
+
+
 def loss_and_grads(config: DecoderConfig, batch: Any, mesh: str, plan: ParallelConfig, accumulate: int = 1) -> Any:
     model = functional(config, plan.rules())
     built = MeshSpec.parse(mesh).build(jax.devices()[: np.prod([n for _, n in MeshSpec.parse(mesh).axes])])
     abstract = abstract_params(model.abstract(), model.logical_axes(), built, model.rules)
-    run = quick.jit(value_and_grad(model, z_loss=0.01, accumulate=accumulate, layout=plan.layout, zero=plan.zero))
+    run = program(config, plan, accumulate)
     with jax.set_mesh(built):
         params = jax.device_put(quick.params(config), shardings_of(abstract))
         spec = model.rules.spec(("batch", "seq"), built)

@@ -22,11 +22,14 @@ from jaxllm.train import RunConfig, train, train_step, value_and_grad
 from jaxllm.train.precision import PRECISIONS, Precision, precision_cost, tree_bytes, with_precision
 from jaxllm.train.run import build_value_and_grad
 from jaxllm.train.step.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, init_numerics
-from jaxllm.train.step.train_state import TrainState, abstract_state
+from jaxllm.train.step.step_builder import run_state, step_links
+from jaxllm.train.step.train_state import TrainState
 from sharding import MeshSpec
 from tests import quick, tiny
 from tests.models.jaxprs import equations
 from tests.train.runs import losses, run_config, signal_at
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 LENGTH = 32
 RUN = RunConfig(
@@ -44,11 +47,11 @@ def test_bytes_are_those_of_the_state(name):
     run = with_precision(RUN, name)
     model = functional(run.model)
     mesh = MeshSpec.parse("data=1").build(jax.devices()[:1])
-    state = abstract_state(model, optimizer(run.optim, run.steps, model.logical_axes()), mesh)
+    state = run_state(run, model, optimizer(run.optim, run.steps, model.logical_axes()), mesh)
     said, count = precision_cost(run), sum(leaf.size for leaf in jax.tree.leaves(state.params))
     assert tree_bytes(state.params) == said.parameters * count
     assert tree_bytes([x for x in jax.tree.leaves(state.opt_state) if x.ndim]) == said.optimizer * count
-    assert tree_bytes(state.numerics) == said.numerics
+    assert tree_bytes(state.extras) == said.numerics
     _, grads, *_ = jax.eval_shape(value_and_grad(model), *_given(run, state.params))
     assert tree_bytes(grads) == said.gradients * count
     table = {"float32": 16, "bf16": 16, "fp16": 16, "bf16_collage": 12, "bf16_stochastic": 8}
@@ -92,17 +95,18 @@ def test_a_step_that_overflows_is_skipped_and_recorded():
     run = with_precision(RUN, "fp16")
     model, rule = functional(run.model), optax.sgd(0.1)
     params = jax.tree.map(jnp.asarray, quick.params(run.model, scale=0.1))
-    step = quick.jit(train_step(value_and_grad(model), rule, lambda _: jnp.float32(0.1)))
+    step = quick.jit(train_step(value_and_grad(model), rule, lambda _: jnp.float32(0.1), step_links(run)))
     kept = init_numerics(run.model)
     assert kept is not None
     large = kept._replace(loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(7)))
-    state = TrainState(params, rule.init(params), jnp.int32(0), jax.random.key(0), large)
+    state = TrainState(params, rule.init(params), jnp.int32(0), jax.random.key(0), {"numerics": large})
     after, metrics = step(state, batch())
     assert (float(metrics["skipped"]), float(metrics["loss_scale"])) == (1, 2.0**24)
     assert float(metrics["grad_norm"]) == float(metrics["update_norm"]) == 0
     assert jax.tree.all(jax.tree.map(np.array_equal, after.params, params))
-    assert (float(after.numerics.loss_scale.scale), int(after.numerics.loss_scale.steps)) == (2.0**23, 0)
-    fine, metrics = step(dataclasses.replace(state, numerics=kept), batch())
+    halved = after.extras["numerics"].loss_scale
+    assert (float(halved.scale), int(halved.steps)) == (2.0**23, 0)
+    fine, metrics = step(dataclasses.replace(state, extras={"numerics": kept}), batch())
     assert (float(metrics["skipped"]), float(metrics["loss_scale"])) == (0, FIRST_SCALE)
     assert not jax.tree.all(jax.tree.map(np.array_equal, fine.params, params))
     # Gradients are scaled back: their norm is that of float32 but for rounding.

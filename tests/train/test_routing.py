@@ -23,6 +23,8 @@ from jaxllm.train.step.routing_losses import (
 from tests import quick, tiny
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def mixture(**router: object) -> DecoderConfig:
     """A dense layer, then two with five experts."""

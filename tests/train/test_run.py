@@ -28,6 +28,8 @@ from tests import environment, tiny
 from tests.train import runs
 from tests.train.runs import STEPS, losses, run_config, stopped_at
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def hashes(directory: Path, step: int = STEPS) -> dict[str, str]:
     """Hashes of every leaf of a checkpoint."""

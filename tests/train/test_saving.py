@@ -22,6 +22,8 @@ from jaxllm.train.records.live_view import LiveView
 from jaxllm.train.recovery.saving import TIMED_STEPS, Saver
 from tests.train.runs import STEPS, losses, run_config
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PLACES = (f"memory://training-{n}" for n in itertools.count())
 
 

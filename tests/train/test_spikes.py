@@ -27,6 +27,8 @@ from jaxllm.train.step.loss_spikes import MIN_DEVIATION, init_spike_detector
 from tests import tiny
 from tests.train.runs import losses, run_config, signal_at
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SKIP = SpikeConfig("skip", window=4)
 BACK = SpikeConfig("rollback", window=4, back=2, pass_over=4)
 LOWER = SpikeConfig("lower_rate", window=4, factor=0.25)

@@ -26,6 +26,7 @@ def convert(argv: list[str]) -> int:
         step: int | None = None,
         upcycle: int | None = None,
         top_k: int | None = None,
+        ema: bool = False,
     ) -> int:
         """Converts a model tensor by tensor; the whole model is never in memory.
 
@@ -41,12 +42,13 @@ def convert(argv: list[str]) -> int:
             upcycle: sparse upcycling: number of experts of a mixture of experts made from a dense model. Each expert
                 starts as a copy of the feed-forward layer, so that the first forward pass is the same.
             top_k: experts per token of the model that --upcycle makes, 2 by default.
+            ema: write the average of a run's parameters (its setting ema.decay) in their place; by default in float32.
         """
         from jaxllm.convert.convert import convert as convert_model
 
         with ends_on_sigterm(), progress_bar("converting", source) as progress:
             made = convert_model(
-                source, out, to, dtype=dtype, step=step, upcycle=upcycle, top_k=top_k, progress=progress
+                source, out, to, dtype=dtype, step=step, upcycle=upcycle, top_k=top_k, ema=ema, progress=progress
             )
         print(f"{made.path}: {made.tensors} tensors, {made.bytes / 2**20:,.1f} MiB, {made.dtype}")
         if not made.has_tokenizer:

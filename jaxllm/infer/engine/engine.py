@@ -36,6 +36,8 @@ from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.policies import Policy, Service
 from jaxllm.infer.engine.policy_state import PolicyState
+from jaxllm.infer.engine.prefix_cache import prefix_salt
+from jaxllm.infer.engine.proposer import Proposer, check_proposer
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Finish, Request, Sequence
@@ -44,10 +46,10 @@ from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
-from jaxllm.infer.runner.engine_step import StepShape
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
+from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
@@ -73,6 +75,7 @@ class Engine:
         tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
         policy: scheduling policy, see ``jaxllm.infer.engine.policies``; None: first come, first served.
         tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
+        proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none.
         predict, clock: see ``PolicyState``.
     """
 
@@ -85,6 +88,7 @@ class Engine:
         *,
         policy: Policy | None = None,
         tpot: float | None = None,
+        proposer: Proposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -92,8 +96,11 @@ class Engine:
         spec = runner.spec
         self.max_len = spec.max_len
         state = PolicyState(policy, tpot, clock, predict)
-        windows = [group.window for group in spec.groups]
-        one = functools.partial(Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state)
+        check_proposer(config, proposer)
+        windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
+        one = functools.partial(
+            Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer
+        )
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
         self._last_result_time = clock()
@@ -120,6 +127,7 @@ class Engine:
         strict: bool = False,
         policy: Policy | None = None,
         tpot: float | None = None,
+        proposer: Proposer | None = None,
         predict: Callable[[int, int], float] | None = None,
     ) -> Engine:
         """Builds an engine for a model and compiles all its programs.
@@ -132,7 +140,7 @@ class Engine:
             longest: sequence length that the model was trained on: the default of ``config.max_len``.
             mesh: mesh to serve on (tensor parallel serving, data-parallel replicas); None for one device.
             manifest: folder that compiled programs are kept in; None: nowhere.
-            policy, tpot, predict: see ``Engine``.
+            policy, tpot, proposer, predict: see ``Engine``.
             strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
 
         Raises:
@@ -140,6 +148,7 @@ class Engine:
             ShardingError: the engine cannot serve the model on this mesh.
         """
         config, most = config or EngineConfig(), model.config.vocab_size
+        check_proposer(config, proposer)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
@@ -147,7 +156,7 @@ class Engine:
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
         )
         whole = MultihostRunner(runner) if runner.spans_processes else runner
-        return cls(whole, config, size, tokenizer, policy=policy, tpot=tpot, predict=predict)
+        return cls(whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict)
 
     @property
     def device(self) -> Runner:
@@ -187,7 +196,8 @@ class Engine:
         bad_words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
         request_id = next(self._request_ids)
-        request = Request(request_id, prompt, params, salt.encode(), seed, stops, bad_words, internal=internal)
+        cache_salt = prefix_salt(self.config, client=salt)
+        request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)
         request.service = service or request.service
         echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
         for number in range(params.n if params.beams > 1 else params.candidates):
@@ -344,6 +354,7 @@ class Engine:
             step_inputs.fill(plan, shape, tables, shape.inputs.views(own))
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
+            metrics.proposed_tokens += sum(len(c.proposed) for c in plan.chunks)
         metrics.steps += 1
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
         result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
@@ -377,20 +388,27 @@ class Engine:
             if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in outputs:
                 step_outputs.record_prompt_scores(chunk, outputs, at)
             at += chunk.count
-            gained = 0
+            gained, computed = 0, chunk.count
             if chunk.samples and sequence.finish is None:
-                sequence.pending -= plan.steps
-                sampled = [tokens[step][row] for step in range(plan.steps)]
-                out.append(self._append_tokens(sequence, sampled, outputs, row))
-                gained = len(out[-1].tokens)
-            work.append((chunk.start, gained if shape.decode else chunk.count, gained))
+                rows, first = plan.steps + len(chunk.proposed), 0
+                if not shape.decode:
+                    first = shape.rows - rows
+                sampled = [tokens[first + step][row] for step in range(rows)]
+                refused = len(chunk.proposed) - chunk.accepted(sampled)
+                sequence.pending -= rows
+                if chunk.proposed:
+                    self.scheduler.settle(sequence, refused)
+                    self.metrics.accepted_tokens += len(chunk.proposed) - refused
+                out.append(self._append_tokens(sequence, sampled[: rows - refused], outputs, row, first))
+                gained, computed = len(out[-1].tokens), chunk.count - refused
+            work.append((chunk.start, gained if shape.decode else computed, gained))
         return out
 
     def _append_tokens(
-        self, sequence: Sequence, sampled: list[int], outputs: Mapping[str, np.ndarray], row: int
+        self, sequence: Sequence, sampled: list[int], outputs: Mapping[str, np.ndarray], row: int, first: int
     ) -> OutputDelta:
         """Appends sampled tokens to a sequence, up to its end."""
-        new, text, finish = step_outputs.append_tokens(sequence, sampled, outputs, row, self.version)
+        new, text, finish = step_outputs.append_tokens(sequence, sampled, outputs, row, self.version, first)
         self.metrics.generated_tokens += len(new)
         if finish is None:
             sequence.text += text

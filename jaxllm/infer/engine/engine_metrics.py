@@ -43,6 +43,7 @@ class EngineMetrics:
         steps: steps sent to the device; a decode loop on the device is one.
         prompt_tokens, generated_tokens: tokens that were computed, and returned.
         padding_tokens: padding rows of flat batches.
+        proposed_tokens, accepted_tokens: tokens that a proposer proposed, and those of them that were sampled.
         finished: completions by finish reason.
         programs: work by program name.
     """
@@ -51,6 +52,8 @@ class EngineMetrics:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     padding_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     programs: dict[str, ProgramMetrics] = field(default_factory=dict)
 

@@ -1,12 +1,33 @@
-"""Prefix cache: KV cache pages of a common prefix are registered by hash and shared by later requests."""
+"""Prefix cache: KV cache pages of a common prefix are registered by hash and shared by later requests.
+
+The hash is of the page's tokens, of all tokens before them, and of a salt, ``prefix_salt``: pages are shared only by
+sequences whose keys and values would be computed to the same numbers.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import EngineConfig
+
+
+def prefix_salt(config: EngineConfig, *, client: str = "", adapter: str = "", inputs: str = "") -> bytes:
+    """Salt of a sequence's pages: a hash of everything besides its tokens that changes its keys and values.
+
+    This is the one place that collects it: whatever else changes a sequence's numbers becomes an argument here.
+
+    Args:
+        config: configuration of the engine: the format of its KV cache and its retention rule.
+        client: salt that the client asked for, see ``Engine.submit``.
+        adapter: name and version of the adapter that changes the weights for this sequence.
+        inputs: hash of inputs that are not tokens, such as images.
+    """
+    parts = {"client": client, "adapter": adapter, "inputs": inputs, "kv": config.kv_dtype, "rule": config.retention}
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)

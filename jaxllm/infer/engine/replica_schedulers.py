@@ -94,6 +94,10 @@ class ReplicaSchedulers:
         else:
             self.schedulers[sequence.replica].finish(sequence)
 
+    def settle(self, sequence: Sequence, refused: int) -> None:
+        """Takes back the proposed tokens that a verification has refused."""
+        self.schedulers[sequence.replica].settle(sequence, refused)
+
     def restart(self) -> None:
         """Drops the KV cache of all replicas and queues all sequences again; no step may be in flight."""
         for one in self.schedulers:

@@ -4,8 +4,12 @@ Decode never waits for prefill: prompts are split into chunks that fill the budg
 Sarathi, arXiv:2403.02310). A policy (``jaxllm.infer.engine.policies``) decides which sequence is next. Preemption: when
 the KV cache has no free page, the sequence of the lowest priority leaves the batch; its KV cache is recomputed later
 (recompute) or copied to the host (swap) (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs:
-it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding) waits for
-its last token, which determines its next token mask.
+it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding) or a
+proposer (speculative decoding) waits for its last token, from which its next token mask or proposal is made. Proposed
+tokens are scheduled as if all were accepted; ``settle`` takes back the others when their step has landed.
+
+Under a retention rule a page table lists a sequence's pages in no order of positions: there are as many as hold the
+tokens that the rule keeps, and those of the next chunk.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import numpy as np
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
+from jaxllm.infer.engine.proposer import Proposer, proposed_tokens
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
+from pallas_kernels.paged_attention.retention import RetentionRule
 
 
 class Scheduler:
@@ -32,6 +38,8 @@ class Scheduler:
         page_size: positions of a page.
         columns: columns of a page table: pages of the longest sequence.
         policy_state: scheduling policy; None: first come, first served.
+        rules: retention rule of each layer group, or None; None: no group has one.
+        proposer: proposes tokens to verify; None: no speculative decoding.
 
     Attributes:
         running: sequences in the batch.
@@ -50,8 +58,11 @@ class Scheduler:
         page_size: int,
         columns: int,
         policy_state: PolicyState | None = None,
+        rules: list[RetentionRule | None] | None = None,
+        proposer: Proposer | None = None,
     ):
-        self.policy_state = policy_state or PolicyState()
+        self.policy_state, self.proposer = policy_state or PolicyState(), proposer
+        self.rules = rules or [None] * len(counts)
         self.config, self.windows, self.page_size = config, windows, page_size
         self.pages = [PageAllocator(count) for count in counts]
         self.tables = [np.zeros((config.max_sequences, columns), np.int32) for _ in counts]
@@ -85,7 +96,7 @@ class Scheduler:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queues a sequence; a request's further completions share the prompt of its first."""
-        sequence.pages = [[] for _ in self.pages]
+        sequence.pages, sequence.cleared = [[] for _ in self.pages], [0] * len(self.pages)
         (self.forks if sequence.number else self.waiting).append(sequence)
 
     def plans(self) -> list[StepPlan]:
@@ -115,17 +126,18 @@ class Scheduler:
                     # It may find more than before, because other sequences have advanced.
                     self.hit_tokens += self._prefix_cache.reuse(sequence)
         decodes, prefills = self._decodes_and_prefills(sorted(self.running, key=lambda s: s.rank))
-        alone = not (prefills or self.waiting or self.forks) and all(s.guide for s in self.running)
+        alone = not (prefills or self.waiting or self.forks) and all(self._needs_last(s) for s in self.running)
         if alone and any(s.pending for s in self.running):
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
         plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
-        for sequence in decodes:
+        for later, sequence in enumerate(decodes, 1 - len(decodes)):
             while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
             if sequence.slot >= 0 and reserved:
-                self._schedule(plan, sequence, 1)
-                budget -= 1
+                proposed = self._proposed(sequence, budget + later - 1, plan)
+                self._schedule(plan, sequence, 1 + len(proposed), proposed)
+                budget -= 1 + len(proposed)
         for sequence in prefills:
             while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
                 self._make_room(plan)
@@ -157,6 +169,22 @@ class Scheduler:
         self._free(sequence)
         sequence.swapped = None
 
+    def settle(self, sequence: Sequence, refused: int) -> None:
+        """Takes back the proposed tokens that a verification has refused, and the pages that only they needed.
+
+        Pages that other requests may find hold known tokens only, see ``PrefixCache.register``: none is taken back.
+        """
+        self.policy_state.charge(sequence, 0, -refused)
+        if not sequence.unsettled:
+            return  # preempted since: its KV cache is gone
+        sequence.computed -= refused
+        sequence.unsettled = 0
+        for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
+            if self.rules[group] is None:
+                for page in reversed(own[-(-(sequence.computed + 1) // self.page_size) :]):
+                    pages.release(page)
+                del own[-(-(sequence.computed + 1) // self.page_size) :]
+
     def restart(self) -> None:
         """Drops the whole KV cache and queues all sequences again in the same order; no step may be in flight."""
         for sequence in sorted(self.running, key=lambda s: -s.order):
@@ -172,14 +200,31 @@ class Scheduler:
 
     def _decodes_and_prefills(self, running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Splits running sequences into those that decode next and those whose prefill is not complete."""
-        decodes = [s for s in running if s.length - s.computed == 1 and s.remaining > 0 and not (s.guide and s.pending)]
+        decodes = [
+            s for s in running
+            if s.length - s.computed == 1 and s.remaining > 0 and not (self._needs_last(s) and s.pending)
+        ]  # fmt: skip
         return decodes, [s for s in running if s.length - s.computed > 1]
+
+    def _needs_last(self, sequence: Sequence) -> bool:
+        """Whether the host has to know a sequence's last token before it decodes the next."""
+        return self.proposer is not None or sequence.guide is not None
+
+    def _proposed(self, sequence: Sequence, room: int, plan: StepPlan) -> tuple[int, ...]:
+        """Tokens to verify with the sequence's next one: as many as there are rows, pages and tokens left for."""
+        if self.proposer is None:
+            return ()
+        count = min(room, self.config.verify_tokens, sequence.remaining - 1)
+        found = proposed_tokens(self.proposer, sequence, count)
+        while found and not self._reserve(sequence, 1 + len(found), plan):
+            found = found[: len(found) // 2]
+        return found
 
     def _decode_steps(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
         """Decode steps on the device before the host looks: several if no sequence waits and the pages suffice."""
         if prefills or self.waiting or self.forks or not decodes or self.config.batch_invariant:
             return 1
-        if any(s.guide for s in decodes):
+        if any(self._needs_last(s) for s in decodes):
             return 1
         steps = min(self.config.decode_steps, *(s.remaining for s in decodes))
         while steps > 1:
@@ -199,17 +244,23 @@ class Scheduler:
             )
             return count if fits else 0
         count = min(left, budget)
-        for pages, own in zip(self.pages, sequence.pages, strict=True):
+        for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
             free = pages.available - spare - self._copies(pages, own, sequence.computed)
-            count = min(count, (len(own) + max(free, 0)) * self.page_size - sequence.computed if free >= 0 else 0)
+            room = (len(own) + max(free, 0)) * self.page_size - self._entries(group, sequence)
+            count = min(count, room if free >= 0 else 0)
         return max(count, 0)
+
+    def _entries(self, group: int, sequence: Sequence) -> int:
+        """Slots of a layer group that the computed tokens of a sequence take: those that its rule keeps, or all."""
+        rule = self.rules[group]
+        return sequence.computed if rule is None else rule.capacity(sequence.computed)
 
     def _pages_needed(self, sequence: Sequence, count: int) -> list[int]:
         """Pages of each group to allocate for ``count`` more tokens."""
-        columns = -(-(sequence.computed + count) // self.page_size)
         return [
-            max(0, columns - len(own)) + self._copies(pages, own, sequence.computed)
-            for pages, own in zip(self.pages, sequence.pages, strict=True)
+            max(0, -(-(self._entries(group, sequence) + count) // self.page_size) - len(own))
+            + self._copies(pages, own, sequence.computed)
+            for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True))
         ]
 
     def _fits_whole(self, sequence: Sequence) -> bool:
@@ -240,7 +291,7 @@ class Scheduler:
                 # Released after planning: nothing else in this step may write to the page before it is copied.
                 self._release.append((group, own[column]))
                 own[column], first = page, column
-            while len(own) * self.page_size < sequence.computed + count:
+            while len(own) * self.page_size < self._entries(group, sequence) + count:
                 own.append(pages.allocate())
             if sequence.slot >= 0:
                 self.tables[group][sequence.slot, first : len(own)] = own[first:]
@@ -285,7 +336,8 @@ class Scheduler:
             self._slots.append(sequence.slot)
             sequence.slot = -1
         if not keep:
-            sequence.computed = sequence.registered = 0
+            sequence.computed = sequence.registered = sequence.unsettled = 0
+            sequence.cleared = [0] * len(self.pages)
 
     def _free_behind_window(self, sequence: Sequence) -> None:
         """Frees the pages that lie entirely behind the sliding window."""
@@ -300,15 +352,21 @@ class Scheduler:
 
     # Admission
 
-    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
-        """Adds a chunk to the plan and updates the sequence as if the step had run."""
+    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()) -> None:
+        """Adds a chunk to the plan and updates the sequence as if the step had run and all was accepted."""
         start = sequence.computed
-        samples = start + count == sequence.length
+        samples = start + count - len(proposed) == sequence.length
+        gained = (plan.steps + len(proposed)) * samples
         prefilled = min(count, max(0, len(sequence.request.prompt) - start))
-        self.policy_state.charge(sequence, prefilled, plan.steps * samples)
-        plan.chunks.append(ScheduledChunk(sequence, start, count, samples))
+        self.policy_state.charge(sequence, prefilled, gained)
+        has_rule = [group for group, rule in enumerate(self.rules) if rule is not None]
+        fresh = tuple((sequence.cleared[group], len(sequence.pages[group])) for group in has_rule)
+        for group in has_rule:
+            sequence.cleared[group] = len(sequence.pages[group])
+        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, fresh))
         sequence.computed += count + plan.steps - 1
-        sequence.pending += plan.steps if samples else 0
+        sequence.pending += gained
+        sequence.unsettled = len(proposed)
 
     def _start_forks(self) -> None:
         """Queues further completions whose request's first has its prompt in pages; they share those pages.
@@ -323,7 +381,7 @@ class Scheduler:
                 continue  # the first waits for admission
             self.forks.remove(sequence)
             self.waiting.append(sequence)
-            if first.slot >= 0 and first.computed > last > 0:
+            if first.slot >= 0 and first.computed > last > 0 and not any(self.rules):
                 chunk = self.config.prefill_chunk
                 sequence.computed = last if chunk is None else last // chunk * chunk
                 for pages, own, theirs in zip(self.pages, sequence.pages, first.pages, strict=True):
@@ -364,8 +422,11 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Admits a swapped-out sequence: allocates pages for its KV cache on the host; 0 if nothing fits."""
         assert sequence.swapped is not None
-        columns = -(-(sequence.computed + 1) // self.page_size)
-        needs = [len(held) + columns - (held[-1] + 1 if held else 0) for held, _ in sequence.swapped]
+        columns = [-(-(self._entries(g, sequence) + 1) // self.page_size) for g in range(len(self.pages))]
+        needs = [
+            len(held) + max(0, own - (held[-1] + 1 if held else 0))
+            for own, (held, _) in zip(columns, sequence.swapped, strict=True)
+        ]
         spare = self._spare if self.running else 0
         if any(need > pages.available - spare for need, pages in zip(needs, self.pages, strict=True)):
             return 0

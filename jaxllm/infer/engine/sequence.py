@@ -69,6 +69,9 @@ class Sequence:
         slot: row of the replica's device state; -1 while it waits.
         pages: per layer group, the page of every ``page_size`` positions.
         registered: number of leading pages that are in the prefix cache.
+        cleared: per layer group, the number of its pages that the device knows to be this sequence's, see
+            ``ScheduledChunk.fresh``.
+        unsettled: number of proposed tokens in ``computed`` that may yet be refused: their step has not landed.
         swapped: KV cache on the host while it is swapped out, per group: (columns, array).
         logprobs, top: of each generated token: its log-probability, and [(id, log-probability), ...] of the top tokens.
         detokenizer: decodes its text; None without a tokenizer.
@@ -94,6 +97,8 @@ class Sequence:
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)
     registered: int = 0
+    cleared: list[int] = field(default_factory=list)
+    unsettled: int = 0
     swapped: list[tuple[list[int], Any]] | None = None
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.engine_step import DEVICE_STOP_TOKENS, StepShape
+from jaxllm.infer.runner.step_shape import DEVICE_STOP_TOKENS, StepShape
 
 
 def fill(plan: StepPlan, shape: StepShape, tables: Iterable[np.ndarray], x: Mapping[str, np.ndarray]) -> None:
@@ -44,8 +44,12 @@ def fill(plan: StepPlan, shape: StepShape, tables: Iterable[np.ndarray], x: Mapp
                 row[: min(DEVICE_STOP_TOKENS, len(stops))] = sorted(stops)[:DEVICE_STOP_TOKENS]
     else:
         for chunk, end in zip(chunks, ends, strict=True):
-            known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+            known = [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *chunk.proposed]
             tokens[end - chunk.count : end] = known or -1
+    if shape.verifies:
+        x["proposed"][:many] = [len(c.proposed) for c in chunks]
+    if shape.retained and chunks:
+        x["fresh"][:, :many] = np.swapaxes([c.fresh for c in chunks], 0, 1)
     if shape.full:
         _fill_full(plan, x)
     if shape.full and not shape.decode:
@@ -77,15 +81,24 @@ def _fill_full(plan: StepPlan, x: Mapping[str, np.ndarray]) -> None:
 
 
 def grammar_masks(plans: list[StepPlan], shape: StepShape, width: int) -> np.ndarray | None:
-    """Token masks of sequences with grammars (guided decoding), int32[B, S, U]; None if no sequence has one."""
+    """Token masks of sequences with grammars (guided decoding); None if no sequence has one.
+
+    Returns:
+        int32[B, S x rows, U], the masks after each row whose logits are computed.
+    """
     if not any(chunk.sequence.guide for plan in plans for chunk in plan.chunks):
         return None
-    out = np.full((len(plans), shape.requests, width), -1, np.int32)
-    for rows, plan in zip(out, plans, strict=True):
-        for row, chunk in zip(rows, plan.chunks, strict=False):
-            if chunk.sequence.guide is not None and chunk.sequence.guide.mask is not None:
-                row[:] = chunk.sequence.guide.mask
-    return out
+    out = np.full((len(plans), shape.requests, shape.rows, width), -1, np.int32)
+    for requests, plan in zip(out, plans, strict=True):
+        for rows, chunk in zip(requests, plan.chunks, strict=False):
+            guide = chunk.sequence.guide
+            for row, before in zip(rows[shape.rows - 1 - len(chunk.proposed) :], (None, *chunk.proposed), strict=True):
+                if before is not None and guide is not None:
+                    guide = guide.copy() if guide is chunk.sequence.guide else guide
+                    guide.advance(before)
+                if guide is not None and guide.mask is not None:
+                    row[:] = guide.mask
+    return out.reshape(len(plans), -1, width)
 
 
 def slot_row(sequence: Sequence, vocab: int) -> np.ndarray:

@@ -24,7 +24,7 @@ def record_prompt_scores(chunk: ScheduledChunk, outputs: Mapping[str, np.ndarray
 
 
 def append_tokens(
-    sequence: Sequence, fresh: list[int], outputs: Mapping[str, np.ndarray], row: int, version: int
+    sequence: Sequence, fresh: list[int], outputs: Mapping[str, np.ndarray], row: int, version: int, first: int = 0
 ) -> tuple[tuple[int, ...], str, Finish | None]:
     """Appends sampled tokens to a sequence, up to its end.
 
@@ -32,6 +32,7 @@ def append_tokens(
         fresh: tokens that the device has sampled for it.
         outputs, row: outputs of the step, and the sequence's row in them.
         version: version of the weights.
+        first: index of the first of them among the sequence's outputs.
 
     Returns:
         the tokens that were appended, their text, and the finish reason.
@@ -40,7 +41,7 @@ def append_tokens(
     before = len(sequence.tokens)
     finish: Finish | None = None
     text = ""
-    for number, token in enumerate(fresh):
+    for number, token in enumerate(fresh, first):
         if params.max_tokens == 0:
             finish = "length"
             break

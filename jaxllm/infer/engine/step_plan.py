@@ -22,12 +22,22 @@ class ScheduledChunk:
         start: position of the first token.
         count: number of tokens.
         samples: whether a token is sampled after the chunk.
+        proposed: tokens to verify: the chunk is the sequence's last token and these.
+        fresh: of each layer group with a retention rule: (first, stop) of the sequence's pages that are new since its
+            last chunk.
     """
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    proposed: tuple[int, ...] = ()
+    fresh: tuple[tuple[int, int], ...] = ()
+
+    def accepted(self, sampled: list[int]) -> int:
+        """Number of the proposed tokens that were sampled: those before the first that differs."""
+        pairs = enumerate(zip(self.proposed, sampled, strict=False))
+        return next((i for i, (proposed, token) in pairs if proposed != token), len(self.proposed))
 
 
 @dataclass
@@ -113,6 +123,10 @@ class StepScheduler(Protocol):
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended, and frees its slot and pages."""
+        ...
+
+    def settle(self, sequence: Sequence, refused: int) -> None:
+        """Takes back the proposed tokens that a verification has refused, once its step has landed."""
         ...
 
     def restart(self) -> None:

@@ -20,107 +20,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.infer.runner import logits_processors, sampler
-from jaxllm.infer.runner.packed_buffer import PackedBuffer
-from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, TRANSFER_AXES, LayerGroup, PagedCache
+from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages
+from jaxllm.infer.runner.paged_cache import POOL_AXES, TABLES, LayerGroup, PagedCache
+from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
+from jaxllm.infer.runner.verification import last_rows, sample_proposed
 from jaxllm.models import Functional
-from pallas_kernels.paged_attention import Slots
-from pallas_kernels.paged_attention.pages import empty_slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 
-DEVICE_STOP_TOKENS = 8
-"""Stop tokens per request that the device checks, to end its decode loop early; the host checks all."""
 SCORED_ROWS = 64
 """Rows of a prompt whose logits are in memory at a time, for prompt log-probabilities."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Shape of a step's program: the sizes that it is compiled for.
-
-    Attributes:
-        tokens: T.
-        requests: S, at most T.
-        decode: decode-only: T = S sequences that decode up to ``decode_steps`` tokens each; otherwise prefill chunks
-            of any lengths mixed with decode tokens, and one sampled token each.
-        full: supports all of ``SamplingParams``; otherwise only seed and temperature.
-        slots: R.
-        columns: J.
-        groups: number of groups of layers, see ``LayerGroup``.
-        decode_steps: N.
-        top_logprobs: K.
-        logprob_dtype: dtype of log-probabilities.
-    """
-
-    tokens: int
-    requests: int
-    decode: bool
-    full: bool
-    slots: int
-    columns: int
-    groups: int
-    decode_steps: int
-    top_logprobs: int
-    logprob_dtype: str
-
-    @property
-    def name(self) -> str:
-        """Name of the program, such as decode-16-plain."""
-        return f"{'decode' if self.decode else 'prompt'}-{self.tokens}-{'full' if self.full else 'plain'}"
-
-    @property
-    def inputs(self) -> PackedBuffer:
-        """Packed buffer of the inputs that the host sends.
-
-        ``tokens`` are -1 where only the device knows them (the slot's last token); ``slots`` is R in rows without a
-        request; ``copies`` after the first ``copied`` are not done; ``targets`` are the tokens to be scored, -1 for
-        none.
-        """
-        s = self.requests
-        fields = [
-            ("tokens", (self.tokens,), "int32"),
-            ("starts", (s + 1,), "int32"),
-            ("kv_lens", (s,), "int32"),
-            ("slots", (s,), "int32"),
-            ("tables", (self.groups, s, self.columns), "int32"),
-            ("copied", (self.groups,), "int32"),
-            ("copies", (self.groups, s, 2), "int32"),
-            ("seeds", (s,), "uint32"),
-            ("temperature", (s,), "float32"),
-        ]
-        if self.decode:
-            fields += [("steps", (), "int32"), ("stops", (s, DEVICE_STOP_TOKENS), "int32")]
-        if self.full:
-            fields += [(name, (s,), "int32") for name in ("top_k", "kind", "earliest")]
-            fields += [(name, (s,), "float32") for name in ("top_p", "min_p", "typical_p", *PENALTIES)]
-        if self.full and not self.decode:
-            fields += [("targets", (self.tokens,), "int32")]
-        return PackedBuffer(tuple(fields))
-
-    @property
-    def outputs(self) -> PackedBuffer:
-        """Packed buffer of the outputs that the host gets."""
-        n, s = (self.decode_steps if self.decode else 1), self.requests
-        fields = [("tokens", (n, s), "int32")]
-        if self.full:
-            top = (n, s, self.top_logprobs)
-            fields += [
-                ("logprobs", (n, s), self.logprob_dtype),
-                ("top_ids", top, "int32"),
-                ("top_logprobs", top, self.logprob_dtype),
-            ]
-        if self.full and not self.decode:
-            t, top = self.tokens, (self.tokens, self.top_logprobs)
-            fields += [("scores", (t,), self.logprob_dtype), ("ranks", (t,), "int32")]
-            fields += [("prompt_ids", top, "int32"), ("prompt_top", top, self.logprob_dtype)]
-        return PackedBuffer(tuple(fields))
-
-
-Pools = tuple[Slots, ...]
-PENALTIES = ("repetition", "presence", "frequency")
 
 
 class StepBatch(NamedTuple):
@@ -130,6 +42,7 @@ class StepBatch(NamedTuple):
         tokens, positions: token ids and positions of the flat batch.
         starts, kv_lens: see ``PagedCache``.
         tables: page table of each group of layers.
+        columns: see ``PagedCache``.
     """
 
     tokens: Int[Array, "*B T"]
@@ -137,6 +50,7 @@ class StepBatch(NamedTuple):
     starts: Int[Array, "*B S1"]
     kv_lens: Int[Array, "*B S"]
     tables: tuple[Int[Array, "*B S J"], ...]
+    columns: tuple[Int[Array, "*B S"] | None, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,13 +90,14 @@ class EngineStep:
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.model.rules):
             run = self._decode_loop if self.shape.decode else self._prefill_step
-            pools, last, out, slots = run(params, self._copy_shared_pages(pools, packed), last, packed, slots, masks)
+            pools = self._prepare_pages(pools, packed)
+            pools, last, out, slots = run(params, pools, last, packed, slots, masks)
             # Replicated on every device: the host reads it from one of them.
             outputs = pools, last, sharding.constrain(out, None, None)
         return outputs if slots is None else (*outputs, tuple(slots))
 
-    def _copy_shared_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> Pools:
-        """Copy-on-write: copies the shared pages that the step is going to write to."""
+    def _prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> Pools:
+        """Copies the shared pages that the step is going to write to (copy-on-write), and empties new ones."""
 
         def pairs(packed: Array) -> tuple[Array, Array]:
             x = self.shape.inputs.unpack(packed)
@@ -190,10 +105,11 @@ class EngineStep:
 
         every, counts = sharding.per_shard(pairs, "batch")(packed)
         run = sharding.shard_map(copy_pages, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
-        return tuple(
+        pools = tuple(
             jax.tree.map(lambda x, group=group: run(x, every[:, group], counts[:, group]), pool)
             for group, pool in enumerate(pools)
         )
+        return clear_fresh_pages(pools, packed, self.shape) if self.shape.retained else pools
 
     def _prefill_step(
         self,
@@ -204,7 +120,7 @@ class EngineStep:
         state: logits_processors.LogitsState | None,
         masks: Array | None,
     ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
-        """Runs prefill chunks and decode tokens as one flat batch, and samples one token after each."""
+        """Runs prefill chunks and decode tokens as one flat batch; samples after the last row, or rows, of each."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
 
         def read(packed: Array, last: Array) -> StepBatch:
@@ -212,13 +128,17 @@ class EngineStep:
             return self._step_batch(x, self._input_tokens(last, x), x["kv_lens"])
 
         def sampled(packed: Array, hidden: Array) -> Array:
-            return hidden[jnp.maximum(inputs.unpack(packed)["starts"][1:] - 1, 0)]
+            return last_rows(hidden, inputs.unpack(packed)["starts"][1:], self.shape.rows)
 
         def choose(packed: Array, logits: Array, last: Array, state: Any, masks: Any, scores: dict[str, Array]) -> Any:
             x = inputs.unpack(packed)
             with jax.named_scope("sample"):
-                out, state = self._sample(logits, x, x["kv_lens"], state, masks)
-            last = last.at[x["slots"]].set(out["tokens"], mode="drop")
+                if self.shape.verifies:
+                    out, tokens, state = sample_proposed(self._sample, self.shape.rows, logits, x, state, masks)
+                else:
+                    out, state = self._sample(logits, x, x["kv_lens"], state, masks)
+                    tokens = out["tokens"]
+            last = last.at[x["slots"]].set(tokens, mode="drop")
             return last, self.shape.outputs.pack(out | scores), state
 
         pools, hidden = self._forward(params, pools, each(read)(packed, last))
@@ -235,14 +155,21 @@ class EngineStep:
         return jnp.where(x["tokens"] >= 0, x["tokens"], latest)
 
     def _step_batch(self, x: dict[str, Array], tokens: Int[Array, " T"], kv_lens: Int[Array, " S"]) -> StepBatch:
-        tables = tuple(x["tables"])
+        tables, shape = tuple(x["tables"]), self.shape
+        columns = None
+        if shape.retained:
+            columns = tuple(
+                x["fresh"][shape.retained.index(g), :, 1] if g in shape.retained else None for g in range(shape.groups)
+            )
         rows = RaggedBatch(tables[0], x["starts"], kv_lens).tokens(self.shape.tokens)
-        return StepBatch(tokens, jnp.where(rows.real, rows.position, 0), x["starts"], kv_lens, tables)
+        return StepBatch(tokens, jnp.where(rows.real, rows.position, 0), x["starts"], kv_lens, tables, columns)
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
-        tables, starts, kv_lens = batch.tables, batch.starts, batch.kv_lens
-        ctx = PagedCache(pools, tables, starts, kv_lens, self.groups, self.shape.decode, self.invariant)
+        ctx = PagedCache(
+            pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
+            batch.columns,
+        )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
         hidden, ctx = self.forward_model.forward(params, tokens, positions, ctx)
@@ -321,7 +248,7 @@ class EngineStep:
     ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
         """Decodes ``steps`` tokens of each request; ends early when all of a replica have sampled a stop token."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
-        slots = self.shape.slots
+        slots, several = self.shape.slots, sharding.axis_size("batch") > 1
 
         def begin(packed: Array, last: Array) -> Any:
             x = inputs.unpack(packed)
@@ -331,6 +258,8 @@ class EngineStep:
 
         def read(packed: Array, last: Array, turn: Any) -> StepBatch:
             (i, done), x = turn, inputs.unpack(packed)
+            if several:  # a replica that has ended writes nothing while others go on
+                x["starts"] = jnp.where(active(x, i, done), x["starts"], 0)
             active_rows = (x["slots"] < slots) & active(x, i, done)
             return self._step_batch(
                 x, last[jnp.minimum(x["slots"], slots - 1)], jnp.where(active_rows, x["kv_lens"] + i, 0)
@@ -367,62 +296,3 @@ class EngineStep:
         turn, last, outputs = each(begin)(packed, last)
         _, pools, last, outputs, state = jax.lax.while_loop(continues, one, (turn, pools, last, outputs, state))
         return pools, last, each(self.shape.outputs.pack)(outputs), state
-
-
-def copy_pages(
-    pool: Shaped[Array, "L P K _ _"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
-) -> Shaped[Array, "L P K _ _"]:
-    """Copies ``count`` pages of a replica's pool, from the first of each pair to the second, in place."""
-
-    def one(i: Array, pool: Array) -> Array:
-        page = jax.lax.dynamic_slice_in_dim(pool, pairs[0, i, 0], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(pool, page, pairs[0, i, 1], axis=1)
-
-    return jax.lax.fori_loop(0, count[0], one, pool)
-
-
-def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> Slots:
-    """Gathers pages of one replica for the host; the other replicas get page numbers out of range."""
-
-    def local(pool: Array, pages: Array) -> Array:
-        here = (pages[0] < pool.shape[1])[:, None, None, None]
-        found = jnp.where(here, pool[:, jnp.minimum(pages[0], pool.shape[1] - 1)], 0)
-        return jax.lax.psum(found, replicas) if replicas else found
-
-    with sharding.use_rules(rules):
-        replicas = sharding.axis_names("batch")
-        run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST), TRANSFER_AXES)
-        return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool)
-
-
-def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], held: Slots) -> Slots:
-    """Writes pages from the host into the pool; page numbers out of range are ignored."""
-
-    def local(pool: Array, pages: Array, held: Array) -> Array:
-        return pool.at[:, pages[0]].set(held, mode="drop")
-
-    with sharding.use_rules(rules):
-        run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST, TRANSFER_AXES), POOL_AXES)
-        return jax.tree.map(lambda x, more: run(x, pages, more), pool, held)
-
-
-def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B elements"]) -> tuple[Array, ...]:
-    """Runs ``logits_processors.seat`` in each replica; a slot out of range is ignored."""
-    with sharding.use_rules(rules):
-        return sharding.per_shard(logits_processors.seat, "batch")(state, packed)
-
-
-def empty_pools(
-    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int
-) -> Pools:
-    """Empty page pools, sharded by the rules; ``counts`` are pages per replica."""
-    with sharding.use_rules(rules):
-        shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
-        pools = (
-            empty_slots(
-                group.format(shards), layers=len(group.layers), pages=replicas * count, page_size=page_size,
-                dtype=group.plain,
-            )
-            for group, count in zip(groups, counts, strict=True)
-        )  # fmt: skip
-        return jax.tree.map(lambda x: sharding.constrain(x, *POOL_AXES, what="pool of pages"), tuple(pools))

@@ -24,11 +24,13 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.engine_step import EngineStep, Pools, StepShape, empty_pools, read_pages, seat, write_pages
+from jaxllm.infer.runner.engine_step import EngineStep
+from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups
-from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe
+from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
+from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
@@ -71,7 +73,7 @@ class ModelRunner:
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         latent = any(block.attention.kv_spec.latent for block in model.config.blocks)
-        check_mesh(self.mesh, invariant=config.batch_invariant, latent=latent)
+        check_mesh(self.mesh, invariant=config.batch_invariant, latent=latent, retention=config.retention is not None)
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -83,7 +85,7 @@ class ModelRunner:
                 replicas = sharding.axis_size("batch")
         self.params = params
         self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        groups = layer_groups(model.config, config.kv_dtype)
+        groups = layer_groups(model.config, config.kv_dtype, config.retention)
         max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
@@ -93,6 +95,7 @@ class ModelRunner:
             *own,
             *config_key(model.config, config),
             str(self.model.rules),
+            [source_of(row) for group in groups for row in (group.format().kv_format, group.rule)],
             describe(self._abstract),
             vocab_size,
             max_len,
@@ -112,7 +115,7 @@ class ModelRunner:
             if self._full:
                 state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
                 self.state = tuple(put(np.broadcast_to(x, (replicas, *x.shape)), self._per_replica) for x in state)
-                sizes = {shape.requests for shape in self._shapes() if shape.full}
+                sizes = {_mask_rows(shape) for shape in self._shapes() if shape.full}
                 width = mask_width(model.config.vocab_size)
                 self._all_tokens = {
                     n: put(np.full((replicas, n, width), -1, np.int32), self._per_replica) for n in sizes
@@ -135,7 +138,7 @@ class ModelRunner:
         with self._on_mesh():
             arguments = self.params, self.pools, self.last, put(packed, self._per_replica)
             if shape.full:
-                legal = self._all_tokens[shape.requests] if masks is None else put(masks, self._per_replica)
+                legal = self._all_tokens[_mask_rows(shape)] if masks is None else put(masks, self._per_replica)
                 self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
             else:
                 self.pools, self.last, out = program(*arguments)
@@ -305,6 +308,8 @@ class ModelRunner:
             decode_steps=self.config.decode_steps,
             top_logprobs=min(self.config.top_logprobs, self.model.config.vocab_size),
             logprob_dtype=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
+            rows=1 if decode else 1 + self.config.verify_tokens,
+            retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
         )
 
     def _programs(self) -> list[EngineProgram]:
@@ -349,7 +354,7 @@ class ModelRunner:
         }
         if shape.full:
             width = mask_width(self.model.config.vocab_size)
-            arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(shape.requests, width)}
+            arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(_mask_rows(shape), width)}
         ways = 1 if self.mesh is None else self.mesh.shape.get("context", 1)
         forward_model = self._split_model if ways > 1 and not shape.decode and shape.tokens % ways == 0 else self.model
         step = EngineStep(
@@ -398,6 +403,11 @@ class ModelRunner:
             return jax.sharding.SingleDeviceSharding(_device_of(self.params))
         with self._on_mesh(), sharding.use_rules(self.model.rules):
             return jax.NamedSharding(self.mesh, sharding.spec(*logical))
+
+
+def _mask_rows(shape: StepShape) -> int:
+    """Rows of the token masks of a step: one for each row whose logits are computed."""
+    return shape.requests * shape.rows
 
 
 def _device_of(params: Any) -> Any:

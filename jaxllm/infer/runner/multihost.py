@@ -19,13 +19,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.infer.runner.engine_step import StepShape
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
+from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.models import Functional
 from jaxllm.parallel.distributed import group
 from pallas_kernels.paged_attention import Slots
@@ -112,7 +113,7 @@ class MultihostRunner:
 
     def write(self, replica: int, group: int, pages: list[int], content: Slots) -> None:
         """Copies pages into a replica's pool, in every process."""
-        self._tell("write", [replica, group, pages], *(x for x in content if x is not None))
+        self._tell("write", [replica, group, pages], *jax.tree.leaves(content))
         self._runner.write(replica, group, pages, content)
 
     def swap(self, params: Any) -> None:
@@ -167,7 +168,8 @@ class MultihostRunner:
                 runner.read(*values)
             else:
                 replica, index, pages = values
-                runner.write(replica, index, pages, Slots(*arrays))
+                pool = jax.tree.structure(runner.pools[index])
+                runner.write(replica, index, pages, jax.tree.unflatten(pool, arrays))
 
 
 class _PendingResult:

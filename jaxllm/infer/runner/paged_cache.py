@@ -13,6 +13,7 @@ Z scales of a slot, R requests, J columns of a page table, T tokens, N query hea
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,15 +27,19 @@ from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
-from pallas_kernels.paged_attention.encoding import SCALED
+from pallas_kernels.paged_attention.kv_formats import quantised_formats
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import write
+from pallas_kernels.paged_attention.retention import Retention, RetentionRule
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
 KV_HEADS = ("batch", None, "attn_kv_heads", None)
 POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
 TRANSFER_AXES = ("layers", None, "attn_kv_heads", None, None)
 TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
+
+RETENTION_RULES: dict[str, RetentionRule] = {}
+"""Retention rules by name; ``EngineConfig.retention`` names one. They hold in the layers without a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class LayerGroup:
         layers: indices of the layers in the model.
         dtype: dtype of the KV cache: a floating-point dtype, or an encoding of ``PageFormat``.
         lossy: the stored values differ from the computed ones.
+        rule: retention rule; None: every token is kept.
     """
 
     kv_spec: KVSpec
@@ -53,6 +59,7 @@ class LayerGroup:
     layers: tuple[int, ...]
     dtype: str = "float32"
     lossy: bool = False
+    rule: RetentionRule | None = None
 
     def format(self, shards: int = 1) -> PageFormat:
         """Format of a slot; few kv heads are repeated up to the number of shards, as ``replicate_kv_heads`` does."""
@@ -60,7 +67,7 @@ class LayerGroup:
         kv = shards if one.kv_heads < shards and shards % one.kv_heads == 0 else one.kv_heads
         platform = target_device().platform
         multiple = 128 if platform == "tpu" else 1
-        encoding = self.dtype if self.dtype in SCALED else "plain"
+        encoding = self.dtype if self.dtype in quantised_formats() else "plain"
         if self.dtype == "bfloat16" and platform == "cpu":
             encoding = "bits of bfloat16"
         return PageFormat(kv, one.key_dim, one.value_dim, one.latent, encoding, multiple)
@@ -73,17 +80,28 @@ class LayerGroup:
     @property
     def plain(self) -> str:
         """Floating-point dtype of the group's values before encoding."""
-        return "float32" if self.dtype in SCALED else self.dtype
+        return "float32" if self.dtype in quantised_formats() else self.dtype
 
 
-def layer_groups(config: DecoderConfig, kv_dtype: str = "auto") -> tuple[LayerGroup, ...]:
-    """Layer groups of a model, those without a sliding window first; ``kv_dtype`` as in ``EngineConfig``."""
+def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str | None = None) -> tuple[LayerGroup, ...]:
+    """Layer groups of a model, those without a sliding window first; arguments as in ``EngineConfig``.
+
+    Raises:
+        ValueError: there is no such retention rule.
+    """
+    if retention is not None and retention not in RETENTION_RULES:
+        raise ValueError(f"engine: retention = {retention!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
+    rule = None if retention is None else RETENTION_RULES[retention]
     dtype = config.dtype if kv_dtype == "auto" else kv_dtype
-    lossy = dtype in SCALED or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
+    lossy = dtype in quantised_formats() or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
     found: dict[tuple[KVSpec, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
         found.setdefault((block.attention.kv_spec, block.attention.window), []).append(number)
-    groups = [LayerGroup(*key, tuple(layers), dtype, lossy) for key, layers in found.items()]
+    groups = [
+        LayerGroup(*key, tuple(layers), dtype, lossy, rule if key[1] is None else None) for key, layers in found.items()
+    ]
+    if rule is not None and not any(group.rule for group in groups):
+        raise ValueError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
     return tuple(sorted(groups, key=lambda g: g.window or 0))
 
 
@@ -95,14 +113,15 @@ class PagedCache:
     The forward pass gets each replica's flat batch as a row of T tokens.
 
     Attributes:
-        pools: ``Slots`` of each group: data [L, P, K, C, W] and, if encoded, scales [L, P, K, Z, C]; the replicas'
-            pages are next to each other, equally many of each.
+        pools: ``Slots`` of each group: data [L, P, K, C, W] and, if encoded, scales [L, P, K, Z, C], and with a
+            retention rule positions [L, P, K, 1, C]; the replicas' pages are next to each other, equally many of each.
         tables: page table of each group, Int[Array, "B R J"], by page numbers of the replica.
         starts: Int[Array, "B R1"], first row of each request's tokens in the flat batch, and the number of rows.
         kv_lens: Int[Array, "B R"], tokens of each request, those of this step included.
         groups: layer groups of the model.
         decode_only: no request has more than one token in this step.
         invariant: batch-invariant: the computation does not depend on the step's other requests.
+        columns: of each group with a retention rule: Int[Array, "B R"], pages of each request; None of the others.
     """
 
     pools: tuple[Any, ...]
@@ -112,6 +131,7 @@ class PagedCache:
     groups: tuple[LayerGroup, ...] = field(metadata={"static": True})
     decode_only: bool = field(default=False, metadata={"static": True})
     invariant: bool = field(default=False, metadata={"static": True})
+    columns: tuple[Any, ...] | None = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -126,52 +146,37 @@ class PagedCache:
     ) -> tuple[Float[Array, "B T N V"], PagedCache]:
         """Paged attention: writes k, v to their pages, in place if the pools are a loop's carry, then attends."""
         value_dim = params.latent if v is None else v.shape[3]
-        which = KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window
-        index = next(i for i, g in enumerate(self.groups) if (g.kv_spec, g.window) == which)
-        place, whole = self._place(index, layer)
+        index = self._group(KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window)
         split = sharding.axis_names("attn_seq")
 
-        def local(
-            q: Array,
-            k: Array,
-            v: Array | None,
-            rows: Array,
-            scales: Array | None,
-            place: Array,
-            table: Array,
-            starts: Array,
-            kv_lens: Array,
-            sinks: Array | None,
-        ) -> tuple[Array, ...]:
-            form = dataclasses.replace(whole, kv_heads=rows.shape[2])
-            ragged, held = RaggedBatch(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
+        def local(q: Array, k: Array, v: Array | None, sinks: Array | None, *shared: Any) -> tuple[Array, ...]:
+            held, form, place, ragged, retention = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
-                held = write(held, form.pack(k, v, rows.dtype), place, ragged, ragged.tokens(len(k)))
+                held = write(held, form.pack(k, v, held.data.dtype), place, ragged, ragged.tokens(len(k)))
                 first, many = jax.lax.axis_index(split) * len(q), len(q)
                 k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, many), (k, v))
                 ragged = ragged.part(first, many)
             out, pool = paged_attention(
-                q, k, v, PagePool(held.data, form, held.scales), place, ragged.page_table, ragged.starts,
-                ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window, softcap=params.softcap,
-                decode_only=self.decode_only,
+                q, k, v, PagePool(held.data, form, held.scales, held.positions), place, ragged.page_table,
+                ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
+                softcap=params.softcap, decode_only=self.decode_only, retention=retention,
             )  # fmt: skip
-            return out[None], *_arrays(pool.slots)
+            return out[None], *jax.tree.leaves(pool.slots)
 
-        slots = self.pools[index]
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, PER_REQUEST, PER_REQUEST, SINK_AXES),
-            (HEADS, *(POOL_AXES for _ in _arrays(slots))),
+            (HEADS, KV_HEADS, KV_HEADS, SINK_AXES, *_SHARED_AXES),
+            (HEADS, *(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))),
             check=not split,  # with split queries, the devices of a row write the same pages
         )
-        held = (None if x is None else replicate_kv_heads(x) for x in (k, v))
-        out, *slots = run(q, *held, *slots, place, self.tables[index], self.starts, self.kv_lens, sinks)
-        return out, self._with(index, Slots(*slots))
+        kv = (None if x is None else replicate_kv_heads(x) for x in (k, v))
+        out, *slots = run(q, *kv, sinks, *self._shared(index, layer))
+        return out, self._with(index, slots)
 
     def is_fresh_prefill(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:
         """Whether this step holds every token of all its requests; None if the computation must not depend on that."""
-        if self.decode_only or self.invariant or any(group.lossy for group in self.groups):
+        if self.decode_only or self.invariant or any(group.lossy or group.rule for group in self.groups):
             return None
         lengths = self.starts[:, 1:] - self.starts[:, :-1]
         return jnp.all((lengths == 0) | (self.kv_lens == lengths))
@@ -188,36 +193,52 @@ class PagedCache:
     def write_latents(self, layer: LayerIndex, k: Float[Array, "B T 1 H"], positions: Int[Array, "B T"]) -> PagedCache:
         """Writes MLA latents to their pages."""
         index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
-        place, whole = self._place(index, layer)
 
-        def local(
-            k: Array, rows: Array, scales: Array | None, place: Array, table: Array, starts: Array, kv_lens: Array
-        ) -> tuple[Array, ...]:
-            ragged, held = RaggedBatch(table[0], starts[0], kv_lens[0]), Slots(rows, scales)
-            form = dataclasses.replace(whole, kv_heads=rows.shape[2])
-            new = form.pack(k[0], None, rows.dtype)
-            return _arrays(write(held, new, place, ragged, ragged.tokens(k.shape[1])))
+        def local(k: Array, *shared: Any) -> tuple[Array, ...]:
+            held, form, place, ragged, retention = self._unshared(index, *shared)
+            new = form.pack(k[0], None, held.data.dtype)
+            return tuple(jax.tree.leaves(write(held, new, place, ragged, ragged.tokens(k.shape[1]), retention)))
 
-        slots = self.pools[index]
         run = sharding.shard_map(
-            local,
-            (KV_HEADS, POOL_AXES, POOL_AXES, (), TABLES, PER_REQUEST, PER_REQUEST),
-            tuple(POOL_AXES for _ in _arrays(slots)),
+            local, (KV_HEADS, *_SHARED_AXES), tuple(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))
         )
-        slots = run(replicate_kv_heads(k), *slots, place, self.tables[index], self.starts, self.kv_lens)
-        return self._with(index, Slots(*slots))
+        return self._with(index, run(replicate_kv_heads(k), *self._shared(index, layer)))
 
-    def _place(self, index: int, layer: LayerIndex) -> tuple[Int[Array, ""], PageFormat]:
-        """Index of a layer in its group's pool, and the format of its slots."""
+    def _group(self, kv_spec: KVSpec, window: int | None) -> int:
+        """Index of the layer group of a layer, known when the program is traced."""
+        return next(i for i, g in enumerate(self.groups) if (g.kv_spec, g.window) == (kv_spec, window))
+
+    def _shared(self, index: int, layer: LayerIndex) -> tuple[Array | None, ...]:
+        """Pool of a group, place of a layer in it, and which slots the requests have, with axes ``_SHARED_AXES``."""
+        layers = self.groups[index].layers
+        places = np.zeros(max(layers) + 1, np.int32)
+        places[list(layers)] = np.arange(len(layers))
+        columns = None if self.columns is None else self.columns[index]
+        place = jnp.asarray(places)[layer]
+        return *self.pools[index], place, self.tables[index], self.starts, self.kv_lens, columns
+
+    def _unshared(
+        self,
+        index: int,
+        data: Array,
+        scales: Array | None,
+        positions: Array | None,
+        place: Array,
+        table: Array,
+        starts: Array,
+        kv_lens: Array,
+        columns: Any,
+    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None]:
+        """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
         group = self.groups[index]
-        places = np.zeros(max(group.layers) + 1, np.int32)
-        places[list(group.layers)] = np.arange(len(group.layers))
-        return jnp.asarray(places)[layer], group.format(sharding.axis_size("attn_kv_heads"))
+        form = dataclasses.replace(group.format(), kv_heads=data.shape[2])
+        retention = None if group.rule is None else Retention(group.rule, columns[0])
+        return Slots(data, scales, positions), form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention
 
-    def _with(self, index: int, slots: Slots) -> PagedCache:
+    def _with(self, index: int, leaves: Sequence[Array]) -> PagedCache:
+        slots = jax.tree.unflatten(jax.tree.structure(self.pools[index]), leaves)
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-def _arrays(slots: Slots) -> tuple[Array, ...]:
-    """Arrays of the slots that exist."""
-    return tuple(x for x in slots if x is not None)
+_SHARED_AXES = (POOL_AXES, POOL_AXES, POOL_AXES, (), TABLES, PER_REQUEST, PER_REQUEST, PER_REQUEST)
+"""Logical axes of ``PagedCache._shared``."""

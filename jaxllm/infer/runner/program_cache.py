@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import secrets
@@ -235,6 +236,14 @@ def source_digest() -> str:
             for path in sorted(Path(place).rglob("*.py")):
                 found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
+
+
+def source_of(row: Any) -> str:
+    """Hash of a row of an open table and of the file that defines it, which ``SOURCES`` may lack; empty for None."""
+    if row is None:
+        return ""
+    kind, fields = type(row), getattr(row, "__dict__", {})
+    return digest([kind.__qualname__, str(fields), Path(inspect.getfile(kind)).read_text(encoding="utf-8")])
 
 
 def describe(tree: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.infer.runner.engine_step import StepShape
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.program_cache import ProgramCache
+from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.models import Functional
 
 
@@ -107,7 +107,8 @@ class Runner(Protocol):
         Args:
             shape: program to run.
             packed: int32[B, elements], the step's packed inputs of each replica.
-            masks: int32[B, S, U], for the full sampler: bit masks of the tokens that grammars allow; None: all tokens.
+            masks: int32[B, S x rows, U], for the full sampler: bit masks of the tokens that grammars allow, for each
+                row whose logits are computed; None: all tokens.
         """
         ...
 

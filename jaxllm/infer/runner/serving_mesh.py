@@ -10,7 +10,7 @@ context   tokens of a prefill step; pages are replicated over it
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import sharding
 from jaxllm.models import Functional, functional
+from jaxllm.models.packed_weight import is_packed
 from sharding import Rules, ShardingError
 
 SERVED = ("data", "fsdp", "expert", "tensor", "context")
@@ -40,13 +41,14 @@ def mesh_of(text: str) -> Mesh:
     return mesh
 
 
-def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False) -> None:
+def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False, retention: bool = False) -> None:
     """Checks that an engine can serve on a mesh.
 
     Args:
         mesh: None for one device.
         invariant: the engine is batch-invariant.
         latent: the model has multi-head latent attention.
+        retention: a retention rule lets tokens leave the KV cache.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
@@ -56,8 +58,8 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = Fal
             "batch_invariant does not go with expert: an expert's batch has rows of all replicas. Split experts over "
             "tensor, or leave batch_invariant out."
         )
-    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent):
-        what = "batch_invariant" if invariant else "multi-head latent attention"
+    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent or retention):
+        what = "batch_invariant" if invariant else "multi-head latent attention" if latent else "a retention rule"
         raise ShardingError(
             f"{what} does not go with context={mesh.shape['context']}: a step's tokens are split over it. Use data."
         )
@@ -84,25 +86,36 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
 def serving_model(model: Functional, *, split: bool = False) -> Functional:
     """Model with ``serving_rules``, without gradient checkpointing."""
     return functional(
-        dataclasses.replace(model.config, remat="none", matmul_precision="plain", embed_grad=1.0),
+        replace(model.config, remat="none", matmul_precision="plain", embed_grad=1.0),
         serving_rules(model.rules, split=split),
     )
 
 
 def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
-    """Sharding of every parameter, in the structure of ``params``: layers stacked, or apart.
+    """Sharding of every parameter, in the structure of ``params``: layers stacked, or apart; packed weights too.
 
     Raises:
-        ShardingError: a dimension does not divide over the mesh, names it and what would; experts are packed.
+        ShardingError: a dimension does not divide over the mesh, names it and what would.
     """
-    tree = sharding.shardings_of(sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules))
+
+    def place(axes: sharding.LogicalAxes, value: Any) -> Any:
+        def one(x: Any, names: sharding.LogicalAxes) -> NamedSharding:
+            return NamedSharding(mesh, model.rules.spec(names, mesh, x.shape, what="parameter"))
+
+        if not is_packed(value):
+            return one(value, axes)
+        return replace(value, values=one(value.values, axes), scales=one(value.scales, value.format.scale_axes(axes)))
+
+    tree = model.logical_axes()
     for name, segment in params["segments"].items():
         if isinstance(segment, tuple):
-            one = jax.tree.map(lambda x: NamedSharding(mesh, jax.P(*x.spec[1:])), tree["segments"][name])
-            tree["segments"][name] = (one,) * len(segment)
-    if jax.tree.structure(tree) != jax.tree.structure(params):
-        raise ShardingError("packed experts are for one device; to serve on a mesh, load the model with plain weights.")
-    return tree
+            layer = jax.tree.map(lambda axes: axes[1:], tree["segments"][name], is_leaf=_is_axes)
+            tree["segments"][name] = (layer,) * len(segment)
+    return jax.tree.map(place, tree, params, is_leaf=_is_axes)
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
 def spans_processes(mesh: Mesh | None) -> bool:

@@ -179,8 +179,12 @@ class Attention(nnx.Module):
         sinks = use(self.sinks, x.dtype) if config.sinks else None
         with jax.named_scope("kernel"):
             out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
-        out = sharding.constrain(out, "batch", "seq", "act_heads", None)
-        return self.o(out, ("batch", "residual_seq", "act_embed"), self.o_bias if config.bias == "all" else None), ctx
+        return self.output(x, sharding.constrain(out, "batch", "seq", "act_heads", None)), ctx
+
+    def output(self, x: Float[Array, "B S D"], attended: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+        """Output of the layer from its input and the result of attention; variants with a gate override it."""
+        bias = self.o_bias if self.config.bias == "all" else None
+        return self.o(attended, ("batch", "residual_seq", "act_embed"), bias)
 
     def _projections(self, x: Float[Array, "B S D"]) -> list[Float[Array, "B S _ H"]]:
         """Queries, keys and values, each with the whole sequence; heads are split over devices (tensor parallelism)."""

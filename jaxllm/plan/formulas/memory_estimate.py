@@ -21,7 +21,7 @@ from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.device_work import DeviceWork
-from jaxllm.plan.formulas.optimizer_memory import check_optimizer, state_bytes
+from jaxllm.plan.formulas.optimizer_memory import average_bytes, check_optimizer, state_bytes
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
 
@@ -79,7 +79,7 @@ class MemoryEstimate:
 
     Attributes:
         parameters: parameters as stored.
-        optimizer: optimizer state.
+        optimizer: optimizer state, and the average of the parameters where the run has one.
         batch: token ids and the arrays that go with them.
         gradients: gradients as stored, or accumulated over micro-batches.
         weights: gathered weights.
@@ -130,7 +130,7 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> MemoryEstimate:
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
     return MemoryEstimate(
         parameters - away[0],
-        state - away[1],
+        state - away[1] + average_bytes(run, parameters),
         4 * 4 * work.tokens * work.micro_batches,
         round(sums * _gradients(work)) + _ends(work),
         _gathered(work),
@@ -229,7 +229,7 @@ def _gradients(work: DeviceWork) -> int:
     Beside these sums, one micro-batch's own gradients: for ZeRO-3 of the same size, otherwise of whole weights.
     """
     wide = jnp.dtype(work.run.model.param_dtype).itemsize
-    if work.run.optim.kind in ("lomo", "adalomo"):  # one layer's gradients at a time, and those outside layers
+    if work.run.optim.spec.layerwise:  # one layer's gradients at a time, and those outside layers
         layers = [w for w in work.trained if w.name.startswith("segments/")]
         return sum(w.stored * (1 if w in layers else w.layers) for w in work.trained) * wide
     zero, several = work.run.parallel.zero, work.stages == 1 and work.micro_batches > 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
@@ -19,8 +20,8 @@ from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import abstract_state
 from sharding import MeshSpec, Rules
 
-STEPS = 8
-"""Bytes of AdamW's two step counters, beside the two moments of each parameter."""
+COUNTER = 4
+"""Bytes of a step counter of an optimizer."""
 
 
 def check_optimizer(run: RunConfig) -> None:
@@ -29,9 +30,11 @@ def check_optimizer(run: RunConfig) -> None:
     Raises:
         ConfigError: says what to do instead.
     """
-    if run.optim.kind == "mezo":
+    if run.optim.spec.passes != 1:
+        passes = run.optim.spec.passes
+        said = f"{passes} forward and backward passes a step" if passes else "no backward pass"
         raise ConfigError(
-            'plan: optim.kind = "mezo" has no backward pass, and the cost model has no formula for such steps; '
+            f'plan: optim.kind = "{run.optim.kind}" has {said}, and the cost model has no formula for such steps; '
             "plan another optimizer, or compile the run for its devices."
         )
 
@@ -41,17 +44,30 @@ def state_bytes(work: DeviceWork, parameters: int, laid: Callable[[Sequence[int]
 
     Args:
         work: work of the device.
-        parameters: bytes of the device's trained parameters; AdamW's state is twice that. For other optimizers the
-            abstract state is evaluated, without allocation.
+        parameters: bytes of the device's trained parameters, of which the state of some optimizers is a multiple
+            (``OptimizerSpec.arrays``). For others the abstract state is evaluated, without allocation.
         laid: elements that an array of a shape takes in memory.
     """
-    optim = work.run.optim
-    if optim.kind == "adamw" and optim.moments == "float32" and optim.rounding == "nearest":
-        return 2 * parameters + STEPS
+    optim, spec = work.run.optim, work.run.optim.spec
+    if spec.arrays is not None and optim.moments == "float32" and optim.rounding == "nearest":
+        return spec.arrays * parameters + spec.counters * COUNTER
     same = replace(optim, schedule=ScheduleConfig("constant"))  # cache key
     return _abstract_bytes(
         architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid, work.run.trainable
     )
+
+
+def average_bytes(run: RunConfig, parameters: int) -> int:
+    """Bytes of a device's parameter average (``RunConfig.ema``), at least float32; 0 without one.
+
+    Args:
+        run: the run.
+        parameters: bytes of the device's parameters.
+    """
+    if not run.ema.decay:
+        return 0
+    width = jnp.dtype(run.model.param_dtype).itemsize
+    return parameters // width * max(width, 4)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.collective_time import Network
 from jaxllm.plan.formulas.device_work import DeviceWeight, DeviceWork, cached_model, rules_of, without_stages
-from jaxllm.plan.formulas.optimizer_memory import state_bytes
+from jaxllm.plan.formulas.optimizer_memory import average_bytes, state_bytes
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import train_flops_per_token
@@ -137,8 +137,10 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     waiting = micro * (forward.memory + backward.memory + again.memory)
     # Saved activations are stacked over layers: written there, and read back.
     kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
-    parameters = sum(w.stored * w.layers for w in work.trained) * jnp.dtype(run.model.param_dtype).itemsize
-    update = rates.stream(UPDATE_PASSES * parameters + 2 * state_bytes(work, parameters))
+    width = jnp.dtype(run.model.param_dtype).itemsize
+    parameters, averaged = (sum(w.stored * w.layers for w in ws) * width for ws in (work.trained, work.weights))
+    kept_arrays = state_bytes(work, parameters) + average_bytes(run, averaged)
+    update = rates.stream(UPDATE_PASSES * parameters + 2 * kept_arrays)
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
     state = offload_time.layer_share(work) * state_bytes(work, parameters)

@@ -11,6 +11,8 @@ from jaxllm.config import differences, from_dict
 from jaxllm.train.config import RunConfig
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
+from jaxllm.train.step.step_builder import step_links
+from jaxllm.train.step.step_chain import link_states
 from jaxllm.train.step.train_state import TrainState, init_state
 
 
@@ -30,8 +32,8 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
         params = None
         if run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
-        spikes = run.config.spikes
-        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, spikes), 0
+        extras = link_states(step_links(run.config))
+        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, extras), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
@@ -53,7 +55,7 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             f"{run.reference.facts()}. Restore the parameters of reference = {run.reference.source!r}, or start a new "
             "run under another name."
         )
-    state = state_providers.restore_providers(TrainState, found.state, found.meta, run.also)
+    state = state_providers.restore_providers(run.abstract, found.state, found.meta, run.also)
     run.batches, step = run.batches.at_cursor(found.meta["cursor"])
     run.spikes = list(found.meta.get("spikes", []))
     return state, step

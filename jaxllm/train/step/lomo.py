@@ -21,8 +21,11 @@ from jaxtyping import Array, Float
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.params import on_device, on_host
+from jaxllm.optim import StepHooks
+from jaxllm.optim.build import layerwise_parts
+from jaxllm.train.config import RunConfig
 from jaxllm.train.step.loss import permute_sequence
-from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums
+from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums, make_objective
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
@@ -46,6 +49,13 @@ class LayerwiseResult(NamedTuple):
 
 LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
 """``(state, batch) -> LayerwiseResult``."""
+
+
+def lomo_hooks(run: RunConfig, model: Functional) -> StepHooks:
+    """Step hooks of LOMO and AdaLomo."""
+    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
+    objective: Any = make_objective(run.objective, run.z_loss)
+    return StepHooks(update=lomo_update(model, parts, objective=objective, layout=run.parallel.layout))
 
 
 def lomo_update(

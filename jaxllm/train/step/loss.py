@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 import sharding
 from jaxllm.models import Functional, Segments
-from jaxllm.models.moe.packed_experts import has_packed
+from jaxllm.models.packed_weight import has_packed
 from jaxllm.models.param_subset import merge, select
 from jaxllm.train.step.numerics import Numerics
 from jaxllm.train.step.objective import (
@@ -182,8 +182,7 @@ def value_and_grad(
     def run(params: Any, batch: Any, numerics: Numerics | None = None) -> tuple[Any, ...]:
         if has_packed(params):
             raise NotImplementedError(
-                "training: the expert weights are packed (quantised) and have no gradients; load the model with "
-                'weights = "plain".'
+                'training: weights are packed (quantised) and have no gradients; load the model with weights = "plain".'
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch), 1).astype(dtype)

@@ -18,14 +18,24 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import Functional, Segments
+from jaxllm.optim import StepHooks
+from jaxllm.optim.build import layerwise_parts
+from jaxllm.train.config import RunConfig
 from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
 from jaxllm.train.step.loss import permute_sequence
-from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums
+from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums, make_objective
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
 PERTURBATION = 1e-3
 """Epsilon: size of the perturbation to each side (section 2.1 and table 15)."""
+
+
+def mezo_hooks(run: RunConfig, model: Functional) -> StepHooks:
+    """Step hooks of MeZO."""
+    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
+    objective: Any = make_objective(run.objective, run.z_loss)
+    return StepHooks(update=mezo_update(model, parts, objective=objective, layout=run.parallel.layout))
 
 
 def mezo_update(

@@ -10,9 +10,8 @@ from jaxllm.config import ConfigError
 from jaxllm.data.batch import TOKEN_VALUES, Batch
 from jaxllm.models import Functional
 from jaxllm.models.param_subset import trainable_mask
-from jaxllm.optim.config import LAYERWISE
 from jaxllm.train.config import RunConfig
-from jaxllm.train.step.objective import HeadObjective, ObjectiveConfig, make_objective
+from jaxllm.train.step.objective import HeadObjective, make_objective
 
 SCORES = "reference_logprobs"
 """Field of a batch that a reference model fills in."""
@@ -39,15 +38,10 @@ def check_objective(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
                 f"reference = {config.reference!r}: a pipeline cannot score batches with a reference model. Leave it "
                 f"empty and give {SCORES} with the data, or leave stage out of the mesh {config.mesh!r}."
             )
-    if config.objective != ObjectiveConfig() and kind == "sophia":
-        raise ConfigError(
-            f'optim.kind = "sophia" estimates the Hessian of next-token cross-entropy, not that of {said}: choose '
-            "another optimizer."
-        )
     if isinstance(objective, HeadObjective):
         return
     own = f"{said} runs its own forward passes"
-    if kind in LAYERWISE:
+    if config.optim.spec.layerwise:
         raise ConfigError(f'{own}, which optim.kind = "{kind}" would have to run layer by layer: choose another.')
     if config.parallel.layout != "contiguous" and mesh.shape.get("context", 1) > 1:
         raise ConfigError(f"{own}, on rows in their own order: set parallel.layout to contiguous.")
@@ -68,7 +62,7 @@ def check_trainable(config: RunConfig, model: Functional) -> None:
     if mask is None:
         return
     said, kind = f"trainable = {', '.join(config.trainable)}", config.optim.kind
-    if kind in (*LAYERWISE, "sophia", "schedule_free"):
+    if config.optim.spec.hooks is not None:
         raise ConfigError(f'{said}: optim.kind = "{kind}" updates all parameters; choose another optimizer.')
     if config.host.optimizer:
         raise ConfigError(f"{said}: optimizer offload streams the state of all layers; set host.optimizer to false.")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import ConfigError
 from jaxllm.models import Functional
 from jaxllm.models.param_subset import select, trainable_mask
-from jaxllm.optim import optimizer, schedule
-from jaxllm.optim.build import layerwise_transform
-from jaxllm.optim.config import LAYERWISE
-from jaxllm.optim.layerwise_rules import layerwise_transforms
-from jaxllm.optim.schedule_free import gradient_point
+from jaxllm.optim import StepHooks, optimizer, schedule
+from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.train.config import RunConfig
-from jaxllm.train.host_offload import STREAMABLE
-from jaxllm.train.step.lomo import lomo_update
-from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.mezo import mezo_update
 from jaxllm.train.step.numerics import init_numerics
-from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.sophia_hessian import gauss_newton_estimator
+from jaxllm.train.step.param_average import parameter_average
+from jaxllm.train.step.step_chain import Step, StepLink, link_states
+from jaxllm.train.step.step_links import (
+    balance_biases,
+    layer_norms_report,
+    mixed_precision,
+    routing_report,
+    spike_detection,
+)
 from jaxllm.train.step.subset_update import subset_optimizer
-from jaxllm.train.step.training_step import Step, StepHooks, ValueAndGrad, layerwise_step, train_step
+from jaxllm.train.step.train_state import TrainState, abstract_state
+from jaxllm.train.step.training_step import ValueAndGrad, layerwise_step, train_step
 
 
 def build_step(
@@ -45,22 +43,31 @@ def build_step(
         optimizer: of the run (``build_optimizer``).
         layers: also report norms layer by layer.
     """
-    rate, kind = schedule(config.optim.schedule, config.steps), config.optim.kind
-    if kind in LAYERWISE:
-        parts = layerwise_transforms(
-            functools.partial(layerwise_transform, config.optim, config.steps), model.logical_axes()
-        )
-        make = mezo_update if kind == "mezo" else lomo_update
-        objective: Any = make_objective(config.objective, config.z_loss)
-        return layerwise_step(make(model, parts, objective=objective, layout=config.parallel.layout), rate)
-    hooks = StepHooks()
-    if kind == "schedule_free":
-        hooks = StepHooks(gradient_point=functools.partial(gradient_point, config.optim.b1))
-    if kind == "sophia":
-        shared: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
-        plain = value_and_grad(model, zero=config.parallel.zero, **shared)
-        hooks = StepHooks(hessian=gauss_newton_estimator(model, plain, config.optim.every, **shared))
-    return train_step(grads, optimizer, rate, config.model, config.routing.bias_rate, layers, hooks, config.spikes)
+    rate = schedule(config.optim.schedule, config.steps)
+    hooks = StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
+    links = step_links(config)
+    if hooks.update is not None:
+        return layerwise_step(hooks.update, rate, links)
+    reports = [routing_report(config.model), *([layer_norms_report] if layers else [])]
+    return train_step(grads, optimizer, rate, links, reports, hooks)
+
+
+def step_links(config: RunConfig) -> tuple[StepLink, ...]:
+    """Links of a run's step, innermost first; the run's state has their states (``run_state``)."""
+    links = (
+        mixed_precision(config.model),
+        spike_detection(config.spikes, schedule(config.optim.schedule, config.steps)),
+        None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
+        parameter_average(config.ema),
+    )
+    return tuple(link for link in links if link is not None)
+
+
+def run_state(
+    config: RunConfig, model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> TrainState:
+    """Shapes, dtypes and shardings of a run's train state, with the states of its step's links (``abstract_state``)."""
+    return abstract_state(model, optimizer, mesh, config.host, link_states(step_links(config)))
 
 
 def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:
@@ -77,24 +84,22 @@ def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
     Raises:
         ConfigError: names the unsupported setting and what is legal.
     """
-    kind = config.optim.kind
+    spec = config.optim.spec
     _check_spikes(config)
-    if kind not in (*LAYERWISE, "sophia"):
-        return
-    said = f'optim.kind = "{kind}"'
-    if mesh.shape.get("stage", 1) > 1:
-        why = "samples labels from the model's logits" if kind == "sophia" else "updates layer by layer"
+    said = f'optim.kind = "{config.optim.kind}"'
+    if spec.why_not_staged and mesh.shape.get("stage", 1) > 1:
         raise ConfigError(
-            f"{said} {why}, which pipeline parallelism does not support: leave stage out of the mesh {config.mesh!r}."
+            f"{said} {spec.why_not_staged}, which pipeline parallelism does not support: leave stage out of the mesh "
+            f"{config.mesh!r}."
         )
-    if init_numerics(config.model) is not None:
+    if not spec.one_pass and init_numerics(config.model) is not None:
         raise ConfigError(
             f"{said} does not support loss scaling or delayed fp8 scaling, which need one pass with all gradients per "
             "step: give another model.dtype than float16 and another model.matmul_precision than fp8_delayed."
         )
-    if kind == "mezo" and config.model.embed_grad != 1.0:
+    if not spec.passes and config.model.embed_grad != 1.0:
         raise ConfigError(f"{said} has no backward pass for model.embed_grad to scale: set it to 1.")
-    if kind not in LAYERWISE:
+    if not spec.layerwise:
         return
     if config.accumulate > 1:
         raise ConfigError(
@@ -109,7 +114,7 @@ def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
         raise ConfigError(
             f"{said} never holds all gradients, so their norms cannot be logged: set observe.layers_every to 0."
         )
-    if kind != "mezo" and config.model.remat != "full":
+    if spec.passes and config.model.remat != "full":
         raise ConfigError(
             f'{said} saves only the input of each layer and recomputes the layer: model.remat must be "full", not '
             f'"{config.model.remat}".'
@@ -128,16 +133,23 @@ def check_offload(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
             f"host.{'optimizer' if host.optimizer else 'params'} (offload to host memory) does not support pipeline "
             f"parallelism: leave stage out of the mesh {config.mesh!r}."
         )
-    if host.params and optim.kind not in LAYERWISE:
+    if host.params and not optim.spec.layerwise:
+        legal = ", ".join(kinds_where(lambda spec: spec.layerwise))
         raise ConfigError(
             f"host.params (parameter offload) requires an optimizer that never holds all gradients: "
-            f'{", ".join(LAYERWISE)}. Gradients of optim.kind = "{optim.kind}" need as much memory as the parameters.'
+            f'{legal}. Gradients of optim.kind = "{optim.kind}" need as much memory as the parameters.'
+        )
+    if host.params and config.ema.decay:
+        raise ConfigError(
+            "host.params (parameter offload) does not support a parameter average, which needs as much device memory "
+            "as the parameters: set ema.decay to 0."
         )
     if not host.optimizer:
         return
-    if optim.kind not in STREAMABLE or optim.rounding != "nearest":
+    if not optim.spec.streamable or optim.rounding != "nearest":
+        legal = ", ".join(kinds_where(lambda spec: spec.streamable))
         raise ConfigError(
-            f"host.optimizer (optimizer offload) updates layer by layer, which optim.kind = {', '.join(STREAMABLE)} "
+            f"host.optimizer (optimizer offload) updates layer by layer, which optim.kind = {legal} "
             f'support with optim.rounding = "nearest"; got "{optim.kind}" and "{optim.rounding}".'
         )
     if host.device_every > 1 and optim.moments != "float32":
@@ -154,11 +166,11 @@ def check_offload(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:
 
 def _check_spikes(config: RunConfig) -> None:
     """Checks that the action at a loss spike fits the optimizer and the checkpoints; raises ConfigError."""
-    action, kind = config.spikes.action, config.optim.kind
+    action, kind, spec = config.spikes.action, config.optim.kind, config.optim.spec
     if action == "none":
         return
     said = f'spikes.action = "{action}"'
-    if kind in LAYERWISE:
+    if spec.layerwise:
         raise ConfigError(
             f'{said} needs all gradients before an update, which optim.kind = "{kind}" never holds: give "none".'
         )
@@ -166,7 +178,7 @@ def _check_spikes(config: RunConfig) -> None:
         raise ConfigError(
             f'{said} would need a second copy of the optimizer state: set host.optimizer to false, or give "rollback".'
         )
-    if action == "lower_rate" and kind == "schedule_free":
+    if action == "lower_rate" and spec.averaging:
         raise ConfigError(
             f'{said} scales updates, but those of optim.kind = "{kind}" move averages: give another action.'
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,11 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import sharding
 from jaxllm.models import Functional
 from jaxllm.train.host_offload import HostConfig, host_bytes
-from jaxllm.train.step.loss_spikes import SpikeConfig, init_spike_detector
-from jaxllm.train.step.numerics import init_numerics
+
+InitExtra = Callable[[Any], Any]
+"""``params -> state`` of a step link before the first step."""
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
     """State of a run after ``step`` steps; field names are the leaf names in checkpoints.
@@ -30,17 +32,38 @@ class TrainState:
         step: steps done; int32 scalar.
         rng: key from which each step folds its own; it is never advanced, so the randomness of step k depends on k
             alone.
-        numerics: loss scale of float16 and amax history of delayed fp8 scaling (``jaxllm.train.step.numerics``); None
-            for precisions that need neither.
-        spikes: state of the loss spike detector (``jaxllm.train.step.loss_spikes``); None where it is off.
+        extras: states of the step's links by name (``jaxllm.train.step.step_chain``): ``numerics``, ``spikes``,
+            ``ema``. Members are saved under their own names, as if they were fields.
     """
 
     params: Any
     opt_state: Any
     step: Any
     rng: Any
-    numerics: Any = None
-    spikes: Any = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+FIELDS = ("params", "opt_state", "step", "rng")
+"""Fields of ``TrainState`` before its extras."""
+
+
+def _children(state: TrainState) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    names = tuple(sorted(state.extras))
+    return (*(getattr(state, name) for name in FIELDS), *(state.extras[name] for name in names)), names
+
+
+def _children_with_keys(state: TrainState) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    children, names = _children(state)
+    keys = map(jax.tree_util.GetAttrKey, (*FIELDS, *names))
+    return list(zip(keys, children, strict=True)), names
+
+
+def _from_children(names: tuple[str, ...], children: Iterable[Any]) -> TrainState:
+    params, opt_state, step, rng, *extras = children
+    return TrainState(params, opt_state, step, rng, dict(zip(names, extras, strict=True)))
+
+
+jax.tree_util.register_pytree_with_keys(TrainState, _children_with_keys, _from_children, _children)
 
 
 def abstract_state(
@@ -48,14 +71,14 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
     host: HostConfig = HostConfig(),  # noqa: B008
-    spikes: SpikeConfig | None = None,
+    extras: Mapping[str, InitExtra] = MappingProxyType({}),
 ) -> TrainState:
     """Shapes, dtypes and shardings of the train state, nothing allocated: the target of init, restore and compilation.
 
     Args:
         model, optimizer, mesh: of the run.
         host: what is offloaded to host memory.
-        spikes: configuration of the loss spike detector; None: no detector.
+        extras: initialisers of the states of the step's links (``step_chain.link_states``).
 
     Raises:
         ShardingError: the model does not fit the mesh.
@@ -65,17 +88,13 @@ def abstract_state(
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, opt_state = host.place(params, sharding.derived_abstract(optimizer.init, params, mesh))
 
-    def replicated(make: Any) -> Any:
-        shapes = jax.eval_shape(make)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
-
+    states = {name: sharding.derived_abstract(init, params, mesh) for name, init in extras.items()}
     return TrainState(
         params=params,
         opt_state=opt_state,
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
-        numerics=replicated(lambda: init_numerics(model.config)),
-        spikes=replicated(lambda: None if spikes is None else init_spike_detector(spikes)),
+        extras=states,
     )
 
 
@@ -86,7 +105,7 @@ def init_state(
     seed: int,
     abstract: TrainState,
     params: Any = None,
-    spikes: SpikeConfig | None = None,
+    extras: Mapping[str, InitExtra] = MappingProxyType({}),
 ) -> TrainState:
     """Fresh train state; every array is created directly in its shards.
 
@@ -94,7 +113,7 @@ def init_state(
         seed: of the parameters and of the run's randomness.
         abstract: from ``abstract_state``.
         params: initial parameters, on the mesh; None: random ones.
-        spikes: as given to ``abstract_state``.
+        extras: as given to ``abstract_state``.
     """
 
     _, run_key = jax.random.split(jax.random.key(seed))
@@ -109,8 +128,10 @@ def init_state(
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
             # Not device_put, which cannot put keys on devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
-            numerics=jax.tree.map(lambda x: jax.device_put(x, abstract.step.sharding), init_numerics(model.config)),
-            spikes=None if spikes is None else jax.device_put(init_spike_detector(spikes), abstract.step.sharding),
+            extras={
+                name: jax.jit(init, out_shardings=sharding.shardings_of(abstract.extras[name]))(params)
+                for name, init in extras.items()
+            },
         )
 
 

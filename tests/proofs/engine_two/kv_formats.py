@@ -88,7 +88,7 @@ def kv_format_bytes(case: tuple[str, KvDtype, int, str]) -> dict[str, float]:
             buckets=(8,), samplers=("plain",), decode_steps=2,
             kv_dtype=kv,
         )  # fmt: skip
-        device: Any = meshes.over(mesh, model, sizes).device
+        device: Any = meshes.over(mesh, model, sizes).runner
         made.append(device)
     few, many = made
     shards = 2 if "tensor=2" in mesh else 1

@@ -42,7 +42,7 @@ def split_prompts_are_shared_work(model: str) -> dict[str, float]:
     taken = {}
     for ways in (1, 2, 4):
         made = engines.build(sizes, model, "float32") if ways == 1 else meshes.over(f"context={ways}", model, sizes)
-        device = made.device
+        device = made.runner
         program = device.programs[device.choose(1, 32, decode=False, full=False).name]  # type: ignore[attr-defined]
         taken[ways] = program_walker.read(program.compiled.as_text()).flops
     by_two, by_four = 2 * (taken[1] - taken[2]), 4 / 3 * (taken[1] - taken[4])

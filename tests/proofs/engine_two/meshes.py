@@ -12,6 +12,7 @@ import sharding
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import abstract_state, init_state, train_step, value_and_grad
+from jaxllm.train.step.step_links import routing_report
 from tests import quick, tiny
 from tests.infer import engines, meshes
 from tests.proofs.engine.programs import Compilations
@@ -91,7 +92,9 @@ def training_states_are_swapped_in(case: tuple[str, str, str]) -> float:
         start = jax.device_put(whole, sharding.shardings_of(abstract.params))
         start = jax.tree.map(jnp.copy, start)  # for the first step to take
         state = init_state(made, transform, mesh, 0, abstract, start)
-        step = train_step(value_and_grad(made), transform, schedule(rules.schedule, 8), config)
+        step = train_step(
+            value_and_grad(made), transform, schedule(rules.schedule, 8), reports=[routing_report(config)]
+        )
         run = quick.jit(step, donate_argnums=0, out_shardings=(sharding.shardings_of(abstract), None))
         place = jax.NamedSharding(mesh, made.rules.spec(("batch", "seq"), mesh))
         batches = [jax.device_put(tiny.batch(i, 8, 8, engines.VOCAB, packed=False), place) for i in range(5)]

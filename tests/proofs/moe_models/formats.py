@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxllm.models import PackedExperts
+from jaxllm.models import PackedWeight
 from tests.hub import test_quantised
 from tests.infer.test_packed import FORMATS, both
 from tests.proofs.harness import proof
@@ -40,7 +40,7 @@ def packed_experts(case: tuple[str, int]) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = both(kind, Path(folder), rng, "float64")
-    is_packed = lambda x: isinstance(x, PackedExperts)  # noqa: E731
+    is_packed = lambda x: isinstance(x, PackedWeight)  # noqa: E731
     wide = jax.tree.map(lambda x: x.dequantise("float64") if is_packed(x) else x, packed.params, is_leaf=is_packed)
     jax.tree.map(np.testing.assert_array_equal, wide, plain.params)
     tokens = rng.integers(0, plain.config.vocab_size, (2, 14), np.int32)

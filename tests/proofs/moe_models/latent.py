@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.infer.runner.engine_step import empty_pools
+from jaxllm.infer.runner.page_programs import empty_pools
 from jaxllm.infer.runner.paged_cache import PagedCache, layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, MlpConfig, RopeConfig, YarnScaling, functional
 from tests import quick

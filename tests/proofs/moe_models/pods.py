@@ -17,6 +17,8 @@ from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
 from jaxllm.train.compile_step import compile_for, compiler_options, step_on
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.step_builder import step_links
+from jaxllm.train.step.step_links import routing_report
 from recipes.deepseek import deepseek_v3
 from recipes.qwen import qwen3_235b_a22b
 from sharding.isolate import run_isolated
@@ -42,7 +44,9 @@ def of_abstract(run: RunConfig, mesh: Mesh | AbstractMesh) -> tuple[Any, Any, Ba
     model = functional(run.model, run.parallel.rules())
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     state, rate = abstract_state(model, transform, mesh), schedule(run.optim.schedule, run.steps)
-    step = train_step(build_value_and_grad(run, model, mesh), transform, rate, run.model, run.routing.bias_rate)
+    step = train_step(
+        build_value_and_grad(run, model, mesh), transform, rate, step_links(run), [routing_report(run.model)]
+    )
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))

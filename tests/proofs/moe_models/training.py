@@ -15,6 +15,7 @@ from jaxllm.data import Batch
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, RouterConfig, functional
 from jaxllm.train import loss_sums, train_step, value_and_grad
 from jaxllm.train.step.routing_losses import RoutingConfig, routing_metrics
+from jaxllm.train.step.step_links import balance_biases, routing_report
 from jaxllm.train.step.train_state import TrainState
 from tests import quick
 from tests.proofs.harness import proof
@@ -50,7 +51,8 @@ def trained(way: str, seed: int) -> dict[str, float]:
     rate = optax.linear_schedule(PEAK, 0.0, STEPS)
     model, optimizer = functional(config), optax.adam(rate)
     params: Any = jax.tree.map(jnp.asarray, quick.params(config, seed, scale=0.25))
-    step = train_step(value_and_grad(model, routing=routing), optimizer, rate, config, routing.bias_rate)
+    links = [link for link in [balance_biases(config, routing.bias_rate)] if link is not None]
+    step = train_step(value_and_grad(model, routing=routing), optimizer, rate, links, [routing_report(config)])
     run = quick.jit(step, donate_argnums=0)
     state = TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key(seed))
     rng = np.random.default_rng(seed)

@@ -15,7 +15,8 @@ from jaxllm.data import Batch, DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import RunConfig, loss_sums, train_step, value_and_grad
-from jaxllm.train.step.numerics import init_numerics
+from jaxllm.train.step.step_builder import step_links
+from jaxllm.train.step.step_chain import link_states
 from jaxllm.train.step.train_state import TrainState
 from tests import quick
 
@@ -55,7 +56,7 @@ def stepper(run: RunConfig) -> tuple[Any, Any]:
     model = functional(run.model)
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     grads, rate = value_and_grad(model, accumulate=run.accumulate), schedule(run.optim.schedule, run.steps)
-    return transform, quick.jit(train_step(grads, transform, rate), donate_argnums=0)
+    return transform, quick.jit(train_step(grads, transform, rate, step_links(run)), donate_argnums=0)
 
 
 def trained(run: RunConfig, seed: int) -> tuple[TrainState, list[dict[str, float]]]:
@@ -63,7 +64,8 @@ def trained(run: RunConfig, seed: int) -> tuple[TrainState, list[dict[str, float
     transform, step = stepper(run)
     first = quick.params(dataclasses.replace(run.model, param_dtype="float32"), seed, scale=0.15)
     params = jax.tree.map(lambda x: jnp.asarray(x, run.model.param_dtype), first)
-    state = TrainState(params, transform.init(params), jnp.int32(0), jax.random.key(seed), init_numerics(run.model))
+    extras = {name: init(params) for name, init in link_states(step_links(run)).items()}
+    state = TrainState(params, transform.init(params), jnp.int32(0), jax.random.key(seed), extras)
     rng, said = np.random.default_rng(seed), []
     for _ in range(run.steps):
         state, metrics = step(state, batch_at(rng, run.data.batch_size))

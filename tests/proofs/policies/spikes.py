@@ -13,6 +13,7 @@ from jaxllm.models import functional
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import SpikeConfig, train_step, value_and_grad
 from jaxllm.train.step.loss_spikes import init_spike_detector
+from jaxllm.train.step.step_links import spike_detection
 from jaxllm.train.step.train_state import TrainState
 from tests import quick
 from tests.proofs.harness import proof
@@ -34,7 +35,8 @@ def stepper() -> tuple[Any, Any]:
         sums, found = plain(params, batch)
         return sums, jax.tree.map(lambda g: jnp.where(jnp.all(batch.targets[0] < 0), jnp.nan, g), found)
 
-    return transform, quick.jit(train_step(grads, transform, rate, spikes=SKIP), donate_argnums=0)
+    links = [link for link in [spike_detection(SKIP, rate)] if link is not None]
+    return transform, quick.jit(train_step(grads, transform, rate, links), donate_argnums=0)
 
 
 def trained(seed: int, spoil: dict[int, str], leave_out: frozenset[int] = frozenset()) -> tuple[TrainState, list[int]]:
@@ -46,7 +48,7 @@ def trained(seed: int, spoil: dict[int, str], leave_out: frozenset[int] = frozen
         transform.init(params),
         jnp.int32(0),
         jax.random.key(seed),
-        spikes=jax.tree.map(jnp.copy, init_spike_detector(SKIP)),
+        {"spikes": jax.tree.map(jnp.copy, init_spike_detector(SKIP))},
     )
     rng, wild, seen = np.random.default_rng(seed), np.random.default_rng(seed + 1), []
     for number in range(RUN.steps):

@@ -1,0 +1,99 @@
+"""Page programs: whole pages are copied, emptied, and moved between device and host.
+
+Legend: B replicas, L layers, P pages of all replicas, K kv heads, S requests of a step, M pages of a transfer.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+import sharding
+from jaxllm.infer.runner import logits_processors
+from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, TRANSFER_AXES, LayerGroup
+from jaxllm.infer.runner.step_shape import StepShape
+from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.pages import empty_slots
+
+Pools = tuple[Slots, ...]
+
+
+def copy_pages(
+    pool: Shaped[Array, "L P K _ _"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
+) -> Shaped[Array, "L P K _ _"]:
+    """Copies ``count`` pages of a replica's pool, from the first of each pair to the second, in place."""
+
+    def one(i: Array, pool: Array) -> Array:
+        page = jax.lax.dynamic_slice_in_dim(pool, pairs[0, i, 0], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, pairs[0, i, 1], axis=1)
+
+    return jax.lax.fori_loop(0, count[0], one, pool)
+
+
+def clear_fresh_pages(pools: Pools, packed: Int[Array, "B elements"], shape: StepShape) -> Pools:
+    """Marks the slots of newly allocated pages as empty, in groups with a retention rule."""
+
+    def fresh(packed: Array) -> tuple[Array, Array]:
+        x = shape.inputs.unpack(packed)
+        return x["tables"], x["fresh"]
+
+    def clear(positions: Array, table: Array, fresh: Array) -> Array:
+        columns, (first, stop) = jnp.arange(table.shape[2], dtype=jnp.int32), jnp.split(fresh[0], 2, axis=1)
+        pages = jnp.where((columns >= first) & (columns < stop), table[0], positions.shape[1])
+        return positions.at[:, pages.reshape(-1)].set(-1, mode="drop")
+
+    tables, columns = sharding.per_shard(fresh, "batch")(packed)
+    run = sharding.shard_map(clear, (POOL_AXES, TABLES, TABLES), POOL_AXES, check=False)
+    cleared = list(pools)
+    for i, group in enumerate(shape.retained):
+        positions = run(pools[group].positions, tables[:, group], columns[:, i])
+        cleared[group] = pools[group]._replace(positions=positions)
+    return tuple(cleared)
+
+
+def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> Slots:
+    """Gathers pages of one replica for the host; the other replicas get page numbers out of range."""
+
+    def local(pool: Array, pages: Array) -> Array:
+        here = (pages[0] < pool.shape[1])[:, None, None, None]
+        found = jnp.where(here, pool[:, jnp.minimum(pages[0], pool.shape[1] - 1)], 0)
+        return jax.lax.psum(found, replicas) if replicas else found
+
+    with sharding.use_rules(rules):
+        replicas = sharding.axis_names("batch")
+        run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST), TRANSFER_AXES)
+        return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool)
+
+
+def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], held: Slots) -> Slots:
+    """Writes pages from the host into the pool; page numbers out of range are ignored."""
+
+    def local(pool: Array, pages: Array, held: Array) -> Array:
+        return pool.at[:, pages[0]].set(held, mode="drop")
+
+    with sharding.use_rules(rules):
+        run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST, TRANSFER_AXES), POOL_AXES)
+        return jax.tree.map(lambda x, more: run(x, pages, more), pool, held)
+
+
+def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B elements"]) -> tuple[Array, ...]:
+    """Runs ``logits_processors.seat`` in each replica; a slot out of range is ignored."""
+    with sharding.use_rules(rules):
+        return sharding.per_shard(logits_processors.seat, "batch")(state, packed)
+
+
+def empty_pools(
+    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int
+) -> Pools:
+    """Empty page pools, sharded by the rules; ``counts`` are pages per replica."""
+    with sharding.use_rules(rules):
+        shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
+        pools = (
+            empty_slots(
+                group.format(shards), layers=len(group.layers), pages=replicas * count, page_size=page_size,
+                dtype=group.plain, positions=group.rule is not None,
+            )
+            for group, count in zip(groups, counts, strict=True)
+        )  # fmt: skip
+        return jax.tree.map(lambda x: sharding.constrain(x, *POOL_AXES, what="pool of pages"), tuple(pools))

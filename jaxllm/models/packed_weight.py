@@ -1,0 +1,132 @@
+"""Packed weights: matrices kept in few bits in memory, and dequantised where they are multiplied.
+
+A ``PackedWeight`` takes the place of an array in a parameter tree. A scan over layers slices it like an array, and it
+is sharded like the array: its values have the weight's logical axes, and its format says those of the scales. It has
+no gradients. Formats are rows of ``jaxllm.quant.formats``.
+
+Legend: E experts, A rows and B columns of an expert's matrix, M token rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+import sharding
+from pallas_kernels.grouped_matmul import grouped_matmul
+from sharding import LogicalAxes
+
+DEQUANTISED_BYTES = 2**29
+"""Bytes of experts' matrices that are dequantised at a time."""
+
+
+@runtime_checkable
+class WeightFormat(Protocol):
+    """Format of packed weights, static and hashable. Axes are counted from the end.
+
+    ``pack`` and ``unpack`` see one shard of a weight, and no scale is shared by two shards.
+    """
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense weight whose packed values have this shape."""
+        ...
+
+    def pack(self, weight: Float[Array, "..."]) -> tuple[Array, Array]:
+        """Values and scales of a weight.
+
+        Raises:
+            ValueError: a size does not fit the format; says which would.
+        """
+        ...
+
+    def unpack(self, values: Array, scales: Array, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Dense weight: value times scale, rounded to ``dtype``."""
+        ...
+
+    def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
+        """Logical axes of the scales of a weight with these; a dimension that shares one scale has None."""
+        ...
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["format"])
+@dataclass(frozen=True)
+class PackedWeight:
+    """Packed weight, a ``jaxllm.models.linear.Weight``; both arrays have the same leading dimensions (layers, experts).
+
+    Attributes:
+        values: packed values.
+        scales: scales of groups of values.
+        format: how the two stand for a dense weight.
+    """
+
+    values: Any
+    scales: Any
+    format: WeightFormat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        return self.format.shape(self.values.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def gather(self, dtype: DTypeLike, axes: LogicalAxes, unreduced_grad: bool) -> PackedWeight:
+        """The packed weight all-gathered over its storage axes: packed bytes travel."""
+        values, scales = (
+            sharding.gather_weight(x, *names)
+            for x, names in ((self.values, axes), (self.scales, self.format.scale_axes(axes)))
+        )
+        return replace(self, values=values, scales=scales)
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Dequantised weight."""
+        unpack = functools.partial(self.format.unpack, dtype=dtype)
+        return sharding.by_shard(unpack, self.values, self.scales)
+
+    def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
+        """Matmul with the dequantised weight."""
+        return sharding.project(x, self.dense(x.dtype), out, contract=contract)
+
+    def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
+        """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
+
+        At a time: as many experts as fit ``DEQUANTISED_BYTES``; one if there are fewer rows than experts (decode).
+        """
+        experts, inner, columns = self.shape
+        most = max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize)) if rows.shape[0] > experts else 1
+        chunk = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
+        starts = jnp.cumsum(sizes) - sizes
+
+        def some(i: Array, out: Array) -> Array:
+            def part(x: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk)
+
+            own, start = part(sizes), starts[i * chunk]
+
+            def product(out: Array) -> Array:
+                matrices = self.format.unpack(part(self.values), part(self.scales), rows.dtype)
+                return out + jnp.roll(grouped_matmul(jnp.roll(rows, -start, axis=0), matrices, own), start, axis=0)
+
+            return jax.lax.cond(jnp.any(own > 0), product, lambda out: out, out)
+
+        out = jnp.broadcast_to(jnp.zeros_like(rows[:, :1]), (rows.shape[0], columns))
+        return jax.lax.fori_loop(0, experts // chunk, some, out)
+
+
+def is_packed(x: Any) -> bool:
+    """Whether a node of a parameter tree is a packed weight: for ``is_leaf`` of ``jax.tree`` functions."""
+    return isinstance(x, PackedWeight)
+
+
+def has_packed(params: Any) -> bool:
+    """Whether a parameter tree contains packed weights."""
+    return any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))

@@ -1,0 +1,11 @@
+"""Quantisation: formats of packed weights, and packing the parameters of a model in them."""
+
+from jaxllm.lazy import lazy_exports
+
+__getattr__, __all__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.quant.formats.format_table": ("WEIGHT_FORMATS",),
+        "jaxllm.quant.packing": ("pack_params", "packed_shapes"),
+    },
+)

@@ -1,0 +1,1 @@
+"""Formats of packed weights: one file and one row of the format table each."""

@@ -1,0 +1,14 @@
+"""Format table: formats that a model's dense matrices can be packed in, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxllm.models.packed_weight import WeightFormat
+from jaxllm.quant.formats.mxfp4 import MXFP4
+
+WEIGHT_FORMATS: dict[str, Callable[[int], WeightFormat]] = {
+    "mxfp4": MXFP4,
+}
+"""Format by name, made for the dimension that values share scales along: the last one that is summed over, counted from
+the end (-2 of a matrix)."""

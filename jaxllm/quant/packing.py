@@ -1,0 +1,54 @@
+"""Packing a model's dense matrices in a weight format, by rounding to the nearest value of the format."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+import sharding
+from jaxllm.config import closest
+from jaxllm.models import Functional
+from jaxllm.models.packed_weight import PackedWeight, WeightFormat
+from jaxllm.quant.formats.format_table import WEIGHT_FORMATS
+
+
+def pack_params(model: Functional, params: Any, name: str) -> Any:
+    """Parameters with every matrix of a block packed in a format; embeddings, routers, norms and biases stay.
+
+    Run it under the mesh of the parameters: packed weights are sharded as the dense ones were.
+
+    Args:
+        name: row of ``WEIGHT_FORMATS``.
+
+    Raises:
+        ValueError: an unknown format, or a matrix does not fit it; names both.
+    """
+    if name not in WEIGHT_FORMATS:
+        known = ", ".join(WEIGHT_FORMATS)
+        raise ValueError(f"weight format {name!r}: give one of {known}.{closest(name, WEIGHT_FORMATS)}")
+    make = WEIGHT_FORMATS[name]
+
+    def pack(path: str, weight: Any, axis: int) -> PackedWeight:
+        form = make(axis)
+        try:
+            values, scales = _packed(form, weight)
+            return PackedWeight(values, scales, form)
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]  # jax appends a note on its traceback
+            raise ValueError(f"{path}: {reason}") from error
+
+    return model.map_matrices(params, pack)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
+    spec = jax.typeof(weight).sharding.spec
+    return sharding.by_shard(form.pack, weight, out=(spec, jax.P(*form.scale_axes(tuple(spec)))))
+
+
+def packed_shapes(model: Functional, name: str) -> Any:
+    """Abstract packed parameters of a model: shapes and dtypes, nothing allocated."""
+    return jax.eval_shape(lambda params: pack_params(model, params, name), model.abstract())

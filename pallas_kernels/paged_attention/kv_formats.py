@@ -1,0 +1,189 @@
+"""KV cache formats: how the elements of a slot are stored in a page, in one open table of encoders and decoders.
+
+A format packs the values of a token's key, or of its value, into stored elements, with as many float32 scales as it
+says. A kernel that reads pages hands a tile of stored elements to ``decode`` and gets values, so a new format is one
+class and one row of ``KV_FORMATS``. A token's stored bits depend on that token alone, so they are the same whichever
+chunk, page or neighbours it comes with.
+
+Legend: N values that share scales, M stored elements, Z scales, C slots of a tile, W values of a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+SCALE = jnp.dtype(jnp.float32)
+"""Dtype of the scales."""
+Scales = Any
+"""Scales of a tile of slots: Float[Array, "*any Z C"], or in kernels, where a dim cannot be indexed, a tuple of its Z
+rows."""
+First = int | Bool[Array, "1 W"]
+"""Which values of a slot the first scales are of, see ``KVFormat.decode``."""
+
+
+class KVFormat:
+    """Plain KV cache format: elements in the dtype of the pool; the base class of all others.
+
+    Attributes:
+        scales: scales of a key and of a value each, 0 for none.
+        values_per_element: values that one stored element holds; it divides the head dims.
+        quantised: values that are read differ from those that were written.
+    """
+
+    scales: int = 0
+    values_per_element: int = 1
+    quantised: bool = False
+
+    def stored(self, dtype: DTypeLike) -> np.dtype:
+        """Dtype of stored elements in a pool for values of ``dtype``."""
+        return jnp.dtype(dtype)
+
+    def encode(
+        self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
+    ) -> tuple[Shaped[Array, "*any M"], Float[Array, "*any Z"] | None]:
+        """(stored elements, scales) of slots.
+
+        Args:
+            rows: values of the slots.
+            parts: numbers of consecutive values that share scales: those of the key, and those of the value.
+            dtype: dtype of the values that the pool is for.
+        """
+        del parts
+        return rows.astype(self.stored(dtype)), None
+
+    def decode(
+        self, tile: Shaped[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
+    ) -> Float[Array, "*any C W"]:
+        """Values of a tile of slots, in ``dtype``; traced inside kernels too.
+
+        Args:
+            tile: stored elements of the slots.
+            scales: scales of the first ``first`` values of each slot, followed by those of the rest, if there are any.
+            first: number of values that the first scales are of; or a mask of them, for kernels of TPUs, which have no
+                one-dimensional iota.
+            dtype: dtype of the result.
+        """
+        del scales, first
+        return tile.astype(dtype)
+
+
+class BitsFormat(KVFormat):
+    """KV cache format whose elements are the bits of a narrow dtype, stored as integers.
+
+    Compilers move integers unchanged. With narrow floats they may not: XLA on CPU scatters bfloat16, and reads pages
+    of it, through a float32 copy of the pool.
+
+    Args:
+        kind: dtype that the bits represent.
+        stored: integer dtype of the pool.
+    """
+
+    def __init__(self, kind: DTypeLike, stored: DTypeLike):
+        self.kind, self.integer = jnp.dtype(kind), jnp.dtype(stored)
+
+    def stored(self, dtype: DTypeLike) -> np.dtype:
+        """Dtype of stored elements: the integer."""
+        return self.integer
+
+    def encode(
+        self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
+    ) -> tuple[Int[Array, "*any N"], Float[Array, "*any Z"] | None]:
+        """(bits, no scales)."""
+        return jax.lax.bitcast_convert_type(rows.astype(self.kind), self.integer), None
+
+    def decode(
+        self, tile: Int[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
+    ) -> Float[Array, "*any C M"]:
+        """Values of a tile of slots, in ``dtype``."""
+        return jax.lax.bitcast_convert_type(tile, self.kind).astype(dtype)
+
+
+class ScaledFormat(BitsFormat):
+    """KV cache format of quantised elements with one scale per key and one per value.
+
+    A scale is the largest magnitude divided by the largest value of the elements' dtype.
+
+    Args:
+        kind, stored: see ``BitsFormat``.
+        most: largest magnitude of ``kind``.
+    """
+
+    scales = 1
+    quantised = True
+
+    def __init__(self, kind: DTypeLike, stored: DTypeLike, most: float):
+        super().__init__(kind, stored)
+        self.most = most
+
+    def encode(
+        self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
+    ) -> tuple[Int[Array, "*any N"], Float[Array, "*any Z"]]:
+        """(bits, scales), computed in at least float32.
+
+        Zeros have scale 0; a value that is not finite makes its scale not finite.
+        """
+        found = [self._quantise(part) for part in jnp.split(rows, np.cumsum(parts)[:-1], axis=-1)]
+        numbers = jnp.concatenate([part for part, _ in found], axis=-1)
+        return super().encode(numbers, parts, dtype)[0], jnp.stack([scale for _, scale in found], axis=-1)
+
+    def _quantise(self, x: Float[Array, "*any N"]) -> tuple[Float[Array, "*any N"], Float[Array, "*any"]]:
+        """(quantised values before the cast, scale)."""
+        x = x.astype(jnp.promote_types(x.dtype, SCALE))
+        scale = (jnp.max(jnp.abs(x), axis=-1) / self.most).astype(SCALE)
+        numbers = x / jnp.where(scale == 0.0, 1.0, scale)[..., None].astype(x.dtype)
+        if jnp.issubdtype(self.kind, jnp.integer):
+            numbers = jnp.round(numbers)
+        # Where the scale was rounded down, the largest magnitude is slightly above the format's maximum.
+        return jnp.clip(numbers, -self.most, self.most), scale
+
+    def decode(
+        self, tile: Int[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
+    ) -> Float[Array, "*any C M"]:
+        """Values of a tile of slots, in ``dtype``."""
+        return scaled(super().decode(tile, None, first, dtype), scales, first)
+
+
+def scaled(values: Float[Array, "*any C W"], scales: Scales, first: First) -> Float[Array, "*any C W"]:
+    """Values of slots times the first scale, or from value ``first`` on times the last one."""
+    if isinstance(scales, tuple):
+        columns = [row.astype(values.dtype)[..., None] for row in scales]
+        if isinstance(first, int) and first >= values.shape[-1]:
+            return values * columns[0]
+        return values * jnp.where(first, columns[0], columns[-1])
+    scales = scales.astype(values.dtype)
+    is_first = jnp.arange(values.shape[-1]) < first if isinstance(first, int) else first
+    return values * jnp.where(is_first, scales[..., 0, :, None], scales[..., -1, :, None])
+
+
+KV_FORMATS: dict[str, KVFormat] = {
+    "plain": KVFormat(),
+    "bits of bfloat16": BitsFormat(jnp.bfloat16, jnp.int16),
+    "int8": ScaledFormat(jnp.int8, jnp.int8, 127.0),
+    "fp8": ScaledFormat(jnp.float8_e4m3fn, jnp.int8, 448.0),
+}
+"""KV cache formats by name; the error of x at scale s is at most s / 2 in int8, and max(|x| / 16, s / 1024) in fp8.
+
+``EngineConfig.kv_dtype`` names a quantised one.
+"""
+
+
+def kv_format(name: str) -> KVFormat:
+    """KV cache format by its name.
+
+    Raises:
+        ValueError: there is no such row; lists the names that there are.
+    """
+    if name not in KV_FORMATS:
+        raise ValueError(f"PageFormat: no encoding {name!r}; choose one of {tuple(KV_FORMATS)}, or add a row.")
+    return KV_FORMATS[name]
+
+
+def quantised_formats() -> tuple[str, ...]:
+    """Names of the formats whose values that are read differ from those that were written."""
+    return tuple(name for name, row in KV_FORMATS.items() if row.quantised)

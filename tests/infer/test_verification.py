@@ -1,0 +1,179 @@
+"""Verification of proposed tokens: what is served is plain decoding, token by token, whatever was proposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.infer import Engine, EngineConfig, Grammar, Request, SamplingParams
+from jaxllm.infer.engine.proposer import proposed_tokens
+from jaxllm.models import functional
+from jaxllm.text import ByteTokenizer
+from tests import quick, tiny
+from tests.infer import engines, meshes
+from tests.infer.proposers import Mode, OracleProposer
+
+WAYS = ("roomy", "tight, recompute", "tight, swap")
+
+
+def asked(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dict[str, Any]]:
+    """Random traffic without cancellations, with greedy completions and logits processors among it."""
+    made = engines.traffic(rng, config, many)
+    greedy = SamplingParams(max_tokens=25, temperature=0.0, seed=1, logprobs=2, repetition_penalty=1.2)
+    made += [{"prompt": rng.integers(0, engines.VOCAB, n).tolist(), "params": greedy} for n in (3, 8, 21)]
+    return [one | {"cancel": None} for one in made]
+
+
+def equal(got: list[Request], want: list[Request]) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        assert [s.finish for s in one.sequences] == [s.finish for s in other.sequences]
+        assert [s.text for s in one.sequences] == [s.text for s in other.sequences]
+
+
+def beside(plain: Engine, verifying: Engine, requests: list[dict[str, Any]], oracle: OracleProposer) -> list[Request]:
+    """Serves the same by plain decoding, then with proposals, and compares every completion."""
+    want = engines.serve(plain, requests)
+    oracle.learn(want)
+    before = dataclasses.replace(verifying.metrics)
+    got = engines.serve(verifying, requests)
+    equal(got, want)
+    metrics = verifying.metrics
+    proposed = metrics.proposed_tokens - before.proposed_tokens
+    accepted = metrics.accepted_tokens - before.accepted_tokens
+    assert proposed >= len(requests)
+    if oracle.mode == "some":
+        assert 0 < accepted < proposed
+    else:
+        assert accepted == (proposed if oracle.mode == "all" else 0)
+    assert metrics.generated_tokens - before.generated_tokens == sum(
+        len(s.tokens) - len(r.prompt) for r in want for s in r.sequences
+    )
+    return got
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_completions_are_those_of_plain_decoding(way, rng, float64):
+    """With all, some and none of the proposals accepted, short of pages, over page borders, with steps in flight."""
+    config = engines.ENGINES[way]
+    oracle = OracleProposer("all", rng, engines.VOCAB)
+    plain = engines.build(config, "llama", "float64")
+    verifying = engines.build(dataclasses.replace(config, verify_tokens=3), "llama", "float64", proposer=oracle)
+    for mode in ("all", "some", "none"):
+        oracle.mode = mode
+        requests = asked(rng, config, 5)
+        made = beside(plain, verifying, requests, oracle)
+        assert engines.error("llama", "float64", made) <= 1e-10
+        # Pages of completions that were verified are found again, and hold what the training forward computes.
+        again = [
+            {"prompt": s.tokens[:40], "params": SamplingParams(max_tokens=24, temperature=0.0, logprobs=1, seed=3)}
+            for r in made[-3:] for s in r.sequences
+        ]  # fmt: skip
+        hits = verifying.scheduler.hit_tokens
+        assert engines.error("llama", "float64", beside(plain, verifying, again, oracle)) <= 1e-10
+        assert way != "roomy" or verifying.scheduler.hit_tokens > hits
+    assert way == "roomy" or verifying.scheduler.preemptions > 0
+
+
+def test_full_acceptance_takes_fewer_steps(rng, float64):
+    config = dataclasses.replace(engines.ENGINES["roomy"], decode_steps=1)
+    oracle = OracleProposer("all", rng, engines.VOCAB)
+    plain = engines.build(config, "llama", "float64")
+    verifying = engines.build(dataclasses.replace(config, verify_tokens=4), "llama", "float64", proposer=oracle)
+    requests = [{"prompt": [5, 6, 7], "params": SamplingParams(max_tokens=41, temperature=0.0, seed=0)}]
+    beside(plain, verifying, requests, oracle)
+    assert (plain.metrics.steps, verifying.metrics.steps) == (41, 9)
+
+
+def test_over_replicas_and_split_heads(rng, float64):
+    config = engines.ENGINES["tight, swap"]
+    oracle = OracleProposer("some", rng, engines.VOCAB)
+    plain = engines.build(config, "wide", "float64")
+    sizes = dataclasses.replace(config, verify_tokens=3)
+    verifying = meshes.over("data=2,tensor=2", "wide", sizes, "float64", proposer=oracle)
+    beside(plain, verifying, asked(rng, config, 5), oracle)
+
+
+def test_cancelled_and_replaced_weights_in_flight(rng):
+    """What is cancelled, or computed again with other weights, while a verification runs leaves the books right."""
+    config = dataclasses.replace(engines.ENGINES["tight, recompute"], verify_tokens=3)
+
+    class Anything:
+        def propose(self, sequence: Any, count: int) -> list[int]:
+            return rng.integers(0, engines.VOCAB, count).tolist()
+
+    engine = engines.build(config, proposer=Anything())
+    made = [engine.submit(rng.integers(0, 40, 9).tolist(), SamplingParams(max_tokens=30)) for _ in range(6)]
+    for number in range(12):
+        engine.step()
+        engines.check_books(engine)
+        if number == 4:
+            assert any(s.unsettled for s in engine.scheduler.running)
+            engine.cancel(made[0])
+        if number == 7:
+            engine.swap(engine.runner.params)
+            engines.check_books(engine)
+    while engine.busy:
+        engine.step()
+        engines.check_books(engine)
+    assert [r.sequences[0].finish for r in made] == ["cancelled", *["length"] * 5]
+    assert all(pages.available == pages.count for pages in engine.scheduler.pages)
+
+
+def writer(monkeypatch: pytest.MonkeyPatch, verify_tokens: int = 0, **fields: Any) -> Engine:
+    """An engine whose tokens are bytes."""
+    tokenizer = ByteTokenizer()
+    config = tiny.decoder(dtype="float64", vocab_size=tokenizer.vocab_size, layers=1)
+    params = jax.device_put(jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5)))
+    sizes = EngineConfig(
+        max_sequences=4, max_batched_tokens=16, max_len=64, pages=40, page_size=8, buckets=(16,), decode_steps=1,
+        samplers=("full",), verify_tokens=verify_tokens,
+    )  # fmt: skip
+    monkeypatch.setattr(jax, "jit", quick.jit)
+    return Engine.of(functional(config), params, sizes, tokenizer=tokenizer, strict=True, **fields)
+
+
+@pytest.mark.parametrize("mode", ["all", "some"])
+def test_grammars_and_stop_strings(mode: Mode, rng, float64, monkeypatch):
+    """Text, stop strings and forms: the detokenizer and the grammar see accepted tokens alone."""
+    oracle = OracleProposer(mode, rng, 256)
+    plain, verifying = writer(monkeypatch), writer(monkeypatch, verify_tokens=4, proposer=oracle)
+    forms = [Grammar.regex("[a-f]{3}[0-9]{12}"), Grammar.ebnf('start: "(" start ")" | "x"'), None, None]
+    requests = [
+        {
+            "prompt": list(b"Say: "),
+            "at": i,
+            "params": SamplingParams(
+                max_tokens=30, seed=7, grammar=form, temperature=0.7, stop=("e", "  ") if i == 3 else (),
+                ignore_eos=form is None,
+            ),
+        }
+        for i, form in enumerate(forms)
+    ]  # fmt: skip
+    beside(plain, verifying, requests, oracle)
+
+
+def test_what_is_not_legal_is_refused(rng):
+    with pytest.raises(ValueError, match="verify_tokens = 3 and proposer = None: give both"):
+        engines.build(dataclasses.replace(engines.ENGINES["one after the other"], verify_tokens=3))
+    with pytest.raises(ValueError, match=r"verify_tokens = 12; give 0 \(none\) to 11"):
+        dataclasses.replace(engines.ENGINES["tight, swap"], verify_tokens=12)
+    with pytest.raises(ValueError, match="batch_invariant does not go with verify_tokens = 2"):
+        dataclasses.replace(engines.ENGINES["invariant"], verify_tokens=2)
+
+    class TooMany:
+        def propose(self, sequence: Any, count: int) -> list[int]:
+            return [1] * (count + 1)
+
+    engine = engines.engine("roomy")
+    request = engine.submit([1, 2], SamplingParams(max_tokens=4))
+    with pytest.raises(
+        ValueError, match=rf"TooMany.propose returned \[1, 1, 1\] for request {request.id}; .* at most 2"
+    ):
+        proposed_tokens(TooMany(), request.sequences[0], 2)
+    engine.cancel(request)
+    engine.step()

@@ -1,0 +1,117 @@
+"""Int4, one new file and one row: a packed format of dense matrices, sharded over tensor and fsdp, and served."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.convert.load import load_model
+from jaxllm.hub import HubError
+from jaxllm.infer import Engine, SamplingParams
+from jaxllm.infer.runner.serving_mesh import placements, serving_model
+from jaxllm.models import PackedWeight, functional
+from jaxllm.models.packed_weight import is_packed
+from jaxllm.quant import WEIGHT_FORMATS, pack_params, packed_shapes
+from jaxllm.train import train, value_and_grad
+from sharding import MeshSpec, ShardingError
+from tests import quick, tiny
+from tests.infer import engines
+from tests.seams.int4_format import Int4
+from tests.seams.seam_files import files_that_name
+from tests.train import runs
+
+WEIGHT_FORMATS["int4"] = Int4  # the row
+
+CONFIG = tiny.decoder(vocab_size=engines.VOCAB, embed_dim=32, heads=4, kv_heads=2, head_dim=16, mlp=64, tied=False)
+MODEL = functional(CONFIG)
+
+
+def packed() -> Any:
+    return pack_params(MODEL, jax.tree.map(jnp.asarray, quick.params(CONFIG, scale=0.5)), "int4")
+
+
+def dense(params: Any) -> Any:
+    """The parameters that packed ones stand for."""
+    return jax.tree.map(lambda x: x.dense(np.float64) if is_packed(x) else x, params, is_leaf=is_packed)
+
+
+def test_matrices_are_rounded_by_half_a_step_at_most(float64):
+    params = quick.params(CONFIG, scale=0.5)
+    kept = pack_params(MODEL, jax.tree.map(jnp.asarray, params), "int4")
+    names = jax.tree_util.tree_leaves_with_path(kept, is_leaf=is_packed)
+    assert sum(is_packed(leaf) for _, leaf in names) == 7
+    assert jax.tree.structure(kept) == jax.tree.structure(packed_shapes(MODEL, "int4"))
+    for whole, few in zip(jax.tree.leaves(params), jax.tree.leaves(kept, is_leaf=is_packed), strict=True):
+        if not is_packed(few):
+            np.testing.assert_array_equal(few, whole)
+            continue
+        error = np.abs(np.asarray(few.dense(np.float64)) - whole)
+        assert few.shape == whole.shape
+        assert error.max() <= 1.01 * np.abs(whole).max() / 14
+        assert error.mean() > 1e-3 * np.abs(whole).mean(), "it is rounded"
+        assert few.nbytes == whole.size // 2 + 2 * whole.size // 16
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2,fsdp=2,tensor=2"])
+def test_served_sharded_as_its_dense_weights(mesh, rng, float64):
+    params = packed()
+    spec = MeshSpec.parse(mesh)
+    there = spec.build(jax.devices()[: spec.abstract().size])
+    asked = [
+        {
+            "prompt": rng.integers(0, engines.VOCAB, n).tolist(),
+            "params": SamplingParams(max_tokens=6, temperature=0.0, logprobs=0),
+        }
+        for n in (3, 12, 17)
+    ]
+    made = []
+    for tree, place in ((params, there), (dense(params), None)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "jit", quick.jit)
+            engine = Engine.of(MODEL, tree, engines.ENGINES["tight, swap"], mesh=place, strict=True)
+        found = [request.sequences[0] for request in engines.serve(engine, asked)]
+        made.append(([s.tokens for s in found], np.concatenate([s.logprobs for s in found])))
+    assert made[0][0] == made[1][0]
+    np.testing.assert_allclose(made[0][1], made[1][1], rtol=0, atol=1e-10)
+
+
+def test_a_device_has_its_part_of_values_and_scales():
+    mesh = MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    params = packed()
+    for leaf, place in zip(
+        jax.tree.leaves(params, is_leaf=is_packed),
+        jax.tree.leaves(placements(serving_model(MODEL), params, mesh), is_leaf=is_packed),
+        strict=True,
+    ):
+        if isinstance(leaf, PackedWeight):
+            for x, there in ((leaf.values, place.values), (leaf.scales, place.scales)):
+                assert np.prod(there.shard_shape(x.shape)) == x.size // 4
+    with pytest.raises(ShardingError, match="parameter"):  # 32 / 16 = 2 scales along embed cannot be split 8 ways
+        placements(serving_model(MODEL), params, MeshSpec.parse("fsdp=8").build())
+
+
+def test_a_run_is_loaded_in_it_and_neither_trained_nor_exported(tmp_path):
+    run = runs.run_config(tmp_path, steps=2)
+    model = tiny.decoder(vocab_size=280, head_dim=16, layers=1, dtype="float32")
+    directory = train(dataclasses.replace(run, model=model)).directory
+    loaded = load_model(directory, weights="int4")
+    plain = load_model(directory)
+    gate, whole = (m.params["segments"]["0"]["0"]["mlp"]["gate"] for m in (loaded, plain))
+    assert isinstance(gate.format, Int4)
+    assert np.abs(np.asarray(gate.dense(np.float32)) - whole).max() <= np.abs(whole).max() / 13
+    with pytest.raises(NotImplementedError, match=r"packed \(quantised\) and have no gradients"):
+        value_and_grad(loaded.model)(loaded.params, tiny.batch(0, 2, 8, 40, packed=False))
+    with pytest.raises(HubError, match=r"give one of plain, packed, mxfp4, int4\. Did you mean 'int4'"):
+        load_model(directory, weights="int5")
+    narrow = functional(dataclasses.replace(CONFIG, embed_dim=24))
+    with pytest.raises(ValueError, match=r"attention/k: int4: 16 values share a scale, but 24 is no multiple of 16\."):
+        packed_shapes(narrow, "int4")
+
+
+def test_one_file_and_one_row():
+    assert files_that_name("Int4") == {"tests/seams/int4_format.py", "tests/seams/test_int4_format.py"}

@@ -1,0 +1,160 @@
+"""Replicas over a mesh axis: each trains by itself, and outer steps bring them together every H steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.checkpoint import Checkpointer
+from jaxllm.compiler import collectives
+from jaxllm.models import DecoderConfig, Functional, functional
+from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
+from jaxllm.train import abstract_state, init_state, train_step, value_and_grad
+from jaxllm.train.step.param_average import EmaConfig, parameter_average
+from jaxllm.train.step.replicas import (
+    average_replicas,
+    copy_to_replicas,
+    outer_step,
+    over_replicas,
+    replica_states,
+)
+from jaxllm.train.step.step_chain import Step, link_states
+from jaxllm.train.step.train_state import TrainState
+from jaxllm.train.step.training_step import jit_step
+from sharding import MeshSpec, ShardingError, shardings_of
+from tests import environment, quick, tiny
+
+STEPS, EVERY, REPLICAS, ROWS = 5, 2, 2, 8
+CONFIG, CONFIG32 = (tiny.decoder(kv_heads=4, dtype=dtype) for dtype in ("float64", "float32"))
+OPTIM = OptimConfig(ScheduleConfig("cosine", peak=3e-2, warmup=0.3), eps=1e-3)
+LINK = parameter_average(EmaConfig(0.5))
+assert LINK is not None
+LINKS = [LINK]
+
+
+def batch_at(step: int) -> Any:
+    return tiny.batch(step, ROWS, 8, CONFIG.vocab_size, packed=True)
+
+
+class Made(NamedTuple):
+    """Step of all replicas on a mesh, with shapes and shardings of one replica's state and of all."""
+
+    mesh: Any
+    model: Functional
+    transform: Any
+    one: TrainState
+    abstract: TrainState
+    step: Step
+
+
+def step_of(mesh: str, config: DecoderConfig, *, averages: bool) -> Made:
+    model, there = functional(config), MeshSpec.parse(mesh).build()
+    transform = optimizer(OPTIM, STEPS, model.logical_axes())
+    one = abstract_state(model, transform, there, extras=link_states(LINKS))
+    step = train_step(value_and_grad(model), transform, schedule(OPTIM.schedule, STEPS), LINKS)
+    if averages:
+        step = outer_step(step, EVERY, average_replicas("data"))
+    return Made(there, model, transform, one, replica_states(one, "data"), over_replicas(step, "data"))
+
+
+def trained(mesh: str, *, averages: bool) -> tuple[Made, TrainState, list[dict[str, Any]]]:
+    """States and metrics of a run of replicas."""
+    made = step_of(mesh, CONFIG, averages=averages)
+    run = quick.jit(made.step, donate_argnums=0, out_shardings=(shardings_of(made.abstract), None))
+    seen = []
+    with jax.set_mesh(made.mesh):
+        start = jax.device_put(quick.params(CONFIG), shardings_of(made.one.params))
+        first = init_state(made.model, made.transform, made.mesh, 0, made.one, start, link_states(LINKS))
+        state = copy_to_replicas(first, made.abstract)
+        there = jax.NamedSharding(made.mesh, made.model.rules.spec(("batch", "seq"), made.mesh))
+        for number in range(STEPS):
+            state, metrics = run(state, jax.device_put(batch_at(number), there))
+            seen.append(jax.device_get(metrics))
+    return made, state, seen
+
+
+def reference(*, averages: bool) -> tuple[list[list[float]], list[Any], list[Any]]:
+    """Losses by step and replica, parameters and their averages by replica: of separate runs on one device."""
+    model = functional(CONFIG)
+    transform = optimizer(OPTIM, STEPS, model.logical_axes())
+    step = quick.jit(train_step(value_and_grad(model), transform, schedule(OPTIM.schedule, STEPS)))
+    mesh = MeshSpec.parse("dp").build(jax.devices()[:1])
+    abstract = abstract_state(model, transform, mesh)
+    params = jax.tree.map(jnp.asarray, quick.params(CONFIG))
+    states = [init_state(model, transform, mesh, 0, abstract, params) for _ in range(REPLICAS)]
+    kept = [jax.device_get(params) for _ in range(REPLICAS)]
+    losses = []
+    for number in range(STEPS):
+        parts = [jax.tree.map(lambda x, r=r: np.split(x, REPLICAS)[r], batch_at(number)) for r in range(REPLICAS)]
+        done = [step(state, part) for state, part in zip(states, parts, strict=True)]
+        states = [state for state, _ in done]
+        losses.append([float(metrics["loss"]) for _, metrics in done])
+        decay = min(0.5, (2 + number) / (11 + number))
+        kept = [
+            jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * np.asarray(p), e, s.params)
+            for e, s in zip(kept, states, strict=True)
+        ]
+        if averages and (number + 1) % EVERY == 0:
+            mean = jax.tree.map(lambda *p: jnp.mean(jnp.stack(p), axis=0), *(state.params for state in states))
+            states = [replace(state, params=mean) for state in states]
+    return losses, [jax.device_get(state.params) for state in states], kept
+
+
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2"])
+def test_replicas_are_separate_runs_whose_parameters_are_averaged(mesh, averages, float64, tmp_path):
+    """The last step is no outer step, so the replicas have gone apart again in both cases."""
+    made, state, seen = trained(mesh, averages=averages)
+    losses, params, kept = reference(averages=averages)
+    found = jax.device_get((state.params, state.extras["ema"]))
+    for r in range(REPLICAS):
+        mine = jax.tree.map(lambda x, r=r: x[r], found)
+        assert tiny.leaf_error(mine[0], params[r]) < 1e-10
+        assert tiny.leaf_error(mine[1], kept[r]) < 1e-10
+    assert tiny.leaf_error(params[0], params[1]) > 1e-4
+    means = np.mean(losses, axis=1)
+    assert np.abs(np.array([metrics["loss"] for metrics in seen]) / means - 1).max() < 1e-10
+    assert [int(m["tokens"]) for m in seen] == [(batch_at(n).targets >= 0).sum() for n in range(STEPS)]
+    if averages:
+        with Checkpointer(tmp_path) as saver:
+            saver.save(STEPS, state, {})
+            saver.wait()
+            back, _ = saver.restore(made.abstract)
+        pairs = zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True)
+        assert all(np.array_equal(a, b) and a.sharding == b.sharding for a, b in pairs)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_gradients_are_not_summed_over_the_axis_of_the_replicas(averages):
+    """Over ``data`` go the scalars of the metrics, and the parameters once where the outer step averages them."""
+    made = step_of("data=2,fsdp=4", CONFIG32, averages=averages)
+    spec = made.model.rules.spec(("batch", "seq"), made.mesh)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(made.mesh, spec)), batch_at(0)
+    )
+    with jax.set_mesh(made.mesh):
+        text = jit_step(made.step, made.abstract).lower(made.abstract, batch).compile(environment.AS_EVER).as_text()
+    found = collectives.read(text).collectives
+    of_replicas = sum(one.total_bytes for one in found if one.group_size != 4)
+    gradients = sum(one.total_bytes for one in found if one.group_size == 4)
+    params = sum(leaf.size * 4 for leaf in jax.tree.leaves(made.one.params))
+    assert gradients > params
+    expected = 0.25 * params if averages else 0
+    assert expected < of_replicas < expected + 256, "scalars are less than 256 bytes"
+
+
+def test_what_has_no_replicas_is_refused():
+    model = functional(tiny.decoder(dtype="float32"))
+    transform = optimizer(OPTIM, STEPS, model.logical_axes())
+    abstract = abstract_state(model, transform, MeshSpec.parse("fsdp=2,tensor=4").abstract())
+    with pytest.raises(ShardingError, match="no axis 'data' for replicas; it has fsdp, tensor"):
+        replica_states(abstract, "data")
+    with pytest.raises(ShardingError, match="split over the mesh axis 'fsdp'"):
+        replica_states(abstract, "fsdp")
+    with pytest.raises(ValueError, match="every = 0"):
+        outer_step(lambda state, batch: (state, {}), 0, lambda state: state)
