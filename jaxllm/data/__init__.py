@@ -15,6 +15,7 @@ from jaxllm.lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxllm.data.batch import Batch
     from jaxllm.data.config import DataConfig, SourceConfig
+    from jaxllm.data.data_source import DataSource
     from jaxllm.data.dataset import CursorMismatch, HeldoutDataset, TokenDataset
     from jaxllm.data.loader import Dataset, load_dataset
     from jaxllm.data.mixture import MixtureDataset
@@ -33,6 +34,7 @@ __getattr__, __dir__ = lazy_exports(
             "DataConfig",
             "SourceConfig",
         ),
+        "jaxllm.data.data_source": ("DataSource",),
         "jaxllm.data.dataset": (
             "CursorMismatch",
             "HeldoutDataset",
@@ -75,6 +77,7 @@ __all__ = [
     "CursorMismatch",
     "DataConfig",
     "DataError",
+    "DataSource",
     "Dataset",
     "HeldoutDataset",
     "MixtureDataset",

@@ -1,9 +1,9 @@
 """Batch: the arrays that a training step receives. Legend: B batch, S sequence."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 
 class Batch(NamedTuple):
@@ -13,9 +13,28 @@ class Batch(NamedTuple):
     targets: int32 token that follows each input in its document; -1 where the loss mask excludes it.
     segment_ids: int32; 0 is padding, 1, 2, ... number the documents of a row. Attention stays inside a segment.
     positions: int32, counted from 0 in each segment.
+
+    Optional values of each target token for objectives, None where the data has none:
+    weights: factor of the token's loss. The loss stays a mean over all target tokens, not over their weights.
+    advantages: advantage of having chosen the token, for policy gradients.
+    old_logprobs: log-probability of the target under the policy that generated it.
+    reference_logprobs: log-probability of the target under a frozen reference model.
     """
 
     tokens: Int[np.ndarray, "B S"]
     targets: Int[np.ndarray, "B S"]
     segment_ids: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
+    weights: Float[np.ndarray, "B S"] | None = None
+    advantages: Float[np.ndarray, "B S"] | None = None
+    old_logprobs: Float[np.ndarray, "B S"] | None = None
+    reference_logprobs: Float[np.ndarray, "B S"] | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that the batch has, in the order of fields."""
+        return tuple(part for part in self if part is not None)
+
+
+TOKEN_VALUES = Batch._fields[4:]
+"""Names of the optional fields of a batch."""

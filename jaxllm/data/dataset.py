@@ -34,7 +34,7 @@ class CursorMismatch(ValueError):
 
 
 class ResumableDataset:
-    """Base of resumable data sets: makes the data cursor that a checkpoint stores, and checks it on resume.
+    """Base of data sources (``DataSource``): makes the data cursor that a checkpoint stores, and checks it on resume.
 
     identity: JSON values that determine every batch.
     batch_size: rows of the global batch.
@@ -52,6 +52,9 @@ class ResumableDataset:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the batches: text, tokenizer, packing, seq_len, batch_size, seed."""
         return digest(self.identity)
+
+    def check_steps(self, steps: int) -> None:
+        """Accepts any number of steps; data that ends raises DataError here."""
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Data cursor at `step`: the JSON values that a checkpoint stores in order to resume there."""
@@ -109,9 +112,6 @@ class TokenDataset(ResumableDataset):
     def files(self) -> list[dict[str, Any]]:
         """Documents read from each file, as in `ResumableDataset.files`."""
         return self.documents.about.get("files", [])
-
-    def check_steps(self, steps: int) -> None:
-        """Accepts any number of steps: a single source has no limit of epochs."""
 
     def rows_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Int[np.ndarray, " rows"]:
         """Row indices, int64, of the batch at `step`. An epoch has each row once; a batch may span two epochs."""
@@ -175,7 +175,8 @@ def gather(
     for number in np.unique(part[row >= 0]).tolist():
         documents, plan = parts[number]
         there = np.flatnonzero((part == number) & (row >= 0))
-        for whole, some in zip(batch, plan.gather(documents.tokens, row[there], documents.loss_mask), strict=True):
+        own = plan.gather(documents.tokens, row[there], documents.loss_mask)
+        for whole, some in zip(batch.arrays, own.arrays, strict=True):
             whole[there] = some
     return batch
 

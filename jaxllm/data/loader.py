@@ -8,6 +8,7 @@ from typing import Any, cast
 from jaxllm.data import corpus, shuffle
 from jaxllm.data.chat_encoding import ChatEncoder, Encoder, TextEncoder
 from jaxllm.data.config import TEXT_FIELD, DataConfig, SourceConfig
+from jaxllm.data.data_source import DataSource
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
 from jaxllm.data.mixture import NAME as MIXTURE_ORDER
 from jaxllm.data.mixture import MixtureDataset, MixtureSource, exact_shares
@@ -30,10 +31,14 @@ CHAT_FIELD = "messages"
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Data set of a run: training data, held-out data (None if nothing is held out), and their tokenizer."""
+    """Data set of a run: training data, held-out data (None if nothing is held out), and their tokenizer.
+
+    ``load_dataset`` makes one from settings. ``train`` may be any data source, such as prompts with advantages or
+    preference pairs; ``train(config, data=Dataset(...))`` trains on it.
+    """
 
     config: DataConfig
-    train: TokenDataset | MixtureDataset
+    train: DataSource
     heldout: HeldoutDataset | None
     tokenizer: Tokenizer
     summary: str

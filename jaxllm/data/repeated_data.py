@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jaxllm.data.data_source import DataSource
 from jaxllm.data.dataset import TokenDataset
 from jaxllm.data.mixture import MixtureDataset
 
@@ -27,15 +28,17 @@ def effective_data(amount: float, unique: float, decay: float = REPEAT_DECAY) ->
     return unique * (1 - decay * math.expm1(-(amount / unique - 1) / decay))
 
 
-def epochs_per_source(dataset: TokenDataset | MixtureDataset, steps: int) -> dict[str, float]:
-    """Epochs of each source, by name, that a run of ``steps`` steps reads."""
+def epochs_per_source(dataset: DataSource, steps: int) -> dict[str, float]:
+    """Epochs of each text source, by name, that a run of ``steps`` steps reads; empty for other data sources."""
     if isinstance(dataset, TokenDataset):
         return {dataset.documents.name: steps * dataset.batch_size / dataset.plan.rows}
+    if not isinstance(dataset, MixtureDataset):
+        return {}
     given = dataset.rows_consumed(steps)
     return {source.name: given[source.name] / source.plan.rows for source in dataset.sources}
 
 
-def repetition_warnings(dataset: TokenDataset | MixtureDataset, steps: int) -> list[str]:
+def repetition_warnings(dataset: DataSource, steps: int) -> list[str]:
     """Warnings for a log: one line for each source that is read for more than `FREE_EPOCHS` epochs."""
     return [
         f"{name} is read {often:.1f} times, which is worth {effective_data(often, 1.0):.1f} times as many fresh tokens "

@@ -72,7 +72,7 @@ class PackingPlan:
         place = row_of_piece * self.seq_len + column
 
         batch = Batch(*(np.full((len(rows), self.seq_len), fill, np.int32) for fill in (0, -1, 0, 0)))
-        flat = inputs, targets, segment_ids, positions = tuple(part.reshape(-1) for part in batch)
+        flat = inputs, targets, segment_ids, positions = tuple(part.reshape(-1) for part in batch.arrays)
         if len(piece) * _LONG_PIECE < len(rows) * self.seq_len:
             _copy_pieces(flat, tokens, loss_mask, place, self.piece_start[piece], length, number + 1)
             return batch

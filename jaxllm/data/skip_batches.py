@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.data.dataset import TokenDataset
-from jaxllm.data.mixture import MixtureDataset
+from jaxllm.data.batch import Batch
+from jaxllm.data.data_source import DataSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +16,7 @@ class SkippingDataset:
     skipped: half-open ranges [first, end) of batch indices; ascending, neither overlapping nor adjacent.
     """
 
-    dataset: TokenDataset | MixtureDataset
+    dataset: DataSource
     skipped: tuple[tuple[int, int], ...] = ()
 
     def batch_index(self, step: int) -> int:
@@ -27,8 +27,8 @@ class SkippingDataset:
             step += end - first
         return step
 
-    def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Any:
-        """Batch of `step`; arguments as in `TokenDataset.batch_at`."""
+    def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Batch:
+        """Batch of `step`; arguments as in `DataSource.batch_at`."""
         return self.dataset.batch_at(self.batch_index(step), shard=shard, num_shards=num_shards)
 
     def skip(self, step: int, count: int) -> SkippingDataset:

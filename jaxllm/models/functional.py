@@ -26,7 +26,7 @@ from jaxllm.models.attention_context import AttentionContext, LayerIndex
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history
-from jaxllm.models.params import allows_unreduced_grad, draw, on_device, use
+from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of, use
 from sharding import Rules
 
 Params = dict[str, Any]
@@ -93,6 +93,10 @@ class Functional:
     def matrices(self) -> Params:
         """Tree of booleans: True for parameters used in matmuls and lookups, False for gains and biases."""
         return jax.tree.map(lambda leaf: allows_unreduced_grad(leaf.param), self._declared())
+
+    def roles(self) -> Params:
+        """Role of every parameter (``jaxllm.models.params.Role``), in the same tree."""
+        return jax.tree.map(lambda leaf: role_of(leaf.param), self._declared())
 
     def map_matrices(self, params: Params, fn: Callable[[str, Any, int], Any]) -> Params:
         """Parameter tree with ``fn(path, weight, axis)`` in place of every matrix of a block.

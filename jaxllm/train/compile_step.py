@@ -13,9 +13,11 @@ from jaxllm.compiler import aot
 from jaxllm.config import from_dict, to_dict
 from jaxllm.data import Batch
 from jaxllm.models import functional
+from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
 from jaxllm.train.step.training_step import jit_step
 from sharding.isolate import Progress, run_isolated
@@ -79,7 +81,9 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
-    return step, (abstract, Batch(tokens, tokens, tokens, tokens)), mesh  # type: ignore[arg-type]
+    values = jax.ShapeDtypeStruct(shape, at_least_f32(jnp.dtype(run.model.dtype)), sharding=tokens.sharding)
+    read = dict.fromkeys(make_objective(run.objective, run.z_loss).required, values)
+    return step, (abstract, Batch(tokens, tokens, tokens, tokens, **read)), mesh  # type: ignore[arg-type]
 
 
 def compiler_options(topology: Topology, run: RunConfig) -> dict[str, str] | None:

@@ -14,6 +14,7 @@ from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.step.loss_spikes import SpikeConfig
+from jaxllm.train.step.objective import ObjectiveConfig
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
 
@@ -33,7 +34,12 @@ class RunConfig:
         steps: optimizer steps; the schedule is spread over them.
         accumulate: gradient accumulation: micro-batches per step, which bound activation memory; divides
             data.batch_size.
+        objective: what is minimised; next-token cross-entropy by default.
         z_loss: weight of the z-loss, the squared log-partition function of the output softmax.
+        trainable: the parameters that are trained, by role ("gain"), by name ("attention", "*norm*") or by path
+            ("segments/0/*"); the others stay as they are, without gradients and optimizer state. Empty: all.
+        reference: a frozen model of the same architecture that gives ``reference_logprobs`` to the objective: as
+            ``init_from``, or "start" for the parameters that the run starts from. Empty: none.
         routing: load-balancing losses and biases of mixture-of-experts models.
         spikes: what is done at a loss spike.
         ema: exponential moving average of the parameters, for evaluation and export.
@@ -59,7 +65,10 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     steps: int = 1000
     accumulate: int = 1
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     z_loss: float = 0.0
+    trainable: tuple[str, ...] = ()
+    reference: str = ""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)

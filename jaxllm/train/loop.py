@@ -20,7 +20,7 @@ import jax
 
 from jaxllm.checkpoint import StateProvider
 from jaxllm.config import to_dict
-from jaxllm.data import Prefetcher, repeated_data
+from jaxllm.data import Dataset, Prefetcher, repeated_data
 from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
@@ -60,7 +60,7 @@ class TrainResult:
     evaluation: Evaluation | None
 
 
-def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResult:
+def train(config: RunConfig, *, also: Sequence[StateProvider] = (), data: Dataset | None = None) -> TrainResult:
     """Trains the model that ``config`` describes, or resumes its run from the newest checkpoint.
 
     Ctrl-C and SIGTERM finish the current step, save a checkpoint and return; the next call with the same configuration
@@ -69,6 +69,8 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResu
     Args:
         config: the run.
         also: other parts of the program whose state is saved and restored in the run's checkpoints.
+        data: the data set to train on, whose ``train`` may be any ``DataSource``; None: the one that ``config.data``
+            describes.
 
     Raises:
         ResumeError: the directory holds a run with a different configuration.
@@ -81,7 +83,7 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = ()) -> TrainResu
     began = time.time()
     # Processes with different settings or data would hang or diverge later, so they compare them first.
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
-    run = Run(config, also)
+    run = Run(config, also, data)
     run.group.agree("the devices and data", device_fingerprint(run.mesh, run.data.train.fingerprint))
     files = run.directory
     events = EventLog(files.events if files.writes else None, began)

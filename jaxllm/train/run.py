@@ -18,6 +18,7 @@ from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.data.skip_batches import SkippingDataset
 from jaxllm.models import Functional, functional
+from jaxllm.models.param_subset import trainable_mask
 from jaxllm.observe.metric_sinks import check_sinks as check_trackers
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
@@ -28,9 +29,12 @@ from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.recovery.saving import Place, Saver
+from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_processes import local_part, put_batch
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.numerics import init_numerics
+from jaxllm.train.step.objective import make_objective
+from jaxllm.train.step.objective_support import check_batch_fields, check_objective, check_trainable
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
 from jaxllm.train.step.step_builder import build_optimizer, build_step, check_offload, check_optimizer, run_state
 from jaxllm.train.step.train_state import TrainState
@@ -45,6 +49,7 @@ class Run:
     Args:
         config: the run.
         also: other parts of the program whose state is saved with the run's.
+        data: the data set to train on; None: the one that ``config.data`` describes.
 
     Attributes:
         model: the architecture with its sharding rules.
@@ -52,6 +57,7 @@ class Run:
         abstract: shapes, dtypes and shardings of the train state.
         init_model: the model that parameters are initialised from, or None.
         data: training and held-out datasets, and the tokenizer.
+        reference: the frozen reference model, or None.
         batches: the batches of the run's steps, without those that rollbacks skip.
         spikes: loss spikes so far, as JSON (``jaxllm.train.recovery.rollback``).
         data_shard, num_data_shards: part of each batch's rows that this process loads.
@@ -60,7 +66,7 @@ class Run:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
     """
 
-    def __init__(self, config: RunConfig, also: Sequence[StateProvider] = ()):
+    def __init__(self, config: RunConfig, also: Sequence[StateProvider] = (), data: Dataset | None = None):
         self.config = config
         self.also = also
         check_trackers(config.observe.sinks)
@@ -73,11 +79,13 @@ class Run:
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
         self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
         init = self.init_model
-        self.data: Dataset = load_dataset(config.data, init and init.tokenizer, init and init.template)
+        self.reference = ReferenceModel(config, self.model, self.mesh, init) if config.reference else None
+        self.data = load_dataset(config.data, init and init.tokenizer, init and init.template) if data is None else data
         self.data.train.check_steps(config.steps)
         self.batches = SkippingDataset(self.data.train)
         self.spikes: list[dict[str, Any]] = []
         check_vocabulary(config, self.data.tokenizer)
+        check_batch_fields(config, self.data.train.batch_at(0))
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
@@ -95,7 +103,10 @@ class Run:
         return Saver(self.directory.path, self.config.checkpoint, self.group)
 
     def compile_step(self) -> tuple[Any, float]:
-        """The compiled training step, and the seconds it took; compiled ahead of time, it never recompiles."""
+        """The compiled training step, and the seconds it took; compiled ahead of time, it never recompiles.
+
+        With a reference model, the step scores its batch first.
+        """
         start = time.monotonic()
         grads = build_value_and_grad(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
@@ -103,9 +114,14 @@ class Run:
         step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
+        options, score = self.compiler_options or None, None
+        if self.reference is not None:
+            score = self.reference.compile_scorer(batch, options)
+            batch = batch._replace(reference_logprobs=self.reference.scores(batch))
         with jax.set_mesh(self.mesh):
-            compiled = step.lower(self.abstract, batch).compile(compiler_options=self.compiler_options or None)
-        return compiled, time.monotonic() - start
+            compiled = step.lower(self.abstract, batch).compile(compiler_options=options)
+        seconds = time.monotonic() - start
+        return (compiled if score is None else lambda state, batch: compiled(state, score(batch))), seconds
 
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
@@ -113,8 +129,10 @@ class Run:
         saver.save(place, step, state_providers.with_provider_arrays(state, self.also), meta)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions."""
+        """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions, reference."""
+        reference = {} if self.reference is None else {"reference": self.reference.facts()}
         return {
+            **reference,
             "config": to_dict(self.config),
             "source": None
             if self.init_model is None or self.init_model.source is None
@@ -144,6 +162,8 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
     check_optimizer(config, mesh.abstract())
     check_offload(config, mesh.abstract())
+    check_objective(config, mesh.abstract())
+    check_trainable(config, model)
     if dict(mesh.axes).get("stage", 1) == 1:
         for name in ("chunks", "depths", "offload"):
             if getattr(config.parallel, name):
@@ -170,7 +190,12 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
     Raises:
         ConfigError: the remat policy or precision is not supported in pipelines.
     """
-    shared = {"z_loss": config.z_loss, "layout": config.parallel.layout, "zero": config.parallel.zero}
+    shared: dict[str, Any] = {
+        "objective": make_objective(config.objective, config.z_loss),
+        "trainable": trainable_mask(model, config.trainable),
+        "layout": config.parallel.layout,
+        "zero": config.parallel.zero,
+    }
     if (stages := mesh.shape.get("stage", 1)) > 1:
         if config.model.remat not in get_args(Remat):
             raise ConfigError(

@@ -61,23 +61,25 @@ class _VocabBands:
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
         def band(first: Any, size: int, part: SoftmaxStats) -> SoftmaxStats:
-            rows = _slice(head, first, size)
+            rows = slice_rows(head, first, size)
 
             def chunk(start: Any, count: int, part: SoftmaxStats) -> SoftmaxStats:
-                products = jnp.einsum("cd,wd->cw", _slice(hidden, start, count), rows, preferred_element_type=wide)
+                products = jnp.einsum("cd,wd->cw", slice_rows(hidden, start, count), rows, preferred_element_type=wide)
                 logits, _ = apply_softcap(products, options.softcap)
-                top, total, target = (_slice(x, start, count) for x in part)
+                top, total, target = (slice_rows(x, start, count) for x in part)
                 highest = jnp.maximum(top, jnp.max(logits, axis=-1))
                 total = total * jnp.exp(top - highest) + jnp.sum(jnp.exp(logits - highest[:, None]), axis=-1)
-                target += jnp.sum(jnp.where(_is_target(_slice(local, start, count), first, size), logits, 0.0), axis=-1)
+                target += jnp.sum(
+                    jnp.where(is_target(slice_rows(local, start, count), first, size), logits, 0.0), axis=-1
+                )
                 return SoftmaxStats(
-                    *(_update(x, new, start) for x, new in zip(part, (highest, total, target), strict=True))
+                    *(update_rows(x, new, start) for x, new in zip(part, (highest, total, target), strict=True))
                 )
 
-            return _fold_blocks(hidden.shape[0], self.chunk, chunk, part)
+            return fold_blocks(hidden.shape[0], self.chunk, chunk, part)
 
         zero = jnp.zeros_like(local, wide)
-        return _fold_blocks(head.shape[0], self.band, band, SoftmaxStats(zero + MASK_VALUE, zero, zero)), None
+        return fold_blocks(head.shape[0], self.band, band, SoftmaxStats(zero + MASK_VALUE, zero, zero)), None
 
     def backward(
         self, options: LossOptions, hidden: Array, head: Array, local: Array, slopes: LogitGradTerms, saved: None
@@ -86,31 +88,31 @@ class _VocabBands:
 
         def band(first: Any, size: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_head = state
-            rows = _slice(head, first, size)
+            rows = slice_rows(head, first, size)
 
             def chunk(start: Any, count: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
                 d_hidden, d_rows = state
-                here = _slice(hidden, start, count)
+                here = slice_rows(hidden, start, count)
                 logits, slope = apply_softcap(
                     jnp.einsum("cd,wd->cw", here, rows, preferred_element_type=wide), options.softcap
                 )
-                lse, of_softmax, of_target = (_slice(x, start, count)[:, None] for x in slopes)
-                hit = _is_target(_slice(local, start, count), first, size)
+                lse, of_softmax, of_target = (slice_rows(x, start, count)[:, None] for x in slopes)
+                hit = is_target(slice_rows(local, start, count), first, size)
                 d_logits = (of_softmax * jnp.exp(logits - lse) - jnp.where(hit, of_target, 0.0)) * slope
                 d_logits = d_logits.astype(hidden.dtype)
                 more = jnp.einsum("cw,wd->cd", d_logits, rows, preferred_element_type=wide)
                 d_rows += jnp.einsum("cw,cd->wd", d_logits, here, preferred_element_type=wide)
-                return _update(d_hidden, _slice(d_hidden, start, count) + more, start), d_rows
+                return update_rows(d_hidden, slice_rows(d_hidden, start, count) + more, start), d_rows
 
-            d_hidden, d_rows = _fold_blocks(hidden.shape[0], self.chunk, chunk, (d_hidden, jnp.zeros_like(rows, wide)))
-            return d_hidden, _update(d_head, d_rows.astype(head.dtype), first)
+            d_hidden, d_rows = fold_blocks(hidden.shape[0], self.chunk, chunk, (d_hidden, jnp.zeros_like(rows, wide)))
+            return d_hidden, update_rows(d_head, d_rows.astype(head.dtype), first)
 
         state = jnp.zeros_like(hidden, wide), jnp.zeros_like(head)
-        d_hidden, d_head = _fold_blocks(head.shape[0], self.band, band, state)
+        d_hidden, d_head = fold_blocks(head.shape[0], self.band, band, state)
         return d_hidden.astype(hidden.dtype), d_head
 
 
-def _fold_blocks(total: int, size: int, step: Callable[[Any, int, State], State], state: State) -> State:
+def fold_blocks(total: int, size: int, step: Callable[[Any, int, State], State], state: State) -> State:
     """Folds ``step(first, size, state)`` over the whole blocks of ``size``, then over the remainder."""
     whole, rest = divmod(total, size)
     if whole == 1:
@@ -120,13 +122,16 @@ def _fold_blocks(total: int, size: int, step: Callable[[Any, int, State], State]
     return step(whole * size, rest, state) if rest else state
 
 
-def _is_target(local: Int[Array, " C"], first: Any, size: int) -> Array:
+def is_target(local: Int[Array, " C"], first: Any, size: int) -> Array:
+    """Whether a column of a band is the token's target: Bool[C W]."""
     return jnp.arange(size) == (local - first)[:, None]
 
 
-def _slice(x: Array, start: Any, size: int) -> Array:
+def slice_rows(x: Array, start: Any, size: int) -> Array:
+    """``size`` rows from ``start`` on, which may be traced."""
     return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
-def _update(x: Array, part: Array, start: Any) -> Array:
+def update_rows(x: Array, part: Array, start: Any) -> Array:
+    """``x`` with the rows from ``start`` on replaced by ``part``."""
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)

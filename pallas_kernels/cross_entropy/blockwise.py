@@ -84,14 +84,14 @@ def sums(
     kernels: CrossEntropyKernels, options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Loss sums (loss, sum of nll, sum of squared lse) by a platform's kernels; only the loss is differentiable."""
-    part, _ = kernels.forward(options, hidden, head, _local_targets(options, head, targets), False)
+    part, _ = kernels.forward(options, hidden, head, local_targets(options, head, targets), False)
     return _weighted_sums(options, weights, *_over_vocabulary(options, part))
 
 
 def _forward(
     kernels: CrossEntropyKernels, options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[tuple[Array, Array, Array], Any]:
-    part, saved = kernels.forward(options, hidden, head, _local_targets(options, head, targets), True)
+    part, saved = kernels.forward(options, hidden, head, local_targets(options, head, targets), True)
     lse, target = _over_vocabulary(options, part)
     return _weighted_sums(options, weights, lse, target), (hidden, head, targets, weights, lse, target, saved)
 
@@ -103,14 +103,14 @@ def _backward(
     d_nll = weights * d_sums[0]  # the two statistics are not differentiable
     slopes = LogitGradTerms(lse, d_nll * (1.0 + 2.0 * options.z_loss * lse), d_nll)
     slopes = LogitGradTerms(*(vary_over(x, varying_axes(hidden)) for x in slopes))
-    d_hidden, d_head = kernels.backward(options, hidden, head, _local_targets(options, head, targets), slopes, saved)
+    d_hidden, d_head = kernels.backward(options, hidden, head, local_targets(options, head, targets), slopes, saved)
     return d_hidden, d_head, None, d_sums[0] * (lse - target + options.z_loss * lse**2)
 
 
 sums.defvjp(_forward, _backward)
 
 
-def _local_targets(options: LossOptions, head: Array, targets: Array) -> Int[Array, " T"]:
+def local_targets(options: LossOptions, head: Array, targets: Array) -> Int[Array, " T"]:
     """Targets as row indices of this shard's head; ``NO_TARGET`` for targets of other shards."""
     vocab, local = head.shape[0], targets.astype(jnp.int32)
     if options.vocab_axis is not None:

@@ -26,6 +26,7 @@ def dataset(lengths=(9, 30, 2, 17, 40), *, batch_size=4, seed=0, seq_len=5, pack
 
 
 def equal(one, other):
+    one, other = (getattr(x, "arrays", x) for x in (one, other))
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -63,7 +64,9 @@ def test_batches_depend_on_the_step_alone(data, steps):
 def test_shards_make_up_the_global_batch(data, step, draw):
     shards = draw.draw(st.sampled_from([n for n in range(1, data.batch_size + 1) if data.batch_size % n == 0]))
     parts = [data.batch_at(step, shard=n, num_shards=shards) for n in range(shards)]
-    assert equal([np.concatenate(part) for part in zip(*parts, strict=True)], data.batch_at(step))
+    assert equal(
+        [np.concatenate(part) for part in zip(*(part.arrays for part in parts), strict=True)], data.batch_at(step)
+    )
 
 
 def test_epochs_come_in_another_order():
@@ -74,7 +77,7 @@ def test_epochs_come_in_another_order():
 
 
 def test_batches_are_int32_of_the_asked_shape():
-    for part in dataset().batch_at(3):
+    for part in dataset().batch_at(3).arrays:
         assert part.shape == (4, 5)
         assert part.dtype == np.int32
 
@@ -125,7 +128,7 @@ def test_heldout_is_each_row_once_in_order_then_padding(lengths, batch_size, seq
     batches = list(heldout)
     assert len(batches) == len(heldout)
     assert all(batch.tokens.shape == (batch_size, seq_len) for batch in batches)
-    whole = [np.concatenate(part) for part in zip(*batches, strict=True)]
+    whole = [np.concatenate(part) for part in zip(*(batch.arrays for batch in batches), strict=True)]
     assert equal([part[: plan.rows] for part in whole], plan.gather(source.tokens, np.arange(plan.rows)))
     rest = [part[plan.rows :] for part in whole]
     assert len(rest[0]) < batch_size
@@ -136,7 +139,7 @@ def test_heldout_is_each_row_once_in_order_then_padding(lengths, batch_size, seq
     assert heldout.target_bytes == len(targets)  # ids below 256: a byte each
     divisor = max(n for n in range(1, batch_size + 1) if batch_size % n == 0)
     parts = [heldout.batch_at(len(heldout) - 1, shard=n, num_shards=divisor) for n in range(divisor)]
-    assert equal([np.concatenate(part) for part in zip(*parts, strict=True)], batches[-1])
+    assert equal([np.concatenate(part) for part in zip(*(part.arrays for part in parts), strict=True)], batches[-1])
 
 
 def test_heldout_batches_are_numbered():

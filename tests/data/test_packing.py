@@ -45,7 +45,7 @@ def test_segments_and_positions(pack, lengths, seq_len):
     plan = pack(starts, length, seq_len)
     batch = all_rows(plan, tokens)
     document_of = np.repeat(np.arange(len(length)), length)
-    for inputs, targets, segments, positions in zip(*batch, strict=True):
+    for inputs, targets, segments, positions in zip(*batch.arrays, strict=True):
         used = int((segments > 0).sum())
         assert used > 0
         # Padding is a tail of zeros without targets.
@@ -116,7 +116,7 @@ def test_any_rows_in_any_order_and_padding_rows(pack, lengths, seq_len, data):
     plan = pack(starts, length, seq_len)
     whole = all_rows(plan, tokens)
     wanted = np.array(data.draw(st.lists(st.integers(-1, plan.rows - 1), max_size=8)), np.int64)
-    for part, full in zip(plan.gather(tokens, wanted), whole, strict=True):
+    for part, full in zip(plan.gather(tokens, wanted).arrays, whole.arrays, strict=True):
         assert part.shape == (len(wanted), seq_len)
         assert part.dtype == np.int32
         np.testing.assert_array_equal(part[wanted >= 0], full[wanted[wanted >= 0]])
@@ -152,7 +152,7 @@ def test_copying_pieces_equals_gathering_places(pack, lengths, seq_len, masked, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sequence_packing, "_LONG_PIECE", long_piece)
             found.append(plan.gather(tokens, rows, trained))
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*(batch.arrays for batch in found), strict=True):
         np.testing.assert_array_equal(one, other)
     if masked:
         real = found[0].targets >= 0

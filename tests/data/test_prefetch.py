@@ -42,7 +42,7 @@ def test_the_batches_of_the_steps_on_the_device(dataset):
             step, batch = next(ahead)
             assert step == expected
             assert isinstance(batch.tokens, jax.Array)
-            for one, other in zip(batch, dataset.batch_at(step, shard=1, num_shards=2), strict=True):
+            for one, other in zip(batch.arrays, dataset.batch_at(step, shard=1, num_shards=2).arrays, strict=True):
                 np.testing.assert_array_equal(one, other)
 
 

@@ -173,7 +173,7 @@ def test_put_places_a_batch_as_device_put_does(rng):
     where = NamedSharding(mesh, P("fsdp", "context"))
     batch = Batch(*(rng.integers(0, 9, (8, 6)).astype(np.int32) for _ in range(4)))
     placed, expected = put_batch(batch, where, 8), jax.device_put(batch, where)
-    for mine, other in zip(placed, expected, strict=True):
+    for mine, other in zip(placed.arrays, expected.arrays, strict=True):
         assert mine.sharding == other.sharding
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
 

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Int
 
 from jaxllm.models import Functional, Segments
+from jaxllm.models.param_subset import is_frozen, merge, select
 from jaxllm.models.remat import MATMUL_RESULTS
 from jaxllm.parallel.pipeline.saved_activations import ActivationSlot, ActivationStore
 from jaxllm.parallel.pipeline.schedule import Schedule
@@ -86,6 +87,7 @@ class Pipeline:
         layout: assignment of a row's tokens to devices where the mesh splits the sequence.
         aux_losses: collects auxiliary losses of the layers, in a step with gradients.
         offload: share of a stage's layers whose activations are offloaded to the host, see ``saved_activations``.
+        trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``); None: all.
     """
 
     model: Functional
@@ -95,6 +97,7 @@ class Pipeline:
     layout: Any = "contiguous"
     aux_losses: AuxLossCollector | None = None
     offload: float = 0.0
+    trainable: Any = None
 
 
 class PipelineStep:
@@ -149,12 +152,14 @@ class PipelineStep:
             ActivationStore.empty(c, table, room, part)
             for c, room, part in zip(self.cuts, self.pipeline.depths.rooms, self.offloaded, strict=True)
         ]
+        params = select(self.pipeline.trainable, self.params)
+        no_gradient = lambda p, w: jnp.zeros_like(w, p.dtype)  # noqa: E731
         state = {
             "grads": [
-                jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), like, self.params["segments"][str(g)])
+                jax.tree.map(no_gradient, params["segments"][str(g)], self._trained(like, g))
                 for g, like in enumerate(self.weights if self.pipeline.zero == 1 else self.parts_of)
             ],
-            "ends": jax.tree.map(lambda w, p: jnp.zeros_like(w, p.dtype), self.ends, _ends(self.params)),
+            "ends": jax.tree.map(no_gradient, _ends(params), self._trained(self.ends)),
             "sums": self._no_sums(),
             "heard": None if aux_losses is None else aux_losses.zeros(),
         }
@@ -251,7 +256,8 @@ class PipelineStep:
             x, slots[g], heard = self._units(g, unit, (x, slots[g], heard), cell)
 
         def end(x: Array, ends: Any, sums: Any) -> tuple[Array, Any, Any]:
-            _, pull, more = jax.vjp(lambda w, x: self._loss(w, x, batch), self.ends, x, has_aux=True)
+            loss = lambda w, x: self._loss(merge(w, self.ends), x, batch)  # noqa: E731
+            _, pull, more = jax.vjp(loss, self._trained(self.ends), x, has_aux=True)
             d_ends, dx = pull(jnp.ones((), more.loss.dtype))
             return dx, add_trees(ends, d_ends), jax.tree.map(jnp.add, sums, more)
 
@@ -278,7 +284,8 @@ class PipelineStep:
             dy, grads[g], slots[g] = self._units(g, unit, (dy, grads[g], slots[g]), cell, reverse=True)
 
         def begin(dx: Array, ends: Any) -> Any:
-            (d_ends,) = jax.vjp(lambda w: self._embed(w, batch), self.ends)[1](dx)
+            embed = lambda w: self._embed(merge(w, self.ends), batch)  # noqa: E731
+            (d_ends,) = jax.vjp(embed, self._trained(self.ends))[1](dx)
             return add_trees(ends, d_ends)
 
         ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
@@ -320,7 +327,7 @@ class PipelineStep:
 
     def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
         """Gradients of segment g plus those of one unit; ``found`` has them by index of the leaf."""
-        leaves, tree = jax.tree.flatten(grads)
+        leaves, tree = jax.tree.flatten(grads, is_leaf=is_frozen)
         specs = jax.tree.leaves(self.stored["segments"][str(g)], is_leaf=is_spec)
         place = cell["chunk"] * self.pipeline.depths.rooms[g] + i
         for number, value in found.items():
@@ -331,6 +338,13 @@ class PipelineStep:
         return jax.tree.unflatten(tree, leaves)
 
     # Weights
+
+    def _trained(self, tree: Any, g: int | None = None) -> Any:
+        """The trainable subset of a tree of segment g, or of the embedding and head."""
+        mask = self.pipeline.trainable
+        if mask is None:
+            return tree
+        return select(_ends(mask) if g is None else mask["segments"][str(g)], tree)
 
     def _cast(self, w: Array, matrix: bool) -> Array:
         return w.astype(self.model.config.dtype) if matrix else w
@@ -343,7 +357,7 @@ class PipelineStep:
         """Gradients summed over devices, with the shardings and dtypes of the parameters."""
         segments = {}
         for g, grads in enumerate(state["grads"]):
-            specs = self.stored["segments"][str(g)]
+            specs = self._trained(self.stored["segments"][str(g)], g)
             if self.pipeline.zero == 1:
                 grads = jax.tree.map(reduce_scatter_over, grads, specs)
             back = jax.tree.map(
@@ -353,13 +367,13 @@ class PipelineStep:
         ends = jax.tree.map(
             lambda x, s: self._summed(reduce_scatter_over(x, s, (STAGE, "fsdp")), s, self.manual),
             state["ends"],
-            _ends(self.stored),
+            self._trained(_ends(self.stored)),
         )
         grads = {**ends, "segments": segments}
         return jax.tree.map(
             lambda x, p: jax.sharding.reshard(x.astype(p.dtype), jax.typeof(p).sharding.spec),
             {k: grads[k] for k in TREE},
-            self.params,
+            select(self.pipeline.trainable, self.params),
         )
 
     def _summed(self, x: Array, spec: Any, axes: tuple[str, ...]) -> Array:
@@ -409,6 +423,9 @@ class PipelineStep:
             remat=self.model.config.remat,  # type: ignore[arg-type]  # of those of a pipeline: ``train.run.gradients``
             names=MATMUL_RESULTS,
             split=self.pipeline.schedule.split,
+            trained=None
+            if self.pipeline.trainable is None
+            else jax.tree.leaves(self.pipeline.trainable["segments"][str(g)]),
         )
 
 

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 import sharding
+from jaxllm.models.param_subset import select
 from jaxllm.parallel.pipeline.pipeline_step import MANUAL, Head, Pipeline, PipelineStep
 from jaxllm.parallel.pipeline.schedule import ScheduleError
 from jaxllm.parallel.pipeline.stage_collectives import (
@@ -81,6 +82,7 @@ def _mapped(
     rules = pipeline.model.rules
     whole = jax.tree.map(lambda leaf, axes: rules.spec(axes, mesh, leaf.shape), params, pipeline.model.logical_axes())
     stored = jax.tree.map(lambda spec: only(spec, manual), whole, is_leaf=is_spec)
+    trained_whole, trained_stored = (select(pipeline.trainable, specs) for specs in (whole, stored))
     rows = only(rules.spec((None, "batch", "seq"), mesh), manual)
 
     def local(params: Any, parts: Any, total: Array) -> Any:
@@ -89,13 +91,13 @@ def _mapped(
             made = run(PipelineStep(pipeline, mesh, manual, stored, head, params, parts, total))
         if not gradients:
             return made
-        return *made[:-1], jax.tree.map(lambda x, spec: before_exit(x, spec, manual), made[-1], whole)
+        return *made[:-1], jax.tree.map(lambda x, spec: before_exit(x, spec, manual), made[-1], trained_whole)
 
     mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(stored, rows, jax.P()),
-        out_specs=(jax.P(), jax.P(), stored) if gradients else jax.P(),
+        out_specs=(jax.P(), jax.P(), trained_stored) if gradients else jax.P(),
         axis_names=set(manual),
         check_vma=False,
     )
@@ -105,6 +107,6 @@ def _mapped(
         made = mapped(params, parts, total)
         if not gradients:
             return made
-        return *made[:-1], jax.tree.map(lambda x, spec: after_exit(x, spec, manual), made[-1], whole)
+        return *made[:-1], jax.tree.map(lambda x, spec: after_exit(x, spec, manual), made[-1], trained_whole)
 
     return across

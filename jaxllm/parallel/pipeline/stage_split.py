@@ -67,6 +67,7 @@ def split_layer(
     remat: Remat,
     names: Iterable[str],
     split: bool,
+    trained: Sequence[bool] | None = None,
 ) -> SplitLayer:
     """Splits ``layer(w, x, consts) -> ((y, loss), more)``, where y has the shape and dtype of x.
 
@@ -74,11 +75,12 @@ def split_layer(
     ``more`` is any tree, without gradients.
 
     Args:
-        w: tree of weights; all get gradients.
+        w: tree of weights.
         consts: tree of arrays without gradients.
         remat: gradient checkpointing policy.
         names: ``checkpoint_name``s of the values that remat = "elementwise" saves.
         split: whether weight gradients are left to W, except those that are computed on the way to dx.
+        trained: whether a leaf of ``w`` gets a gradient; None: all do.
     """
 
     def whole(w: Any, x: Any, consts: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
@@ -96,6 +98,8 @@ def split_layer(
     y_out, *rest = traced.jaxpr.outvars
     more_out, (dx_out, *dw_out) = rest[: said.num_leaves], rest[said.num_leaves :]
     fixed = [*w_in, *c_in]
+    wanted_dw = [i for i in range(len(dw_out)) if trained is None or trained[i]]
+    dw_goals = [dw_out[i] for i in wanted_dw]
 
     free = graph.reached(fixed)  # values that follow from weights and constants alone
     forward = graph.reached([*fixed, *x_in])
@@ -106,12 +110,12 @@ def split_layer(
         named = [e.outvars[0] for e in graph.eqns if e.primitive.name == "name" and e.params["name"] in wanted]
         saved = [*x_in, *(v for v in named if v in forward)]
     else:
-        needed = graph.inputs([dx_out, *dw_out], forward)
+        needed = graph.inputs([dx_out, *dw_goals], forward)
         saved = [v for v in needed if v in forward and v not in free]
-    goals = [dx_out] if split else [dx_out, *dw_out]
+    goals = [dx_out] if split else [dx_out, *dw_goals]
     made = graph.made(goals, [*fixed, *dy_in, *saved])
-    early = [i for i, v in enumerate(dw_out) if not split or isinstance(v, core.Literal) or v in made]
-    late = [i for i in range(len(dw_out)) if i not in early]
+    early = [i for i in wanted_dw if not split or isinstance(dw_out[i], core.Literal) or dw_out[i] in made]
+    late = [i for i in wanted_dw if i not in early]
     left = graph.inputs([dw_out[i] for i in late], made | set(saved) | set(dy_in))
     pending = [v for v in left if v not in free and v not in saved and v not in c_in]
     return SplitLayer(

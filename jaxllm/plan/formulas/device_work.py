@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, functional
+from jaxllm.models.param_subset import trainable_mask
 from jaxllm.models.remat import offloaded_share
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.parallel.parallel_config import ParallelConfig
@@ -112,6 +113,12 @@ class DeviceWork:
         """Block kinds, with the number of blocks of each on a device."""
         return {block: count / self.stages for block, count in _kinds(self.run.model)}
 
+    @property
+    def trained(self) -> tuple[DeviceWeight, ...]:
+        """Parameters that the run trains: those with gradients and optimizer state."""
+        names = trained_names(architecture(self.run.model), self.run.trainable)
+        return self.weights if names is None else tuple(w for w in self.weights if w.name in names)
+
     def stream_bytes(self) -> int:
         """Bytes of the residual stream of a micro-batch."""
         return self.residual_tokens * self.run.model.embed_dim * self.width
@@ -152,6 +159,16 @@ def cached_model(config: DecoderConfig, rules: Rules) -> Functional:
 def rules_of(parallel: ParallelConfig) -> Rules:
     """Sharding rules of a parallel config, cached."""
     return parallel.rules()
+
+
+@functools.lru_cache(maxsize=64)
+def trained_names(config: DecoderConfig, trainable: tuple[str, ...]) -> frozenset[str] | None:
+    """Paths of the parameters that ``RunConfig.trainable`` chooses; None for all."""
+    mask = trainable_mask(functional(config), trainable)
+    if mask is None:
+        return None
+    found = jax.tree_util.tree_leaves_with_path(mask)
+    return frozenset(jax.tree_util.keystr(path, simple=True, separator="/") for path, chosen in found if chosen)
 
 
 @functools.lru_cache(maxsize=64)

@@ -122,7 +122,7 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> MemoryEstimate:
     parameters = sum(laid(w.shape) for w in work.weights) * wide
     copies = COPIES[platform]
     kept, host = _activations(work, copies)
-    state = state_bytes(work, parameters, laid)
+    state = state_bytes(work, sum(laid(w.shape) for w in work.trained) * wide, laid)
     of_layers = offload_time.layer_share(work)
     away = [round(size * of_layers * on) for size, on in ((parameters, run.host.params), (state, run.host.optimizer))]
     rows = min(1.0, offload_time.ROWS / run.model.layers)  # fraction of the offloaded state on the device at a time
@@ -230,14 +230,14 @@ def _gradients(work: DeviceWork) -> int:
     """
     wide = jnp.dtype(work.run.model.param_dtype).itemsize
     if work.run.optim.spec.layerwise:  # one layer's gradients at a time, and those outside layers
-        layers = [w for w in work.weights if w.name.startswith("segments/")]
-        return sum(w.stored * (1 if w in layers else w.layers) for w in work.weights) * wide
+        layers = [w for w in work.trained if w.name.startswith("segments/")]
+        return sum(w.stored * (1 if w in layers else w.layers) for w in work.trained) * wide
     zero, several = work.run.parallel.zero, work.stages == 1 and work.micro_batches > 1
     late = zero == 1 and several
-    sums = sum(w.layers * (w.used if late else w.stored) for w in work.weights) * wide
+    sums = sum(w.layers * (w.used if late else w.stored) for w in work.trained) * wide
     if zero == 3 or work.stages > 1:
         return sums * (2 if several and zero == 3 else 1)
-    return sums + sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
+    return sums + sum(w.layers * w.used for w in work.trained if w.matrix) * work.width
 
 
 def _gathered(work: DeviceWork) -> int:
@@ -288,4 +288,4 @@ def _ends(work: DeviceWork) -> int:
     if work.stages == 1:
         return 0
     wide = jnp.dtype(work.run.model.param_dtype).itemsize
-    return sum(w.used for w in work.weights if w.matrix and not w.name.startswith("segments/")) * wide
+    return sum(w.used for w in work.trained if w.matrix and not w.name.startswith("segments/")) * wide

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
+from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
 from jaxllm.plan.formulas.device_work import DeviceWork, architecture, cached_model, rules_of
 from jaxllm.train import RunConfig
+from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import abstract_state
 from sharding import MeshSpec, Rules
 
@@ -42,7 +44,7 @@ def state_bytes(work: DeviceWork, parameters: int, laid: Callable[[Sequence[int]
 
     Args:
         work: work of the device.
-        parameters: bytes of the device's parameters, of which the state of some optimizers is a multiple
+        parameters: bytes of the device's trained parameters, of which the state of some optimizers is a multiple
             (``OptimizerSpec.arrays``). For others the abstract state is evaluated, without allocation.
         laid: elements that an array of a shape takes in memory.
     """
@@ -50,7 +52,9 @@ def state_bytes(work: DeviceWork, parameters: int, laid: Callable[[Sequence[int]
     if spec.arrays is not None and optim.moments == "float32" and optim.rounding == "nearest":
         return spec.arrays * parameters + spec.counters * COUNTER
     same = replace(optim, schedule=ScheduleConfig("constant"))  # cache key
-    return _abstract_bytes(architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid)
+    return _abstract_bytes(
+        architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid, work.run.trainable
+    )
 
 
 def average_bytes(run: RunConfig, parameters: int) -> int:
@@ -68,10 +72,17 @@ def average_bytes(run: RunConfig, parameters: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _abstract_bytes(
-    config: DecoderConfig, optim: OptimConfig, rules: Rules, mesh: MeshSpec, laid: Callable[[Sequence[int]], int]
+    config: DecoderConfig,
+    optim: OptimConfig,
+    rules: Rules,
+    mesh: MeshSpec,
+    laid: Callable[[Sequence[int]], int],
+    trainable: tuple[str, ...],
 ) -> int:
     model = cached_model(config, rules)
-    state = abstract_state(model, optimizer(optim, 1, model.logical_axes()), mesh.abstract())
+    trained = trainable_mask(model, trainable)
+    transform = subset_optimizer(optimizer(optim, 1, select(trained, model.logical_axes())), trained)
+    state = abstract_state(model, transform, mesh.abstract())
     return sum(
         laid(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state)
     )

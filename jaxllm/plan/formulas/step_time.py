@@ -137,8 +137,9 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
     waiting = micro * (forward.memory + backward.memory + again.memory)
     # Saved activations are stacked over layers: written there, and read back.
     kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
-    parameters = sum(w.stored * w.layers for w in work.weights) * jnp.dtype(run.model.param_dtype).itemsize
-    kept_arrays = state_bytes(work, parameters) + average_bytes(run, parameters)
+    width = jnp.dtype(run.model.param_dtype).itemsize
+    parameters, averaged = (sum(w.stored * w.layers for w in ws) * width for ws in (work.trained, work.weights))
+    kept_arrays = state_bytes(work, parameters) + average_bytes(run, averaged)
     update = rates.stream(UPDATE_PASSES * parameters + 2 * kept_arrays)
     around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)

@@ -121,7 +121,7 @@ def throughput_facts(run: Run) -> dict[str, Any]:
     config, devices = run.config, run.mesh.devices.flatten()
     peak = peak_of(devices[0].device_kind)
     return {
-        "tokens_per_step": run.data.train.tokens_per_step,
+        "tokens_per_step": config.data.batch_size * config.data.seq_len,
         "flops_per_token": train_flops_per_token(config.model, config.data.seq_len),
         "hardware_flops_per_token": hardware_flops_per_token(config.model, config.data.seq_len),
         "peak_flops": peak and peak.flops * devices.size,

@@ -24,7 +24,8 @@ from jaxllm.models.params import on_device, on_host
 from jaxllm.optim import StepHooks
 from jaxllm.optim.build import layerwise_parts
 from jaxllm.train.config import RunConfig
-from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums
+from jaxllm.train.step.loss import permute_sequence
+from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums, make_objective
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
@@ -53,20 +54,29 @@ LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
 def lomo_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of LOMO and AdaLomo."""
     parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
-    return StepHooks(update=lomo_update(model, parts, z_loss=run.z_loss, layout=run.parallel.layout))
+    objective: Any = make_objective(run.objective, run.z_loss)
+    return StepHooks(update=lomo_update(model, parts, objective=objective, layout=run.parallel.layout))
 
 
 def lomo_update(
-    model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous"
+    model: Functional,
+    rules: dict[str, Any],
+    *,
+    z_loss: float = 0.0,
+    layout: Layout = "contiguous",
+    objective: HeadObjective | None = None,
 ) -> LayerwiseUpdate:
     """Function ``(state, batch) -> LayerwiseResult`` of LOMO or AdaLomo.
 
     Args:
         model: without experts, whose routing losses need all layers together.
         rules: from ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each updates its part of the parameters.
-        z_loss: weight of the z-loss.
+        z_loss: weight of the z-loss of the cross-entropy, the objective if none is given.
         layout: which tokens of a row each device gets.
+        objective: the loss, of the final hidden states.
     """
+
+    objective = CrossEntropyObjective(z_loss) if objective is None else objective
 
     def update(state: TrainState, batch: Any) -> LayerwiseResult:
         params, opt_state = state.params, dict(state.opt_state)
@@ -74,7 +84,7 @@ def lomo_update(
             batch = permute_sequence(batch, layout)
         segments = Segments(batch.segment_ids, layout)
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
-        total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
+        total = jnp.maximum(objective.total(batch), 1).astype(dtype)
 
         def embed(own: Any) -> Array:
             return model.embed({"embedding": own}, batch.tokens, batch.positions)
@@ -82,7 +92,7 @@ def lomo_update(
         def loss(ends: Any, x: Array) -> tuple[Array, LossSums]:
             hidden, weight = model.unembed(ends, x)
             with sharding.use_rules(model.rules):
-                sums = sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
+                sums = objective.sums(model, hidden, weight, batch)
             return sums.loss / total, sums
 
         x, embed_vjp = jax.vjp(embed, params["embedding"])
@@ -110,6 +120,7 @@ def lomo_update(
         for name, own in ends.items():
             new_ends[name], opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
             norms += more
+        sums = sums._replace(items=objective.items(batch))
         return LayerwiseResult(sums, params | new_ends | {"segments": new}, opt_state, *jnp.sqrt(norms))
 
     return update

@@ -1,40 +1,33 @@
-"""Next-token cross-entropy of a packed batch, and its gradients with gradient accumulation over micro-batches.
+"""Loss of a packed batch by a training objective, and its gradients with gradient accumulation over micro-batches.
 
-Padding and masked tokens have targets below 0, the loss mask. The z-loss (arXiv:2204.02311, section 5) is added here;
-load-balancing losses come from ``routing_losses``.
-
-Legend: B batch, S sequence, D embed, V vocab.
+Legend: B batch, S sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+import numpy as np
+from jaxtyping import Array, Float, Shaped
 
 import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.packed_weight import has_packed
+from jaxllm.models.param_subset import merge, select
 from jaxllm.train.step.numerics import Numerics
-from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig, RoutingSums
-from pallas_kernels.cross_entropy import linear_cross_entropy
+from jaxllm.train.step.objective import (
+    TOKENS,
+    CrossEntropyObjective,
+    HeadObjective,
+    LossSums,
+    Objective,
+    sharded_token_logprobs,
+)
+from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig
 from pallas_kernels.ring_attention import Layout, order
-
-HIDDEN = ("batch", "seq", "act_embed")
-TOKENS = ("batch", "seq")
-
-
-class LossSums(NamedTuple):
-    """Loss terms summed over a batch's target tokens, in nats and at least float32; divide by ``count`` for means."""
-
-    loss: Float[Array, ""]  # the differentiated sum: nll + z_loss * z + routing losses
-    nll: Float[Array, ""]  # cross-entropy (negative log-likelihood)
-    z: Float[Array, ""]  # squared log-partition function (logsumexp)
-    count: Float[Array, ""]  # target tokens
-    routing: RoutingSums | None = None  # models with experts, where requested
 
 
 def loss_sums(
@@ -45,6 +38,7 @@ def loss_sums(
     z_loss: float = 0.0,
     layout: Layout = "contiguous",
     routing: RoutingConfig | None = None,
+    objective: Objective | None = None,
 ) -> LossSums:
     """Forward pass and loss of a batch, summed over its targets; targets below 0 are masked.
 
@@ -53,11 +47,17 @@ def loss_sums(
     Args:
         model: the architecture.
         params: of the model.
-        batch: ``jaxllm.data.Batch``, Int[B S] each.
+        batch: ``jaxllm.data.Batch``, [B S] each.
         z_loss: weight of the z-loss, the squared log-partition function (arXiv:2204.02311, section 5).
         layout: which tokens of a row each device gets where the mesh splits the sequence (context parallelism).
         routing: weights of the load-balancing loss and router z-loss; None: routing statistics are not even collected.
+        objective: the loss; None: next-token cross-entropy with this z-loss. One that runs its own forward passes has
+            no routing losses.
     """
+    objective = _given_or_cross_entropy(objective, z_loss)
+    items = objective.items(batch)
+    if not isinstance(objective, HeadObjective):
+        return objective(model, params, batch)._replace(items=items)
     with sharding.use_rules(model.rules):
         batch = permute_sequence(batch, layout)
     segments = Segments(batch.segment_ids, layout)
@@ -65,10 +65,10 @@ def loss_sums(
     hidden, context = model.forward(params, batch.tokens, batch.positions, tally or segments)
     hidden, head = model.unembed(params, hidden)
     with sharding.use_rules(model.rules):
-        sums = sharded_loss_sums(hidden, head, batch.targets, z_loss, model.config.logit_softcap)
+        sums = objective.sums(model, hidden, head, batch)._replace(items=items)
     if routing is None or not isinstance(context, RoutingAccumulator):
         return sums
-    routers = context.sums(model.config, sums.count)
+    routers = context.sums(model.config, sums.total)
     loss = sums.loss + routing.balance_loss * routers.balance + routing.z_loss * routers.z
     return sums._replace(loss=loss, routing=routers)
 
@@ -87,43 +87,52 @@ def permute_sequence(batch: Any, layout: Layout) -> Any:
     return jax.tree.map(lambda x: x.at[:, to].get(out_sharding=here), batch)
 
 
-def sharded_loss_sums(
-    hidden: Float[Array, "B S D"],
-    head: Float[Array, "V D"],
-    targets: Int[Array, "B S"],
-    z_loss: float,
-    softcap: float | None,
-) -> LossSums:
-    """Cross-entropy of hidden states, fused with the vocabulary projection and summed over all devices.
+def unpermute_sequence(x: Shaped[Array, "B S"], layout: Layout) -> Shaped[Array, "B S"]:
+    """Inverse of ``permute_sequence``."""
+    shards = sharding.axis_size("attn_seq")
+    if shards == 1 or layout == "contiguous":
+        return x
+    back = np.argsort(order(layout, shards, x.shape[1]))
+    return x.at[:, back].get(out_sharding=sharding.spec(*TOKENS))
+
+
+def token_logprobs(
+    model: Functional, params: Any, batch: Any, *, accumulate: int = 1, layout: Layout = "contiguous"
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    """Log-probability of each target of a batch and entropy of its distribution; zero where targets are masked.
 
     Args:
-        hidden: final hidden states.
-        head: output matrix, possibly sharded over the vocabulary.
-        targets: token ids; below 0: masked.
-        z_loss: weight of the z-loss.
-        softcap: of the logits; None: none.
+        model, params, batch, layout: see ``loss_sums``.
+        accumulate: micro-batches that the batch is split into, one after the other, to bound activation memory.
     """
-    token_axes = sharding.axis_names(*TOKENS)
-    vocab_axes = sharding.axis_names("act_vocab")
 
-    def local(hidden: Array, head: Array, targets: Array) -> tuple[Array, ...]:
-        flat = targets.reshape(-1)
-        weights = (flat >= 0).astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        loss, stats = linear_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            head,
-            flat,
-            weights,
-            z_loss=z_loss,
-            softcap=softcap,
-            vocab_axis=vocab_axes[0] if vocab_axes else None,
+    def of_micro_batch(batch: Any) -> tuple[Array, Array]:
+        with sharding.use_rules(model.rules):
+            batch = permute_sequence(batch, layout)
+        segments = Segments(batch.segment_ids, layout)
+        hidden, _ = model.forward(params, batch.tokens, batch.positions, segments)
+        hidden, head = model.unembed(params, hidden)
+        with sharding.use_rules(model.rules):
+            found = sharded_token_logprobs(hidden, head, batch.targets, model.config.logit_softcap)
+            return unpermute_sequence(found[0], layout), unpermute_sequence(found[1], layout)
+
+    if accumulate == 1:
+        return of_micro_batch(batch)
+    with sharding.use_rules(model.rules):
+        parts = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
+    found = jax.lax.map(of_micro_batch, parts)
+    with sharding.use_rules(model.rules):
+        return tuple(join_micro_batches(x) for x in found)
+
+
+def _given_or_cross_entropy(objective: Objective | None, z_loss: float) -> Objective:
+    if objective is None:
+        return CrossEntropyObjective(z_loss)
+    if z_loss:
+        raise ValueError(
+            f"loss: z_loss = {z_loss} is that of the cross-entropy; give the objective its own, and 0 here."
         )
-        sums = (loss, stats.nll_sum, stats.z_sum, weights.sum())
-        return tuple(jax.lax.psum(x, token_axes) for x in sums) if token_axes else sums
-
-    sums = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS), ((), (), (), ()))
-    with jax.named_scope("loss"):
-        return LossSums(*sums(hidden, head, targets))
+    return objective
 
 
 def value_and_grad(
@@ -134,6 +143,8 @@ def value_and_grad(
     layout: Layout = "contiguous",
     zero: Literal[1, 2, 3] = 3,
     routing: RoutingConfig | None = None,
+    objective: Objective | None = None,
+    trainable: Any = None,
 ) -> Callable[..., tuple[Any, ...]]:
     """Loss and gradients of a step: ``(params, batch) -> (LossSums, gradients of the mean loss per target token)``.
 
@@ -149,15 +160,21 @@ def value_and_grad(
         layout: see ``loss_sums``.
         zero: ZeRO stage (``jaxllm.parallel.parallel_config.ParallelConfig``); in stages 1 and 2 the all-gather of
             weights happens here, once per step; in stage 3 (FSDP) layer by layer.
-        routing: see ``loss_sums``.
+        routing, objective: see ``loss_sums``.
+        trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``), a tree of
+            booleans; None: all.
 
     Raises:
         NotImplementedError: when traced with packed expert weights, which have no gradients.
     """
 
-    def mean_loss(inputs: tuple[Any, Any], batch: Any, total: Array) -> tuple[Array, LossSums]:
-        params = model.with_amax_history(*inputs)
-        sums = loss_sums(model, params, batch, z_loss=z_loss, layout=layout, routing=routing)
+    objective = _given_or_cross_entropy(objective, z_loss)
+    routed = routing is not None and isinstance(objective, HeadObjective)
+
+    def mean_loss(inputs: tuple[Any, Any], whole: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
+        trained, amax = inputs
+        params = model.with_amax_history(trained if trainable is None else merge(trained, whole), amax)
+        sums = loss_sums(model, params, batch, layout=layout, routing=routing, objective=objective)
         return sums.loss / total, sums
 
     grad = jax.value_and_grad(mean_loss, has_aux=True)
@@ -168,8 +185,9 @@ def value_and_grad(
                 'training: weights are packed (quantised) and have no gradients; load the model with weights = "plain".'
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
-        total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
-        used = params if zero == 3 else model.gather(params)
+        total = jnp.maximum(objective.total(batch), 1).astype(dtype)
+        whole = params if zero == 3 else model.gather(params)
+        params, used = select(trainable, params), select(trainable, whole)
         amax, scale = (None, 1.0) if numerics is None else (numerics.seen, numerics.scale)
 
         def reduce(grads: Any) -> Any:
@@ -182,13 +200,13 @@ def value_and_grad(
             return sums, jax.tree.map(lambda g: g / scale, reduce(grads)), amax
 
         if accumulate == 1:
-            (_, sums), (grads, amax) = grad((used, amax), batch, total / scale)
+            (_, sums), (grads, amax) = grad((used, amax), whole, batch, total / scale)
             return result(sums, grads, amax)
 
         # Gradient accumulation: a scan over micro-batches that adds losses and gradients. ZeRO stages 2 and 3 reduce
         # the gradients of each micro-batch, stage 1 those of all once at the end.
         def micro_step(carry: tuple[LossSums, Any, Any], micro_batch: Any) -> tuple[tuple[LossSums, Any, Any], None]:
-            (_, sums), (grads, new_amax) = grad((used, amax), micro_batch, total / scale)
+            (_, sums), (grads, new_amax) = grad((used, amax), whole, micro_batch, total / scale)
             grads = reduce(grads) if zero > 1 else jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             largest = jax.tree.map(jnp.maximum, carry[2], new_amax)
             return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), largest), None
@@ -196,8 +214,8 @@ def value_and_grad(
         with sharding.use_rules(model.rules):
             micro_batches = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
         zero_sum = jnp.zeros((), dtype)
-        no_sums = LossSums(zero_sum, zero_sum, zero_sum, zero_sum)
-        if routing is not None and (tally := RoutingAccumulator.of(model.config, Segments(None))) is not None:
+        no_sums = objective.no_sums(batch, zero_sum)
+        if routed and (tally := RoutingAccumulator.of(model.config, Segments(None))) is not None:
             no_sums = no_sums._replace(routing=tally.sums(model.config, zero_sum))
         like = params if zero > 1 else used
         no_grads = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
@@ -221,3 +239,12 @@ def split_micro_batches(x: Shaped[Array, "B S"], parts: int) -> Shaped[Array, "A
     """Splits a batch into ``parts`` interleaved micro-batches, each spread over all batch shards as the whole was."""
     b, s = x.shape
     return sharding.constrain(x.reshape(b // parts, parts, s).swapaxes(0, 1), None, *TOKENS)
+
+
+def join_micro_batches(x: Shaped[Array, "A B2 S"]) -> Shaped[Array, "B S"]:
+    """Inverse of ``split_micro_batches``."""
+    a, b, s = x.shape
+    x = x.swapaxes(0, 1)
+    if sharding.current_mesh() is None:
+        return x.reshape(a * b, s)
+    return jax.lax.reshape(x, (a * b, s), out_sharding=sharding.spec(*TOKENS))

@@ -22,7 +22,8 @@ from jaxllm.optim import StepHooks
 from jaxllm.optim.build import layerwise_parts
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
-from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums
+from jaxllm.train.step.loss import permute_sequence
+from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums, make_objective
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
@@ -33,11 +34,17 @@ PERTURBATION = 1e-3
 def mezo_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of MeZO."""
     parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
-    return StepHooks(update=mezo_update(model, parts, z_loss=run.z_loss, layout=run.parallel.layout))
+    objective: Any = make_objective(run.objective, run.z_loss)
+    return StepHooks(update=mezo_update(model, parts, objective=objective, layout=run.parallel.layout))
 
 
 def mezo_update(
-    model: Functional, rules: dict[str, Any], *, z_loss: float = 0.0, layout: Layout = "contiguous"
+    model: Functional,
+    rules: dict[str, Any],
+    *,
+    z_loss: float = 0.0,
+    layout: Layout = "contiguous",
+    objective: HeadObjective | None = None,
 ) -> LayerwiseUpdate:
     """Function ``(state, batch) -> LayerwiseResult`` of MeZO; the reported loss is the mean of the two forward passes.
 
@@ -45,9 +52,11 @@ def mezo_update(
         model: without experts.
         rules: from ``jaxllm.optim.layerwise_rules.layerwise_transforms``; each updates its part of the parameters by
             the directional derivative times the direction.
-        z_loss: weight of the z-loss.
+        z_loss: weight of the z-loss of the cross-entropy, the objective if none is given.
         layout: which tokens of a row each device gets.
+        objective: the loss, of the final hidden states.
     """
+    objective = CrossEntropyObjective(z_loss) if objective is None else objective
     segments = {str(s): (len(group), repeats) for s, (group, repeats) in enumerate(model.config.segments)}
 
     def update(state: TrainState, batch: Any) -> LayerwiseResult:
@@ -57,7 +66,7 @@ def mezo_update(
             batch = permute_sequence(batch, layout)
         context = Segments(batch.segment_ids, layout)
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
-        total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
+        total = jnp.maximum(objective.total(batch), 1).astype(dtype)
 
         def loss(epsilon: Array) -> LossSums:
             def perturbed(own: Any, name: str, number: Any = 0) -> Any:
@@ -77,7 +86,7 @@ def mezo_update(
                 first += size * repeats
             hidden, weight = model.unembed(ends, x)
             with sharding.use_rules(model.rules):
-                return sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
+                return objective.sums(model, hidden, weight, batch)
 
         both = jax.lax.map(loss, jnp.array([PERTURBATION, -PERTURBATION], dtype))
         slope = (both.loss[0] - both.loss[1]) / (2 * PERTURBATION * total)
@@ -109,7 +118,7 @@ def mezo_update(
 
             carry, _ = jax.lax.scan(layer, (params["segments"][s], before, norms), jnp.arange(repeats, dtype=jnp.int32))
             new["segments"][s], opt_state["segments"][s], norms = carry
-        sums = jax.tree.map(lambda x: jnp.mean(x, axis=0), both)
+        sums = jax.tree.map(lambda x: jnp.mean(x, axis=0), both)._replace(items=objective.items(batch))
         return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms))
 
     return update

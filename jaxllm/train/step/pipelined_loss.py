@@ -18,7 +18,8 @@ from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_o
 from jaxllm.parallel.pipeline.schedule_generators import make
 from jaxllm.parallel.pipeline.stage_layout import StageDepths, assign_units
 from jaxllm.train.config import RunConfig
-from jaxllm.train.step.loss import LossSums, permute_sequence, sharded_loss_sums, split_micro_batches
+from jaxllm.train.step.loss import permute_sequence, split_micro_batches
+from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums
 from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig, RoutingSums
 from pallas_kernels.ring_attention import Layout
 
@@ -56,6 +57,8 @@ def pipelined_value_and_grad(
     zero: Literal[1, 2, 3] = 3,
     routing: RoutingConfig | None = None,
     offload: float = 0.0,
+    objective: HeadObjective | None = None,
+    trainable: Any = None,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """Pipeline-parallel counterpart of ``jaxllm.train.step.loss.value_and_grad``.
 
@@ -63,22 +66,24 @@ def pipelined_value_and_grad(
         model: with sharding rules that store layers over ``stage`` (``ParallelConfig.rules``).
         schedule: its micro-batches are those that the batch is split into.
         depths: layers of its virtual stages.
-        z_loss: weight of the z-loss.
+        z_loss: weight of the z-loss of the cross-entropy, the objective if none is given.
         layout: which tokens of a row each device gets.
         zero: ZeRO stage.
         routing: weights of the load-balancing loss and router z-loss; None: routing statistics are not collected.
         offload: share of a stage's layers whose activations are offloaded to the host.
+        objective: the loss, over single tokens.
+        trainable: subset of the parameters that gradients are taken of; None: all.
     """
+    loss = CrossEntropyObjective(z_loss) if objective is None else objective
     routers = PipelineRouting.of(model.config, routing)
-    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload)
+    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload, trainable)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
-        total = jnp.maximum(jnp.sum(batch.targets >= 0), 1).astype(dtype)
+        total = jnp.maximum(loss.total(batch), 1).astype(dtype)
         parts = _parts(model, batch, schedule, layout)
-        sums, routing_sums, grads = schedule_executor.sums_and_grads(
-            pipeline, params, parts, total, _head(model, z_loss)
-        )
+        sums, routing_sums, grads = schedule_executor.sums_and_grads(pipeline, params, parts, total, _head(model, loss))
+        sums = sums._replace(items=loss.items(batch))
         return sums if routers is None else routers.add_routing_losses(sums, routing_sums, total), grads
 
     return run
@@ -91,7 +96,8 @@ def pipelined_loss_sums(
     pipeline = Pipeline(model, forward_only(schedule), depths, 3, layout)
 
     def run(params: Any, batch: Any) -> LossSums:
-        return schedule_executor.sums(pipeline, params, _parts(model, batch, schedule, layout), _head(model, 0.0))
+        parts = _parts(model, batch, schedule, layout)
+        return schedule_executor.sums(pipeline, params, parts, _head(model, CrossEntropyObjective()))
 
     return run
 
@@ -162,16 +168,16 @@ class PipelineRouting:
 
 
 def _parts(model: Functional, batch: Any, schedule: Schedule, layout: Layout) -> Any:
-    """The batch as micro-batches: Int[M B S] each."""
+    """The batch as micro-batches: [M B S] each."""
     with sharding.use_rules(model.rules):
         return jax.tree.map(lambda x: split_micro_batches(x, schedule.micro_batches), permute_sequence(batch, layout))
 
 
-def _head(model: Functional, z_loss: float) -> Callable[[Any, Array, Any], LossSums]:
+def _head(model: Functional, objective: HeadObjective) -> Callable[[Any, Array, Any], LossSums]:
     """Function of parameters, final hidden states and a micro-batch: its loss sums."""
 
     def head(ends: Any, hidden: Array, batch: Any) -> LossSums:
         hidden, weight = model.unembed(ends, hidden)
-        return sharded_loss_sums(hidden, weight, batch.targets, z_loss, model.config.logit_softcap)
+        return objective.sums(model, hidden, weight, batch)
 
     return head

@@ -13,18 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import cap_logits
 from jaxllm.optim import StepHooks
 from jaxllm.optim.sophia import HessianEstimate
 from jaxllm.train.config import RunConfig
-from jaxllm.train.step.loss import HIDDEN, TOKENS, LossSums, permute_sequence, split_micro_batches, value_and_grad
+from jaxllm.train.step.loss import permute_sequence, split_micro_batches, unpermute_sequence, value_and_grad
+from jaxllm.train.step.objective import HIDDEN, TOKENS, LossSums, ObjectiveConfig
 from jaxllm.train.step.train_state import TrainState
-from pallas_kernels.ring_attention import Layout, order
+from pallas_kernels.ring_attention import Layout
 
 CHUNK = 256
 """Tokens whose logits a device holds at a time."""
@@ -32,6 +33,11 @@ CHUNK = 256
 
 def sophia_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of Sophia: each update gets a ``hessian`` estimate."""
+    if run.objective != ObjectiveConfig():
+        raise ConfigError(
+            f'optim.kind = "{run.optim.kind}" estimates the Hessian of next-token cross-entropy, not that of '
+            f'objective.name = "{run.objective.name}": choose another optimizer.'
+        )
     shared: dict[str, Any] = {"accumulate": run.accumulate, "layout": run.parallel.layout}
     plain = value_and_grad(model, zero=run.parallel.zero, **shared)
     estimate = gauss_newton_estimator(model, plain, run.optim.every, **shared)
@@ -122,12 +128,3 @@ def _sampled(
 
     found = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS), TOKENS)(hidden, head, uniform)
     return jnp.minimum(found, head.shape[0] - 1)
-
-
-def unpermute_sequence(x: Int[Array, "B S"], layout: Layout) -> Int[Array, "B S"]:
-    """Inverse of ``permute_sequence``."""
-    shards = sharding.axis_size("attn_seq")
-    if shards == 1 or layout == "contiguous":
-        return x
-    back = np.argsort(order(layout, shards, x.shape[1]))
-    return x.at[:, back].get(out_sharding=sharding.spec(*TOKENS))

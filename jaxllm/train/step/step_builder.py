@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import ConfigError
 from jaxllm.models import Functional
+from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import StepHooks, optimizer, schedule
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.train.config import RunConfig
@@ -20,6 +21,7 @@ from jaxllm.train.step.step_links import (
     routing_report,
     spike_detection,
 )
+from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import TrainState, abstract_state
 from jaxllm.train.step.training_step import ValueAndGrad, layerwise_step, train_step
 
@@ -69,9 +71,11 @@ def run_state(
 
 
 def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:
-    """Optimizer of a run; optimizer offload (``config.host``) updates it layer by layer."""
+    """Optimizer of a run, for its trainable parameters; optimizer offload (``config.host``) updates layer by layer."""
     every = config.host.device_every if config.host.optimizer else 0
-    return optimizer(config.optim, config.steps, model.logical_axes(), every)
+    trained = trainable_mask(model, config.trainable)
+    found = optimizer(config.optim, config.steps, select(trained, model.logical_axes()), every)
+    return subset_optimizer(found, trained)
 
 
 def check_optimizer(config: RunConfig, mesh: Mesh | AbstractMesh) -> None:

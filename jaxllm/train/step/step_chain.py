@@ -151,14 +151,13 @@ def _skip(before: TrainState, result: StepResult) -> StepResult:
 
 
 def step_metrics(result: StepResult) -> dict[str, Any]:
-    """Metrics that every step has; ``loss`` and ``nll`` are means over the batch's target tokens."""
-    count = jnp.maximum(result.sums.count, 1)
+    """Metrics that every step has, and those of its objective; ``nll`` is a mean over the batch's target tokens."""
     norms = {}
     if result.updates is not None:
         norms = {"param_norm": optax.tree.norm(result.state.params), "update_norm": optax.tree.norm(result.updates)}
     return {
-        "loss": result.sums.loss / count,
-        "nll": result.sums.nll / count,
+        **result.sums.means(),
+        "nll": result.sums.nll / jnp.maximum(result.sums.count, 1),
         "grad_norm": result.grad_norm,
         **norms,
         "learning_rate": result.learning_rate,

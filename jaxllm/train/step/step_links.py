@@ -72,7 +72,7 @@ def spike_detection(config: SpikeConfig, rate: optax.Schedule) -> StepLink | Non
         def run(state: TrainState, batch: Any) -> StepResult:
             result, before = step(state, batch), link_state(state, name)
             assert isinstance(before, SpikeDetectorState)
-            loss = result.sums.loss / jnp.maximum(result.sums.count, 1)
+            loss = result.sums.means()["loss"]
             spike, score, detector = before.update(config, loss, result.grad_norm, result.skipped)
             # Skipped steps do not advance the schedule.
             result = result._replace(learning_rate=rate(state.step - before.skipped) * detector.rate)
@@ -120,7 +120,7 @@ def routing_report(config: DecoderConfig) -> Report:
     def report(result: StepResult) -> dict[str, Any]:
         if result.sums.routing is None:
             return {}
-        return dict(routing_metrics(config, result.sums.routing, jnp.maximum(result.sums.count, 1)))
+        return dict(routing_metrics(config, result.sums.routing, jnp.maximum(result.sums.total, 1)))
 
     return report
 

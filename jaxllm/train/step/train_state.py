@@ -116,10 +116,10 @@ def init_state(
         extras: as given to ``abstract_state``.
     """
 
-    params_key, run_key = jax.random.split(jax.random.key(seed))
+    _, run_key = jax.random.split(jax.random.key(seed))
     with jax.set_mesh(mesh):
         if params is None:
-            params = model.init(params_key, sharding.shardings_of(abstract.params))
+            params = initial_params(model, seed, sharding.shardings_of(abstract.params))
         elif host_bytes(abstract.params):
             params = jax.tree.map(lambda p, there: jax.device_put(p, there.sharding), params, abstract.params)
         return TrainState(
@@ -133,6 +133,11 @@ def init_state(
                 for name, init in extras.items()
             },
         )
+
+
+def initial_params(model: Functional, seed: int, shardings: Any) -> Any:
+    """Random parameters that a run with this seed starts from; the run's mesh is set."""
+    return model.init(jax.random.split(jax.random.key(seed))[0], shardings)
 
 
 def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, abstract: Any) -> Any:

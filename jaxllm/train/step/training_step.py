@@ -22,6 +22,7 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.optim import StepHooks
 from jaxllm.train.step.lomo import LayerwiseUpdate
 from jaxllm.train.step.step_chain import Gradients, Report, Step, StepLink, StepResult, finished
+from jaxllm.train.step.subset_update import apply_updates
 from jaxllm.train.step.train_state import TrainState
 
 ValueAndGrad = Callable[..., tuple[Any, ...]]
@@ -52,7 +53,7 @@ def train_step(
         hooks: what the optimizer replaces or adds (``OptimizerSpec.hooks``).
 
     Returns:
-        the step. Its metrics are scalars: ``loss`` (cross-entropy, z-loss and routing losses per target token),
+        the step. Its metrics are scalars: ``loss`` (the objective and routing losses, per target token or item),
         ``nll`` (nats per target token), ``grad_norm`` (global, before clipping), ``update_norm`` (global, of what is
         added to the parameters), ``param_norm`` (after the update), ``learning_rate`` and ``tokens`` (target tokens);
         ``skipped`` (0 or 1) where steps can be skipped; and those of ``links`` and ``reports``.
@@ -69,7 +70,7 @@ def train_step(
         inputs = update_inputs(state, batch)
         with jax.named_scope("optimizer"):
             updates, opt_state = update(grads, state.opt_state, state.params, **inputs)
-            params = optax.apply_updates(state.params, updates)
+            params = apply_updates(state.params, updates)
         new = replace(state, params=params, opt_state=opt_state, step=state.step + 1)
         return StepResult(new, sums, rate(state.step), grad_norm, grads, updates, tuple(amax))
 

@@ -1,0 +1,107 @@
+"""Frozen reference model of a run: parameters beside the trained ones, which score batches for the objective.
+
+They are sharded as the trained ones are, and are in neither the optimizer nor the checkpoints: a checkpoint has their
+source and a checksum, and a resumed run loads them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, UInt
+
+import sharding
+from jaxllm.models import Functional
+from jaxllm.models.params import at_least_f32
+from jaxllm.train.config import RunConfig
+from jaxllm.train.init_from import InitialModel, open_initial_model
+from jaxllm.train.step.loss import token_logprobs
+from jaxllm.train.step.train_state import initial_params
+
+START = "start"
+"""Value of ``RunConfig.reference``: the parameters that the run starts from."""
+
+
+class ReferenceModel:
+    """Frozen parameters of a reference model, loaded at their first use.
+
+    Args:
+        config: the run, which has a ``reference``.
+        model: the architecture.
+        mesh: of the run.
+        init_model: the model that the run starts from, or None.
+
+    Raises:
+        ConfigError, HubError, CheckpointError: there is no such model, or it has another architecture.
+    """
+
+    def __init__(self, config: RunConfig, model: Functional, mesh: Mesh, init_model: InitialModel | None):
+        self.source, self._config, self._model, self._mesh = config.reference, config, model, mesh
+        self._opened = init_model if self.source == START else open_initial_model(self.source, config.model)
+        self._params: Any = None
+
+    @property
+    def params(self) -> Any:
+        """The parameters, on the devices of the run."""
+        if self._params is None:
+            model, mesh = self._model, self._mesh
+            abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+            there = sharding.shardings_of(abstract)
+            if self._opened is None:
+                with jax.set_mesh(mesh):
+                    self._params = initial_params(model, self._config.seed, there)
+            else:
+                loaded = self._opened.load(mesh, self._config.model.param_dtype)
+                self._params = jax.tree.map(jax.device_put, loaded, there)
+        return self._params
+
+    def facts(self) -> dict[str, str]:
+        """Source and checksum of the parameters, for checkpoints."""
+        return {"source": self.source, "checksum": params_checksum(self.params)}
+
+    def compile_scorer(self, batch: Any, options: Any) -> Callable[[Any], Any]:
+        """Compiled function that adds ``reference_logprobs`` to a batch.
+
+        Args:
+            batch: shapes and shardings of the data source's batches.
+            options: of the compiler.
+        """
+        config, params = self._config, self.params
+
+        def score(params: Any, batch: Any) -> Array:
+            shared: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
+            return token_logprobs(self._model, params, batch, **shared)[0]
+
+        with jax.set_mesh(self._mesh):
+            compiled = jax.jit(score).lower(params, batch).compile(compiler_options=options)
+        return lambda batch: batch._replace(reference_logprobs=compiled(params, batch))
+
+    def scores(self, batch: Any) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of the ``reference_logprobs`` of a batch."""
+        dtype = at_least_f32(jnp.dtype(self._config.model.dtype))
+        return jax.ShapeDtypeStruct(batch.tokens.shape, dtype, sharding=batch.tokens.sharding)
+
+
+def params_checksum(params: Any) -> str:
+    """Checksum of a tree of parameters, which does not depend on their sharding: 16 hex digits."""
+
+    @jax.jit
+    def sums(params: Any) -> Any:
+        return jax.tree.map(_bit_sum, params)
+
+    with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
+        found = jax.tree_util.tree_leaves_with_path(jax.device_get(sums(params)))
+    named = "".join(f"{jax.tree_util.keystr(path)}={int(value)};" for path, value in found)
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+
+def _bit_sum(x: Array) -> UInt[Array, ""]:
+    """Sum of an array's bits as unsigned integers, modulo 2**32."""
+    width = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    return bits.sum(dtype=jnp.uint32)
