@@ -49,11 +49,11 @@ def test_more_proofs_take_no_more_time(tmp_path, dummies):
     """A hundred proofs of all sizes, and others that take ten seconds each."""
     proofs = {f"p{i}": 0.5 * 1.06**i for i in range(100)} | {f"dummy{i}": 10.0 for i in range(dummies)}
     for seed in range(5):
-        took = ran(proofs, tmp_path, 8, seed)
-        assert 0.95 * 480 < sum(took.values()) <= 480
+        took = ran(proofs, tmp_path, 4, seed)
+        assert 0.95 * 240 < sum(took.values()) <= 240
         costly = sum(took for took in took.values() if took > sampling.COSTLY)
-        assert costly <= 240
-    never = {name for name, seconds in proofs.items() if seconds > 240}
+        assert costly <= 120
+    never = {name for name, seconds in proofs.items() if seconds > 120}
     assert not never & set(took)
 
 
@@ -80,6 +80,13 @@ def test_workers_share_the_budget(tmp_path):
     assert other.start("b", 40.0)
     assert not other.start("d", 1.0)
     assert [line["proof"] for line in one.finished()] == ["a"]
+
+
+def test_two_workers_have_four_minutes(tmp_path, monkeypatch):
+    monkeypatch.setenv(sampling._LEDGER, str(tmp_path))
+    monkeypatch.setenv("JAXLLM_SAMPLE_MINUTES", "")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    assert Budget.here().seconds == 240.0
 
 
 def test_a_sample_has_so_many_units_and_stops_at_a_failure(tmp_path):
