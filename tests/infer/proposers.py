@@ -1,4 +1,4 @@
-"""Proposers for tests: they know what plain decoding makes, and propose all of it, some of it, or none of it."""
+"""Proposers for tests: they know the tokens of plain decoding, and propose all, some or none of them, or nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 from jaxllm.infer import Request
 from jaxllm.infer.engine.sequence import Sequence
 
-Mode = Literal["all", "some", "none"]
+Mode = Literal["all", "some", "none", "silent"]
 
 
 class OracleProposer:
     """Proposes the tokens that plain decoding made: "all" as they are, "some" with mistakes, "none" right.
+
+    It proposes nothing if "silent".
 
     Attributes:
         known: tokens of each sequence after its prompt.
@@ -30,6 +32,8 @@ class OracleProposer:
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
         assert sequence.pending == 0, "its last token is not known"
+        if self.mode == "silent":
+            return []
         at = sequence.length - len(sequence.request.prompt)
         true = self.known[self._key(sequence)][at : at + count]
         if self.mode == "all":

@@ -13,11 +13,9 @@ from jaxllm.infer import Engine, EngineConfig, Grammar, Request, SamplingParams
 from jaxllm.infer.engine.proposer import proposed_tokens
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
-from tests import quick, tiny
+from tests import environment, quick, tiny
 from tests.infer import engines, meshes
 from tests.infer.proposers import Mode, OracleProposer
-
-WAYS = ("roomy", "tight, recompute", "tight, swap")
 
 
 def asked(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dict[str, Any]]:
@@ -36,8 +34,14 @@ def equal(got: list[Request], want: list[Request]) -> None:
 
 
 def beside(plain: Engine, verifying: Engine, requests: list[dict[str, Any]], oracle: OracleProposer) -> list[Request]:
-    """Serves the same by plain decoding, then with proposals, and compares every completion."""
+    """Serves the same by plain decoding, then with proposals, and compares every completion.
+
+    Args:
+        plain: may be the verifying engine, whose proposer is silent meanwhile.
+    """
+    mode, oracle.mode = oracle.mode, "silent"
     want = engines.serve(plain, requests)
+    oracle.mode = mode
     oracle.learn(want)
     before = dataclasses.replace(verifying.metrics)
     got = engines.serve(verifying, requests)
@@ -56,75 +60,76 @@ def beside(plain: Engine, verifying: Engine, requests: list[dict[str, Any]], ora
     return got
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_completions_are_those_of_plain_decoding(way, rng, float64):
-    """With all, some and none of the proposals accepted, short of pages, over page borders, with steps in flight."""
-    config = engines.ENGINES[way]
-    oracle = OracleProposer("all", rng, engines.VOCAB)
-    plain = engines.build(config, "llama", "float64")
-    verifying = engines.build(dataclasses.replace(config, verify_tokens=3), "llama", "float64", proposer=oracle)
-    for mode in ("all", "some", "none"):
-        oracle.mode = mode
-        requests = asked(rng, config, 5)
-        made = beside(plain, verifying, requests, oracle)
-        assert engines.error("llama", "float64", made) <= 1e-10
-        # Pages of completions that were verified are found again, and hold what the training forward computes.
-        again = [
-            {"prompt": s.tokens[:40], "params": SamplingParams(max_tokens=24, temperature=0.0, logprobs=1, seed=3)}
-            for r in made[-3:] for s in r.sequences
-        ]  # fmt: skip
-        hits = verifying.scheduler.hit_tokens
-        assert engines.error("llama", "float64", beside(plain, verifying, again, oracle)) <= 1e-10
-        assert way != "roomy" or verifying.scheduler.hit_tokens > hits
-    assert way == "roomy" or verifying.scheduler.preemptions > 0
+@pytest.fixture(scope="module")
+def verifying():
+    """An engine in float64 that runs out of pages, and its proposer."""
+    oracle = OracleProposer("all", np.random.default_rng(environment.seed()), engines.VOCAB)
+    config = dataclasses.replace(engines.ENGINES["tight, recompute"], max_sequences=2, decode_steps=1, verify_tokens=3)
+    with environment.x64():
+        return engines.build(config, "llama", "float64", proposer=oracle), oracle
 
 
-def test_full_acceptance_takes_fewer_steps(rng, float64):
-    config = dataclasses.replace(engines.ENGINES["roomy"], decode_steps=1)
-    oracle = OracleProposer("all", rng, engines.VOCAB)
-    plain = engines.build(config, "llama", "float64")
-    verifying = engines.build(dataclasses.replace(config, verify_tokens=4), "llama", "float64", proposer=oracle)
+@pytest.mark.parametrize("mode", ["all", "some", "none"])
+def test_completions_are_those_of_plain_decoding(verifying, mode: Mode, rng, float64):
+    """Short of pages and over page borders. Every way to serve: `make proof seams ONLY=verified_is_plain_decoding`."""
+    engine, oracle = verifying
+    oracle.mode = mode
+    before = engine.scheduler.preemptions
+    made = beside(engine, engine, asked(rng, engine.config, 5), oracle)
+    assert engines.error("llama", "float64", made) <= 1e-10
+    assert engine.scheduler.preemptions > before
+
+
+def test_full_acceptance_takes_fewer_steps(verifying, float64):
+    engine, oracle = verifying
     requests = [{"prompt": [5, 6, 7], "params": SamplingParams(max_tokens=41, temperature=0.0, seed=0)}]
-    beside(plain, verifying, requests, oracle)
-    assert (plain.metrics.steps, verifying.metrics.steps) == (41, 9)
+    steps, made = [engine.metrics.steps], []
+    for oracle.mode in ("silent", "all"):
+        made.append(engines.serve(engine, requests))
+        oracle.learn(made[0])
+        steps.append(engine.metrics.steps)
+    equal(*made)
+    assert np.diff(steps).tolist() == [41, 11]
 
 
 def test_over_replicas_and_split_heads(rng, float64):
-    config = engines.ENGINES["tight, swap"]
     oracle = OracleProposer("some", rng, engines.VOCAB)
-    plain = engines.build(config, "wide", "float64")
-    sizes = dataclasses.replace(config, verify_tokens=3)
-    verifying = meshes.over("data=2,tensor=2", "wide", sizes, "float64", proposer=oracle)
-    beside(plain, verifying, asked(rng, config, 5), oracle)
+    sizes = dataclasses.replace(engines.ENGINES["tight, swap"], max_sequences=1, decode_steps=1, verify_tokens=3)
+    engine = meshes.over("data=2,tensor=2", "wide", sizes, "float64", proposer=oracle)
+    made = beside(engine, engine, asked(rng, sizes, 5), oracle)
+    assert engines.error("wide", "float64", made) <= 1e-10
 
 
-def test_cancelled_and_replaced_weights_in_flight(rng):
+def check_cancelled_in_flight(engine: Engine, oracle: OracleProposer, rng: np.random.Generator) -> None:
     """What is cancelled, or computed again with other weights, while a verification runs leaves the books right."""
-    config = dataclasses.replace(engines.ENGINES["tight, recompute"], verify_tokens=3)
 
-    class Anything:
-        def propose(self, sequence: Any, count: int) -> list[int]:
-            return rng.integers(0, engines.VOCAB, count).tolist()
+    def propose(sequence: Any, count: int) -> list[int]:
+        return rng.integers(0, engines.VOCAB, count).tolist()
 
-    engine = engines.build(config, proposer=Anything())
-    made = [engine.submit(rng.integers(0, 40, 9).tolist(), SamplingParams(max_tokens=30)) for _ in range(6)]
-    for number in range(12):
-        engine.step()
-        engines.check_books(engine)
-        if number == 4:
-            assert any(s.unsettled for s in engine.scheduler.running)
-            engine.cancel(made[0])
-        if number == 7:
-            engine.swap(engine.runner.params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "propose", propose)
+        made = [engine.submit(rng.integers(0, 40, 9).tolist(), SamplingParams(max_tokens=30)) for _ in range(6)]
+        for number in range(12):
+            engine.step()
             engines.check_books(engine)
-    while engine.busy:
-        engine.step()
-        engines.check_books(engine)
+            if number == 4:
+                assert any(s.unsettled for s in engine.scheduler.running)
+                engine.cancel(made[0])
+            if number == 7:
+                engine.swap(engine.runner.params)
+                engines.check_books(engine)
+        while engine.busy:
+            engine.step()
+            engines.check_books(engine)
     assert [r.sequences[0].finish for r in made] == ["cancelled", *["length"] * 5]
     assert all(pages.available == pages.count for pages in engine.scheduler.pages)
 
 
-def writer(monkeypatch: pytest.MonkeyPatch, verify_tokens: int = 0, **fields: Any) -> Engine:
+def test_cancelled_and_replaced_weights_in_flight(verifying, rng, float64):
+    check_cancelled_in_flight(*verifying, rng)
+
+
+def writer(verify_tokens: int = 0, **fields: Any) -> Engine:
     """An engine whose tokens are bytes."""
     tokenizer = ByteTokenizer()
     config = tiny.decoder(dtype="float64", vocab_size=tokenizer.vocab_size, layers=1)
@@ -133,17 +138,15 @@ def writer(monkeypatch: pytest.MonkeyPatch, verify_tokens: int = 0, **fields: An
         max_sequences=4, max_batched_tokens=16, max_len=64, pages=40, page_size=8, buckets=(16,), decode_steps=1,
         samplers=("full",), verify_tokens=verify_tokens,
     )  # fmt: skip
-    monkeypatch.setattr(jax, "jit", quick.jit)
-    return Engine.of(functional(config), params, sizes, tokenizer=tokenizer, strict=True, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        return Engine.of(functional(config), params, sizes, tokenizer=tokenizer, strict=True, **fields)
 
 
-@pytest.mark.parametrize("mode", ["all", "some"])
-def test_grammars_and_stop_strings(mode: Mode, rng, float64, monkeypatch):
-    """Text, stop strings and forms: the detokenizer and the grammar see accepted tokens alone."""
-    oracle = OracleProposer(mode, rng, 256)
-    plain, verifying = writer(monkeypatch), writer(monkeypatch, verify_tokens=4, proposer=oracle)
+def written() -> list[dict[str, Any]]:
+    """Requests with grammars and stop strings."""
     forms = [Grammar.regex("[a-f]{3}[0-9]{12}"), Grammar.ebnf('start: "(" start ")" | "x"'), None, None]
-    requests = [
+    return [
         {
             "prompt": list(b"Say: "),
             "at": i,
@@ -154,10 +157,16 @@ def test_grammars_and_stop_strings(mode: Mode, rng, float64, monkeypatch):
         }
         for i, form in enumerate(forms)
     ]  # fmt: skip
-    beside(plain, verifying, requests, oracle)
 
 
-def test_what_is_not_legal_is_refused(rng):
+def test_grammars_and_stop_strings(rng, float64):
+    """Text, stop strings and forms: the detokenizer and the grammar see accepted tokens alone."""
+    oracle = OracleProposer("some", rng, 256)
+    engine = writer(verify_tokens=4, proposer=oracle)
+    beside(engine, engine, written(), oracle)
+
+
+def test_what_is_not_legal_is_refused(verifying, float64):
     with pytest.raises(ValueError, match="verify_tokens = 3 and proposer = None: give both"):
         engines.build(dataclasses.replace(engines.ENGINES["one after the other"], verify_tokens=3))
     with pytest.raises(ValueError, match=r"verify_tokens = 12; give 0 \(none\) to 11"):
@@ -169,7 +178,7 @@ def test_what_is_not_legal_is_refused(rng):
         def propose(self, sequence: Any, count: int) -> list[int]:
             return [1] * (count + 1)
 
-    engine = engines.engine("roomy")
+    engine, _ = verifying
     request = engine.submit([1, 2], SamplingParams(max_tokens=4))
     with pytest.raises(
         ValueError, match=rf"TooMany.propose returned \[1, 1, 1\] for request {request.id}; .* at most 2"
