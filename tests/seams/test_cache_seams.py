@@ -25,7 +25,6 @@ from tests.seams import every_other_token, int2_kv_format
 from tests.seams.dense_reference import DenseReference, error
 
 RULE = every_other_token.EveryOtherToken()
-INT2 = DenseReference("int2")
 DROPPED = DenseReference("plain", RULE.keep)
 BOTH = DenseReference("int2", RULE.keep)
 
@@ -36,38 +35,25 @@ def config(way: str, kv_dtype: str = "auto", retention: str | None = None, **fie
     return dataclasses.replace(engines.ENGINES[way], kv_dtype=kv_dtype, retention=retention, **cache, **fields)
 
 
-def served(engine: Engine, model: str, reference: DenseReference, rng: np.random.Generator, many: int = 6) -> None:
-    """Random traffic is what the reference computes, and not what the training forward does."""
+def served_error(
+    engine: Engine, model: str, reference: DenseReference, rng: np.random.Generator, many: int = 6
+) -> float:
+    """Error of random traffic against the reference, where the training forward computes something else."""
     asked = engines.traffic(rng, engine.config, many)
     long = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0)
     asked += [{"prompt": rng.integers(0, engines.VOCAB, n).tolist(), "params": long} for n in (17, 5)]
     for one in asked:  # the references score completions alone
         one["params"] = dataclasses.replace(one["params"], prompt_logprobs=None, logprobs=one["params"].logprobs or 0)
     made = engines.serve(engine, asked)
-    assert error(model, reference, made) <= 1e-10
     assert error(model, DenseReference(), made) > 1e-4
+    return error(model, reference, made)
 
 
-@pytest.mark.parametrize(
-    ("way", "model", "kv_dtype", "retention"),
-    [
-        ("tight, recompute", "llama", "int2", None),
-        ("tight, recompute", "llama", "auto", "every_other_token"),
-        ("tight, swap", "gemma3", "int2", "every_other_token"),
-    ],
-)
-def test_served_as_the_reference_computes(way, model, kv_dtype, retention, rng, float64):
-    reference = DenseReference("int2" if kv_dtype == "int2" else "plain", RULE.keep if retention else None)
-    served(engines.build(config(way, kv_dtype, retention), model, "float64"), model, reference, rng)
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "retention", "reference"), [("int2", None, INT2), ("auto", "every_other_token", DROPPED)]
-)
-def test_sharded(kv_dtype, retention, reference, rng, float64):
-    """Heads over two devices, and two replicas."""
-    sizes = config("tight, swap", kv_dtype, retention)
-    served(meshes.over("data=2,tensor=2", "wide", sizes, "float64"), "wide", reference, rng)
+def test_sharded(rng, float64):
+    """Both at once, heads over two devices, and two replicas. More: `make proof seams ONLY=served_as_the_reference`."""
+    sizes = config("tight, swap", "int2", "every_other_token", max_sequences=1, decode_steps=1)
+    engine = meshes.over("data=2,tensor=2", "wide", sizes, "float64")
+    assert served_error(engine, "wide", BOTH, rng) <= 1e-10
 
 
 def test_through_the_llm(rng, float64):
@@ -76,7 +62,7 @@ def test_through_the_llm(rng, float64):
     loaded = LoadedModel(
         model, params, ByteTokenizer(), None, jax.sharding.Mesh(jax.devices()[:1], ("data",)), 0, {}, None
     )
-    sizes = config("tight, recompute", "int2", "every_other_token")
+    sizes = config("tight, recompute", "int2", "every_other_token", max_sequences=2)
     llm = LLM(loaded, sizes, manifest=None)
     ids = rng.integers(0, engines.VOCAB, (5, 9)).tolist()
     asked = SamplingParams(max_tokens=30, seed=1, logprobs=0)
@@ -88,42 +74,41 @@ def test_through_the_llm(rng, float64):
     assert [c.outputs[0].tokens for c in made] == [tuple(r.sequences[0].tokens[9:]) for r in requests]
 
 
-def test_latents(rng, float64):
-    """Multi-head latent attention: one latent vector per token leaves."""
-    engine = engines.build(config("tight, recompute", "auto", "every_other_token"), "deepseek_v3", "float64")
-    served(engine, "deepseek_v3", DROPPED, rng, 4)
+def most_pages(retention: str | None) -> int:
+    """The most pages of 4 entries that a sequence of 60 tokens holds at a time."""
+    sizes = config("roomy", retention=retention, page_size=4, max_sequences=1, decode_steps=1, samplers=("plain",))
+    engine = engines.build(dataclasses.replace(sizes, prefix_cache=False), "llama")
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=57, temperature=0.0))
+    held = 0
+    while engine.busy:
+        engine.step()
+        engines.check_books(engine)
+        held = max([held, *(len(s.pages[0]) for s in engine.scheduler.running)])
+    return held
 
 
 def test_pages_follow_the_tokens_that_are_kept():
     """A sequence of 60 tokens is in 8 pages of 4, not 15: half of its tokens, and the last."""
-    made = []
-    for retention in (None, "every_other_token"):
-        sizes = config(
-            "roomy", retention=retention, page_size=4, max_sequences=1, decode_steps=1, max_batched_tokens=16
-        )
-        engine = engines.build(dataclasses.replace(sizes, prefix_cache=False), "llama")
-        engine.submit([1, 2, 3], SamplingParams(max_tokens=57, temperature=0.0))
-        held = 0
-        while engine.busy:
-            engine.step()
-            engines.check_books(engine)
-            held = max([held, *(len(s.pages[0]) for s in engine.scheduler.running)])
-        made.append(held)
-    assert made == [15, 8]
+    assert most_pages("every_other_token") == 8
 
 
 def test_verification_under_a_rule(rng, float64):
     """Entries of refused tokens leave; those that only accepted tokens let go stay away."""
-    sizes = config("tight, swap", "auto", "every_other_token")
-    oracle = OracleProposer("some", rng, engines.VOCAB)
-    plain = engines.build(sizes, "llama", "float64")
-    verifying = engines.build(dataclasses.replace(sizes, verify_tokens=3), "llama", "float64", proposer=oracle)
-    asked = [one | {"cancel": None} for one in engines.traffic(rng, sizes, 6)]
-    want = engines.serve(plain, asked)
+    sizes = config("tight, swap", "auto", "every_other_token", max_sequences=2, verify_tokens=3)
+    oracle = OracleProposer("silent", rng, engines.VOCAB)
+    engine = engines.build(sizes, "llama", "float64", proposer=oracle)
+    asked = [
+        one | {"cancel": None, "params": dataclasses.replace(one["params"], prompt_logprobs=None, logprobs=0)}
+        for one in engines.traffic(rng, sizes, 6)
+    ]
+    want = engines.serve(engine, asked)
     oracle.learn(want)
-    got = engines.serve(verifying, asked)
+    assert engine.metrics.proposed_tokens == 0
+    oracle.mode = "some"
+    got = engines.serve(engine, asked)
     assert [s.tokens for r in got for s in r.sequences] == [s.tokens for r in want for s in r.sequences]
-    assert 0 < verifying.metrics.accepted_tokens < verifying.metrics.proposed_tokens
+    assert 0 < engine.metrics.accepted_tokens < engine.metrics.proposed_tokens
+    assert error("llama", DROPPED, [*want, *got]) <= 1e-10
 
 
 def test_bytes_of_a_token():
