@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,10 +32,18 @@ from tests.train.runs import losses, run_config, stopped_at
 STEPS, ROWS, LENGTH, RATE, DECAY, MOMENTUM = 3, 8, 8, 0.5, 0.1, 0.8
 
 
-@pytest.fixture(autouse=True)
-def row(monkeypatch):
+@contextlib.contextmanager
+def with_row() -> Iterator[None]:
     """The row."""
-    monkeypatch.setitem(OPTIMIZERS, "sam", SAM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIMIZERS, "sam", SAM)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def row():
+    with with_row():
+        yield
 
 
 def sam_run(mesh: str = "fsdp=4,tensor=2", dtype: str = "float64", **fields: Any) -> RunConfig:
@@ -83,8 +93,8 @@ def reference(run: RunConfig) -> tuple[list[float], Any]:
     return found, params
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=2,data=2"])
-def test_it_trains_on_eight_devices_as_the_reference_by_hand(mesh, float64):
+def trained_error(mesh: str) -> float:
+    """Error of losses and parameters on eight devices against the reference."""
     run = sam_run(mesh, accumulate=2 if "stage" in mesh else 1)
     model = functional(run.model, run.parallel.rules())
     here = fitting_mesh(run, model, 8).build()
@@ -102,8 +112,12 @@ def test_it_trains_on_eight_devices_as_the_reference_by_hand(mesh, float64):
             got.append(float(metrics["loss"]))
     want, params = reference(run)
     assert np.ptp(want) > 1e-2
-    assert np.abs(np.array(got) / want - 1).max() < 1e-10
-    assert tiny.leaf_error(jax.device_get(state.params), params) < 1e-10
+    return max(np.abs(np.array(got) / want - 1).max(), tiny.leaf_error(jax.device_get(state.params), params))
+
+
+def test_it_trains_on_eight_devices_as_the_reference_by_hand(float64):
+    """A pipeline with gradient accumulation; another mesh: `make proof seams ONLY=sharpness_aware_steps`."""
+    assert trained_error("stage=2,fsdp=2,data=2") < 1e-10
 
 
 def test_its_step_is_compiled_and_reported():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,22 +112,27 @@ def restored(directory: Path) -> tuple[Any, dict[str, Any]]:
         return *checkpointer.restore_params(placed)[:1], checkpointer.read_meta()
 
 
-def test_eight_devices_train_as_one_does(tmp_path, float64):
-    config = dpo_run(tmp_path)
+def trained_error(config: RunConfig) -> float:
+    """Error of losses and saved parameters against the same steps on one device."""
     result = train(config, data=dataset(config))
     params, values = reference_steps(config)
     rows = RunDirectory(result.directory).read_metrics()
-    assert [row["loss"] for row in rows] == pytest.approx(values, rel=1e-10)
     assert values[0] == pytest.approx(np.log(2), rel=1e-12), "the policy starts as its reference"
     assert rows[-1]["accuracy"] in (0.0, 0.25, 0.5, 0.75, 1.0)
     saved, meta = restored(result.directory)
-    assert tiny.leaf_error(saved, params) < 1e-10
     assert meta["reference"]["source"] == "start"
     with Checkpointer(result.directory / "checkpoints", read_only=True) as checkpointer:
         leaves = checkpointer.manifest(STEPS).leaves
     assert {path.split("/")[0] for path in leaves} == {"params", "opt_state", "step", "rng"}, (
         "the reference is not saved"
     )
+    losses = np.array([row["loss"] for row in rows])
+    return max(tiny.leaf_error(saved, params), np.abs(losses / values - 1).max())
+
+
+def test_eight_devices_train_as_one_does(tmp_path, float64):
+    """On one mesh; others: `make proof seams ONLY=preferences_are_trained`."""
+    assert trained_error(dpo_run(tmp_path)) < 1e-10
 
 
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
@@ -146,18 +150,8 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
     assert train(parts, data=dataset(parts)).complete
     assert runs.losses(tmp_path / "runs" / "parts") == runs.losses(tmp_path / "runs" / "whole")
 
-    # Another run's parameters as the reference; they are checked when the run resumes.
-    other = dpo_run(tmp_path, model=model, name="other", reference=str(tmp_path / "runs" / "whole"))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        runs.signal_at(monkeypatch, 2)
-        train(other, data=dataset(other))
-    first = RunDirectory(tmp_path / "runs" / "other").read_metrics()[0]
-    assert first["loss"] != pytest.approx(np.log(2), abs=1e-6)
-    trained = dataclasses.replace(whole, seed=1, name="whole")
-    shutil.rmtree(tmp_path / "runs" / "whole")
-    train(trained, data=dataset(trained))
-    with pytest.raises(ResumeError, match="was trained with another reference model"):
-        train(other, data=dataset(other))
+    # Another run's parameters as the reference, which are others when it resumes:
+    # `make proof seams ONLY=another_reference_is_refused`.
 
 
 def test_the_reference_lies_as_the_trained_parameters_do(tmp_path):

@@ -105,32 +105,38 @@ def reference(*, averages: bool) -> tuple[list[list[float]], list[Any], list[Any
     return losses, [jax.device_get(state.params) for state in states], kept
 
 
-@pytest.mark.parametrize("averages", [True, False])
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2"])
-def test_replicas_are_separate_runs_whose_parameters_are_averaged(mesh, averages, float64, tmp_path):
-    """The last step is no outer step, so the replicas have gone apart again in both cases."""
-    made, state, seen = trained(mesh, averages=averages)
+def replica_error(averages: bool) -> tuple[float, Made, TrainState]:
+    """Error of replicas against separate runs; with the step and the state in the end.
+
+    The last step is no outer step, so the replicas have gone apart again in both cases.
+    """
+    made, state, seen = trained("data=2,fsdp=2,tensor=2", averages=averages)
     losses, params, kept = reference(averages=averages)
     found = jax.device_get((state.params, state.extras["ema"]))
+    worst = 0.0
     for r in range(REPLICAS):
         mine = jax.tree.map(lambda x, r=r: x[r], found)
-        assert tiny.leaf_error(mine[0], params[r]) < 1e-10
-        assert tiny.leaf_error(mine[1], kept[r]) < 1e-10
+        worst = max(worst, tiny.leaf_error(mine[0], params[r]), tiny.leaf_error(mine[1], kept[r]))
     assert tiny.leaf_error(params[0], params[1]) > 1e-4
     means = np.mean(losses, axis=1)
-    assert np.abs(np.array([metrics["loss"] for metrics in seen]) / means - 1).max() < 1e-10
+    worst = max(worst, float(np.abs(np.array([metrics["loss"] for metrics in seen]) / means - 1).max()))
     assert [int(m["tokens"]) for m in seen] == [(batch_at(n).targets >= 0).sum() for n in range(STEPS)]
-    if averages:
-        with Checkpointer(tmp_path) as saver:
-            saver.save(STEPS, state, {})
-            saver.wait()
-            back, _ = saver.restore(made.abstract)
-        pairs = zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True)
-        assert all(np.array_equal(a, b) and a.sharding == b.sharding for a, b in pairs)
+    return worst, made, state
 
 
-@pytest.mark.parametrize("averages", [False, True])
-def test_gradients_are_not_summed_over_the_axis_of_the_replicas(averages):
+def test_replicas_are_separate_runs_whose_parameters_are_averaged(float64, tmp_path):
+    """And saved, and restored. Never averaged: `make proof seams ONLY=replicas_are_separate_runs`."""
+    worst, made, state = replica_error(averages=True)
+    assert worst < 1e-10
+    with Checkpointer(tmp_path) as saver:
+        saver.save(STEPS, state, {})
+        saver.wait()
+        back, _ = saver.restore(made.abstract)
+    pairs = zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True)
+    assert all(np.array_equal(a, b) and a.sharding == b.sharding for a, b in pairs)
+
+
+def check_traffic(averages: bool) -> None:
     """Over ``data`` go the scalars of the metrics, and the parameters once where the outer step averages them."""
     made = step_of("data=2,fsdp=4", CONFIG32, averages=averages)
     spec = made.model.rules.spec(("batch", "seq"), made.mesh)
@@ -146,6 +152,11 @@ def test_gradients_are_not_summed_over_the_axis_of_the_replicas(averages):
     assert gradients > params
     expected = 0.25 * params if averages else 0
     assert expected < of_replicas < expected + 256, "scalars are less than 256 bytes"
+
+
+def test_gradients_are_not_summed_over_the_axis_of_the_replicas():
+    """With an outer step; without one: `make proof seams ONLY=traffic_of_replicas`."""
+    check_traffic(averages=True)
 
 
 def test_what_has_no_replicas_is_refused():
