@@ -133,6 +133,7 @@ def served_error(config: EngineConfig, rng: np.random.Generator) -> float:
         patch.setitem(engines.MODELS, "gated", gated(engines.MODELS["smollm2"]))
         engine = engines.build(config, "gated", "float64")
         model, weights = engines.model_of("gated", "float64"), engines.params_of("gated", "float64")
+    run = quick.jit(lambda tokens: jax.nn.log_softmax(reference_logits(model, weights, tokens)))
     worst = 0.0
     asked = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 11, 17)]
     params = engines.SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
@@ -141,8 +142,8 @@ def served_error(config: EngineConfig, rng: np.random.Generator) -> float:
     ):
         (own,) = made.sequences
         text = np.array(own.tokens)
-        scores = jax.nn.log_softmax(reference_logits(model, weights, text[None, :-1]))[0]
-        wanted = np.asarray(scores)[np.arange(len(prompt) - 1, len(text) - 1), text[len(prompt) :]]
+        scores = np.asarray(run(np.pad(text, (0, 32 - len(text)))[None]))[0]
+        wanted = scores[np.arange(len(prompt) - 1, len(text) - 1), text[len(prompt) :]]
         worst = max(worst, float(np.abs(wanted - own.logprobs).max()))
     return worst
 

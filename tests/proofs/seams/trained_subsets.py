@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from tests.proofs.harness import proof
-from tests.train.test_trainable import PARTS, check_gradient_bytes, check_step_bytes, gradient_error
+from tests.train.test_trainable import (
+    PARTS,
+    check_gradient_bytes,
+    check_state_of_subset,
+    check_step_bytes,
+    gradient_error,
+)
 
 
 @proof("seams", cases=list(PARTS), sample=1)
@@ -17,3 +23,9 @@ def bytes_of_a_subset(mesh: str) -> None:
 def gradients_of_a_subset(mesh: str) -> float:
     """Gradients of the subset are those of all parameters, and frozen parameters keep their bits."""
     return gradient_error(mesh)
+
+
+@proof("seams", cases=["muon", "adafactor"], sample=1)
+def optimizers_of_a_subset(kind: str) -> None:
+    """Other optimizers update the subset alone, and keep state for it alone."""
+    check_state_of_subset(kind)
