@@ -66,7 +66,7 @@ class CandidateSelector:
 
     def _start_round(self, search: _RunningSearch) -> None:
         """Submits a request of one token for each beam."""
-        whole, salt = search.request.prompt, search.request.salt.decode()
+        whole, salt = search.request.prompt, search.request.client_salt
         search.found = {}
         search.round = [
             self._submit(

@@ -198,7 +198,7 @@ class Engine:
         request_id = next(self._request_ids)
         cache_salt = prefix_salt(self.config, client=salt)
         request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)
-        request.service = service or request.service
+        request.service, request.client_salt = service or request.service, salt
         echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
         for number in range(params.n if params.beams > 1 else params.candidates):
             detokenizer = None

@@ -22,7 +22,7 @@ class Request:
         id: number given by the engine.
         prompt: token ids.
         params: sampling parameters.
-        salt: requests share cached pages only with requests of the same salt.
+        salt: requests share cached pages only with requests of the same salt, see ``prefix_cache.prefix_salt``.
         seed: seed of the sampling.
         stop_ids: all stop tokens.
         bad_words: token sequences that must not be generated.
@@ -32,6 +32,7 @@ class Request:
         selected: best completions, once all have ended; None before, and if all are returned.
         internal: part of another request; it has no output of its own.
         service: service level, for scheduling policies.
+        client_salt: the part of ``salt`` that the client asked for.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Request:
     selected: list[Sequence] | None = None
     internal: bool = False
     service: Service = field(default_factory=Service)
+    client_salt: str = ""
 
     @property
     def outputs(self) -> list[Sequence]:
