@@ -106,7 +106,8 @@ def load_dataset(
         ratio = evaluation.target_bytes / evaluation.target_tokens
         documents, tokens = (sum(count) for count in zip(*((len(x.starts), x.total) for x, _ in held), strict=True))
         lines[-1] += f"; held out {documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes each"
-    return Dataset(config, training, evaluation, tokenizer, "\n".join(lines))
+    # A cached property serves a protocol's property; the type checker does not see it.
+    return Dataset(config, training, evaluation, tokenizer, "\n".join(lines))  # pyright: ignore[reportArgumentType]
 
 
 def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> Documents:

@@ -30,6 +30,7 @@ from jaxllm.hub.quantised_checkpoints import dequantise_tensors, without_quantis
 from jaxllm.hub.safetensors import LazyTensor, Progress
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart, WeightTable, hf_layout
 from jaxllm.models import DecoderConfig, PackedWeight, functional
+from jaxllm.models.packed_weight import has_packed
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Suffixes of tensors in older files that are computed, not learned; an export carries them through unchanged."""
@@ -142,8 +143,12 @@ def export_hf(
     One tensor at a time is held beside the parameters. Nothing is left behind if it fails.
 
     Raises:
-        HubError: the directory exists, or the disk refuses.
+        HubError: weights are packed, the directory exists, or the disk refuses.
     """
+    if has_packed(model.params):
+        raise HubError(
+            'the model\'s weights are packed, which no published format has; load it with weights = "plain".'
+        )
     leaves = leaves_by_path(model.params)
     tensors = hf_tensors(model.source, model.config, leaves, model.carried)
     with safetensors.hub_directory(Path(directory)) as temporary:

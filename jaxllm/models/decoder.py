@@ -120,19 +120,7 @@ class DecoderConfig:
                 f"model: layers = {self.layers} is too few for a prefix of {len(self.prefix)} and a pattern; "
                 f"choose at least {len(self.prefix) + 1}."
             )
-        if self.matmul_precision != "plain" and self.mixtures:
-            raise ValueError(
-                f'model: matmul_precision = "{self.matmul_precision}" needs dense layers, but this model has experts; '
-                'choose "plain".'
-            )
         policies_by_segment(self.remat, self.segments)  # raises if the policies do not fit the layers
-        if "compact" in self.remat:
-            latent = any(block.attention.kv_spec.latent for block in self.blocks)
-            if self.matmul_precision != "plain" or latent or self.mixtures:
-                raise ValueError(
-                    f'model: remat = "{self.remat}"; "compact" needs dense layers without latent attention and '
-                    'matmul_precision = "plain"; choose "none" or "elementwise".'
-                )
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
 

@@ -54,6 +54,7 @@ class OptimizerSpec:
         passes: forward and backward passes per step with gradients of all parameters; 0: none (no backward pass).
         one_pass: the update needs the gradients of one pass at the parameters alone, as loss scaling and delayed fp8
             scaling require.
+        cross_entropy_only: the state is an estimate for next-token cross-entropy, and for no other objective.
         why_not_staged: why it does not support pipeline parallelism, as "samples labels"; empty: it does.
         arrays: for the planner: the state, with float32 moments and rounding to nearest, is so many arrays for each
             parameter, of its shape and dtype, and ``counters`` int32 scalars. None: evaluated abstractly.
@@ -70,6 +71,7 @@ class OptimizerSpec:
     averaging: bool = False
     passes: int = 1
     one_pass: bool = True
+    cross_entropy_only: bool = False
     why_not_staged: str = ""
     arrays: int | None = None
     counters: int = 0

@@ -106,6 +106,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         refresh=10,
         float32_state=True,
         one_pass=False,
+        cross_entropy_only=True,
         why_not_staged="samples labels from the model's logits",
         hooks=_hooks_of_step("sophia_hessian:sophia_hooks"),
     ),

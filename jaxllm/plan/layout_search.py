@@ -29,9 +29,9 @@ from jaxllm.plan.formulas.memory_estimate import MemoryEstimate
 from jaxllm.plan.formulas.step_time import StepTime, is_mixture
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
+from jaxllm.train.combinations import check_combinations
 from jaxllm.train.run import check_batch
 from jaxllm.train.step.pipelined_loss import pipeline_plan
-from jaxllm.train.step.step_builder import check_optimizer
 from sharding import AXES, MeshSpec, Rules, ShardingError
 
 REMATS = ("none", "elementwise", "full")
@@ -248,7 +248,7 @@ def _parameters_fit(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> bool
 def _runs(run: RunConfig, mesh: MeshSpec) -> bool:
     """True if the run's optimizer supports the layout."""
     try:
-        check_optimizer(run, mesh.abstract())
+        check_combinations(run, dict(mesh.axes))
     except ConfigError:
         return False
     return True

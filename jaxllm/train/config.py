@@ -94,22 +94,6 @@ class RunConfig:
                 "positions (model.learned_positions); give data.seq_len at most that."
             )
         self.routing.check(self.model)
-        if self.optim.rounding != "nearest" and self.model.param_dtype != "bfloat16":
-            raise ValueError(
-                f'optim.rounding = "{self.optim.rounding}" requires parameters stored in bfloat16, but '
-                f'model.param_dtype is "{self.model.param_dtype}"; give optim.rounding = "nearest", or '
-                'model.param_dtype = "bfloat16".'
-            )
-        if self.model.matmul_precision != "plain" and self.parallel.overlap == "ring":
-            raise ValueError(
-                f'model.matmul_precision = "{self.model.matmul_precision}" is not supported by ring collective matmuls '
-                '(parallel.overlap = "ring"); give parallel.overlap = "compiler".'
-            )
-        if self.parallel.overlap == "ring" and any(name in self.model.remat for name in ("offload", "compact")):
-            raise ValueError(
-                f'model.remat = "{self.model.remat}" is not supported with ring collective matmuls (parallel.overlap = '
-                '"ring"); give parallel.overlap = "compiler", or another model.remat.'
-            )
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")
         if self.data.batch_size % self.accumulate:

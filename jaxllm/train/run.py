@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -23,7 +23,7 @@ from jaxllm.observe.metric_sinks import check_sinks as check_trackers
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.mesh_search import check_parameters, resolve
-from jaxllm.parallel.pipeline.stage_split import Remat
+from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.records.receipt import versions
@@ -32,11 +32,10 @@ from jaxllm.train.recovery.saving import Place, Saver
 from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_processes import local_part, put_batch
 from jaxllm.train.step.loss import value_and_grad
-from jaxllm.train.step.numerics import init_numerics
 from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.objective_support import check_batch_fields, check_objective, check_trainable
+from jaxllm.train.step.objective_support import check_batch_fields, check_reference, check_trainable
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
-from jaxllm.train.step.step_builder import build_optimizer, build_step, check_offload, check_optimizer, run_state
+from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import ValueAndGrad, jit_step
 from pallas_kernels.ring_attention import order
@@ -149,7 +148,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
 
     Raises:
         ShardingError: the parameters or the batch do not fit it; lists the nearest meshes that they do.
-        ConfigError: pipeline settings without a pipeline, or an unsupported optimizer or offload setting.
+        ConfigError: settings do not go together (``jaxllm.train.combinations``).
     """
     shapes, axes = model.abstract(), model.logical_axes()
 
@@ -160,17 +159,9 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    check_optimizer(config, mesh.abstract())
-    check_offload(config, mesh.abstract())
-    check_objective(config, mesh.abstract())
+    check_combinations(config, dict(mesh.axes))
+    check_reference(config)
     check_trainable(config, model)
-    if dict(mesh.axes).get("stage", 1) == 1:
-        for name in ("chunks", "depths", "offload"):
-            if getattr(config.parallel, name):
-                raise ConfigError(
-                    f"parallel.{name} is a pipeline setting, but the mesh {config.mesh!r} has no stages: leave it out, "
-                    "or give the mesh some, such as stage=2."
-                )
     return mesh
 
 
@@ -188,8 +179,9 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
     """Loss and gradients of a run's step: pipelined on a mesh with stages, else with gradient accumulation.
 
     Raises:
-        ConfigError: the remat policy or precision is not supported in pipelines.
+        ConfigError: settings do not go together (``jaxllm.train.combinations``).
     """
+    check_combinations(config, dict(mesh.shape))
     shared: dict[str, Any] = {
         "objective": make_objective(config.objective, config.z_loss),
         "trainable": trainable_mask(model, config.trainable),
@@ -197,16 +189,6 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
         "zero": config.parallel.zero,
     }
     if (stages := mesh.shape.get("stage", 1)) > 1:
-        if config.model.remat not in get_args(Remat):
-            raise ConfigError(
-                f'model.remat = "{config.model.remat}" is not supported in pipelines; legal: '
-                f"{', '.join(get_args(Remat))}."
-            )
-        if init_numerics(config.model) is not None:
-            what = 'dtype = "float16"' if config.model.dtype == "float16" else 'matmul_precision = "fp8_delayed"'
-            raise ConfigError(
-                f"model.{what} keeps state between steps, which pipelines do not support; leave stage out of the mesh."
-            )
         return pipelined_value_and_grad(
             model, *pipeline_plan(config, stages), routing=config.routing, offload=config.parallel.offload, **shared
         )

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.config import ConfigError
 from jaxllm.models import MLAConfig, functional
 from jaxllm.models.compact_matmul import batch_seed, compact_matmul
-from jaxllm.train import value_and_grad
+from jaxllm.train import RunConfig, value_and_grad
+from jaxllm.train.combinations import check_combinations
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from tests import quick, tiny
 from tests.models.jaxprs import equations
@@ -118,5 +120,6 @@ def test_a_share_is_asked_for():
 def test_latent_attention_is_refused():
     (block,) = CONFIG.pattern
     latent = dataclasses.replace(block, attention=MLAConfig())
-    with pytest.raises(ValueError, match="needs dense layers without latent attention"):
-        dataclasses.replace(CONFIG, pattern=(latent,), remat="compact:0.5")
+    config = dataclasses.replace(CONFIG, pattern=(latent,), remat="compact:0.5")
+    with pytest.raises(ConfigError, match="between latents and heads have no compact form"):
+        check_combinations(RunConfig(model=config), {})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sharding
-from jaxllm.config import from_dict
+from jaxllm.config import ConfigError, from_dict
 from jaxllm.models import DecoderConfig
 from jaxllm.models.low_precision_matmul import (
     AMAX_HISTORY_LENGTH,
@@ -22,6 +22,8 @@ from jaxllm.models.low_precision_matmul import (
     quantised_matmul,
     update_amax_history,
 )
+from jaxllm.train import RunConfig
+from jaxllm.train.combinations import check_combinations
 from tests import quick, tiny
 
 KINDS = ["int8", "fp8_current", "fp8_delayed", "fp8_block"]
@@ -147,8 +149,9 @@ def test_the_same_on_a_mesh(kind, rng):
 
 def test_experts_and_rings_are_refused():
     moe = tiny.decoder(moe=(4, 2, 8, True))
-    with pytest.raises(ValueError, match='matmul_precision = "int8" needs dense layers'):
-        dataclasses.replace(moe, matmul_precision="int8")
+    run = RunConfig(model=dataclasses.replace(moe, matmul_precision="int8"))
+    with pytest.raises(ConfigError, match="experts have no low-precision form"):
+        check_combinations(run, {})
     assert DecoderConfig(matmul_precision="int8").matmul_precision == "int8"
 
 

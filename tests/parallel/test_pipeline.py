@@ -188,7 +188,7 @@ def test_illegal_pipelines_say_what_is_legal(fields, stages, says):
 @pytest.mark.parametrize("fields", [{"chunks": 2, "schedule": "interleaved"}, {"depths": (2, 4)}, {"offload": 0.5}])
 def test_sizes_of_a_pipeline_without_one_are_refused(fields):
     config = run_of(mesh="data=2", **fields)
-    with pytest.raises(ConfigError, match="the mesh 'data=2' has no stages"):
+    with pytest.raises(ConfigError, match="the mesh 'data=2' does not go with parallel"):
         fitting_mesh(config, functional(config.model, config.parallel.rules()), 2)
 
 

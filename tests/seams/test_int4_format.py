@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.checkpoint import CheckpointConfig, Checkpointer
 from jaxllm.convert.load import load_model
 from jaxllm.hub import HubError
+from jaxllm.hub.huggingface import HubModel, export_hf
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.runner.serving_mesh import placements, serving_model
 from jaxllm.models import PackedWeight, functional
@@ -123,6 +125,28 @@ def test_a_run_is_loaded_in_it_and_neither_trained_nor_exported(tmp_path):
     narrow = functional(dataclasses.replace(CONFIG, embed_dim=24))
     with pytest.raises(ValueError, match=r"attention/k: int4: 16 values share a scale, but 24 is no multiple of 16\."):
         packed_shapes(narrow, "int4")
+
+
+def test_saved_as_it_is_and_restored_over_a_mesh(tmp_path):
+    params, mesh = packed(), MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    abstract = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        params,
+        placements(serving_model(MODEL), params, mesh),
+    )
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(saving="blocking")) as checkpointer:
+        checkpointer.save(1, {"params": params}, {})
+        restored, _ = checkpointer.restore_params(abstract)
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, restored, params)
+    gate = restored["segments"]["0"]["0"]["mlp"]["gate"]
+    assert gate.values.sharding.shard_shape(gate.values.shape) == (2, 8, 32)
+
+
+def test_refused_at_export(tmp_path):
+    with pytest.raises(HubError, match="weights are packed, which no published format has"):
+        export_hf(HubModel(CONFIG, packed(), {"model_type": "llama"}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_file_and_one_row():

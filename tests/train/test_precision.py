@@ -19,6 +19,7 @@ from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig, train, train_step, value_and_grad
+from jaxllm.train.combinations import check_combinations
 from jaxllm.train.precision import PRECISIONS, Precision, precision_cost, tree_bytes, with_precision
 from jaxllm.train.run import build_value_and_grad
 from jaxllm.train.step.numerics import FIRST_SCALE, GROWTH_EVERY, LossScale, init_numerics
@@ -165,9 +166,12 @@ def test_a_name_sets_all_axes_and_is_read_back():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="requires parameters stored in bfloat16"):
-        dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, rounding="stochastic"))
+    rounded = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, rounding="stochastic"))
+    with pytest.raises(ConfigError, match="requires parameters stored in bfloat16"):
+        check_combinations(rounded, {})
     run = with_precision(RUN, "fp16")
     mesh = MeshSpec.parse("stage=2").build(jax.devices()[:2])
-    with pytest.raises(ConfigError, match='dtype = "float16" keeps state between steps, which pipelines do not'):
+    with pytest.raises(
+        ConfigError, match='dtype = "float16": loss scaling keeps state between steps, which pipelines do not'
+    ):
         build_value_and_grad(run, functional(run.model), mesh)

@@ -291,9 +291,9 @@ def test_numbers_that_mean_nothing_are_refused(fields, words):
 @pytest.mark.parametrize(
     ("action", "changes", "words"),
     [
-        ("skip", {"optim": OptimConfig(kind="mezo", clip_norm=None)}, "needs all gradients"),
+        ("skip", {"optim": OptimConfig(kind="mezo", clip_norm=None)}, "never holds all gradients"),
         ("lower_rate", {"optim": OptimConfig(kind="sgd", rounding="stochastic")}, "already rounded"),
-        ("rollback", {"memory": MemoryConfig()}, "checkpoint.memory must be None"),
+        ("rollback", {"memory": MemoryConfig()}, "set checkpoint.memory to None"),
     ],
 )
 def test_what_a_run_cannot_do_is_refused(action, changes, words, tmp_path):

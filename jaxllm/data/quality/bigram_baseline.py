@@ -55,12 +55,15 @@ def bigram_baseline_of(dataset: Dataset, *, max_train_bytes: int = 1 << 24) -> B
 
     max_train_bytes: about how many bytes from the beginning of the training text to fit on; 66,049 counts need no more.
 
-    Raises ValueError if nothing is held out.
+    Raises ValueError if nothing is held out, or the training data has no documents (a data source of one's own).
     """
     if dataset.heldout is None:
         raise ValueError("nothing is held out, so there is nothing to measure on; set data.heldout or heldout_fraction")
+    documents = getattr(dataset.train, "documents", None)
+    if documents is None:
+        raise ValueError("the training data has no documents to fit a bigram to; give a data set of documents")
     heldout = _texts(dataset.heldout.targets, dataset.tokenizer, None)
-    return bigram_baseline(_texts(dataset.train.documents, dataset.tokenizer, max_train_bytes), heldout)
+    return bigram_baseline(_texts(documents, dataset.tokenizer, max_train_bytes), heldout)
 
 
 def bits(test: Int[np.ndarray, "257 257"], counts: Int[np.ndarray, "257 257"], k: float, weight: float) -> float:

@@ -122,7 +122,7 @@ def token_logprobs(
         parts = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
     found = jax.lax.map(of_micro_batch, parts)
     with sharding.use_rules(model.rules):
-        return tuple(join_micro_batches(x) for x in found)
+        return join_micro_batches(found[0]), join_micro_batches(found[1])
 
 
 def _given_or_cross_entropy(objective: Objective | None, z_loss: float) -> Objective:

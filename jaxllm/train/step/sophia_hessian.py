@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.config import ConfigError
 from jaxllm.models import Functional, Segments
 from jaxllm.models.functional import cap_logits
 from jaxllm.optim import StepHooks
 from jaxllm.optim.sophia import HessianEstimate
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches, unpermute_sequence, value_and_grad
-from jaxllm.train.step.objective import HIDDEN, TOKENS, LossSums, ObjectiveConfig
+from jaxllm.train.step.objective import HIDDEN, TOKENS, LossSums
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
@@ -33,11 +32,6 @@ CHUNK = 256
 
 def sophia_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of Sophia: each update gets a ``hessian`` estimate."""
-    if run.objective != ObjectiveConfig():
-        raise ConfigError(
-            f'optim.kind = "{run.optim.kind}" estimates the Hessian of next-token cross-entropy, not that of '
-            f'objective.name = "{run.objective.name}": choose another optimizer.'
-        )
     shared: dict[str, Any] = {"accumulate": run.accumulate, "layout": run.parallel.layout}
     plain = value_and_grad(model, zero=run.parallel.zero, **shared)
     estimate = gauss_newton_estimator(model, plain, run.optim.every, **shared)

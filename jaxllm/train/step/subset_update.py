@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -31,6 +31,6 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """``optax.apply_updates`` where updates may be those of a subset; the other parameters are returned as they are."""
 
     def one(update: Any, param: jax.Array) -> jax.Array:
-        return param if update is None else optax.apply_updates(param, update)
+        return param if update is None else cast(jax.Array, optax.apply_updates(param, update))
 
     return jax.tree.map(one, updates, params, is_leaf=is_frozen)

@@ -1,0 +1,421 @@
+"""Combinations: which settings of a run do not go together, why, and what to do instead. One row each.
+
+A ``Feature`` is a setting that a run has or has not; a ``Refusal`` is a row of two features. ``check_combinations``
+raises for the first row that a run meets; what no row names goes together. docs/train/combinations.md is made of these
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, get_args
+
+from jaxllm.config import ConfigError
+from jaxllm.optim.optimizer_table import kinds_where
+from jaxllm.parallel.pipeline.stage_split import Remat
+from jaxllm.train.config import RunConfig
+from jaxllm.train.step.objective import HeadObjective, make_objective
+
+Sizes = Mapping[str, int]
+"""Sizes of the mesh axes."""
+
+
+class Feature(NamedTuple):
+    """Setting of a run.
+
+    Attributes:
+        on: whether a run on a mesh has it.
+        says: how the run says it, with its values.
+    """
+
+    on: Callable[[RunConfig, Sizes], bool]
+    says: Callable[[RunConfig], str]
+
+
+class Refusal(NamedTuple):
+    """Row of the table: two features that do not go together, why, and what to do instead."""
+
+    one: str
+    other: str
+    why: str
+    instead: str
+
+
+def _optimizer(run: RunConfig) -> str:
+    return f'optim.kind = "{run.optim.kind}"'
+
+
+def _objective(run: RunConfig) -> str:
+    return f'objective.name = "{run.objective.name}"'
+
+
+def _own_forward(run: RunConfig) -> bool:
+    return not isinstance(make_objective(run.objective, run.z_loss), HeadObjective)
+
+
+def _per_token(run: RunConfig) -> bool:
+    objective = make_objective(run.objective, run.z_loss)
+    return isinstance(objective, HeadObjective) and objective.per_token
+
+
+def _spikes(run: RunConfig) -> str:
+    return f'spikes.action = "{run.spikes.action}"'
+
+
+def _remat(run: RunConfig) -> str:
+    return f'model.remat = "{run.model.remat}"'
+
+
+def _precision(run: RunConfig) -> str:
+    return f'model.matmul_precision = "{run.model.matmul_precision}"'
+
+
+def _rounding(run: RunConfig) -> str:
+    return f'optim.rounding = "{run.optim.rounding}"'
+
+
+FEATURES: dict[str, Feature] = {
+    # Parallelism
+    "pipeline": Feature(lambda run, sizes: sizes.get("stage", 1) > 1, lambda run: f"the mesh {run.mesh!r} with stages"),
+    "no pipeline": Feature(lambda run, sizes: sizes.get("stage", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
+    "virtual stages": Feature(
+        lambda run, _: run.parallel.chunks > 0, lambda run: f"parallel.chunks = {run.parallel.chunks}"
+    ),
+    "depths of stages": Feature(
+        lambda run, _: bool(run.parallel.depths), lambda run: f"parallel.depths = {run.parallel.depths}"
+    ),
+    "pipeline offload": Feature(
+        lambda run, _: run.parallel.offload > 0, lambda run: f"parallel.offload = {run.parallel.offload}"
+    ),
+    "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero < 3, lambda run: f"parallel.zero = {run.parallel.zero}"),
+    "ring matmuls": Feature(lambda run, _: run.parallel.overlap == "ring", lambda run: 'parallel.overlap = "ring"'),
+    "tokens out of order": Feature(
+        lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
+        lambda run: f'parallel.layout = "{run.parallel.layout}"',
+    ),
+    # Model
+    "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),
+    "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
+    "low-precision matmuls": Feature(lambda run, _: run.model.matmul_precision != "plain", _precision),
+    "experts": Feature(lambda run, _: bool(run.model.mixtures), lambda run: "a model with experts"),
+    "scaled embedding gradient": Feature(
+        lambda run, _: run.model.embed_grad != 1.0, lambda run: f"model.embed_grad = {run.model.embed_grad}"
+    ),
+    "partial recomputation": Feature(lambda run, _: run.model.remat != "full", _remat),
+    "layerwise recomputation": Feature(lambda run, _: run.model.remat not in get_args(Remat), _remat),
+    "offloaded or compact activations": Feature(
+        lambda run, _: any(name in run.model.remat for name in ("offload", "compact")), _remat
+    ),
+    "compact activations": Feature(lambda run, _: "compact" in run.model.remat, _remat),
+    "latent attention": Feature(
+        lambda run, _: any(block.attention.kv_spec.latent for block in run.model.blocks),
+        lambda run: "a model with latent attention",
+    ),
+    "parameters not in bfloat16": Feature(
+        lambda run, _: run.model.param_dtype != "bfloat16", lambda run: f'model.param_dtype = "{run.model.param_dtype}"'
+    ),
+    # Optimizer
+    "layerwise optimizer": Feature(lambda run, _: run.optim.spec.layerwise, _optimizer),
+    "optimizer of whole gradients": Feature(lambda run, _: not run.optim.spec.layerwise, _optimizer),
+    "optimizer without stages": Feature(
+        lambda run, _: bool(run.optim.spec.why_not_staged),
+        lambda run: f"{_optimizer(run)} ({run.optim.spec.why_not_staged})",
+    ),
+    "optimizer of several passes": Feature(lambda run, _: not run.optim.spec.one_pass, _optimizer),
+    "optimizer without backward pass": Feature(lambda run, _: not run.optim.spec.passes, _optimizer),
+    "layerwise backward pass": Feature(
+        lambda run, _: run.optim.spec.layerwise and run.optim.spec.passes > 0, _optimizer
+    ),
+    "averaging optimizer": Feature(lambda run, _: run.optim.spec.averaging, _optimizer),
+    "optimizer of the cross-entropy": Feature(lambda run, _: run.optim.spec.cross_entropy_only, _optimizer),
+    "optimizer with its own step": Feature(lambda run, _: run.optim.spec.hooks is not None, _optimizer),
+    "optimizer that is not streamed": Feature(lambda run, _: not run.optim.spec.streamable, _optimizer),
+    "rounded updates": Feature(lambda run, _: run.optim.rounding != "nearest", _rounding),
+    "narrow moments": Feature(
+        lambda run, _: run.optim.moments != "float32", lambda run: f'optim.moments = "{run.optim.moments}"'
+    ),
+    "gradient accumulation": Feature(lambda run, _: run.accumulate > 1, lambda run: f"accumulate = {run.accumulate}"),
+    # Step
+    "reaction to spikes": Feature(lambda run, _: run.spikes.action != "none", _spikes),
+    "undone updates": Feature(lambda run, _: run.spikes.action in ("skip", "lower_rate"), _spikes),
+    "lowered rate": Feature(lambda run, _: run.spikes.action == "lower_rate", _spikes),
+    "rollback": Feature(lambda run, _: run.spikes.action == "rollback", _spikes),
+    "parameter average": Feature(lambda run, _: run.ema.decay > 0, lambda run: f"ema.decay = {run.ema.decay}"),
+    "norms by layer": Feature(
+        lambda run, _: run.observe.layers_every > 0, lambda run: f"observe.layers_every = {run.observe.layers_every}"
+    ),
+    "routing losses": Feature(
+        lambda run, _: (
+            bool(run.model.mixtures) and bool(run.routing.balance_loss or run.routing.z_loss or run.routing.bias_rate)
+        ),
+        lambda run: "routing.balance_loss, routing.z_loss or routing.bias_rate",
+    ),
+    # Host
+    "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
+    "parameter offload": Feature(lambda run, _: run.host.params, lambda run: "host.params"),
+    "updates on the host": Feature(
+        lambda run, _: run.host.optimizer and run.host.device_every > 1,
+        lambda run: f"host.device_every = {run.host.device_every}",
+    ),
+    "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
+    # Objective
+    "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),
+    "other objective": Feature(lambda run, _: run.objective.name != "cross_entropy", _objective),
+    "objective over several tokens": Feature(lambda run, _: not _per_token(run), _objective),
+    "reference model": Feature(lambda run, _: bool(run.reference), lambda run: f"reference = {run.reference!r}"),
+    "trainable subset": Feature(
+        lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
+    ),
+}
+
+NO_STAGES = "leave stage out of the mesh"
+WHOLE = "the optimizer never holds all gradients"
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("pipeline", "optimizer without stages", "its step needs the whole model on one device", NO_STAGES),
+    Refusal(
+        "pipeline",
+        "layerwise recomputation",
+        "a pipeline recomputes alike in all layers",
+        f"give one of {', '.join(get_args(Remat))}",
+    ),
+    Refusal(
+        "pipeline", "loss scaling", "loss scaling keeps state between steps, which pipelines do not support", NO_STAGES
+    ),
+    Refusal(
+        "pipeline",
+        "delayed fp8 scaling",
+        "the amax history is state between steps, which pipelines do not support",
+        NO_STAGES,
+    ),
+    Refusal("pipeline", "optimizer offload", "state on the host is updated layer by layer on one device", NO_STAGES),
+    Refusal("pipeline", "parameter offload", "stages keep their weights on the device", NO_STAGES),
+    Refusal(
+        "pipeline",
+        "objective over several tokens",
+        "the objective is not a sum over single tokens, but a device of a pipeline sees only its own rows",
+        NO_STAGES,
+    ),
+    Refusal(
+        "pipeline",
+        "reference model",
+        "a pipeline cannot score batches with a reference model",
+        "leave reference empty and give reference_logprobs with the data, or leave stage out of the mesh",
+    ),
+    Refusal(
+        "no pipeline",
+        "virtual stages",
+        "they divide the stages of a pipeline",
+        "leave it out, or give the mesh stages, such as stage=2",
+    ),
+    Refusal(
+        "no pipeline",
+        "depths of stages",
+        "they divide layers over the stages of a pipeline",
+        "leave it out, or give the mesh stages, such as stage=2",
+    ),
+    Refusal(
+        "no pipeline",
+        "pipeline offload",
+        "it moves the activations of a pipeline's stages",
+        "leave it out, or give the mesh stages, such as stage=2",
+    ),
+    Refusal(
+        "optimizer of several passes",
+        "loss scaling",
+        "the optimizer does not support loss scaling, which needs one pass with all gradients per step",
+        "give another model.dtype than float16",
+    ),
+    Refusal(
+        "optimizer of several passes",
+        "delayed fp8 scaling",
+        "the optimizer does not support delayed fp8 scaling, which needs one pass with all gradients per step",
+        "give another model.matmul_precision than fp8_delayed",
+    ),
+    Refusal(
+        "optimizer without backward pass",
+        "scaled embedding gradient",
+        "there is no backward pass to scale",
+        "set model.embed_grad to 1",
+    ),
+    Refusal("layerwise optimizer", "gradient accumulation", WHOLE, "set accumulate to 1 and reduce data.batch_size"),
+    Refusal(
+        "layerwise optimizer",
+        "ZeRO 1 or 2",
+        "the optimizer gathers the weights of one layer at a time",
+        "set parallel.zero to 3",
+    ),
+    Refusal("layerwise optimizer", "experts", "their routing losses need all layers", "choose another optimizer"),
+    Refusal(
+        "layerwise optimizer",
+        "norms by layer",
+        f"{WHOLE}, so their norms cannot be logged",
+        "set observe.layers_every to 0",
+    ),
+    Refusal("layerwise optimizer", "reaction to spikes", f"{WHOLE} before an update", 'give spikes.action = "none"'),
+    Refusal(
+        "layerwise optimizer",
+        "objective with its own forward passes",
+        "the objective would have to run layer by layer",
+        "choose another optimizer",
+    ),
+    Refusal(
+        "layerwise backward pass",
+        "partial recomputation",
+        "the optimizer saves only the input of each layer and recomputes the layer",
+        'set model.remat to "full"',
+    ),
+    Refusal(
+        "averaging optimizer", "lowered rate", "the updates move averages and cannot be scaled", "give another action"
+    ),
+    Refusal(
+        "optimizer with its own step",
+        "trainable subset",
+        "the optimizer updates all parameters",
+        "choose another optimizer",
+    ),
+    Refusal(
+        "optimizer of the cross-entropy",
+        "other objective",
+        "the optimizer estimates the Hessian of next-token cross-entropy",
+        "choose another optimizer",
+    ),
+    Refusal(
+        "rounded updates",
+        "lowered rate",
+        "updates that are already rounded would be scaled",
+        'set optim.rounding to "nearest"',
+    ),
+    Refusal(
+        "rounded updates",
+        "parameters not in bfloat16",
+        "rounding requires parameters stored in bfloat16",
+        'give optim.rounding = "nearest", or model.param_dtype = "bfloat16"',
+    ),
+    Refusal(
+        "rounded updates",
+        "optimizer offload",
+        "the state of a layer is streamed without a seed of rounding",
+        'set optim.rounding to "nearest"',
+    ),
+    Refusal(
+        "optimizer offload",
+        "optimizer that is not streamed",
+        "the state is updated layer by layer",
+        f"choose one of {', '.join(kinds_where(lambda spec: spec.streamable))}",
+    ),
+    Refusal(
+        "optimizer offload",
+        "loss scaling",
+        "a skipped float16 step would need a second copy of the optimizer state",
+        "set model.dtype to bfloat16",
+    ),
+    Refusal(
+        "optimizer offload",
+        "undone updates",
+        "an update that is undone would need a second copy of the optimizer state",
+        'set host.optimizer to false, or give "rollback"',
+    ),
+    Refusal(
+        "optimizer offload", "trainable subset", "the state of all layers is streamed", "set host.optimizer to false"
+    ),
+    Refusal(
+        "updates on the host",
+        "narrow moments",
+        "the host's CPU updates moments in float32",
+        'give optim.moments = "float32", or host.device_every = 1',
+    ),
+    Refusal(
+        "parameter offload",
+        "optimizer of whole gradients",
+        "the gradients need as much memory as the parameters",
+        f"choose one of {', '.join(kinds_where(lambda spec: spec.layerwise))}",
+    ),
+    Refusal(
+        "parameter offload",
+        "parameter average",
+        "the average needs as much device memory as the parameters",
+        "set ema.decay to 0",
+    ),
+    Refusal(
+        "rollback", "checkpoints in memory", "a rollback restores checkpoints on disk", "set checkpoint.memory to None"
+    ),
+    Refusal(
+        "experts",
+        "low-precision matmuls",
+        "grouped matmuls of experts have no low-precision form",
+        'choose model.matmul_precision = "plain"',
+    ),
+    Refusal(
+        "compact activations",
+        "experts",
+        "grouped matmuls of experts have no compact form",
+        'choose model.remat = "none" or "elementwise"',
+    ),
+    Refusal(
+        "compact activations",
+        "latent attention",
+        "the projections between latents and heads have no compact form",
+        'choose model.remat = "none" or "elementwise"',
+    ),
+    Refusal(
+        "compact activations",
+        "low-precision matmuls",
+        "a matmul is either of rounded operands or of a projected input",
+        'choose model.matmul_precision = "plain", or model.remat = "none" or "elementwise"',
+    ),
+    Refusal(
+        "ring matmuls",
+        "low-precision matmuls",
+        "low precision is not supported by ring collective matmuls",
+        'give parallel.overlap = "compiler"',
+    ),
+    Refusal(
+        "ring matmuls",
+        "offloaded or compact activations",
+        "the recomputation policy is not supported with ring collective matmuls",
+        'give parallel.overlap = "compiler", or another model.remat',
+    ),
+    Refusal(
+        "objective with its own forward passes",
+        "tokens out of order",
+        "the objective runs on rows in their own order",
+        "set parallel.layout to contiguous",
+    ),
+    Refusal(
+        "objective with its own forward passes",
+        "routing losses",
+        "the objective runs without the routing losses of experts",
+        "set them to 0",
+    ),
+)
+
+
+def refused(run: RunConfig, sizes: Sizes) -> list[Refusal]:
+    """Rows of the table that a run on a mesh meets."""
+    on = {name for name, feature in FEATURES.items() if feature.on(run, sizes)}
+    return [row for row in REFUSALS if row.one in on and row.other in on]
+
+
+def check_combinations(run: RunConfig, sizes: Sizes) -> None:
+    """Checks that a run's settings go together.
+
+    Args:
+        run: the run.
+        sizes: sizes of its mesh axes.
+
+    Raises:
+        ConfigError: names the two settings, why they do not, and what to do instead.
+    """
+    for row in refused(run, sizes):
+        one, other = (FEATURES[name].says(run) for name in (row.one, row.other))
+        raise ConfigError(f"{one} does not go with {other}: {row.why}; {row.instead}.")
+
+
+def markdown() -> str:
+    """Table of all rows, for the page of combinations."""
+    rows = [f"| {row.one} | {row.other} | {row.why} | {row.instead} |" for row in REFUSALS]
+    return "\n".join(["| this | with this | why not | instead |", "|---|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(markdown())

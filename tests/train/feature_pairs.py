@@ -1,0 +1,207 @@
+"""Pairs of settings of a tiny run, and one step of it: what no row of the combination table names goes together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.checkpoint.config import MemoryConfig
+from jaxllm.config import ConfigError
+from jaxllm.data import DataConfig
+from jaxllm.models import MLAConfig, MoeConfig, RopeConfig, RouterConfig, functional
+from jaxllm.optim import OptimConfig, ScheduleConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.train import RunConfig
+from jaxllm.train.combinations import FEATURES, refused
+from jaxllm.train.host_offload import HostConfig
+from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.step.loss_spikes import SpikeConfig
+from jaxllm.train.step.param_average import EmaConfig
+from jaxllm.train.step.routing_losses import RoutingConfig
+from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state, step_links
+from jaxllm.train.step.step_chain import link_states
+from jaxllm.train.step.train_state import init_state
+from sharding import MeshSpec
+from tests import quick, tiny
+
+CONSTANT = ScheduleConfig("constant", peak=1e-2)
+BASE = RunConfig(
+    model=tiny.decoder(dtype="float32", kv_heads=4, layers=4, remat="full"),
+    data=DataConfig(batch_size=8, seq_len=16),
+    optim=OptimConfig(CONSTANT, clip_norm=None),
+    steps=4,
+    mesh="fsdp=4",
+    parallel=ParallelConfig(layout="contiguous"),
+)
+Setting = Callable[[RunConfig], RunConfig]
+
+
+def _model(**fields: Any) -> Setting:
+    return lambda run: dataclasses.replace(run, model=dataclasses.replace(run.model, **fields))
+
+
+def _block(**fields: Any) -> Setting:
+    def changed(run: RunConfig) -> RunConfig:
+        return _model(pattern=(dataclasses.replace(run.model.pattern[0], **fields),))(run)
+
+    return changed
+
+
+def _optim(**fields: Any) -> Setting:
+    return lambda run: dataclasses.replace(run, optim=dataclasses.replace(run.optim, **fields))
+
+
+def _parallel(**fields: Any) -> Setting:
+    return lambda run: dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **fields))
+
+
+def _run(**fields: Any) -> Setting:
+    return lambda run: dataclasses.replace(run, **fields)
+
+
+def _pipeline(run: RunConfig) -> RunConfig:
+    return dataclasses.replace(run, mesh="stage=2,fsdp=2", accumulate=max(4, run.accumulate))
+
+
+def _axis(name: str) -> Setting:
+    def changed(run: RunConfig) -> RunConfig:
+        return dataclasses.replace(run, mesh=f"stage=2,{name}=2" if "stage" in run.mesh else f"fsdp=2,{name}=2")
+
+    return changed
+
+
+def _all(*settings: Setting) -> Setting:
+    return lambda run: functools.reduce(lambda made, setting: setting(made), settings, run)
+
+
+SETTINGS: dict[str, Setting] = {
+    "pipeline": _pipeline,
+    "virtual stages": _parallel(schedule="interleaved", chunks=2),
+    "depths of stages": _parallel(depths=(1, 3)),
+    "pipeline offload": _parallel(offload=0.5),
+    "ZeRO 1 or 2": _parallel(zero=1),
+    "ring matmuls": _all(_axis("tensor"), _parallel(sequence=True, overlap="ring")),
+    "tokens out of order": _all(_axis("context"), _parallel(layout="zigzag")),
+    "loss scaling": _model(dtype="float16"),
+    "delayed fp8 scaling": _model(matmul_precision="fp8_delayed"),
+    "low-precision matmuls": _model(matmul_precision="int8"),
+    "experts": _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
+    "latent attention": _block(attention=MLAConfig(4, 16, None, 8, 4, 8, rope=RopeConfig(interleaved=True))),
+    "scaled embedding gradient": _model(embed_grad=0.1),
+    "partial recomputation": _model(remat="elementwise"),
+    "layerwise recomputation": _model(remat="none=2,full=2"),
+    "offloaded or compact activations": _model(remat="offload"),
+    "compact activations": _model(remat="compact:0.5"),
+    "layerwise optimizer": _optim(kind="adalomo"),
+    "optimizer without backward pass": _optim(kind="mezo"),
+    "optimizer without stages": _optim(kind="sophia"),
+    "averaging optimizer": _optim(kind="schedule_free"),
+    "optimizer that is not streamed": _optim(kind="muon"),
+    "rounded updates": _all(_model(param_dtype="bfloat16"), _optim(rounding="stochastic")),
+    "narrow moments": _optim(moments="8bit"),
+    "gradient accumulation": _run(accumulate=2),
+    "reaction to spikes": _run(spikes=SpikeConfig("skip", window=4)),
+    "lowered rate": _run(spikes=SpikeConfig("lower_rate", window=4)),
+    "rollback": _run(spikes=SpikeConfig("rollback", window=4)),
+    "parameter average": _run(ema=EmaConfig(0.9)),
+    "routing losses": _all(
+        _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
+        _run(routing=RoutingConfig(balance_loss=0.1, bias_rate=0.01)),
+    ),
+    "norms by layer": lambda run: dataclasses.replace(run, observe=dataclasses.replace(run.observe, layers_every=1)),
+    "optimizer offload": _run(host=HostConfig(optimizer=True)),
+    "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
+    "parameter offload": _run(host=HostConfig(params=True)),
+    "checkpoints in memory": lambda run: dataclasses.replace(
+        run, checkpoint=dataclasses.replace(run.checkpoint, memory=MemoryConfig())
+    ),
+    "trainable subset": _run(trainable=("attention",)),
+}
+"""How a run gets each feature. Those left out are the opposite of another, or need more than a step: a data source that
+gives scores, a reference model."""
+
+BESIDE_THE_STEP = {"rollback", "checkpoints in memory"}
+"""Features that change what the host does between steps, and not the step's program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Outcome of a pair: the rows that name it, or the digest of its step's program and the loss."""
+
+    run: RunConfig
+    rows: int
+    program: str = ""
+    loss: float = 0.0
+
+
+def sizes_of(run: RunConfig) -> dict[str, int]:
+    return dict(MeshSpec.parse(run.mesh).axes)
+
+
+def with_features(*names: str) -> RunConfig | None:
+    """The run with these features; None if one setting undoes another, as two optimizers do."""
+    run = BASE
+    for name in names:
+        run = SETTINGS[name](run)
+    return run if all(FEATURES[name].on(run, sizes_of(run)) for name in names) else None
+
+
+@functools.lru_cache(512)
+def outcome(*names: str) -> Pair | None:
+    """Refuses or runs one step of the run with these features, and holds that it is one or the other by the table."""
+    run = with_features(*names)
+    if run is None:
+        return None
+    rows = refused(run, sizes_of(run))
+    model = functional(run.model, run.parallel.rules())
+    if rows:
+        with pytest.raises(ConfigError, match="does not go with"):
+            fitting_mesh(run, model, 4)
+        return Pair(run, len(rows))
+    mesh = fitting_mesh(run, model, 4).build(jax.devices()[:4])
+    transform = build_optimizer(run, model)
+    abstract = run_state(run, model, transform, mesh)
+    step = build_step(
+        run, model, build_value_and_grad(run, model, mesh), transform, layers=run.observe.layers_every > 0
+    )
+    batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)
+    with jax.set_mesh(mesh):
+        jitted = quick.jit(step)
+        state = init_state(model, transform, mesh, 0, abstract, extras=link_states(step_links(run)))
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh)))
+        lowered = jitted.lower(state, batch)
+        after, metrics = jitted(state, batch)
+        loss = float(metrics["loss"])
+    assert np.isfinite(loss)
+    assert 2 < loss < 8
+    assert int(after.step) == 1
+    return Pair(run, 0, hashlib.sha256(lowered.as_text().encode()).hexdigest(), loss)
+
+
+def check_pair(seed: int) -> int:
+    """Draws two features that one run can have; returns the number of rows that refuse it.
+
+    A pair that runs has another program than a run with either feature alone: none is ignored.
+    """
+    rng = random.Random(seed)
+    while True:
+        one, other = rng.sample(sorted(SETTINGS), 2)
+        found = outcome(one, other)
+        if found is not None:
+            break
+    if found.rows == 0:
+        for kept, added in ((one, other), (other, one)):
+            alone = outcome(kept)
+            if alone is None or alone.rows or FEATURES[added].on(alone.run, sizes_of(alone.run)):
+                continue
+            if added not in BESIDE_THE_STEP:
+                assert alone.program != found.program, f"{added} changes nothing beside {kept}"
+    return found.rows
