@@ -69,6 +69,7 @@ def _by_arrays(thing: Any = None, **typechecker: Any) -> Any:
     """``jaxtyping.jaxtyped`` for what takes or returns arrays, the checker alone for the rest."""
     if thing is None:
         return lambda thing: _by_arrays(thing, **typechecker)
+    function: Any
     if isinstance(thing, type):
         function = vars(thing).get("__init__") if dataclasses.is_dataclass(thing) else None
         modules = [base.__module__ for base in thing.__mro__]  # a field has the names of the class that it is from

@@ -1,5 +1,6 @@
 """Data loader: from configuration to dataset, with real files; and each setting that is refused."""
 
+import inspect
 import json
 import subprocess
 import sys
