@@ -24,7 +24,7 @@ from beartype.roar import BeartypeDecorHintPep585DeprecationWarning, BeartypeDec
 _F = TypeVar("_F", bound=Callable)
 
 # An int is a fine value for a float field, as PEP 484 has it.
-_CONF = BeartypeConf(is_pep484_tower=True)
+_CONF = BeartypeConf(is_pep484_tower=True, violation_type=TypeError)
 
 
 _made: dict[Any, Callable] = {}

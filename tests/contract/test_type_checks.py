@@ -20,5 +20,5 @@ from pallas_kernels.flash_attention import flash_attention
     ids=["a function", "a dataclass", "dimensions that differ"],
 )
 def test_what_does_not_fit_its_annotation_is_refused(call, said) -> None:
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(TypeError, match=said):
         call()
