@@ -55,8 +55,7 @@ def _rows_by_matrices(equation: str, rows: Array, matrices: Array, group_sizes: 
     size = block_rows(len(rows), len(matrices))
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     padded = _pad(rows, size)
-    one = jnp.einsum(equation, padded[:1], matrices[0], preferred_element_type=dtype)
-    out = _zeros(one, (len(padded), columns))
+    out = _zeros(rows, (len(padded), columns), dtype)
 
     def block(out: Array, start: Array, inside: Array, matrix: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(padded, start, size)
@@ -75,7 +74,7 @@ def _rows_by_rows(lhs: Array, d_out: Array, group_sizes: Array) -> Float[Array, 
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     lhs, d_out = _pad(lhs, size), _pad(d_out, size)
     shape = (len(group_sizes), lhs.shape[1], d_out.shape[1])
-    total = _zeros(jnp.einsum("kr,rn->kn", lhs[:1].T, d_out[:1], preferred_element_type=dtype), shape)
+    total = _zeros(lhs, shape, dtype)
 
     def block(total: Array, start: Array, inside: Array, group: Array) -> Array:
         # Mask both operands: 0 * nan is nan.
@@ -109,9 +108,9 @@ def _over_blocks(
     return jax.lax.fori_loop(0, len(group_sizes), group, carry)
 
 
-def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros for a loop's carry, of the type and mesh of ``like`` and varying over the same mesh axes."""
-    zero = jnp.zeros_like(like[:1, :1])
+def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros for a loop's carry, varying over the same mesh axes as ``like``."""
+    zero = jnp.zeros_like(like[:1, :1], dtype)
     return jnp.broadcast_to(zero.reshape((1,) * len(shape)), shape)
 
 

@@ -48,10 +48,11 @@ def test_a_drawn_pair_runs_or_is_refused(draw, rng):
 
 def test_settings_of_any_pair_are_made_or_refused_by_the_optimizers_table():
     """For all pairs, without a step: what a row of this table refuses is found after the settings are made."""
-    made = 0
+    refusals = []
     for names in itertools.permutations(sorted(SETTINGS), 2):
         try:
-            made += with_features(*names) is not None
+            with_features(*names)
         except ValueError as refusal:
-            assert re.search(BY_THE_OPTIMIZER, str(refusal)), names
-    assert made > len(SETTINGS) ** 2 / 2
+            refusals.append(str(refusal))
+    assert len(refusals) > 10
+    assert all(re.search(BY_THE_OPTIMIZER, refusal) for refusal in refusals), refusals
