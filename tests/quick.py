@@ -37,6 +37,6 @@ def logits(config: DecoderConfig, params: Any, tokens: np.ndarray) -> np.ndarray
     model = functional(config)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     run = jit(lambda p, t: model.head(p, model.forward(p, t, positions, Segments())[0]))
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    with jax.set_mesh(sharding.mesh) if isinstance(sharding, jax.NamedSharding) else contextlib.nullcontext():
+    mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return np.asarray(run(params, jnp.asarray(tokens)))

@@ -119,11 +119,8 @@ def _put(tree: Any, rows: Any, number: Array) -> Any:
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled for the host's CPU: its arguments and results are in host memory."""
     if jax.__version_info__ >= (0, 12):
-        return compute_on.compute_on(
-            function,
-            compute_type="device_host",
-            out_memory_spaces=jax.memory.Space.Host,  # type: ignore[call-arg]
-        )
+        newest: Any = compute_on.compute_on
+        return newest(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 
     def run(*args: Any) -> Any:
         with compute_on.compute_on("device_host"):
