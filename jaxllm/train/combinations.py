@@ -237,6 +237,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "there is no backward pass to scale",
         "set model.embed_grad to 1",
     ),
+    Refusal(
+        "optimizer without backward pass",
+        "layerwise recomputation",
+        "there is no backward pass that needs activations",
+        'set model.remat to "full"',
+    ),
     Refusal("layerwise optimizer", "gradient accumulation", WHOLE, "set accumulate to 1 and reduce data.batch_size"),
     Refusal(
         "layerwise optimizer",
