@@ -34,6 +34,7 @@ from jaxllm.train.records.recorder import NON_SCALAR, Recorder, start_facts
 from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.recovery.rollback import RollbackRequested, check_step_metrics, finite_or_none, roll_back
 from jaxllm.train.recovery.saving import Saver
+from jaxllm.train.recovery.step_watchdog import StepWatchdog
 from jaxllm.train.run import Run
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
 from jaxllm.train.step.param_average import evaluated_params
@@ -166,7 +167,8 @@ def run_until(
 ) -> tuple[TrainState, int]:
     """Loop over training steps, from step ``first`` until the last step or until ``stopped()``.
 
-    Step n is dispatched before the metrics of step n - 1 are read, so that the devices never wait for the log.
+    Step n is dispatched before the metrics of step n - 1 are read, so that the devices never wait for the log. A step
+    that does not come back is named (``jaxllm.train.recovery.step_watchdog``).
 
     Args:
         step: the compiled step, ``(state, batch) -> (state, metrics)``.
@@ -187,7 +189,7 @@ def run_until(
     pending: list[tuple[int, dict[str, Any]]] = []  # the dispatched step whose metrics have not been read
     done = first
     batches = Prefetcher(run.batches, first, run.put_batch, shard=run.data_shard, num_shards=run.num_data_shards)
-    with batches, jax.set_mesh(run.mesh):
+    with batches, jax.set_mesh(run.mesh), StepWatchdog(config.observe.stalled_after) as watchdog:
         values: dict[str, float] = {}
 
         def read_pending_metrics() -> None:
@@ -195,7 +197,8 @@ def run_until(
             if not pending:
                 return
             number, metrics = pending.pop()
-            values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
+            with watchdog.waiting_for(number):
+                values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
             check_step_metrics(run, recorder, saver, number, values)
             recorder.step(number, values, metrics)
 
@@ -204,7 +207,7 @@ def run_until(
             jax.block_until_ready(state)
 
         for number, batch in recorder.timed_batches(batches, pending):
-            with recorder.profiler.before_step(number + 1, wait_for_devices):
+            with recorder.profiler.before_step(number + 1, wait_for_devices), watchdog.waiting_for(number + 1):
                 state, metrics = step(state, batch)
             read_pending_metrics()  # of the step before
             done = number + 1

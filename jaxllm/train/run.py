@@ -73,7 +73,7 @@ class Run:
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.is_leader)
         check_precision(config)
         self.model = functional(config.model, config.parallel.rules())
-        self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
+        self.mesh = fitting_mesh(config, self.model, jax.device_count(), jax.default_backend()).build()
         self.optimizer = build_optimizer(config, self.model)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
         self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
@@ -143,8 +143,14 @@ class Run:
         }
 
 
-def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> MeshSpec:
+def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platform: str = "") -> MeshSpec:
     """Mesh of a run over so many devices.
+
+    Args:
+        config: the run.
+        model: of the run.
+        num_devices: number of devices.
+        platform: of the devices, where it is known: some combinations are refused on one platform alone.
 
     Raises:
         ShardingError: the parameters or the batch do not fit it; lists the nearest meshes that they do.
@@ -159,7 +165,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    check_combinations(config, dict(mesh.axes))
+    check_combinations(config, dict(mesh.axes), platform)
     check_reference(config)
     check_trainable(config, model)
     return mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -339,6 +340,21 @@ def test_soap(rng, float64):
     again = stepped(named("soap", **PLAIN), np.random.default_rng(0), steps=2)
     for name in ("table", "gain"):
         np.testing.assert_array_equal(adam[2][name], again[2][name])
+
+
+@pytest.mark.parametrize("kind", ["soap", "galore"])
+def test_cpus_decompose_one_matrix_at_a_time(kind):
+    """XLA's CPU decompositions of several large matrices wait for each other on several simulated devices."""
+    transform = optimizer(plain(kind), 2, AXES)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    lower = jax.jit(transform.update).trace(params, jax.eval_shape(transform.init, params), params).lower
+    stacks = {
+        platform: set(
+            re.findall(r"(?:syevd|geqrf|orgqr|Eigh|eigh|Qr)\w*\(.*?\(tensor<(\d+)x", lower(**where).as_text())
+        )
+        for platform, where in (("cpu", {}), ("tpu", {"lowering_platforms": ("tpu",)}))
+    }
+    assert stacks == {"cpu": {"1"}, "tpu": {"2"}}
 
 
 def test_eight_bits_stay_near_float32(rng, float64):

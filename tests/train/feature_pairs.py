@@ -88,6 +88,7 @@ SETTINGS: dict[str, Setting] = {
     "depths of stages": _parallel(depths=(1, 3)),
     "pipeline offload": _parallel(offload=0.5),
     "ZeRO 1 or 2": _parallel(zero=1),
+    "rings": _axis("context"),
     "ring matmuls": _all(_axis("tensor"), _parallel(sequence=True, overlap="ring")),
     "tokens out of order": _all(_axis("context"), _parallel(layout="zigzag")),
     "loss scaling": _model(dtype="float16"),
@@ -160,13 +161,13 @@ def outcome(*names: str) -> Pair | None:
     run = with_features(*names)
     if run is None:
         return None
-    rows = refused(run, sizes_of(run))
+    rows = refused(run, sizes_of(run), "cpu")
     model = functional(run.model, run.parallel.rules())
     if rows:
         with pytest.raises(ConfigError, match="does not go with"):
-            fitting_mesh(run, model, 4)
+            fitting_mesh(run, model, 4, "cpu")
         return Pair(run, len(rows))
-    mesh = fitting_mesh(run, model, 4).build(jax.devices()[:4])
+    mesh = fitting_mesh(run, model, 4, "cpu").build(jax.devices()[:4])
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     step = build_step(
