@@ -149,6 +149,24 @@ def test_muon_makes_each_layers_matrix_orthogonal(rng, float64):
     assert not np.allclose(adam[2]["w"], again[2]["w"])
 
 
+def test_muon_has_nesterov_momentum(rng, float64):
+    """G + 0.95 M of M <- 0.95 M + G, then five Newton-Schulz steps: Jordan et al., Moonlight's code."""
+    before, grads, after = stepped(plain("muon"), rng)
+    want = before["w"].copy()
+    for layer in range(2):
+        buffer = np.zeros((6, 8))
+        for grad in grads:
+            g = grad["w"][layer].reshape(6, 8)
+            buffer = 0.95 * buffer + g
+            x = 0.05 * (g + 0.95 * buffer)
+            x = x / (np.linalg.norm(x) + 1e-8)
+            for _ in range(5):
+                square = x @ x.T
+                x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+            want[layer] -= 0.01 * 0.2 * math.sqrt(8) * x.reshape(6, 2, 4)
+    np.testing.assert_allclose(after["w"], want, rtol=1e-10, atol=1e-12)
+
+
 def numpy_low_rank(kind, before, grads, refresh, b1, b2):
     """GaLore's algorithm 2 and APOLLO's algorithm 1 for "w" of two layers, 6 x 8, rank 3."""
     rank, want = 1 if kind == "apollo_mini" else 3, before.copy()
