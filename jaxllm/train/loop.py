@@ -220,6 +220,7 @@ def run_until(
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:
                 read_pending_metrics()  # a state is saved only after its step's loss was found finite
+                state = run.settled(state)
             if place:
                 events.flush()
                 run.save(saver, place, done, state, {key: finite_or_none(value) for key, value in values.items()})

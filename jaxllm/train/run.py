@@ -35,11 +35,12 @@ from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.objective_support import check_batch_fields, check_reference, check_trainable
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
-from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
+from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state, settle_function, step_links
+from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import ValueAndGrad, jit_step
 from pallas_kernels.ring_attention import order
-from sharding import MeshSpec
+from sharding import MeshSpec, shardings_of
 
 
 class Run:
@@ -54,6 +55,7 @@ class Run:
         model: the architecture with its sharding rules.
         optimizer: the optax chain.
         abstract: shapes, dtypes and shardings of the train state.
+        links: techniques of the step, some of which keep state.
         init_model: the model that parameters are initialised from, or None.
         data: training and held-out datasets, and the tokenizer.
         reference: the frozen reference model, or None.
@@ -76,6 +78,9 @@ class Run:
         self.mesh = fitting_mesh(config, self.model, jax.device_count(), jax.default_backend()).build()
         self.optimizer = build_optimizer(config, self.model)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
+        self.links = step_links(config)
+        settle = settle_function(config, self.model)
+        self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
         self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
         init = self.init_model
         self.reference = ReferenceModel(config, self.model, self.mesh, init) if config.reference else None
@@ -125,7 +130,15 @@ class Run:
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
         meta = {**self.meta(step), "metrics": metrics, **state_providers.collect_facts(self.also)}
-        saver.save(place, step, state_providers.with_provider_arrays(state, self.also), meta)
+        saved = saved_state(state, self.links)
+        saver.save(place, step, state_providers.with_provider_arrays(saved, self.also), meta)
+
+    def settled(self, state: TrainState) -> TrainState:
+        """The state with its pending update applied, as saves and evaluations need; its buffers are donated."""
+        if self._settle is None:
+            return state
+        with jax.set_mesh(self.mesh):
+            return self._settle(state)
 
     def meta(self, step: int) -> dict[str, Any]:
         """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions, reference."""

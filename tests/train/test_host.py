@@ -43,8 +43,12 @@ def test_a_run_is_the_same(tmp_path, kind, host):
     assert host_bytes((Run(away).abstract.params, Run(away).abstract.opt_state)) > 0
     done = train(away)
     assert [step for step, *_ in losses(done.directory)] == [step for step, *_ in losses(plain.directory)]
-    for (_, *one), (_, *other) in zip(losses(done.directory), losses(plain.directory), strict=True):
-        assert one == pytest.approx(other, rel=2e-6)
+    # MeZO's gradient norm is a small difference of two losses, over a small number; `zo2_is_mezo_one_update_late` holds
+    # it in float64.
+    of_norm = 1e-3 if kind == "mezo" else 2e-6
+    for (_, loss, norm), (_, other, other_norm) in zip(losses(done.directory), losses(plain.directory), strict=True):
+        assert loss == pytest.approx(other, rel=2e-6)
+        assert norm == pytest.approx(other_norm, rel=of_norm)
     assert done.evaluation
     assert plain.evaluation
     assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)

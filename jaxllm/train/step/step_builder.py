@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -21,6 +23,7 @@ from jaxllm.train.step.step_links import (
 from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import TrainState, abstract_state
 from jaxllm.train.step.training_step import ValueAndGrad, layerwise_step, train_step
+from jaxllm.train.step.zo2 import pending_update
 
 
 def build_step(
@@ -49,6 +52,12 @@ def build_step(
     return train_step(grads, optimizer, rate, links, reports, hooks)
 
 
+def settle_function(config: RunConfig, model: Functional) -> Callable[[TrainState], TrainState] | None:
+    """Function that applies a state's pending update before it is saved or evaluated; None: steps leave none."""
+    deferred = config.optim.spec.deferred and config.host.params and config.optim.spec.hooks is not None
+    return config.optim.spec.hooks(config, model).settle if deferred else None  # type: ignore[misc]
+
+
 def step_links(config: RunConfig) -> tuple[StepLink, ...]:
     """Links of a run's step, innermost first; the run's state has their states (``run_state``)."""
     links = (
@@ -56,6 +65,7 @@ def step_links(config: RunConfig) -> tuple[StepLink, ...]:
         spike_detection(config.spikes, schedule(config.optim.schedule, config.steps)),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
         parameter_average(config.ema),
+        pending_update(config),
     )
     return tuple(link for link in links if link is not None)
 

@@ -56,7 +56,8 @@ def train_step(
         the step. Its metrics are scalars: ``loss`` (the objective and routing losses, per target token or item),
         ``nll`` (nats per target token), ``grad_norm`` (global, before clipping), ``update_norm`` (global, of what is
         added to the parameters), ``param_norm`` (after the update), ``learning_rate`` and ``tokens`` (target tokens);
-        ``skipped`` (0 or 1) where steps can be skipped; and those of ``links`` and ``reports``.
+        ``skipped`` (0 or 1) where steps can be skipped; and those of ``links``, ``reports`` and the optimizer, which
+        adds its own to the dict that ``update`` is given as ``metrics``.
     """
     gradients = (hooks.gradients or gradients_at_parameters)(value_and_grad)
     for link in links:
@@ -68,11 +69,12 @@ def train_step(
         sums, grads, *amax = gradients(state, batch)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
         inputs = update_inputs(state, batch)
+        metrics: dict[str, Any] = {}
         with jax.named_scope("optimizer"):
-            updates, opt_state = update(grads, state.opt_state, state.params, **inputs)
+            updates, opt_state = update(grads, state.opt_state, state.params, metrics=metrics, **inputs)
             params = apply_updates(state.params, updates)
         new = replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-        return StepResult(new, sums, rate(state.step), grad_norm, grads, updates, tuple(amax))
+        return StepResult(new, sums, rate(state.step), grad_norm, grads, updates, tuple(amax), metrics=metrics)
 
     return finished(step, links, reports)
 
@@ -98,7 +100,8 @@ def layerwise_step(update: LayerwiseUpdate, rate: optax.Schedule, links: Sequenc
 
     def step(state: TrainState, batch: Any) -> StepResult:
         result = update(state, batch)
-        new = replace(state, params=result.params, opt_state=result.opt_state, step=state.step + 1)
+        extras = {**state.extras, **result.extras}
+        new = replace(state, params=result.params, opt_state=result.opt_state, step=state.step + 1, extras=extras)
         norms = {"param_norm": result.param_norm, "update_norm": result.update_norm}
         return StepResult(new, result.sums, rate(state.step), result.grad_norm, metrics=norms)
 
