@@ -43,15 +43,15 @@ def test_a_run_is_the_same(tmp_path, kind, host):
     assert host_bytes((Run(away).abstract.params, Run(away).abstract.opt_state)) > 0
     done = train(away)
     assert [step for step, *_ in losses(done.directory)] == [step for step, *_ in losses(plain.directory)]
-    # MeZO's gradient norm is a small difference of two losses, over a small number; `zo2_is_mezo_one_update_late` holds
-    # it in float64.
-    of_norm = 1e-3 if kind == "mezo" else 2e-6
+    # MeZO's slope is a small difference of two losses, so rounding grows; `make proof optimizers
+    # ONLY=zo2_is_mezo_one_update_late` has the same in float64.
+    of_loss, of_norm = (1e-5, 1e-3) if kind == "mezo" else (2e-6, 2e-6)
     for (_, loss, norm), (_, other, other_norm) in zip(losses(done.directory), losses(plain.directory), strict=True):
-        assert loss == pytest.approx(other, rel=2e-6)
+        assert loss == pytest.approx(other, rel=of_loss)
         assert norm == pytest.approx(other_norm, rel=of_norm)
     assert done.evaluation
     assert plain.evaluation
-    assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)
+    assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=of_loss)
 
 
 def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
