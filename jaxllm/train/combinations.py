@@ -171,6 +171,9 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.host.optimizer and run.host.device_every > 1,
         lambda run: f"host.device_every = {run.host.device_every}",
     ),
+    "overlapped saves": Feature(
+        lambda run, _: run.checkpoint.saving == "overlapped", lambda run: 'checkpoint.saving = "overlapped"'
+    ),
     "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
     # Objective
     "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),
@@ -284,6 +287,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "partial recomputation",
         "the optimizer saves only the input of each layer and recomputes the layer",
         'set model.remat to "full"',
+    ),
+    Refusal(
+        "layerwise optimizer",
+        "overlapped saves",
+        "the optimizer updates layers while it computes gradients",
+        'give checkpoint.saving = "auto"',
     ),
     Refusal(
         "averaging optimizer", "lowered rate", "the updates move averages and cannot be scaled", "give another action"

@@ -35,7 +35,7 @@ from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.recovery.rollback import RollbackRequested, check_step_metrics, finite_or_none, roll_back
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.recovery.step_watchdog import StepWatchdog
-from jaxllm.train.run import Run
+from jaxllm.train.run import Run, StepPrograms
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
 from jaxllm.train.step.param_average import evaluated_params
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
@@ -208,7 +208,8 @@ def run_until(
 
         for number, batch in recorder.timed_batches(batches, pending):
             with recorder.profiler.before_step(number + 1, wait_for_devices), watchdog.waiting_for(number + 1):
-                state, metrics = step(state, batch)
+                waits = {"wait": saver.wait_copied} if isinstance(step, StepPrograms) else {}
+                state, metrics = step(state, batch, **waits)
             read_pending_metrics()  # of the step before
             done = number + 1
             pending.append((done, metrics))

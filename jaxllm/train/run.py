@@ -6,7 +6,7 @@ All checks happen before anything large is allocated.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,44 @@ from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.objective_support import check_batch_fields, check_reference, check_trainable
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
-from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state, settle_function, step_links
+from jaxllm.train.step.step_builder import (
+    build_optimizer,
+    build_split_step,
+    build_step,
+    run_state,
+    settle_function,
+    step_links,
+)
 from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
-from jaxllm.train.step.training_step import ValueAndGrad, jit_step
+from jaxllm.train.step.training_step import ValueAndGrad, jit_split_step, jit_step
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec, shardings_of
+
+
+class StepPrograms:
+    """Compiled training step in two programs: gradients, which only read the state, and the update, which donates it.
+
+    Args:
+        gradients, update: the programs of a ``SplitStep``.
+        score: scores a batch with the reference model; None without one.
+    """
+
+    def __init__(self, gradients: Any, update: Any, score: Any = None):
+        self._gradients, self._update, self._score = gradients, update, score
+
+    def __call__(self, state: TrainState, batch: Batch, wait: Callable[[], None] = lambda: None) -> Any:
+        """The state after the step, and its metrics.
+
+        Args:
+            state: donated once ``wait`` has returned.
+            batch: of the step.
+            wait: called after the gradients are dispatched and before the update; it blocks while the state is copied.
+        """
+        batch = batch if self._score is None else self._score(batch)
+        gradients = self._gradients(state, batch)
+        wait()
+        return self._update(state, batch, gradients)
 
 
 class Run:
@@ -109,19 +141,29 @@ class Run:
     def compile_step(self) -> tuple[Any, float]:
         """The compiled training step, and the seconds it took; compiled ahead of time, it never recompiles.
 
-        With a reference model, the step scores its batch first.
+        With a reference model, the step scores its batch first. For overlapped saves it is ``StepPrograms``, which is
+        called with a function that waits for the copy.
         """
         start = time.monotonic()
         grads = build_value_and_grad(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
-        own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
-        step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
         options, score = self.compiler_options or None, None
         if self.reference is not None:
             score = self.reference.compile_scorer(batch, options)
             batch = batch._replace(reference_logprobs=self.reference.scores(batch))
+        if self.config.checkpoint.saving == "overlapped":
+            split = build_split_step(self.config, self.model, grads, self.optimizer, layers=layers)
+            found = jit_split_step(split, self.abstract)
+            with jax.set_mesh(self.mesh):
+                first = found.gradients.lower(self.abstract, batch)  # type: ignore[attr-defined]
+                given = jax.eval_shape(found.gradients, self.abstract, batch)
+                then = found.update.lower(self.abstract, batch, given)  # type: ignore[attr-defined]
+                programs = [one.compile(compiler_options=options) for one in (first, then)]
+            return StepPrograms(*programs, score=score), time.monotonic() - start
+        own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
+        step = jit_step(own, self.abstract)
         with jax.set_mesh(self.mesh):
             compiled = step.lower(self.abstract, batch).compile(compiler_options=options)
         seconds = time.monotonic() - start

@@ -121,6 +121,9 @@ SETTINGS: dict[str, Setting] = {
     "optimizer offload": _run(host=HostConfig(optimizer=True)),
     "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
     "parameter offload": _run(host=HostConfig(params=True)),
+    "overlapped saves": lambda run: dataclasses.replace(
+        run, checkpoint=dataclasses.replace(run.checkpoint, saving="overlapped")
+    ),
     "checkpoints in memory": lambda run: dataclasses.replace(
         run, checkpoint=dataclasses.replace(run.checkpoint, memory=MemoryConfig())
     ),
@@ -129,7 +132,7 @@ SETTINGS: dict[str, Setting] = {
 """How a run gets each feature. Those left out are the opposite of another, or need more than a step: a data source that
 gives scores, a reference model."""
 
-BESIDE_THE_STEP = {"rollback", "checkpoints in memory"}
+BESIDE_THE_STEP = {"rollback", "checkpoints in memory", "overlapped saves"}
 """Features that change what the host does between steps, and not the step's program."""
 
 

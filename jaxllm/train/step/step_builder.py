@@ -12,7 +12,7 @@ from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import StepHooks, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.param_average import parameter_average
-from jaxllm.train.step.step_chain import Step, StepLink, link_states
+from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
 from jaxllm.train.step.step_links import (
     balance_biases,
     layer_norms_report,
@@ -22,7 +22,7 @@ from jaxllm.train.step.step_links import (
 )
 from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import TrainState, abstract_state
-from jaxllm.train.step.training_step import ValueAndGrad, layerwise_step, train_step
+from jaxllm.train.step.training_step import SplitStep, ValueAndGrad, layerwise_step, split_step, train_step
 from jaxllm.train.step.zo2 import pending_update
 
 
@@ -43,13 +43,35 @@ def build_step(
         optimizer: of the run (``build_optimizer``).
         layers: also report norms layer by layer.
     """
-    rate = schedule(config.optim.schedule, config.steps)
-    hooks = StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
-    links = step_links(config)
+    rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
     if hooks.update is not None:
         return layerwise_step(hooks.update, rate, links)
-    reports = [routing_report(config.model), *([layer_norms_report] if layers else [])]
-    return train_step(grads, optimizer, rate, links, reports, hooks)
+    return train_step(grads, optimizer, rate, links, _reports(config, layers), hooks)
+
+
+def build_split_step(
+    config: RunConfig,
+    model: Functional,
+    grads: ValueAndGrad,
+    optimizer: optax.GradientTransformation,
+    *,
+    layers: bool = False,
+) -> SplitStep:
+    """Training step of a run as two functions, for checkpoints that are copied while gradients are computed.
+
+    Args:
+        config, model, grads, optimizer, layers: as for ``build_step``; the optimizer needs whole gradients.
+    """
+    rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
+    return split_step(grads, optimizer, rate, links, _reports(config, layers), hooks)
+
+
+def _hooks(config: RunConfig, model: Functional) -> StepHooks:
+    return StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
+
+
+def _reports(config: RunConfig, layers: bool) -> list[Report]:
+    return [routing_report(config.model), *([layer_norms_report] if layers else [])]
 
 
 def settle_function(config: RunConfig, model: Functional) -> Callable[[TrainState], TrainState] | None:

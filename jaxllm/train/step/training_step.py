@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -59,9 +59,57 @@ def train_step(
         ``skipped`` (0 or 1) where steps can be skipped; and those of ``links``, ``reports`` and the optimizer, which
         adds its own to the dict that ``update`` is given as ``metrics``.
     """
+    return _with_update(composed_gradients(value_and_grad, links, hooks), optimizer, rate, links, reports, hooks)
+
+
+class SplitStep(NamedTuple):
+    """Training step as two functions, between which the state is not changed.
+
+    Attributes:
+        gradients: ``(state, batch) -> gradients``; it only reads the state.
+        update: ``(state, batch, gradients) -> (state, metrics)``; the state may be donated.
+    """
+
+    gradients: Gradients
+    update: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, Any]]]
+
+
+def split_step(
+    value_and_grad: ValueAndGrad,
+    optimizer: optax.GradientTransformation,
+    rate: optax.Schedule,
+    links: Sequence[StepLink] = (),
+    reports: Sequence[Report] = (),
+    hooks: StepHooks = StepHooks(),  # noqa: B008
+) -> SplitStep:
+    """``train_step`` as two functions, so that a checkpoint can be copied while the first one runs.
+
+    Args:
+        value_and_grad, optimizer, rate, links, reports, hooks: as for ``train_step``.
+    """
+
+    def update(state: TrainState, batch: Any, gradients: Any) -> tuple[TrainState, dict[str, Any]]:
+        return _with_update(lambda state, batch: gradients, optimizer, rate, links, reports, hooks)(state, batch)
+
+    return SplitStep(composed_gradients(value_and_grad, links, hooks), update)
+
+
+def composed_gradients(value_and_grad: ValueAndGrad, links: Sequence[StepLink], hooks: StepHooks) -> Gradients:
+    """Function of loss and gradients of a state, with the hooks' and links' changes."""
     gradients = (hooks.gradients or gradients_at_parameters)(value_and_grad)
     for link in links:
         gradients = gradients if link.gradients is None else link.gradients(gradients)
+    return gradients
+
+
+def _with_update(
+    gradients: Gradients,
+    optimizer: optax.GradientTransformation,
+    rate: optax.Schedule,
+    links: Sequence[StepLink],
+    reports: Sequence[Report],
+    hooks: StepHooks,
+) -> Step:
     update_inputs = hooks.update_inputs or (lambda state, batch: {})
     update = optax.with_extra_args_support(optimizer).update
 
@@ -118,3 +166,14 @@ def jit_step(step: Step, abstract: TrainState) -> Step:
         abstract: shapes and shardings of the state (``abstract_state``).
     """
     return jax.jit(step, donate_argnums=0, out_shardings=(sharding.shardings_of(abstract), None))
+
+
+def jit_split_step(step: SplitStep, abstract: TrainState) -> SplitStep:
+    """Jitted functions of a split step: the update donates the state.
+
+    Args:
+        step: from ``split_step``.
+        abstract: shapes and shardings of the state (``abstract_state``).
+    """
+    outs = (sharding.shardings_of(abstract), None)
+    return SplitStep(jax.jit(step.gradients), jax.jit(step.update, donate_argnums=0, out_shardings=outs))
