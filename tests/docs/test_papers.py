@@ -23,7 +23,18 @@ def test_the_page_is_the_table():
 def test_the_page_says_what_is_missing():
     partial = [line for line in page().splitlines() if "**in part**, missing: " in line]
     assert len(partial) == sum(bool(row.missing) for row in PAPERS)
-    for name in ("Galvatron", "vTrain", "Moccasin", "MEMO", "PipeOffload", "LLM-Viewer", "S3", "BatchLLM", "CompAct", "Collage"):
+    for name in (
+        "Galvatron",
+        "vTrain",
+        "Moccasin",
+        "MEMO",
+        "PipeOffload",
+        "LLM-Viewer",
+        "S3",
+        "BatchLLM",
+        "CompAct",
+        "Collage",
+    ):
         assert any(f" {name}" in line or f"({name}" in line for line in partial), name
 
 
