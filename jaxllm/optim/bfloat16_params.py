@@ -51,15 +51,8 @@ class Bfloat16State(NamedTuple):
     rule: Any
 
 
-def store_in_bfloat16(
-    rule: optax.GradientTransformation, rounding: Rounding, clip_norm: float | None = None
-) -> optax.GradientTransformation:
+def store_in_bfloat16(rule: optax.GradientTransformation, rounding: Rounding) -> optax.GradientTransformation:
     """Runs ``rule`` in float32 on parameters and state stored in bfloat16; "nearest" returns the rule unchanged.
-
-    Args:
-        rule: gradients -> updates.
-        rounding: of the parameters.
-        clip_norm: gradient clipping by global norm before the rule; None: none. Not for "nearest".
 
     Updates are differences of bfloat16 values, so that ``optax.apply_updates`` gives exactly the rounded parameters.
     ``update`` takes ``metrics``, a dict to which it adds ``update_share``.
@@ -80,23 +73,18 @@ def store_in_bfloat16(
         wide = jax.tree.map(_wide, params)
         if pairs:
             wide = jax.tree.map(lambda high, low: high + _wide(low), wide, state.low)
-        change, inner = rule.update(_clipped(updates, clip_norm), _loaded(state.rule), wide)
+        change, inner = rule.update(jax.tree.map(_wide, updates), _loaded(state.rule), wide)
         goal = jax.tree.map(jnp.add, wide, change)
         if pairs:
             new = jax.tree.map(split_bfloat16, goal)
             high, low = (jax.tree.map(lambda one, i=i: one[i], new, is_leaf=_is_pair) for i in (0, 1))
         else:
             high, low = jax.tree.map_with_path(lambda path, x: round_stochastically(x, _named(key, path)), goal), ()
-        moved = lambda new, old: jax.tree.map(lambda new, old: _wide(new) - _wide(old), new, old)  # noqa: E731
+        moved = jax.tree.map(lambda new, old: _wide(new) - _wide(old), high, params)
         if metrics is not None:
-            arrived = moved(high, params)
-            arrived = jax.tree.map(jnp.add, arrived, moved(low, state.low)) if pairs else arrived
-            metrics["update_share"] = share_of_update(change, arrived)
-        # Without the barrier XLA would keep the sums in float32 until the parameters are replaced.
-        high = jax.lax.optimization_barrier(high)
-        return moved(high, params), Bfloat16State(
-            state.count + 1, low, _stored(inner, jax.random.fold_in(key, 1), pairs)
-        )
+            lows = jax.tree.map(lambda new, old: _wide(new) - _wide(old), low, state.low)
+            metrics["update_share"] = share_of_update(change, jax.tree.map(jnp.add, moved, lows) if pairs else moved)
+        return moved, Bfloat16State(state.count + 1, low, _stored(inner, jax.random.fold_in(key, 1), pairs))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -134,16 +122,6 @@ def round_stochastically(x: Float[Array, "..."], key: PRNGKeyArray) -> Float[Arr
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     cut = ((bits + noise) >> 16).astype(jnp.uint16)
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(cut, jnp.bfloat16), x.astype(jnp.bfloat16))
-
-
-def _clipped(grads: Any, most: float | None) -> Any:
-    """Gradients in float32, scaled down to a largest global norm."""
-    if most is None:
-        return jax.tree.map(_wide, grads)
-    norm = optax.tree.norm(jax.tree.map(_wide, grads))
-    # Without the barrier XLA would keep the gradients in float32 from the norm until the update.
-    grads, norm = jax.lax.optimization_barrier((grads, norm))
-    return jax.tree.map(lambda g: jnp.where(norm < most, _wide(g), _wide(g) / norm * most), grads)
 
 
 def _stored(tree: Any, key: PRNGKeyArray, pairs: bool, first: bool = False) -> Any:

@@ -43,10 +43,7 @@ def optimizer(
             return optax.chain(optax.identity(), *spec.links(config, axes, rate))
 
         return streamed_optimizer(make, clip, logical_axes, device_every)
-    links = spec.links(config, logical_axes, rate)
-    if config.rounding != "nearest":
-        return store_in_bfloat16(optax.chain(optax.identity(), *links), config.rounding, config.clip_norm)
-    return optax.chain(clip, *links)
+    return store_in_bfloat16(optax.chain(clip, *spec.links(config, logical_axes, rate)), config.rounding)
 
 
 def layerwise_parts(config: OptimConfig, total_steps: int, logical_axes: Any) -> dict[str, Any]:
