@@ -98,7 +98,7 @@ def share_of_update(update: Any, arrived: Any) -> Float[Array, ""]:
     """
 
     def inner(a: Any, b: Any) -> Array:
-        return optax.tree.sum(jax.tree.map(jnp.multiply, a, b))
+        return jnp.asarray(optax.tree.sum(jax.tree.map(jnp.multiply, a, b)))
 
     both, whole = inner(update, arrived), inner(update, update)
     return jnp.where(whole > 0, both / whole, 1.0)

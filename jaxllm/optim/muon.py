@@ -56,7 +56,8 @@ def _nesterov(orthogonalised: optax.GradientTransformation) -> optax.GradientTra
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         mu = optax.tree.update_moment(updates, state.mu, MOMENTUM, 1)
         ahead = optax.tree.update_moment(updates, mu, MOMENTUM, 1)
-        out, new = orthogonalised.update(ahead, state._replace(mu=jax.tree.map(jnp.zeros_like, mu)), params)
-        return out, new._replace(mu=mu)
+        none = jax.tree.map(jnp.zeros_like, mu)
+        out, new = orthogonalised.update(ahead, MuonState(state.count, none, state.ns_coeffs), params)
+        return out, MuonState(optax.tree.get(new, "count"), mu, state.ns_coeffs)
 
     return optax.GradientTransformation(orthogonalised.init, update)

@@ -152,7 +152,7 @@ def settle(model: Functional, rules: dict[str, Any]) -> Callable[[TrainState], T
         for s, (_, repeats) in segments(model).items():
 
             def layer(carry: Any, number: Array, s: str = s) -> Any:
-                _, stack, now, _ = updated.layer(s, *carry, number)
+                _, stack, now, _ = updated.layer(s, carry[0], carry[1], number)
                 return (stack, now), None
 
             carry = state.params["segments"][s], state.opt_state["segments"][s]
