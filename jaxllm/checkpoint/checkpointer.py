@@ -26,7 +26,7 @@ from jaxllm.checkpoint.storage.file_systems import FileSystem
 
 __all__ = ["Checkpointer", "RestoredCheckpoint"]
 
-COPY_MODES: dict[str, CopyMode] = {"lazy": "device", "eager": "host", "blocking": "none"}
+COPY_MODES: dict[str, CopyMode] = {"lazy": "device", "overlapped": "later", "eager": "host", "blocking": "none"}
 
 
 class Checkpointer(ReadOnlyCheckpointer):
@@ -58,6 +58,8 @@ class Checkpointer(ReadOnlyCheckpointer):
         self.stalls: dict[int, float] = {}
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._closed = False
         if not read_only:
             self._directory.acquire()
@@ -67,7 +69,8 @@ class Checkpointer(ReadOnlyCheckpointer):
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Saves `state` as the checkpoint of `step`.
 
-        Returns as soon as its arrays may be donated (`config.saving`). Readers see the checkpoint once all of it is on
+        Returns as soon as its arrays may be donated (`config.saving`); of an overlapped save, they may be only after
+        `wait_copied`. Readers see the checkpoint once all of it is on
         disk, never a part. A save in flight is waited for first; if it failed, this raises its error and saves nothing.
 
         Args:
@@ -92,7 +95,12 @@ class Checkpointer(ReadOnlyCheckpointer):
         if how == "blocking":
             self._write(step, text, leaves)
         else:
-            self._writer = threading.Thread(target=self._write_caught, args=(step, text, leaves), name=f"save-{step}")
+            target = self._write_caught
+            if how == "overlapped":
+                self._copied.clear()
+                target = self._fetch_and_write
+            self._writer = threading.Thread(target=target, args=(step, text, leaves), name=f"save-{step}")
+            del leaves  # the thread has the only reference to the arrays, and drops it once they are copied
             self._writer.start()
         self.stalls[step] = time.monotonic() - began
         return True
@@ -109,6 +117,10 @@ class Checkpointer(ReadOnlyCheckpointer):
             return False
         self._write(int(step), text, checkpoint_writer.streamed_leaves(leaves), one_at_a_time=True)
         return True
+
+    def wait_copied(self) -> None:
+        """Waits until the arrays of an overlapped save are in host memory, so that they may be donated."""
+        self._copied.wait()
 
     def wait(self) -> None:
         """Waits until no save is in flight.
@@ -235,6 +247,16 @@ class Checkpointer(ReadOnlyCheckpointer):
             self._write(step, meta, leaves)
         except Exception as error:
             self._failure = error  # the next save, wait or close raises it
+
+    def _fetch_and_write(self, step: int, meta: str, leaves: Mapping[str, SnapshotLeaf]) -> None:
+        try:
+            leaves = snapshot.fetch(leaves)
+        except Exception as error:
+            self._failure = CheckpointError(f"step {step} cannot be copied to the host: {error}")
+            return
+        finally:
+            self._copied.set()
+        self._write_caught(step, meta, leaves)
 
     def _unretained(self) -> list[int]:
         """Steps that retention deletes. Checkpoints with missing or truncated files neither count nor are deleted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-SavingMode = Literal["auto", "lazy", "eager", "blocking"]
+SavingMode = Literal["auto", "lazy", "overlapped", "eager", "blocking"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,10 @@ class CheckpointConfig:
     saving: SavingMode = "auto"
     """Saving mode: the part of a save that training waits for.
     lazy: the start of a copy inside device memory; it is transferred to the host and written during the next steps,
-    at most `host_bytes` at a time (DataStates-LLM, arXiv:2406.10707). Meanwhile device memory has the state twice.
+    at most `host_bytes` at a time. Meanwhile device memory has the state twice.
+    overlapped: nothing; the state is copied to the host while the next step computes its gradients, which only read it,
+    and the update waits if the copy is unfinished (DataStates-LLM, arXiv:2406.10707). Device memory has the state once,
+    host memory all of it until it is written; a step is two programs, one for the gradients and one for the update.
     eager: the copy to host memory, which has the whole state until it is written.
     blocking: the whole save, until it is on disk.
     auto: lazy if the devices have had that much free memory so far, else eager.

@@ -2,8 +2,10 @@
 
 Training steps donate their state, so the next step overwrites it. A lazy snapshot therefore begins with a copy inside
 device memory, which takes as long as reading and writing the state at the memory's bandwidth, and which the devices run
-by themselves; the next step then overlaps with the transfer from device to host. (A copy to pinned host memory would
-need no second copy on the device, but a step that donates its input waits for everything that reads it.)
+by themselves; the next step then overlaps with the transfer from device to host.
+
+An overlapped snapshot has no second copy on the device (DataStates-LLM, arXiv:2406.10707): the state itself is copied
+to the host while programs run that only read it, and the caller waits for the copy before one that donates it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def single_chunk_leaf(
     return SnapshotLeaf(outer, name, impl, shape, dtype, shape, {array_store.single_chunk_name(shape): pieces})
 
 
-CopyMode = Literal["device", "host", "none"]
+CopyMode = Literal["device", "host", "later", "none"]
 
 
 def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str, SnapshotLeaf]:
@@ -68,7 +70,8 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
 
     Args:
         state: jax arrays of any dtype and sharding, typed PRNG keys and numpy arrays.
-        copy: memory in which jax arrays are copied; none makes no copy, and the caller waits until they are written.
+        copy: memory in which jax arrays are copied; none makes no copy, and the caller waits until they are written;
+            later starts the copy to the host, which ``fetch`` completes, and the caller keeps the arrays until then.
         multihost: leaves may be sharded over several processes, which all call this; each gets its own chunks.
 
     Raises:
@@ -101,6 +104,9 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
             leaf = jax.random.key_data(leaf)
         arrays[path] = leaf
     shards = _shards(_copy_on_device(arrays) if copy == "device" else arrays)
+    if copy == "later":
+        for _, parts in shards.values():
+            _start_copies(parts)
     if copy == "host":
         shards = {path: (chunk, _copy_to_host(parts)) for path, (chunk, parts) in shards.items()}
     out: dict[str, SnapshotLeaf] = {}
@@ -116,6 +122,19 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
             array = np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
             out[path] = single_chunk_leaf(array.shape, array.dtype, lambda array=array: [array])
     return out
+
+
+def fetch(leaves: Mapping[str, SnapshotLeaf]) -> dict[str, SnapshotLeaf]:
+    """Leaves of a snapshot with their values in host memory; afterwards the arrays they came from may be donated."""
+
+    def held(read: Callable[[], Iterable[np.ndarray]]) -> Callable[[], Iterable[np.ndarray]]:
+        pieces = [np.array(piece, order="C") for piece in read()]
+        return lambda: pieces
+
+    return {
+        path: dataclasses.replace(leaf, parts={name: held(read) for name, read in leaf.parts.items()})
+        for path, leaf in leaves.items()
+    }
 
 
 def device_bytes(state: Any) -> int:
@@ -184,11 +203,15 @@ def _copy(arrays: list[jax.Array], work: Any) -> tuple[list[jax.Array], Any]:
     return [jnp.copy(array) for array in arrays], None if work is None else work @ work
 
 
-def _copy_to_host(parts: ChunkShards) -> ChunkShards:
-    """Copies of the shards in host memory."""
+def _start_copies(parts: ChunkShards) -> None:
     for pieces in parts.values():
         for _, data in pieces:
             data.copy_to_host_async()
+
+
+def _copy_to_host(parts: ChunkShards) -> ChunkShards:
+    """Copies of the shards in host memory."""
+    _start_copies(parts)
     return {name: [(index, np.array(data, order="C")) for index, data in pieces] for name, pieces in parts.items()}
 
 

@@ -203,4 +203,8 @@ def replicate_kv_heads(x: Float[Array, "B S K H"]) -> Float[Array, "B S K2 H"]:
     if not {*sharding.axis_names("seq")} & {*sharding.axis_names("attn_kv_heads")}:
         # All-gather the heads before they are repeated: XLA would otherwise also move the repeated ones.
         x = sharding.constrain(x, "batch", "attn_kv_seq", None, None)
-    return jnp.broadcast_to(x[:, :, :, None], (b, s, k, shards // k, h)).reshape(b, s, shards, h)
+    repeated = jnp.broadcast_to(x[:, :, :, None], (b, s, k, shards // k, h)).reshape(b, s, shards, h)
+    if k < sharding.axis_size("act_kv_heads") < shards:
+        # Split over tensor here: XLA cannot invert this slice and the all-to-all of Ulysses in one step.
+        repeated = sharding.constrain(repeated, "batch", "seq", "act_kv_heads", None)
+    return repeated

@@ -1,4 +1,4 @@
-"""ObserveConfig: trackers, norms by layer and profiles, in addition to metrics.jsonl."""
+"""ObserveConfig: trackers, norms by layer, profiles and the step watchdog, in addition to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class ObserveConfig:
             They are partial results of norms that the step computes anyway.
         profile: steps to profile, "10:13" for steps 10, 11 and 12; empty: none. The signal SIGUSR2 profiles the next
             three steps at any time.
+        stalled_after: seconds after which a step that does not come back is named on stderr
+            (``jaxllm.train.recovery.step_watchdog``); 0: never.
     """
 
     sinks: tuple[str, ...] = ()
     layers_every: int = 0
     profile: str = ""
+    stalled_after: float = 600.0
 
     def __post_init__(self) -> None:
         for name in self.sinks:
@@ -32,6 +35,8 @@ class ObserveConfig:
                 )
         if self.layers_every < 0:
             raise ValueError(f"observe.layers_every = {self.layers_every}; give 0 (none) or a number of steps.")
+        if not self.stalled_after >= 0:
+            raise ValueError(f"observe.stalled_after = {self.stalled_after}; give 0 (never) or a number of seconds.")
         self.profiled_steps()
 
     def profiled_steps(self) -> range:

@@ -32,8 +32,8 @@ class OptimConfig:
             decay larger by the same factor, and b1 = 0.95, b2 = 0.98 for language models (arXiv:2302.06675).
             "adafactor": 4 bytes for each row and column of a matrix instead of each element, no momentum
             (arXiv:1804.04235, without its learning-rate schedule).
-            "muon": 4 bytes for matrices within layers, whose momentum is orthogonalised and scaled to the size of
-            AdamW's updates, so that it takes AdamW's learning rate; AdamW for other parameters (arXiv:2502.16982).
+            "muon": 4 bytes for matrices within layers, whose Nesterov momentum is orthogonalised and scaled to the size
+            of AdamW's updates, so that it takes AdamW's learning rate; AdamW for other parameters (arXiv:2502.16982).
             "galore", "apollo", "apollo_mini": 8 bytes for each of rank * n elements of a matrix of m * n, m the
             smaller side, and for GaLore 4 more for each of rank * m; AdamW for embeddings and other parameters
             (``jaxllm.optim.low_rank``: arXiv:2403.03507, arXiv:2412.05270).

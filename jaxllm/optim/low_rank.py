@@ -19,7 +19,15 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.optim.adam8bit import Moments, quantise_moments
-from jaxllm.optim.matrix_params import MatrixDims, from_matrices, mean, sides, to_matrices, zeros_of_rank
+from jaxllm.optim.matrix_params import (
+    MatrixDims,
+    decompose_each,
+    from_matrices,
+    mean,
+    sides,
+    to_matrices,
+    zeros_of_rank,
+)
 from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 LowRank = Literal["galore", "apollo", "apollo_mini"]
@@ -149,5 +157,6 @@ def _norm(x: Float[Array, "S m n"], over: tuple[int, ...]) -> Array:
 
 def _leading(whole: Float[Array, "S m n"], rank: int) -> Float[Array, "S r m"]:
     """Leading left singular vectors."""
-    vectors = jnp.linalg.eigh(jnp.einsum("smn,skn->smk", whole, whole))[1]  # by rising values
+    squares = jnp.einsum("smn,skn->smk", whole, whole)
+    vectors = decompose_each(lambda stack: jnp.linalg.eigh(stack)[1], squares)  # by rising values
     return vectors[:, :, ::-1][:, :, :rank].mT

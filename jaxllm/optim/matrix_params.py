@@ -73,6 +73,25 @@ def mean(x: Array, over: tuple[int, ...]) -> Array:
     return jnp.mean(x, axis=over, keepdims=True)
 
 
+def decompose_each(
+    decompose: Callable[[Float[Array, "S k k"]], Float[Array, "S k k"]], stack: Float[Array, "S k k"]
+) -> Float[Array, "S k k"]:
+    """Matrix decomposition of a stack; on CPU one matrix at a time.
+
+    XLA's CPU decompositions of several matrices wait for threads of the pool that they run in, so that with several
+    simulated devices every thread waits for another one and the program never ends.
+
+    Args:
+        decompose: stack of matrices -> stack of matrices.
+        stack: the matrices.
+    """
+
+    def single(matrix: Float[Array, "k k"]) -> Float[Array, "k k"]:
+        return decompose(matrix[None])[0]
+
+    return jax.lax.platform_dependent(stack, cpu=lambda stack: jax.lax.map(single, stack), default=decompose)
+
+
 def _order(ndim: int, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     return (*(i for i in range(ndim) if i not in first + second), *first, *second)
 

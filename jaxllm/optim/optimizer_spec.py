@@ -28,11 +28,14 @@ class StepHooks:
         update_inputs: ``(state, batch) -> dict`` of extra arguments of the optimizer's ``update`` (Sophia's Hessian).
         update: ``(state, batch) -> LayerwiseResult``, the whole update of an optimizer that never holds all gradients
             (``jaxllm.train.step.lomo``).
+        settle: ``state -> state`` with the pending update applied, for an optimizer that applies a step's update in
+            the next one (``OptimizerSpec.deferred``).
     """
 
     gradients: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     update_inputs: Callable[[Any, Any], dict[str, Any]] | None = None
     update: Callable[[Any, Any], Any] | None = None
+    settle: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class OptimizerSpec:
         collage: supports rounding = "collage": the state is moments of gradients.
         averaging: the parameters are an average of iterates: the learning rate must not decay and updates cannot be
             scaled.
+        deferred: with parameter offload, a step's update is applied in the next step, and before the state is saved or
+            evaluated (``StepHooks.settle``).
         passes: forward and backward passes per step with gradients of all parameters; 0: none (no backward pass).
         one_pass: the update needs the gradients of one pass at the parameters alone, as loss scaling and delayed fp8
             scaling require.
@@ -69,6 +74,7 @@ class OptimizerSpec:
     float32_state: bool = False
     collage: bool = False
     averaging: bool = False
+    deferred: bool = False
     passes: int = 1
     one_pass: bool = True
     cross_entropy_only: bool = False

@@ -131,10 +131,11 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         decayed(),
         layerwise=True,
         float32_state=True,
+        deferred=True,
         passes=0,
         one_pass=False,
         why_not_staged=LAYER_BY_LAYER,
-        hooks=_hooks_of_step("mezo:mezo_hooks"),
+        hooks=_hooks_of_step("zo2:zo2_hooks"),
     ),
     "sgd": OptimizerSpec(
         decayed(lambda config, _: optax.trace(decay=config.b1)),

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.optim.matrix_params import MatrixDims, from_matrices, to_matrices, zeros_of_rank
+from jaxllm.optim.matrix_params import MatrixDims, decompose_each, from_matrices, to_matrices, zeros_of_rank
 from jaxllm.optim.param_groups import auto_sharded, partition_matrices
 
 MAX_BASIS_SIZE = 10_000
@@ -134,7 +134,7 @@ def _lifted(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
 
 def _eigenvectors(mean: Float[Array, "S k k"]) -> Float[Array, "S k k"]:
     """Eigenvectors, by descending eigenvalue."""
-    return jnp.linalg.eigh(mean)[1][:, :, ::-1]
+    return decompose_each(lambda stack: jnp.linalg.eigh(stack)[1], mean)[:, :, ::-1]
 
 
 def _iterated(
@@ -144,4 +144,4 @@ def _iterated(
     order = jnp.argsort(-jnp.einsum("smk,smn,snk->sk", basis, mean, basis), axis=-1)
     basis = jnp.take_along_axis(basis, order[:, None, :], axis=2)
     v = jnp.take_along_axis(v, jnp.expand_dims(order, 2 - side), axis=1 + side)
-    return jnp.linalg.qr(mean @ basis)[0], v
+    return decompose_each(lambda stack: jnp.linalg.qr(stack)[0], mean @ basis), v

@@ -1,6 +1,6 @@
 """Optimizer offload: the optimizer state of layers stays in host memory and is streamed layer by layer for the update.
 
-Double buffering: while one layer is updated, the next one's state is copied in and the last one's out. One of every
+Double buffering: while one layer is updated, the next one's state is copied in and the one before's out. One of every
 ``device_every`` layers is updated on the device, the others at the same time by the host's CPU where their state is:
 their gradients and parameters are copied there and their updates back (Deep Optimizer States, arXiv:2410.21316,
 section 4.1).
@@ -78,20 +78,24 @@ def _by_layer(
     def layers(updates: Any, stacks: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
         """Updates ``groups`` times ``every`` layers; of each group the first on the device, the others on the host."""
 
-        def one(carry: tuple[Any, list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
-            updates, stacks, here = carry
+        def one(carry: tuple[Any, list[Array], list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
+            updates, stacks, here, left = carry
             coming = _to_memory(_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
+            stacks = _put(stacks, left, jnp.maximum(number - every, first))
             own = on_device(number, updates, here)
             done = [(i, *on_host(number + i, updates, stacks)) for i in range(1, every)]
             if every > 1:  # otherwise XLA copies the stacks, since the host may still read what is written in place
                 done, stacks, coming, own = jax.lax.optimization_barrier((done, stacks, coming, own))
-            for i, changes, new in [*done, (0, *own)]:
+            for i, changes, new in done:
                 updates, stacks = _put(updates, changes, number + i), _put(stacks, rows_of(new), number + i)
-            return (updates, stacks, coming), None
+            # The device's rows are copied back during the next turn; here nothing would be left to compute beside it.
+            return (_put(updates, own[0], number), stacks, coming, rows_of(own[1])), None
 
         numbers = first + every * jnp.arange(groups, dtype=jnp.int32)
         here = _to_memory(_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
-        return jax.lax.scan(one, (updates, stacks, here), numbers)[0][:2]
+        # The first turn writes back what it has read: the rows of a turn before the first.
+        updates, stacks, _, left = jax.lax.scan(one, (updates, stacks, here, here), numbers)[0]
+        return updates, _put(stacks, left, numbers[-1])
 
     whole = repeats // device_every
     updates, stacks = layers(grads, rows_of(state), 0, whole, device_every)

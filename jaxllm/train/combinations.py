@@ -33,12 +33,19 @@ class Feature(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Row of the table: two features that do not go together, why, and what to do instead."""
+    """Row of the table: two features that do not go together, why, and what to do instead.
+
+    Attributes:
+        one, other: names of the features.
+        why, instead: for the message.
+        platform: the row is for devices of this platform, such as "cpu"; empty: for all.
+    """
 
     one: str
     other: str
     why: str
     instead: str
+    platform: str = ""
 
 
 def _optimizer(run: RunConfig) -> str:
@@ -89,6 +96,13 @@ FEATURES: dict[str, Feature] = {
     ),
     "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero < 3, lambda run: f"parallel.zero = {run.parallel.zero}"),
     "ring matmuls": Feature(lambda run, _: run.parallel.overlap == "ring", lambda run: 'parallel.overlap = "ring"'),
+    "rings": Feature(
+        lambda run, sizes: (
+            (run.parallel.context == "ring" and sizes.get("context", 1) > 1)
+            or (run.parallel.overlap == "ring" and sizes.get("tensor", 1) > 1)
+        ),
+        lambda run: f'parallel.context = "{run.parallel.context}" with parallel.overlap = "{run.parallel.overlap}"',
+    ),
     "tokens out of order": Feature(
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
         lambda run: f'parallel.layout = "{run.parallel.layout}"',
@@ -157,6 +171,9 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.host.optimizer and run.host.device_every > 1,
         lambda run: f"host.device_every = {run.host.device_every}",
     ),
+    "overlapped saves": Feature(
+        lambda run, _: run.checkpoint.saving == "overlapped", lambda run: 'checkpoint.saving = "overlapped"'
+    ),
     "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
     # Objective
     "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),
@@ -189,6 +206,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("pipeline", "optimizer offload", "state on the host is updated layer by layer on one device", NO_STAGES),
     Refusal("pipeline", "parameter offload", "stages keep their weights on the device", NO_STAGES),
+    Refusal(
+        "pipeline",
+        "rings",
+        "XLA:CPU would mix up the transfers of different stages",
+        'give parallel.context = "all_gather" and parallel.overlap = "compiler"',
+        platform="cpu",
+    ),
     Refusal(
         "pipeline",
         "objective over several tokens",
@@ -269,6 +293,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "partial recomputation",
         "the optimizer saves only the input of each layer and recomputes the layer",
         'set model.remat to "full"',
+    ),
+    Refusal(
+        "layerwise optimizer",
+        "overlapped saves",
+        "the optimizer updates layers while it computes gradients",
+        'give checkpoint.saving = "auto"',
     ),
     Refusal(
         "averaging optimizer", "lowered rate", "the updates move averages and cannot be scaled", "give another action"
@@ -396,30 +426,41 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refused(run: RunConfig, sizes: Sizes) -> list[Refusal]:
-    """Rows of the table that a run on a mesh meets."""
+def refused(run: RunConfig, sizes: Sizes, platform: str = "") -> list[Refusal]:
+    """Rows of the table that a run on a mesh meets.
+
+    Args:
+        run: the run.
+        sizes: sizes of its mesh axes.
+        platform: of the devices, such as "cpu"; empty: unknown, so that rows of single platforms do not count.
+    """
     on = {name for name, feature in FEATURES.items() if feature.on(run, sizes)}
-    return [row for row in REFUSALS if row.one in on and row.other in on]
+    return [row for row in REFUSALS if row.one in on and row.other in on and row.platform in ("", platform)]
 
 
-def check_combinations(run: RunConfig, sizes: Sizes) -> None:
+def check_combinations(run: RunConfig, sizes: Sizes, platform: str = "") -> None:
     """Checks that a run's settings go together.
 
     Args:
         run: the run.
         sizes: sizes of its mesh axes.
+        platform: as for ``refused``.
 
     Raises:
         ConfigError: names the two settings, why they do not, and what to do instead.
     """
-    for row in refused(run, sizes):
+    for row in refused(run, sizes, platform):
         one, other = (FEATURES[name].says(run) for name in (row.one, row.other))
-        raise ConfigError(f"{one} does not go with {other}: {row.why}; {row.instead}.")
+        where = f" on {row.platform}" if row.platform else ""
+        raise ConfigError(f"{one} does not go with {other}{where}: {row.why}; {row.instead}.")
 
 
 def markdown() -> str:
     """Table of all rows, for the page of combinations."""
-    rows = [f"| {row.one} | {row.other} | {row.why} | {row.instead} |" for row in REFUSALS]
+    rows = [
+        f"| {row.one} | {row.other}{f', on {row.platform}' if row.platform else ''} | {row.why} | {row.instead} |"
+        for row in REFUSALS
+    ]
     return "\n".join(["| this | with this | why not | instead |", "|---|---|---|---|", *rows])
 
 

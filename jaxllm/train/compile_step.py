@@ -73,7 +73,7 @@ def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = 
 def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
     """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under."""
     model = functional(run.model, run.parallel.rules())
-    mesh = fitting_mesh(run, model, topology.num_devices).build(topology.devices())
+    mesh = fitting_mesh(run, model, topology.num_devices, topology.platform).build(topology.devices())
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)

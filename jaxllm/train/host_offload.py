@@ -19,7 +19,7 @@ class HostConfig:
         optimizer: optimizer offload: the optimizer state, streamed layer by layer for the update
             (``jaxllm.optim.streamed_state``).
         device_every: one of so many layers is updated on the device, the others by the host's CPU at the same time; 1:
-            all on the device. ``jaxllm.plan.interleave`` says which is fastest.
+            all on the device. ``jaxllm.plan.interleave.fastest_interleave`` says which is fastest.
         params: parameter offload: the parameters, streamed layer by layer for each pass; for optimizers that update
             layer by layer (optim.kind = "lomo", "adalomo", "mezo").
     """

@@ -34,7 +34,8 @@ from jaxllm.train.records.recorder import NON_SCALAR, Recorder, start_facts
 from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.recovery.rollback import RollbackRequested, check_step_metrics, finite_or_none, roll_back
 from jaxllm.train.recovery.saving import Saver
-from jaxllm.train.run import Run
+from jaxllm.train.recovery.step_watchdog import StepWatchdog
+from jaxllm.train.run import Run, StepPrograms
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
 from jaxllm.train.step.param_average import evaluated_params
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
@@ -166,7 +167,8 @@ def run_until(
 ) -> tuple[TrainState, int]:
     """Loop over training steps, from step ``first`` until the last step or until ``stopped()``.
 
-    Step n is dispatched before the metrics of step n - 1 are read, so that the devices never wait for the log.
+    Step n is dispatched before the metrics of step n - 1 are read, so that the devices never wait for the log. A step
+    that does not come back is named (``jaxllm.train.recovery.step_watchdog``).
 
     Args:
         step: the compiled step, ``(state, batch) -> (state, metrics)``.
@@ -187,7 +189,7 @@ def run_until(
     pending: list[tuple[int, dict[str, Any]]] = []  # the dispatched step whose metrics have not been read
     done = first
     batches = Prefetcher(run.batches, first, run.put_batch, shard=run.data_shard, num_shards=run.num_data_shards)
-    with batches, jax.set_mesh(run.mesh):
+    with batches, jax.set_mesh(run.mesh), StepWatchdog(config.observe.stalled_after) as watchdog:
         values: dict[str, float] = {}
 
         def read_pending_metrics() -> None:
@@ -195,7 +197,8 @@ def run_until(
             if not pending:
                 return
             number, metrics = pending.pop()
-            values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
+            with watchdog.waiting_for(number):
+                values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
             check_step_metrics(run, recorder, saver, number, values)
             recorder.step(number, values, metrics)
 
@@ -204,8 +207,9 @@ def run_until(
             jax.block_until_ready(state)
 
         for number, batch in recorder.timed_batches(batches, pending):
-            with recorder.profiler.before_step(number + 1, wait_for_devices):
-                state, metrics = step(state, batch)
+            with recorder.profiler.before_step(number + 1, wait_for_devices), watchdog.waiting_for(number + 1):
+                waits = {"wait": saver.wait_copied} if isinstance(step, StepPrograms) else {}
+                state, metrics = step(state, batch, **waits)
             read_pending_metrics()  # of the step before
             done = number + 1
             pending.append((done, metrics))
@@ -217,6 +221,7 @@ def run_until(
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:
                 read_pending_metrics()  # a state is saved only after its step's loss was found finite
+                state = run.settled(state)
             if place:
                 events.flush()
                 run.save(saver, place, done, state, {key: finite_or_none(value) for key, value in values.items()})

@@ -6,7 +6,7 @@ All checks happen before anything large is allocated.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,44 @@ from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.objective_support import check_batch_fields, check_reference, check_trainable
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
-from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
+from jaxllm.train.step.step_builder import (
+    build_optimizer,
+    build_split_step,
+    build_step,
+    run_state,
+    settle_function,
+    step_links,
+)
+from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
-from jaxllm.train.step.training_step import ValueAndGrad, jit_step
+from jaxllm.train.step.training_step import ValueAndGrad, jit_split_step, jit_step
 from pallas_kernels.ring_attention import order
-from sharding import MeshSpec
+from sharding import MeshSpec, shardings_of
+
+
+class StepPrograms:
+    """Compiled training step in two programs: gradients, which only read the state, and the update, which donates it.
+
+    Args:
+        gradients, update: the programs of a ``SplitStep``.
+        score: scores a batch with the reference model; None without one.
+    """
+
+    def __init__(self, gradients: Any, update: Any, score: Any = None):
+        self._gradients, self._update, self._score = gradients, update, score
+
+    def __call__(self, state: TrainState, batch: Batch, wait: Callable[[], None] = lambda: None) -> Any:
+        """The state after the step, and its metrics.
+
+        Args:
+            state: donated once ``wait`` has returned.
+            batch: of the step.
+            wait: called after the gradients are dispatched and before the update; it blocks while the state is copied.
+        """
+        batch = batch if self._score is None else self._score(batch)
+        gradients = self._gradients(state, batch)
+        wait()
+        return self._update(state, batch, gradients)
 
 
 class Run:
@@ -54,6 +87,7 @@ class Run:
         model: the architecture with its sharding rules.
         optimizer: the optax chain.
         abstract: shapes, dtypes and shardings of the train state.
+        links: techniques of the step, some of which keep state.
         init_model: the model that parameters are initialised from, or None.
         data: training and held-out datasets, and the tokenizer.
         reference: the frozen reference model, or None.
@@ -73,9 +107,12 @@ class Run:
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.is_leader)
         check_precision(config)
         self.model = functional(config.model, config.parallel.rules())
-        self.mesh = fitting_mesh(config, self.model, jax.device_count()).build()
+        self.mesh = fitting_mesh(config, self.model, jax.device_count(), jax.default_backend()).build()
         self.optimizer = build_optimizer(config, self.model)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
+        self.links = step_links(config)
+        settle = settle_function(config, self.model)
+        self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
         self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
         init = self.init_model
         self.reference = ReferenceModel(config, self.model, self.mesh, init) if config.reference else None
@@ -104,19 +141,29 @@ class Run:
     def compile_step(self) -> tuple[Any, float]:
         """The compiled training step, and the seconds it took; compiled ahead of time, it never recompiles.
 
-        With a reference model, the step scores its batch first.
+        With a reference model, the step scores its batch first. For overlapped saves it is ``StepPrograms``, which is
+        called with a function that waits for the copy.
         """
         start = time.monotonic()
         grads = build_value_and_grad(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
-        own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
-        step = jit_step(own, self.abstract)
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
         options, score = self.compiler_options or None, None
         if self.reference is not None:
             score = self.reference.compile_scorer(batch, options)
             batch = batch._replace(reference_logprobs=self.reference.scores(batch))
+        if self.config.checkpoint.saving == "overlapped":
+            split = build_split_step(self.config, self.model, grads, self.optimizer, layers=layers)
+            found = jit_split_step(split, self.abstract)
+            with jax.set_mesh(self.mesh):
+                first = found.gradients.lower(self.abstract, batch)  # type: ignore[attr-defined]
+                given = jax.eval_shape(found.gradients, self.abstract, batch)
+                then = found.update.lower(self.abstract, batch, given)  # type: ignore[attr-defined]
+                programs = [one.compile(compiler_options=options) for one in (first, then)]
+            return StepPrograms(*programs, score=score), time.monotonic() - start
+        own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
+        step = jit_step(own, self.abstract)
         with jax.set_mesh(self.mesh):
             compiled = step.lower(self.abstract, batch).compile(compiler_options=options)
         seconds = time.monotonic() - start
@@ -125,7 +172,15 @@ class Run:
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
         meta = {**self.meta(step), "metrics": metrics, **state_providers.collect_facts(self.also)}
-        saver.save(place, step, state_providers.with_provider_arrays(state, self.also), meta)
+        saved = saved_state(state, self.links)
+        saver.save(place, step, state_providers.with_provider_arrays(saved, self.also), meta)
+
+    def settled(self, state: TrainState) -> TrainState:
+        """The state with its pending update applied, as saves and evaluations need; its buffers are donated."""
+        if self._settle is None:
+            return state
+        with jax.set_mesh(self.mesh):
+            return self._settle(state)
 
     def meta(self, step: int) -> dict[str, Any]:
         """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions, reference."""
@@ -143,8 +198,14 @@ class Run:
         }
 
 
-def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> MeshSpec:
+def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platform: str = "") -> MeshSpec:
     """Mesh of a run over so many devices.
+
+    Args:
+        config: the run.
+        model: of the run.
+        num_devices: number of devices.
+        platform: of the devices, where it is known: some combinations are refused on one platform alone.
 
     Raises:
         ShardingError: the parameters or the batch do not fit it; lists the nearest meshes that they do.
@@ -159,7 +220,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int) -> Mesh
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    check_combinations(config, dict(mesh.axes))
+    check_combinations(config, dict(mesh.axes), platform)
     check_reference(config)
     check_trainable(config, model)
     return mesh

@@ -14,8 +14,8 @@ HEAD = """# Papers
 
 Papers that are implemented here, with the module, the test that compares it with the paper's definition, and a command
 that shows it. Use it to find the code of a technique. A module's docstring says which part of a paper it follows, and
-where it departs from it. Made from [papers.tsv](papers.tsv) by `python -m tests.docs.papers`; a test checks that each
-module names its paper and that tests and commands exist.
+where it departs from it; "in part" says what of the paper's mechanism is missing. Made from [papers.tsv](papers.tsv)
+by `python -m tests.docs.papers`; a test checks that each module names its paper and that tests and commands exist.
 
 | paper | technique | module | test | command |
 |---|---|---|---|---|
@@ -30,6 +30,7 @@ class Paper(NamedTuple):
         name: technique of the paper.
         module, test: files.
         command: one shell command that shows it.
+        missing: parts of the paper's mechanism that are not there; empty: none.
     """
 
     paper: str
@@ -37,6 +38,7 @@ class Paper(NamedTuple):
     module: str
     test: str
     command: str
+    missing: str
 
 
 def papers() -> list[Paper]:
@@ -50,7 +52,8 @@ def papers() -> list[Paper]:
 def page() -> str:
     """The page."""
     rows = [
-        f"| [{row.paper}](https://arxiv.org/abs/{row.paper}) | {row.name} | `{row.module}` | `{row.test}` "
+        f"| [{row.paper}](https://arxiv.org/abs/{row.paper}) | {row.name}"
+        f"{f'; **in part**, missing: {row.missing}' if row.missing else ''} | `{row.module}` | `{row.test}` "
         f"| `{row.command}` |\n"
         for row in sorted(papers(), key=lambda row: (row.module, row.paper))
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,24 @@ def test_muon_makes_each_layers_matrix_orthogonal(rng, float64):
     for name in ("table", "gain"):
         np.testing.assert_array_equal(adam[2][name], again[2][name])
     assert not np.allclose(adam[2]["w"], again[2]["w"])
+
+
+def test_muon_has_nesterov_momentum(rng, float64):
+    """G + 0.95 M of M <- 0.95 M + G, then five Newton-Schulz steps: Jordan et al., Moonlight's code."""
+    before, grads, after = stepped(plain("muon"), rng)
+    want = before["w"].copy()
+    for layer in range(2):
+        buffer = np.zeros((6, 8))
+        for grad in grads:
+            g = grad["w"][layer].reshape(6, 8)
+            buffer = 0.95 * buffer + g
+            x = 0.05 * (g + 0.95 * buffer)
+            x = x / (np.linalg.norm(x) + 1e-8)
+            for _ in range(5):
+                square = x @ x.T
+                x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+            want[layer] -= 0.01 * 0.2 * math.sqrt(8) * x.reshape(6, 2, 4)
+    np.testing.assert_allclose(after["w"], want, rtol=1e-10, atol=1e-12)
 
 
 def numpy_low_rank(kind, before, grads, refresh, b1, b2):
@@ -341,6 +360,21 @@ def test_soap(rng, float64):
     again = stepped(named("soap", **PLAIN), np.random.default_rng(0), steps=2)
     for name in ("table", "gain"):
         np.testing.assert_array_equal(adam[2][name], again[2][name])
+
+
+@pytest.mark.parametrize("kind", ["soap", "galore"])
+def test_cpus_decompose_one_matrix_at_a_time(kind):
+    """XLA's CPU decompositions of several large matrices wait for each other on several simulated devices."""
+    transform = optimizer(plain(kind), 2, AXES)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    lower = jax.jit(transform.update).trace(params, jax.eval_shape(transform.init, params), params).lower
+    stacks = {
+        platform: set(
+            re.findall(r"(?:syevd|geqrf|orgqr|Eigh|eigh|Qr)\w*\(.*?\(tensor<(\d+)x", lower(**where).as_text())
+        )
+        for platform, where in (("cpu", {}), ("tpu", {"lowering_platforms": ("tpu",)}))
+    }
+    assert stacks == {"cpu": {"1"}, "tpu": {"2"}}
 
 
 def test_eight_bits_stay_near_float32(rng, float64):

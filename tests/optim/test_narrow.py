@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
-from jaxllm.optim.bfloat16_params import round_stochastically, split_bfloat16, store_in_bfloat16
+from jaxllm.optim.bfloat16_params import round_stochastically, share_of_update, split_bfloat16, store_in_bfloat16
 from tests import quick
 
 AXES = {"w": ("embed", "mlp"), "gain": ("embed",)}
@@ -65,6 +65,29 @@ def test_updates_far_below_a_last_place_arrive(rounding):
     else:
         # The lower number is rounded as well, by 2**-18 at most in each step; up or down at random adds up to less.
         assert abs(reached - 0.99) < 100 * 2**-18
+
+
+def test_the_share_of_an_update_that_arrives_is_measured(rng):
+    """Against numbers added up in float64: all but a thousandth in pairs, nothing to the nearest, the sum at random."""
+    p = {"w": jnp.asarray(rng.uniform(1, 1.9, (64, 32)), jnp.bfloat16)}
+    grads = {"w": jnp.asarray(rng.normal(size=(64, 32)), jnp.bfloat16)}
+    u = -1e-4 * np.asarray(grads["w"], np.float64)
+    shares = {}
+    for rounding in ("collage", "stochastic"):
+        rule, found = store_in_bfloat16(optax.sgd(1e-4), rounding), {}
+        state = rule.init(p)
+        moved, after = quick.jit(rule.update)(grads, state, p)
+        rule.update(grads, state, p, metrics=found)
+        arrived = np.asarray(moved["w"], np.float64)
+        if rounding == "collage":
+            arrived = arrived + np.asarray(after.low["w"], np.float64)
+        shares[rounding] = float(found["update_share"])
+        assert shares[rounding] == pytest.approx((u * arrived).sum() / (u * u).sum(), rel=1e-4)
+    assert abs(shares["collage"] - 1) < 2e-3
+    assert abs(shares["stochastic"] - 1) > 0.01
+    nearest = jax.tree.map(lambda p, g: (p - 1e-4 * g.astype(jnp.float32)).astype(p.dtype) - p, p, grads)
+    assert float(share_of_update({"w": u}, nearest)) < 0.01
+    assert float(share_of_update({"w": jnp.zeros(3)}, {"w": jnp.zeros(3)})) == 1
 
 
 @pytest.mark.parametrize(

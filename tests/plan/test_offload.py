@@ -11,7 +11,8 @@ from jaxllm.plan import plan_view
 from jaxllm.plan.formulas import memory_estimate
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.offload_time import LayerUpdateTime, block_bytes, device_every, largest_share, update_seconds
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, HardwareError
+from jaxllm.plan.interleave import fastest_interleave, stride
 from jaxllm.plan.layout_search import predict_layout
 from jaxllm.train import RunConfig
 from jaxllm.train.host_offload import HostConfig
@@ -42,6 +43,50 @@ def test_the_stride_is_where_link_and_host_are_even():
     assert device_every(LayerUpdateTime(state=2.0, gradients=1.0, host=0.5), 32) == 32
     # By hand, of three layers: 3 x 6; 6 and 9 of two groups; 6 and 2 of the link beside 6 of the host.
     assert [update_seconds(layer, 3, n) for n in (1, 2, 3)] == [18.0, 7.0 + 6.0, 8.0]
+
+
+def makespan(layer: LayerUpdateTime, layers: int, every: int) -> float:
+    """Update of all layers as a queue of events: link in, link out and host each do one thing at a time.
+
+    A group's copies may start when the group before has begun, as the next state is fetched one group ahead; within a
+    group the host can begin a layer as soon as its gradients are there.
+    """
+    sent = returned = computed = 0.0
+    for first in range(0, layers, every):
+        on_host = every - 1 if first + every <= layers else 0
+        steps = 1 if first + every <= layers else layers - first
+        for _ in range(steps):
+            sent += layer.state
+            returned = returned + layer.state
+        for _ in range(on_host):
+            sent += layer.gradients
+            computed = computed + layer.host
+            returned = returned + layer.gradients / 2
+        sent = returned = computed = max(sent, returned, computed)
+    return sent
+
+
+def test_the_interleave_is_that_of_the_shortest_makespan(rng):
+    """The stride of the balance, against every stride played as events."""
+    for _ in range(40):
+        state, gradients, host = rng.uniform(0.1, 10, 3)
+        layers = int(rng.integers(1, 130))
+        layer = LayerUpdateTime(state, gradients, host)
+        spans = {every: makespan(layer, layers, every) for every in range(1, layers + 1)}
+        found = stride(layer, layers)
+        assert spans[found] == pytest.approx(min(spans.values()), rel=1e-12)
+        assert found == device_every(layer, layers) or spans[found] == pytest.approx(spans[device_every(layer, layers)])
+
+
+def test_the_interleave_of_a_run():
+    cluster, away = Cluster.parse("h100:1x8"), run(host=HostConfig(optimizer=True))
+    found = fastest_interleave(away, cluster)
+    assert f"fastest by formula: {found.device_every}" in plan_view.explained(layout(away), cluster)
+    # Float32 gradients and parameters are as many bytes as the state, so the host's processor does not help.
+    assert found.layer.state == found.layer.gradients
+    assert (found.device_every, found.seconds) == (1, found.device_seconds)
+    with pytest.raises(HardwareError, match=r"hosts of v5p is not published; give a hardware file with \[v5p\]"):
+        fastest_interleave(run(), Cluster.parse("v5p:2x2x2"))
 
 
 def test_the_share_is_what_a_forward_pass_hides():

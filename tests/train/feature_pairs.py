@@ -89,6 +89,7 @@ SETTINGS: dict[str, Setting] = {
     "depths of stages": _parallel(depths=(1, 3)),
     "pipeline offload": _parallel(offload=0.5),
     "ZeRO 1 or 2": _parallel(zero=1),
+    "rings": _axis("context"),
     "ring matmuls": _all(_axis("tensor"), _parallel(sequence=True, overlap="ring")),
     "tokens out of order": _all(_axis("context"), _parallel(layout="zigzag")),
     "loss scaling": _model(dtype="float16"),
@@ -121,6 +122,9 @@ SETTINGS: dict[str, Setting] = {
     "optimizer offload": _run(host=HostConfig(optimizer=True)),
     "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
     "parameter offload": _run(host=HostConfig(params=True)),
+    "overlapped saves": lambda run: dataclasses.replace(
+        run, checkpoint=dataclasses.replace(run.checkpoint, saving="overlapped")
+    ),
     "checkpoints in memory": lambda run: dataclasses.replace(
         run, checkpoint=dataclasses.replace(run.checkpoint, memory=MemoryConfig())
     ),
@@ -129,7 +133,7 @@ SETTINGS: dict[str, Setting] = {
 """How a run gets each feature. Those left out are the opposite of another, or need more than a step: a data source that
 gives scores, a reference model."""
 
-BESIDE_THE_STEP = {"rollback", "checkpoints in memory"}
+BESIDE_THE_STEP = {"rollback", "checkpoints in memory", "overlapped saves"}
 """Features that change what the host does between steps, and not the step's program."""
 
 
@@ -174,13 +178,13 @@ def outcome(*names: str) -> Pair | None:
         return Pair(BASE, 1)
     if run is None:
         return None
-    rows = refused(run, sizes_of(run))
+    rows = refused(run, sizes_of(run), "cpu")
     model = functional(run.model, run.parallel.rules())
     if rows:
         with pytest.raises(ConfigError, match="does not go with"):
-            fitting_mesh(run, model, 4)
+            fitting_mesh(run, model, 4, "cpu")
         return Pair(run, len(rows))
-    mesh = fitting_mesh(run, model, 4).build(jax.devices()[:4])
+    mesh = fitting_mesh(run, model, 4, "cpu").build(jax.devices()[:4])
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     step = build_step(

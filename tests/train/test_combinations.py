@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.models import functional
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train.combinations import FEATURES, REFUSALS, check_combinations, markdown, refused
+from jaxllm.train.run import fitting_mesh
 from tests.environment import ROOT
-from tests.train.feature_pairs import BY_THE_OPTIMIZER, SETTINGS, check_pair, sizes_of, with_features
+from tests.train.feature_pairs import BASE, BY_THE_OPTIMIZER, SETTINGS, check_pair, sizes_of, with_features
 
 PAGE = ROOT / "docs" / "train" / "combinations.md"
 
@@ -36,9 +40,22 @@ def test_a_row_refuses_its_pair(row):
             break
     else:
         pytest.skip("no setting of the tests has both")
-    assert row in refused(run, sizes_of(run))
+    assert row in refused(run, sizes_of(run), row.platform)
     with pytest.raises(ConfigError, match="does not go with"):
-        check_combinations(run, sizes_of(run))
+        check_combinations(run, sizes_of(run), row.platform)
+
+
+@pytest.mark.parametrize("rings", ["context", "overlap"])
+def test_rings_in_stages_are_refused_at_once_on_cpu_alone(rings):
+    parallel, axis = {
+        "context": (ParallelConfig(), "context"),
+        "overlap": (ParallelConfig(sequence=True, overlap="ring"), "tensor"),
+    }[rings]
+    run = dataclasses.replace(BASE, mesh=f"stage=2,{axis}=2", accumulate=4, parallel=parallel)
+    model = functional(run.model, run.parallel.rules())
+    with pytest.raises(ConfigError, match=r'on cpu: .*give parallel.context = "all_gather" and parallel.overlap'):
+        fitting_mesh(run, model, 4, "cpu")
+    assert str(fitting_mesh(run, model, 4, "tpu")) == run.mesh
 
 
 @pytest.mark.drawn(0.5)

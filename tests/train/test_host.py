@@ -8,6 +8,7 @@ import json
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.optim import ScheduleConfig
 from jaxllm.train import train
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.host_offload import HostConfig, host_bytes
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def config(folder, kind="adamw", **fields):
-    run = run_config(folder, **fields)
+    # MeZO's slope is a small difference of two losses: with large steps rounding would soon be another run.
+    run = run_config(folder, **({"schedule": ScheduleConfig(peak=1e-5)} if kind == "mezo" else {}), **fields)
     return dataclasses.replace(
         run,
         model=dataclasses.replace(run.model, layers=3, remat="full"),
@@ -44,8 +46,11 @@ def test_a_run_is_the_same(tmp_path, kind, host):
     assert host_bytes((Run(away).abstract.params, Run(away).abstract.opt_state)) > 0
     done = train(away)
     assert [step for step, *_ in losses(done.directory)] == [step for step, *_ in losses(plain.directory)]
-    for (_, *one), (_, *other) in zip(losses(done.directory), losses(plain.directory), strict=True):
-        assert one == pytest.approx(other, rel=2e-6)
+    # In float64: `make proof optimizers ONLY=zo2_is_mezo_one_update_late`.
+    of_norm = 2e-3 if kind == "mezo" else 2e-6
+    for (_, loss, norm), (_, other, other_norm) in zip(losses(done.directory), losses(plain.directory), strict=True):
+        assert loss == pytest.approx(other, rel=2e-6)
+        assert norm == pytest.approx(other_norm, rel=of_norm)
     assert done.evaluation
     assert plain.evaluation
     assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.models import DecoderConfig, MoeConfig, functional
 from jaxllm.parallel.parallel_config import ParallelConfig
@@ -64,6 +65,23 @@ def test_equals_one_device(mesh, plan, accumulate, rng, float64):
     one = loss_and_grads(config, batch, "data=1", ParallelConfig())
     many = loss_and_grads(config, batch, mesh, plan, accumulate)
     assert tiny.leaf_error(many, one) < 1e-10
+
+
+def test_one_kv_head_goes_to_all_head_shards_without_full_rematerialization(rng, float64, capfd, tmp_path):
+    """One kv head, heads split over tensor and ulysses: XLA inverts both moves, and does not replicate the gradient."""
+    config = tiny.decoder(**SMALL | {"kv_heads": 1, "layers": 1})
+    batch = tiny.batch(int(rng.integers(2**16)), 8, 8, 16, packed=True)
+    one = loss_and_grads(config, batch, "data=1", ParallelConfig())
+    kept = jax.config.jax_compilation_cache_dir
+    try:  # a program from the cache warns of nothing
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        compilation_cache.reset_cache()
+        many = loss_and_grads(config, batch, "ulysses=2,tensor=2,data=2", ParallelConfig())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+        compilation_cache.reset_cache()
+    assert tiny.leaf_error(many, one) < 1e-10
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 def test_gathered_once_in_compute_dtype():

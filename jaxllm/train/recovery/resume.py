@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from jaxllm.config import differences, from_dict
 from jaxllm.train.config import RunConfig
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
-from jaxllm.train.step.step_builder import step_links
-from jaxllm.train.step.step_chain import link_states
-from jaxllm.train.step.train_state import TrainState, init_state
+from jaxllm.train.step.step_chain import link_states, saved_state
+from jaxllm.train.step.train_state import TrainState, init_extras, init_state
 
 
 class ResumeError(ValueError):
@@ -32,13 +32,14 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
         params = None
         if run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
-        extras = link_states(step_links(run.config))
+        extras = link_states(run.links)
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, extras), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
         state_providers.check_providers(meta, run.also)
-    found = saver.resume(state_providers.with_provider_arrays(run.abstract, run.also))
+    saved = saved_state(run.abstract, run.links)
+    found = saver.resume(state_providers.with_provider_arrays(saved, run.also))
     if found is None:  # another process emptied the directory meanwhile
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} have been deleted; start again.")
     check_resumable(found.meta, run.config, run.directory.path)
@@ -55,7 +56,9 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             f"{run.reference.facts()}. Restore the parameters of reference = {run.reference.source!r}, or start a new "
             "run under another name."
         )
-    state = state_providers.restore_providers(run.abstract, found.state, found.meta, run.also)
+    state = state_providers.restore_providers(saved, found.state, found.meta, run.also)
+    fresh = link_states([link for link in run.links if link.transient])
+    state = dataclasses.replace(state, extras={**state.extras, **init_extras(fresh, state.params, run.abstract)})
     run.batches, step = run.batches.at_cursor(found.meta["cursor"])
     run.spikes = list(found.meta.get("spikes", []))
     return state, step

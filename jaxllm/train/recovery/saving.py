@@ -125,6 +125,12 @@ class Saver:
         if self._config.memory is not None and self._config.memory.every is None:
             self._next = step + int(self._group.broadcast("saver/interval", str(self._steps_to_next_snapshot(step))))
 
+    def wait_copied(self) -> None:
+        """Blocks until the arrays of the last save may be donated; only an overlapped save is not done before."""
+        for one in (self.disk, self.memory):
+            if one is not None:
+                one.wait_copied()
+
     def wait(self) -> None:
         """Blocks until all checkpoints are on disk."""
         self.disk.wait()

@@ -10,7 +10,8 @@ Legend: L repeats of a segment's group, B batch, S sequence, D embed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ class LayerwiseResult(NamedTuple):
         sums: loss before the update.
         params, opt_state: after the update.
         grad_norm, update_norm, param_norm: global norms of the gradients, the updates and the updated parameters.
+        extras: new states of links by name, where the update keeps state there.
     """
 
     sums: LossSums
@@ -45,6 +47,7 @@ class LayerwiseResult(NamedTuple):
     grad_norm: Float[Array, ""]
     update_norm: Float[Array, ""]
     param_norm: Float[Array, ""]
+    extras: Mapping[str, Any] = MappingProxyType({})
 
 
 LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]

@@ -3,7 +3,7 @@
 The loss difference between the parameters perturbed by plus and minus epsilon along a random direction gives the
 directional derivative (arXiv:2305.17333, algorithm 1). The direction is never stored: each layer's part is drawn from
 a seed where the layer is used, once per forward pass and once for the update. There are no gradients to hold, and
-parameters are updated in place; with offload to host memory layers are streamed as in ZO2 (arXiv:2503.12668).
+parameters are updated in place. With parameters in host memory the step is ``jaxllm.train.step.zo2``'s.
 """
 
 from __future__ import annotations
@@ -18,24 +18,14 @@ from jaxtyping import Array, Float
 
 import sharding
 from jaxllm.models import Functional, Segments
-from jaxllm.optim import StepHooks
-from jaxllm.optim.build import layerwise_parts
-from jaxllm.train.config import RunConfig
 from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
 from jaxllm.train.step.loss import permute_sequence
-from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums, make_objective
+from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
 PERTURBATION = 1e-3
 """Epsilon: size of the perturbation to each side (section 2.1 and table 15)."""
-
-
-def mezo_hooks(run: RunConfig, model: Functional) -> StepHooks:
-    """Step hooks of MeZO."""
-    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
-    objective: Any = make_objective(run.objective, run.z_loss)
-    return StepHooks(update=mezo_update(model, parts, objective=objective, layout=run.parallel.layout))
 
 
 def mezo_update(
@@ -92,11 +82,7 @@ def mezo_update(
         slope = (both.loss[0] - both.loss[1]) / (2 * PERTURBATION * total)
 
         def apply(rule: optax.GradientTransformation, own: Any, state: Any, name: str, number: Any = 0) -> Any:
-            grads = jax.tree.map(lambda z: slope.astype(z.dtype) * z, random_direction(key, own, name, number))
-            updates, state = rule.update(grads, state, own)
-            own = optax.apply_updates(own, updates)
-            norms = [optax.tree.norm(tree, squared=True).astype(dtype) for tree in (grads, updates, own)]
-            return own, state, jnp.stack(norms)
+            return apply_direction(rule, own, state, key, slope, name, number)
 
         new: dict[str, Any] = {"segments": {}}
         opt_state["segments"], norms = dict(opt_state["segments"]), jnp.zeros(3, dtype)
@@ -122,6 +108,28 @@ def mezo_update(
         return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms))
 
     return update
+
+
+def apply_direction(
+    rule: optax.GradientTransformation, own: Any, state: Any, key: Array, slope: Array, name: str, number: Any = 0
+) -> tuple[Any, Any, Float[Array, " 3"]]:
+    """Update of a part of the parameters along its random direction.
+
+    Args:
+        rule: of the part.
+        own, state: parameters and optimizer state of the part.
+        key: of the step that the direction belongs to.
+        slope: directional derivative.
+        name, number: identify the part, see ``random_direction``.
+
+    Returns:
+        parameters and state after the update, and the squared norms of gradients, updates and parameters.
+    """
+    grads = jax.tree.map(lambda z: slope.astype(z.dtype) * z, random_direction(key, own, name, number))
+    updates, state = rule.update(grads, state, own)
+    own = optax.apply_updates(own, updates)
+    norms = [optax.tree.norm(tree, squared=True).astype(slope.dtype) for tree in (grads, updates, own)]
+    return own, state, jnp.stack(norms)
 
 
 def random_direction(key: Array, own: Any, name: str, number: Any = 0) -> Any:

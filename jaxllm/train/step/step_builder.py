@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -10,7 +12,7 @@ from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import StepHooks, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.param_average import parameter_average
-from jaxllm.train.step.step_chain import Step, StepLink, link_states
+from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
 from jaxllm.train.step.step_links import (
     balance_biases,
     layer_norms_report,
@@ -20,7 +22,8 @@ from jaxllm.train.step.step_links import (
 )
 from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import TrainState, abstract_state
-from jaxllm.train.step.training_step import ValueAndGrad, layerwise_step, train_step
+from jaxllm.train.step.training_step import SplitStep, ValueAndGrad, layerwise_step, split_step, train_step
+from jaxllm.train.step.zo2 import pending_update
 
 
 def build_step(
@@ -40,13 +43,41 @@ def build_step(
         optimizer: of the run (``build_optimizer``).
         layers: also report norms layer by layer.
     """
-    rate = schedule(config.optim.schedule, config.steps)
-    hooks = StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
-    links = step_links(config)
+    rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
     if hooks.update is not None:
         return layerwise_step(hooks.update, rate, links)
-    reports = [routing_report(config.model), *([layer_norms_report] if layers else [])]
-    return train_step(grads, optimizer, rate, links, reports, hooks)
+    return train_step(grads, optimizer, rate, links, _reports(config, layers), hooks)
+
+
+def build_split_step(
+    config: RunConfig,
+    model: Functional,
+    grads: ValueAndGrad,
+    optimizer: optax.GradientTransformation,
+    *,
+    layers: bool = False,
+) -> SplitStep:
+    """Training step of a run as two functions, for checkpoints that are copied while gradients are computed.
+
+    Args:
+        config, model, grads, optimizer, layers: as for ``build_step``; the optimizer needs whole gradients.
+    """
+    rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
+    return split_step(grads, optimizer, rate, links, _reports(config, layers), hooks)
+
+
+def _hooks(config: RunConfig, model: Functional) -> StepHooks:
+    return StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
+
+
+def _reports(config: RunConfig, layers: bool) -> list[Report]:
+    return [routing_report(config.model), *([layer_norms_report] if layers else [])]
+
+
+def settle_function(config: RunConfig, model: Functional) -> Callable[[TrainState], TrainState] | None:
+    """Function that applies a state's pending update before it is saved or evaluated; None: steps leave none."""
+    deferred = config.optim.spec.deferred and config.host.params and config.optim.spec.hooks is not None
+    return config.optim.spec.hooks(config, model).settle if deferred else None  # type: ignore[misc]
 
 
 def step_links(config: RunConfig) -> tuple[StepLink, ...]:
@@ -56,6 +87,7 @@ def step_links(config: RunConfig) -> tuple[StepLink, ...]:
         spike_detection(config.spikes, schedule(config.optim.schedule, config.steps)),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
         parameter_average(config.ema),
+        pending_update(config),
     )
     return tuple(link for link in links if link is not None)
 

@@ -84,12 +84,14 @@ class StepLink:
             state.
         gradients: wraps the function that takes loss and gradients.
         wrap: wraps the inner step.
+        transient: its state is not saved; a resumed run begins with a fresh one.
     """
 
     name: str
     init: InitExtra | None = None
     gradients: Callable[[Gradients], Gradients] | None = None
     wrap: Callable[[InnerStep], InnerStep] | None = None
+    transient: bool = False
 
 
 def link_states(links: Sequence[StepLink]) -> dict[str, InitExtra]:
@@ -106,6 +108,12 @@ def link_states(links: Sequence[StepLink]) -> dict[str, InitExtra]:
             raise ValueError(f"step link: the name {link.name!r} is taken; give the link another name.")
         states[link.name] = link.init
     return states
+
+
+def saved_state(state: TrainState, links: Sequence[StepLink]) -> TrainState:
+    """State as checkpoints have it: without the states of transient links."""
+    transient = {link.name for link in links if link.transient}
+    return replace(state, extras={name: one for name, one in state.extras.items() if name not in transient})
 
 
 def link_state(state: TrainState, name: str) -> Any:

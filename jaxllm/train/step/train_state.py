@@ -128,11 +128,16 @@ def init_state(
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
             # Not device_put, which cannot put keys on devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),
-            extras={
-                name: jax.jit(init, out_shardings=sharding.shardings_of(abstract.extras[name]))(params)
-                for name, init in extras.items()
-            },
+            extras=init_extras(extras, params, abstract),
         )
+
+
+def init_extras(extras: Mapping[str, InitExtra], params: Any, abstract: TrainState) -> dict[str, Any]:
+    """Fresh states of the step's links, by name, each created in its shards."""
+    return {
+        name: jax.jit(init, out_shardings=sharding.shardings_of(abstract.extras[name]))(params)
+        for name, init in extras.items()
+    }
 
 
 def initial_params(model: Functional, seed: int, shardings: Any) -> Any:

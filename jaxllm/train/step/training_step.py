@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -56,11 +56,60 @@ def train_step(
         the step. Its metrics are scalars: ``loss`` (the objective and routing losses, per target token or item),
         ``nll`` (nats per target token), ``grad_norm`` (global, before clipping), ``update_norm`` (global, of what is
         added to the parameters), ``param_norm`` (after the update), ``learning_rate`` and ``tokens`` (target tokens);
-        ``skipped`` (0 or 1) where steps can be skipped; and those of ``links`` and ``reports``.
+        ``skipped`` (0 or 1) where steps can be skipped; and those of ``links``, ``reports`` and the optimizer, which
+        adds its own to the dict that ``update`` is given as ``metrics``.
     """
+    return _with_update(composed_gradients(value_and_grad, links, hooks), optimizer, rate, links, reports, hooks)
+
+
+class SplitStep(NamedTuple):
+    """Training step as two functions, between which the state is not changed.
+
+    Attributes:
+        gradients: ``(state, batch) -> gradients``; it only reads the state.
+        update: ``(state, batch, gradients) -> (state, metrics)``; the state may be donated.
+    """
+
+    gradients: Gradients
+    update: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, Any]]]
+
+
+def split_step(
+    value_and_grad: ValueAndGrad,
+    optimizer: optax.GradientTransformation,
+    rate: optax.Schedule,
+    links: Sequence[StepLink] = (),
+    reports: Sequence[Report] = (),
+    hooks: StepHooks = StepHooks(),  # noqa: B008
+) -> SplitStep:
+    """``train_step`` as two functions, so that a checkpoint can be copied while the first one runs.
+
+    Args:
+        value_and_grad, optimizer, rate, links, reports, hooks: as for ``train_step``.
+    """
+
+    def update(state: TrainState, batch: Any, gradients: Any) -> tuple[TrainState, dict[str, Any]]:
+        return _with_update(lambda state, batch: gradients, optimizer, rate, links, reports, hooks)(state, batch)
+
+    return SplitStep(composed_gradients(value_and_grad, links, hooks), update)
+
+
+def composed_gradients(value_and_grad: ValueAndGrad, links: Sequence[StepLink], hooks: StepHooks) -> Gradients:
+    """Function of loss and gradients of a state, with the hooks' and links' changes."""
     gradients = (hooks.gradients or gradients_at_parameters)(value_and_grad)
     for link in links:
         gradients = gradients if link.gradients is None else link.gradients(gradients)
+    return gradients
+
+
+def _with_update(
+    gradients: Gradients,
+    optimizer: optax.GradientTransformation,
+    rate: optax.Schedule,
+    links: Sequence[StepLink],
+    reports: Sequence[Report],
+    hooks: StepHooks,
+) -> Step:
     update_inputs = hooks.update_inputs or (lambda state, batch: {})
     update = optax.with_extra_args_support(optimizer).update
 
@@ -68,11 +117,12 @@ def train_step(
         sums, grads, *amax = gradients(state, batch)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
         inputs = update_inputs(state, batch)
+        metrics: dict[str, Any] = {}
         with jax.named_scope("optimizer"):
-            updates, opt_state = update(grads, state.opt_state, state.params, **inputs)
+            updates, opt_state = update(grads, state.opt_state, state.params, metrics=metrics, **inputs)
             params = apply_updates(state.params, updates)
         new = replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-        return StepResult(new, sums, rate(state.step), grad_norm, grads, updates, tuple(amax))
+        return StepResult(new, sums, rate(state.step), grad_norm, grads, updates, tuple(amax), metrics=metrics)
 
     return finished(step, links, reports)
 
@@ -98,7 +148,8 @@ def layerwise_step(update: LayerwiseUpdate, rate: optax.Schedule, links: Sequenc
 
     def step(state: TrainState, batch: Any) -> StepResult:
         result = update(state, batch)
-        new = replace(state, params=result.params, opt_state=result.opt_state, step=state.step + 1)
+        extras = {**state.extras, **result.extras}
+        new = replace(state, params=result.params, opt_state=result.opt_state, step=state.step + 1, extras=extras)
         norms = {"param_norm": result.param_norm, "update_norm": result.update_norm}
         return StepResult(new, result.sums, rate(state.step), result.grad_norm, metrics=norms)
 
@@ -115,3 +166,14 @@ def jit_step(step: Step, abstract: TrainState) -> Step:
         abstract: shapes and shardings of the state (``abstract_state``).
     """
     return jax.jit(step, donate_argnums=0, out_shardings=(sharding.shardings_of(abstract), None))
+
+
+def jit_split_step(step: SplitStep, abstract: TrainState) -> SplitStep:
+    """Jitted functions of a split step: the update donates the state.
+
+    Args:
+        step: from ``split_step``.
+        abstract: shapes and shardings of the state (``abstract_state``).
+    """
+    outs = (sharding.shardings_of(abstract), None)
+    return SplitStep(jax.jit(step.gradients), jax.jit(step.update, donate_argnums=0, out_shardings=outs))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -19,17 +21,18 @@ from jaxllm.train import RunConfig, TrainState, abstract_state
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.step.step_builder import build_step
 from sharding import shardings_of
-from tests import quick, tiny
+from tests import environment, quick, tiny
 from tests.optim.kinds import KINDS, named
 from tests.proofs.harness import proof
 
 MESHES = ("fsdp=8", "fsdp=2,tensor=4", "stage=2,fsdp=2,tensor=2")
 STEPS, ROWS, LENGTH = 4, 8, 8
+WIDE = {"dtype": "float32", "embed_dim": 128, "head_dim": 32, "mlp": 256, "layers": 4}
 
 
-def trained(name: str, mesh: str | None) -> tuple[np.ndarray, Any]:
+def trained(name: str, mesh: str | None, **sizes: Any) -> tuple[np.ndarray, Any]:
     """Losses, and the parameters after the last step."""
-    config = tiny.decoder(dtype="float64", kv_heads=4, remat="full")
+    config = tiny.decoder(**{"dtype": "float64", "kv_heads": 4, "remat": "full"} | sizes)
     of_kind = {"refresh": 2} if OPTIMIZERS[name.split()[0]].refresh else {}  # more than once in these steps
     optim = named(name, schedule=ScheduleConfig("constant", peak=1e-2, warmup=0.5), **of_kind)
     staged = mesh is not None and "stage" in mesh
@@ -84,3 +87,14 @@ def parity_float64(case: tuple[str, str]) -> dict[str, float]:
     want, wanted = alone(name)
     assert np.ptp(want) > 1e-3
     return {"loss": float(np.abs(losses / want - 1).max()), "parameters": tiny.leaf_error(params, wanted)}
+
+
+@proof("optimizers", cases=[(name, mesh) for name in ("soap", "galore") for mesh in MESHES[:2]], sample=1)
+def wide_stacks_end(case: tuple[str, str]) -> None:
+    """Steps of four layers whose matrices are 128 wide and more, decomposed on eight simulated devices, come to an end.
+
+    XLA's CPU decompositions of several such matrices wait for each other for ever; hence a process of its own.
+    """
+    name, mesh = case
+    program = f"import {__name__} as proofs; proofs.trained({name!r}, {mesh!r}, **proofs.WIDE)"
+    subprocess.run([sys.executable, "-c", program], cwd=environment.ROOT, check=True, timeout=600)

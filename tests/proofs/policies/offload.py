@@ -30,7 +30,7 @@ class Case(NamedTuple):
         remat, kind, host: of the run.
         plain: its ``remat``, with nothing on the host.
         down, up: how often what waits there is copied to the device in a step, and back.
-        exposed: largest share of the bytes copied that nothing runs beside; None: not held to one.
+        exposed: largest share of the bytes copied that nothing runs beside.
     """
 
     remat: str
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     plain: str
     down: float
     up: float
-    exposed: float | None
+    exposed: float
 
 
 STATE = HostConfig(optimizer=True)
@@ -47,16 +47,16 @@ CASES = {
     # Beside the first layer's copies to the host, and the last's back, runs what is before and after the loops.
     "activations": Case("offload", "adamw", HostConfig(), "elementwise", 1, 1, 1 / LAYERS),
     "activations of half the tokens": Case("offload:0.5", "adamw", HostConfig(), "elementwise", 1, 1, 1 / LAYERS),
-    # A layer's state comes beside the update of the one before; once more than there are layers.
-    "optimizer": Case("full", "adamw", STATE, "full", 1 + 1 / LAYERS, 1, None),
+    # A layer's state comes and goes beside the update of another one; each way once more than there are layers.
+    "optimizer": Case("full", "adamw", STATE, "full", 1 + 1 / LAYERS, 1 + 1 / LAYERS, 1 / LAYERS),
     "optimizer, every other layer by the host": Case(
         # Up go the state of the device's layers, and parameters and gradients of the host's: as many numbers.
         *("full", "adamw", dataclasses.replace(STATE, device_every=2), "full"),
-        *(1 / 2 + 1 / LAYERS, 1 / 2 + 1 / 2, None),
+        *(1 / 2 + 1 / LAYERS, 1 / 2 + 1 / 2 + 1 / LAYERS, 0.01),
     ),
     "parameters of lomo": Case("full", "lomo", HostConfig(params=True), "full", 2, 1, 0.05),
-    # Two forward passes and the update.
-    "parameters of mezo": Case("full", "mezo", HostConfig(params=True), "full", 3, 1, 0.05),
+    # Both forward passes and the update of the step before while a layer is on the device (ZO2).
+    "parameters of mezo": Case("full", "mezo", HostConfig(params=True), "full", 1, 1, 0.05),
 }
 
 
@@ -92,13 +92,14 @@ def waiting(case: Case) -> int:
     "policies",
     cases=list(CASES),
     sample=1,
-    bound={"host": 0.0, "down": 0.01, "up": 0.01, "stays on the device": 0.0, "exposed": 0.0},
+    bound={"host": 0.0, "down": 0.01, "up": 0.01, "stays on the device": 0.005, "exposed": 0.0},
 )
 def offload(name: str) -> dict[str, Any]:
     """Bytes on the host and copied as predicted; the device keeps at most three layers'; copies overlap with compute.
 
     The errors: of the bytes on the host; of those copied each way; what the device's memory falls short by; what share
-    of the copies over the one that is said nothing runs beside.
+    of the copies over the one that is said nothing runs beside. Beside three layers' state the device may have a few
+    buffers more (half a per cent): what the host's layers send and receive.
     """
     case = CASES[name]
     report = compiled(case.remat, case.kind, case.host)
@@ -115,5 +116,5 @@ def offload(name: str) -> dict[str, Any]:
         "down": abs(sent["device"] / (case.down * want) - 1),
         "up": abs(sent["host"] / (case.up * want) - 1),
         "stays on the device": max(0.0, 1 - saved / (kept * (1 - 3 / LAYERS))),
-        "exposed": 0.0 if case.exposed is None else max(0.0, alone - case.exposed),
+        "exposed": max(0.0, alone - case.exposed),
     }

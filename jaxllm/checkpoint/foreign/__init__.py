@@ -1,0 +1,1 @@
+"""Checkpoints of other training frameworks: fragments of ranks, made whole by rules."""
