@@ -1,0 +1,132 @@
+"""Mutants of the checkpoint package and of files that survive a power cut."""
+
+from tests.mutants.mutant import Mutant
+
+CUT = "tests/checkpoint/test_power_cut.py"
+COMMITTED = (f"{CUT}::test_committed_checkpoints_survive",)
+REPLACED = (f"{CUT}::test_replaced_files_are_old_or_new",)
+WHOLE = (f"{CUT}::test_a_new_directory_is_whole",)
+
+MUTANTS = [
+    Mutant(
+        "sync_waits_for_nothing",
+        "jaxllm/files.py",
+        "        os.fsync(handle)\n",
+        "        pass\n",
+        (*COMMITTED, *WHOLE, f"{CUT}::test_the_signing_key_is_never_a_part"),
+    ),
+    Mutant(
+        "commit_syncs_no_metadata",
+        "jaxllm/checkpoint/storage/step_directories.py",
+        "        self.files.sync(sorted({*files, *folders, saving}))\n",
+        "        self.files.sync(sorted({*folders, saving}))\n",
+        COMMITTED,
+    ),
+    Mutant(
+        "commit_renames_before_it_syncs",
+        "jaxllm/checkpoint/storage/step_directories.py",
+        """        self.files.sync(sorted({*files, *folders, saving}))
+        self.files.rename(saving, self.folder(step))
+        self.files.sync([""])
+""",
+        """        self.files.rename(saving, self.folder(step))
+        self.files.sync(sorted(name.replace("saving", "step", 1) for name in {*files, *folders, saving}))
+        self.files.sync([""])
+""",
+        COMMITTED,
+    ),
+    Mutant(
+        "commit_does_not_sync_the_root",
+        "jaxllm/checkpoint/storage/step_directories.py",
+        """        self.files.rename(saving, self.folder(step))
+        self.files.sync([""])
+""",
+        """        self.files.rename(saving, self.folder(step))
+""",
+        COMMITTED,
+    ),
+    Mutant(
+        "commit_does_not_sync_folders_of_leaves",
+        "jaxllm/checkpoint/storage/step_directories.py",
+        "{*files, *folders, saving}",
+        "{*files, saving}",
+        COMMITTED,
+    ),
+    Mutant(
+        "commit_does_not_sync_the_folder",
+        "jaxllm/checkpoint/storage/step_directories.py",
+        "        self.files.sync(sorted({*files, *folders, saving}))\n",
+        "        self.files.sync(sorted({*files, *folders} - {saving}))\n",
+        COMMITTED,
+    ),
+    Mutant(
+        "large_chunks_are_not_synced",
+        "jaxllm/checkpoint/checkpoint_writer.py",
+        "                files.sync([name])  # while other files are written and hashed\n",
+        "                pass\n",
+        COMMITTED,
+    ),
+    Mutant(
+        "small_chunks_are_not_synced",
+        "jaxllm/checkpoint/checkpoint_writer.py",
+        '    files.sync(f"{folder}/{name}" for name in small)\n',
+        "",
+        COMMITTED,
+    ),
+    Mutant(
+        "deletion_overtakes_its_rename",
+        "jaxllm/checkpoint/storage/step_directories.py",
+        '            self.files.sync([""])  # or else a power cut may undo the rename and keep the deletions\n',
+        "",
+        COMMITTED,
+    ),
+    Mutant(
+        "run_directory_is_not_synced",
+        "jaxllm/files.py",
+        "        sync(folder.parent)\n",
+        "        pass\n",
+        COMMITTED,
+    ),
+    Mutant(
+        "atomic_write_without_fsync",
+        "jaxllm/files.py",
+        "            os.fsync(file.fileno())\n",
+        "",
+        REPLACED,
+    ),
+    Mutant(
+        "atomic_write_renames_before_fsync",
+        "jaxllm/files.py",
+        "            os.fsync(file.fileno())\n        os.replace(temporary, path)\n",
+        "            os.replace(temporary, path)\n            os.fsync(file.fileno())\n",
+        REPLACED,
+    ),
+    Mutant(
+        "new_directory_is_not_synced",
+        "jaxllm/files.py",
+        "            sync(inner)\n",
+        "            pass\n",
+        WHOLE,
+    ),
+    Mutant(
+        "name_of_a_new_directory_is_not_synced",
+        "jaxllm/files.py",
+        "        sync(path.parent)\n",
+        "",
+        WHOLE,
+    ),
+    Mutant(
+        "signing_key_is_not_synced",
+        "jaxllm/infer/runner/program_cache.py",
+        "        sync(part)\n",
+        "",
+        (f"{CUT}::test_the_signing_key_is_never_a_part",),
+    ),
+    Mutant(
+        "any_signing_key_will_do",
+        "jaxllm/infer/runner/program_cache.py",
+        "    if len(key) != KEY_BYTES:\n",
+        "    if len(key) > KEY_BYTES:\n",
+        (f"{CUT}::test_a_damaged_signing_key_is_refused",),
+    ),
+]
