@@ -6,6 +6,7 @@ CUT = "tests/checkpoint/test_power_cut.py"
 COMMITTED = (f"{CUT}::test_committed_checkpoints_survive",)
 REPLACED = (f"{CUT}::test_replaced_files_are_old_or_new",)
 WHOLE = (f"{CUT}::test_a_new_directory_is_whole",)
+BLOCKS = ("tests/checkpoint/test_integrity.py::test_damage_in_any_block",)
 
 MUTANTS = [
     Mutant(
@@ -128,5 +129,26 @@ MUTANTS = [
         "    if len(key) != KEY_BYTES:\n",
         "    if len(key) > KEY_BYTES:\n",
         (f"{CUT}::test_a_damaged_signing_key_is_refused",),
+    ),
+    Mutant(
+        "mapped_leaf_is_verified_in_its_first_block",
+        "jaxllm/checkpoint/storage/stored_leaf.py",
+        "        for number in range(self.blocks):\n            self._verified_block(number)\n",
+        "        for number in range(1):\n            self._verified_block(number)\n",
+        BLOCKS,
+    ),
+    Mutant(
+        "slice_is_verified_in_its_first_block",
+        "jaxllm/checkpoint/storage/stored_leaf.py",
+        "        blocks = [self._verified_block(number) for number in range(low, high + 1)]\n",
+        "        blocks = [self._verified_block(number) for number in range(low, low + 1)]\n",
+        BLOCKS,
+    ),
+    Mutant(
+        "any_verified_block_stands_for_all",
+        "jaxllm/checkpoint/storage/stored_leaf.py",
+        "        if number not in self._checked:\n",
+        "        if not self._checked:\n",
+        BLOCKS,
     ),
 ]
