@@ -197,3 +197,11 @@ def test_what_cannot_be_sampled_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(ValueError, match=f"^{name} = "):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("top_p", "most"), [(0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (0.999, 4)])
+def test_top_p_of_an_exact_mass_keeps_no_more(top_p, most):
+    """Four tokens in order whose weights are one float, a quarter each: what just reaches the mass is enough."""
+    logits = np.array([0.0, -1e-9, -2e-9, -3e-9], np.float32)
+    assert (np.exp(logits) == 1).all()
+    assert kept(logits, top_p=top_p) == set(range(most))

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import multiprocessing.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from pathlib import Path
 
 from tests import environment
 
-TIMEOUT = 900.0
-"""Seconds after which a test run ends without a verdict; a run takes about ten."""
+CPU_SECONDS, WALL_SECONDS = 300, 3600
+"""Time after which a test run ends without a verdict; a run takes about ten seconds of processor time."""
 COPIED = ("jaxllm", "pallas_kernels", "sharding", "recipes", "tests", "benchmarks", "docs", "notebooks", "tpu_scripts")
 FAILED, PASSED = 1, 0
 """Exit codes of pytest; others mean that it could not run the tests."""
@@ -135,6 +136,10 @@ def _check_sound(test: str) -> None:
         raise MutantError(f"pytest {test} does not pass without a mutant, exit code {code}:\n{output}")
 
 
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+
+
 def _pytest(copy: Path, test: str) -> tuple[int, str]:
     """(exit code, end of the output) of one test, run in the copy with a cache of its own."""
     with tempfile.TemporaryDirectory() as cache:
@@ -144,7 +149,9 @@ def _pytest(copy: Path, test: str) -> tuple[int, str]:
         given = {name: value for name, value in (os.environ | own).items() if value}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--sample-minutes", "0", test]
         try:
-            done = subprocess.run(command, cwd=copy, env=given, capture_output=True, text=True, timeout=TIMEOUT)
+            done = subprocess.run(
+                command, cwd=copy, env=given, capture_output=True, text=True, timeout=WALL_SECONDS, preexec_fn=_limit
+            )
         except subprocess.TimeoutExpired:
-            raise MutantError(f"pytest {test} takes longer than {TIMEOUT:g} s") from None
+            raise MutantError(f"pytest {test} takes longer than {WALL_SECONDS} s") from None
     return done.returncode, (done.stdout + done.stderr)[-2000:]
