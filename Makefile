@@ -1,7 +1,7 @@
 # Needs python3 >= 3.11 with venv and pip, make and git. Everything it makes is in .venv, .cache and runs.
 #
 #   make quickstart         train a small Llama on real text, evaluate it, let it write
-#   make test               the whole test suite           ARGS="-k name" SEED=1 WORKERS=2
+#   make test               the whole test suite           ARGS="-k name" SEED=1 WORKERS=2 ALL=1
 #   make proof NAME         the full counts of one proof   SEED=1 ONLY=case UNIT=0 JOBS=2; without NAME: a list
 #   make proof STALE=1      what changed since its record  NAME; STATUS=1 instead: writes docs/proof_status.md
 #   make lint  typecheck    ruff; pyright
@@ -14,7 +14,8 @@ JOBS ?= 2
 BIN := .venv/bin
 CORE := .venv/.core-installed
 DEV := .venv/.dev-installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Without bytecode, which Python writes for what is imported: half of the time is spent on modules that never are.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
@@ -28,7 +29,7 @@ quickstart: $(CORE)
 
 test: export JAX_PLATFORMS := cpu
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED)) $(if $(ALL),--all-cases) $(ARGS)
 
 # `make proof first_run`: the word after `proof` is its argument, not a target.
 ifeq (proof,$(firstword $(MAKECMDGOALS)))

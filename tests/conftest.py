@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import cpu_time, environment
+from tests import cpu_time, drawn_cases, environment
 
 import hypothesis  # isort: skip
 import jax  # isort: skip
@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample-minutes", type=float, help="time of each worker for samples of proofs, default 2; 0: none"
     )
+    parser.addoption("--all-cases", action="store_true", help="every case of the tests of which each run draws some")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
     os.environ["JAXLLM_SEED"] = str(environment.seed() if given is None else given)
+    config.pluginmanager.register(drawn_cases)
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1, ...
         environment.take_cores(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     else:

@@ -398,6 +398,7 @@ sys.exit(cli.main(["convert", sys.argv[1], sys.argv[2], "--to", "hf"]))
 """
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_conversion_that_is_stopped_leaves_nothing(number, status, finished, tmp_path):
     process = subprocess.Popen(

@@ -147,6 +147,7 @@ def test_a_crash_of_the_trainer(hosts: Callable[..., Hosts]) -> None:
     assert one.resumed() == [None]
 
 
+@pytest.mark.drawn(0.5)
 def test_lost_hosts_are_rebuilt(hosts: Callable[..., Hosts]) -> None:
     four = hosts(4)
     four.save(1, 2)

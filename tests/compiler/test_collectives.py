@@ -32,6 +32,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:1x8", "cpu:8"])
 def test_counts_and_bytes_are_those_of_the_program(topology):
     reports = run_isolated("tests.compiler.programs:report_all", topology)

@@ -206,6 +206,7 @@ def test_without_lm_eval_its_tasks_are_refused(scorer: Scorer, monkeypatch: pyte
         adapter(scorer)
 
 
+@pytest.mark.drawn(0.5)
 def test_the_command(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def theirs(directory: Path) -> Any:
     return load(directory, attn_implementation="eager", dtype="auto").eval()
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("family", peers.FAMILIES | peers.MIXTURES)
 def test_there_and_back_is_the_same(family: str, tmp_path: Path) -> None:
     before = peers.peer(family, 3).save(tmp_path / "before")
@@ -116,6 +117,7 @@ def test_a_run_without_its_optimizer(finished: Path, tmp_path: Path) -> None:
         convert(peers.peer("llama", 0).save(tmp_path / "hf"), tmp_path / "x", "hf", step=4)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(
     ("name", "by_way_of_ours"),
     [
@@ -288,6 +290,7 @@ print(made.bytes, (memory("VmHWM") - before) / made.bytes)
 """
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_large_model_is_never_in_memory(large: Path, tmp_path: Path) -> None:
     def peak(*argv: Any) -> float:
@@ -303,6 +306,7 @@ def test_a_large_model_is_never_in_memory(large: Path, tmp_path: Path) -> None:
     same_files(large, tmp_path / "back")
 
 
+@pytest.mark.drawn(0.5)
 def test_ctrl_c_leaves_nothing(large: Path, tmp_path: Path) -> None:
     code = (
         # A process started in the background of a script ignores the signal until told otherwise.

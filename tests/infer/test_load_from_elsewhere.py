@@ -217,6 +217,7 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
         LLM(loaded, EngineConfig(max_len=17), manifest=None)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"}], ids=str)
 def test_padding_to_a_bucket_does_not_lengthen_a_prompt(tmp_path: Path, rope: dict[str, Any]) -> None:
     """Rotary scalings look at a sequence's length: that of the prompt, not of the program that reads it."""

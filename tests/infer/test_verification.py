@@ -69,6 +69,7 @@ def verifying():
         return engines.build(config, "llama", "float64", proposer=oracle), oracle
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("mode", ["all", "some", "none"])
 def test_completions_are_those_of_plain_decoding(verifying, mode: Mode, rng, float64):
     """Short of pages and over page borders. Every way to serve: `make proof seams ONLY=verified_is_plain_decoding`."""

@@ -34,6 +34,7 @@ def small_pieces():
         yield
 
 
+@pytest.mark.drawn(0.5)
 @cases
 def test_forward_is_the_loop_and_vjp_the_references(case, rng, float64):
     """One program of each implementation: its output and logsumexp, and the gradients through both of them."""
@@ -86,6 +87,7 @@ def test_vjp_is_the_derivative(implementation, name, rng, float64):
     check_grads(jax.jit(call), arrays, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.drawn(0.5)
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-7)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["odd length", "positions and segments", "one query, many keys", "everything"])

@@ -35,6 +35,7 @@ def pieces():
         yield
 
 
+@pytest.mark.drawn(0.5)
 @small_pieces
 @implementations
 @pytest.mark.parametrize("name", NAMES)

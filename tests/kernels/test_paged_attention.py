@@ -161,6 +161,7 @@ def memory(pool, columns: int, tokens: int, requests: int = 8, **options):
     return found
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("encoding", ["plain", "fp8", "bits of bfloat16"])
 def test_memory_follows_neither_the_pool_nor_the_longest_request(encoding):
     pool = large_pool(encoding)

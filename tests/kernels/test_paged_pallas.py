@@ -35,6 +35,7 @@ def small_pieces():
         yield
 
 
+@pytest.mark.drawn(0.5)
 @implementations
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_body(implementation, name, rng):
@@ -62,6 +63,7 @@ QUANTISED = {
 }
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(
     ("implementation", "name", "encoding"),
     [

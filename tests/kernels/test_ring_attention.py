@@ -28,6 +28,7 @@ NAMES = [name for name in CASES if "three shards" not in name]
 cases = pytest.mark.parametrize("case", [CASES[name] for name in NAMES], ids=NAMES)
 
 
+@pytest.mark.drawn(0.4)
 @cases
 def test_is_attention_on_one_device(case, rng, float64):
     """Every layout gives the numbers of one device; a single shard has only one layout."""
@@ -95,6 +96,7 @@ def lowered(shards: int, length: int, layout: str, window: int | None = None) ->
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*args)
 
 
+@pytest.mark.drawn(0.3)
 @layouts
 def test_bytes_of_a_device_fall_with_the_number_of_devices(layout):
     two, eight = (

@@ -112,6 +112,7 @@ def test_the_lowered_program_has_the_names_too():
         assert f"layers/{part}/" in text
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_scopes_change_metadata_alone(kind, monkeypatch):
     """The optimised program without its metadata is the same, character by character."""

@@ -32,6 +32,7 @@ def test_options_of_a_device():
         options("cpu", "cpu", ["xla_a"])
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("on", ["v6e:2x4", "h100:1x8"])
 def test_the_compiler_knows_every_option(on):
     platform = "tpu" if on.startswith("v") else "gpu"

@@ -253,6 +253,7 @@ def test_evaluation_goes_through_the_same_stages(rng):
     np.testing.assert_allclose(np.asarray(got[:4]), np.asarray(want[:4]), rtol=1e-5)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(("mesh", "schedule"), [("stage=2,data=2", "zb_h1"), ("stage=2,expert=2", "interleaved")])
 def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
     """Their losses, and how many tokens each expert of each layer got, are those of one device."""
@@ -305,6 +306,7 @@ def test_a_kv_head_for_all_is_gathered_without_sending_it_around():
     assert not [line for line in sent if "/ppermute" not in line]
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 3)])
 def test_weights_and_gradients_stay_split_inside_stages(schedule, zero):
     """Nothing gathers a matrix over ``tensor``, on the way in, in a step or on the way out."""

@@ -33,6 +33,7 @@ def cut(run, layers: int, rows: int):
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, batch_size=rows))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("run", "on"),
     [

@@ -49,6 +49,7 @@ def served_error(
     return error(model, reference, made)
 
 
+@pytest.mark.drawn(0.5)
 def test_sharded(rng, float64):
     """Both at once, heads over two devices, and two replicas. More: `make proof seams ONLY=served_as_the_reference`."""
     sizes = config("tight, swap", "int2", "every_other_token", max_sequences=1, decode_steps=1)
@@ -56,6 +57,7 @@ def test_sharded(rng, float64):
     assert served_error(engine, "wide", BOTH, rng) <= 1e-10
 
 
+@pytest.mark.drawn(0.5)
 def test_through_the_llm(rng, float64):
     """Both at once, as a user serves them."""
     model, params = functional(engines.model_of("llama", "float64")), engines.params_of("llama", "float64")

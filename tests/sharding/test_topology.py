@@ -91,6 +91,7 @@ def test_a_process_without_the_environment_is_told_what_to_do(name, monkeypatch)
         Topology.parse(name).devices()
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("names", [TPUS, GPUS, ["cpu:16"]], ids=["tpu", "gpu", "cpu"])
 def test_a_sharded_program_compiles_for_every_generation(names):
     found = run_isolated("tests.sharding.targets:compile_all", names[0], {"names": names})
@@ -133,6 +134,7 @@ def test_a_missing_compiler_names_its_extra(name, extra):
         run_isolated("tests.sharding.targets:without_compilers", name)
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("v6e:8x8", "fsdp=16,tensor=4"), ("v5p:4x4x4", "fsdp=8,tensor=8"), ("h100:2x8", "data=2,fsdp=2,tensor=4")],

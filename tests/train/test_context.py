@@ -42,6 +42,7 @@ def loss_and_grads(config: Any, batch: Any, mesh: str, layout: str = "contiguous
         return jax.device_get((sums, grads))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [

@@ -27,6 +27,7 @@ def config(folder, kind="adamw", **fields):
     )
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(
     ("kind", "host"),
     [

@@ -106,6 +106,7 @@ def run_config(mesh: str = "dp", name: str = "policy", **fields: Any) -> RunConf
     return RunConfig(**(shared | fields))
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
     [("data=2,fsdp=2,tensor=2", 2), ("stage=2,fsdp=2,tensor=2", 2), ("fsdp=2,tensor=2,context=2", 1)],

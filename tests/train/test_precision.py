@@ -140,6 +140,7 @@ def test_delayed_scaling_remembers_every_product_of_every_layer_whatever_accumul
     np.testing.assert_allclose(seen[0], seen[1], rtol=0.2)
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", ["fp16", "fp8_delayed", "bf16_stochastic"])
 def test_a_stopped_run_goes_on_bit_for_bit(name, tmp_path):
     """The state of numbers, and the seed of rounding, are in checkpoints."""

@@ -182,19 +182,20 @@ def start(finished: Path, folder: Path) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder)
 
 
-def test_a_process_ends_on_sigterm_and_sigint_and_the_run_goes_on(finished, tmp_path):
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_process_ends_on_a_signal_and_the_run_goes_on(number, finished, tmp_path):
     directory = tmp_path / "tiny"
-    for number in (signal.SIGTERM, signal.SIGINT):
-        process, before = start(finished, tmp_path), len(losses(directory))
-        deadline = time.monotonic() + 120
-        while len(losses(directory)) == before and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(number)
-        status = process.wait(timeout=60)
-        log = (tmp_path / "log").read_text()
-        assert status == 128 + number, log
-        assert f"Stopped after step {len(losses(directory))}; saved." in log
-        assert checkpoint_steps(directory)[-1] == len(losses(directory))
+    process, before = start(finished, tmp_path), len(losses(directory))
+    deadline = time.monotonic() + 120
+    while len(losses(directory)) == before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    status = process.wait(timeout=60)
+    log = (tmp_path / "log").read_text()
+    assert status == 128 + number, log
+    assert f"Stopped after step {len(losses(directory))}; saved." in log
+    assert checkpoint_steps(directory)[-1] == len(losses(directory))
     assert train(run_config(finished, out=tmp_path)).complete
     assert_same_run(directory, finished / "runs" / "tiny")
 

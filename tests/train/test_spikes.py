@@ -208,6 +208,7 @@ def test_the_checkpoint_gone_back_to_is_of_no_account(rolled_back, folder):
     assert next(n for n in made if n >= 10) == 10
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("spikes", "stop"), [(SKIP, 10), (BACK, 7), (BACK, 10), (LOWER, 11)], ids=lambda one: getattr(one, "action", one)
 )

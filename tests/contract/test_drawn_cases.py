@@ -1,0 +1,25 @@
+"""What a run of the whole suite leaves out of its matrices."""
+
+from __future__ import annotations
+
+from tests import drawn_cases
+
+CASES = {"matrix": [f"matrix[{n}]" for n in range(5)], "alone": ["alone"]}
+SHARES = {"matrix": 0.4, "alone": 0.5}
+
+
+def test_the_share_of_a_matrix_runs_and_seeds_reach_every_case() -> None:
+    ran: set[str] = set()
+    times = 0
+    for seed in range(200):
+        left = drawn_cases.left_out(CASES, SHARES, seed)
+        assert left == drawn_cases.left_out(CASES, SHARES, seed)
+        assert len(left & set(CASES["matrix"])) == 3
+        ran |= {case for cases in CASES.values() for case in cases} - left
+        times += "alone" not in left
+    assert ran == {*CASES["matrix"], "alone"}
+    assert 60 < times < 140
+
+
+def test_a_small_share_leaves_one_case() -> None:
+    assert len(drawn_cases.left_out({"few": ["a", "b"]}, {"few": 0.1}, 1)) == 1
