@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3TopkRouter,
     yarn_apply_mscale,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from jaxllm.hub.families.field_reader import FieldReader
@@ -82,6 +83,31 @@ def test_the_yarns_reach_their_bounds():
     assert ends["begins before and ends after"][0] < 0
     assert ends["begins before and ends after"][1] > HEAD_DIM
     assert ends["begins and ends at once"][1] < 0.5
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 40])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_other_scalings_are_those_of_transformers(rope, length, float64):
+    """Dynamic scaling changes with the length beyond 16 positions."""
+    config = llama({"rope_theta": 100.0} | rope)
+    config.max_position_embeddings = 16
+    with peers.float64():
+        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, 1, 1), torch.arange(length)[None])
+    mine = rope_config(FieldReader(config.to_dict(), "here"))
+    got = rotation(mine, jnp.arange(length)[None], HEAD_DIM, jnp.dtype(jnp.float64))
+    for ours, theirs in zip(got, (cos, sin), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), theirs.numpy()[..., : HEAD_DIM // 2], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 24])

@@ -13,7 +13,6 @@ import importlib
 import itertools
 import multiprocessing.util
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -136,10 +135,6 @@ def _check_sound(test: str) -> None:
         raise MutantError(f"pytest {test} does not pass without a mutant, exit code {code}:\n{output}")
 
 
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-
-
 def _pytest(copy: Path, test: str) -> tuple[int, str]:
     """(exit code, end of the output) of one test, run in the copy with a cache of its own."""
     with tempfile.TemporaryDirectory() as cache:
@@ -147,11 +142,22 @@ def _pytest(copy: Path, test: str) -> tuple[int, str]:
         for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
             own[name] = ""
         given = {name: value for name, value in (os.environ | own).items() if value}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--sample-minutes", "0", test]
+        limited = ["/bin/sh", "-c", f'ulimit -t {CPU_SECONDS}; exec "$@"', "sh"]
+        command = [
+            *limited,
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--sample-minutes",
+            "0",
+            test,
+        ]
         try:
-            done = subprocess.run(
-                command, cwd=copy, env=given, capture_output=True, text=True, timeout=WALL_SECONDS, preexec_fn=_limit
-            )
+            done = subprocess.run(command, cwd=copy, env=given, capture_output=True, text=True, timeout=WALL_SECONDS)
         except subprocess.TimeoutExpired:
             raise MutantError(f"pytest {test} takes longer than {WALL_SECONDS} s") from None
     return done.returncode, (done.stdout + done.stderr)[-2000:]
