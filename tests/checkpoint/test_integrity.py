@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -250,3 +251,14 @@ def test_damage_in_any_block(tmp_path, monkeypatch, block):
         sound = 32 * ((block + 2) % 5)
         found = reader.open_leaves()["w"].read((slice(sound, sound + 2),))
         assert found.tolist() == [sound, sound + 1]
+
+
+def test_a_leaf_hash_is_of_its_blocks_in_order(monkeypatch):
+    """Beyond one block the SHA-256 of the blocks' digests in their order; of one block its own."""
+    monkeypatch.setattr(leaf_hashing, "BLOCK_BYTES", 256)
+    data = np.arange(130, dtype=np.float64).tobytes()
+    digests = [hashlib.sha256(data[n : n + 256]).digest() for n in range(0, len(data), 256)]
+    assert digests != sorted(digests)
+    wanted = hashlib.sha256(b"".join(digests)).hexdigest()
+    assert leaf_hashing.hash_array(np.arange(130, dtype=np.float64)) == f"blocks:{wanted}"
+    assert leaf_hashing.hash_array(np.arange(32, dtype=np.float64)) == f"sha256:{digests[0].hex()}"

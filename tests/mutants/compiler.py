@@ -123,4 +123,32 @@ MUTANTS = [
         "                if turns is None and self.turns < 1:\n",
         (NESTED,),
     ),
+    Mutant(
+        "inclusive_bounds_run_one_turn_less",
+        "jaxllm/compiler/hlo.py",
+        '    end += meaning in ("LE", "GE")\n',
+        "",
+        ("tests/compiler/test_hlo.py::test_turns_of_a_loop_are_those_of_running_it",),
+    ),
+    Mutant(
+        "four_bit_values_take_a_byte",
+        "jaxllm/compiler/hlo.py",
+        "width = int(packed) if packed else",
+        "width = 8 if packed else",
+        ("tests/compiler/test_hlo.py::test_bytes_of_odd_shapes",),
+    ),
+    Mutant(
+        "all_reduce_on_a_ring_sends_once",
+        "jaxllm/compiler/timeline.py",
+        "steps, share = 2 * steps, 2 * share",
+        "steps, share = 2 * steps, share",
+        ("tests/compiler/test_walker.py::test_what_a_ring_sends",),
+    ),
+    Mutant(
+        "transposed_groups_in_their_own_order",
+        "jaxllm/compiler/replica_groups.py",
+        '(devices.transpose([int(n) for n in found[2].split(",")]) if found[2] else devices)',
+        "devices",
+        ("tests/compiler/test_walker.py::test_groups_in_all_notations",),
+    ),
 ]

@@ -90,7 +90,7 @@ MUTANTS = [
         "jaxllm/models/layers/norm.py",
         "    h = h - jnp.mean(h, axis=_last(gain), keepdims=True)\n",
         "",
-        ("tests/models/test_norm.py::test_equals_numpy",),
+        ("tests/models/test_decoder.py::test_layer_norms_and_learned_positions_equal_numpy",),
     ),
     Mutant(
         "gain_of_gemma_without_its_one",
@@ -111,7 +111,7 @@ MUTANTS = [
         "jaxllm/models/layers/attention.py",
         "q, k = self.q_norm(q), self.k_norm(k)",
         "q, k = self.q_norm(q), self.q_norm(k)",
-        ("tests/models/test_decoder.py::test_every_value_of_a_block_equals_numpy_and_matters",),
+        ("tests/models/test_decoder.py::test_equals_numpy_in_float64",),
     ),
     Mutant(
         "rotation_turns_one_half_back",
@@ -125,7 +125,7 @@ MUTANTS = [
         "jaxllm/models/layers/rope.py",
         "(x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2])",
         "(x[..., 1 : 2 * half : 2], x[..., : 2 * half : 2])",
-        ("tests/models/test_rope.py",),
+        ("tests/models/test_rope.py::test_interleaved_pairs_are_neighbours",),
     ),
     Mutant(
         "gate_is_added",

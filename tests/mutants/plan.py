@@ -73,4 +73,32 @@ MUTANTS = [
         "        return tokens * moe.top_k\n",
         ROWS,
     ),
+    Mutant(
+        "all_reduce_sends_once",
+        "jaxllm/plan/formulas/collective_time.py",
+        'twice = 2 if kind == "all-reduce" else 1',
+        "twice = 1",
+        ("tests/plan/test_hardware.py::test_collectives_take_what_links_allow",),
+    ),
+    Mutant(
+        "levels_do_not_overlap",
+        "jaxllm/plan/formulas/collective_time.py",
+        "        return max(self.near, self.far)\n",
+        "        return self.near + self.far\n",
+        ("tests/plan/test_hardware.py::test_two_levels_overlap",),
+    ),
+    Mutant(
+        "optimal_size_by_the_other_exponent",
+        "jaxllm/plan/scaling_laws.py",
+        "(flops / FLOPS) ** (self.beta / (self.alpha + self.beta))",
+        "(flops / FLOPS) ** (self.alpha / (self.alpha + self.beta))",
+        ("tests/plan/test_scaling.py::test_no_other_split_is_better",),
+    ),
+    Mutant(
+        "tiles_waste_over_one_dimension",
+        "jaxllm/plan/formulas/memory_estimate.py",
+        "_up(shape[lane], 128)",
+        "_up(shape[lane], 64)",
+        ("tests/plan/test_formulas.py::test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least",),
+    ),
 ]

@@ -19,4 +19,32 @@ MUTANTS = [
         "                    usage.completion = len(output.tokens)\n",
         USAGE,
     ),
+    Mutant(
+        "context_may_be_exceeded_by_one",
+        "jaxllm/serve/generation.py",
+        "            if total > self.backend.max_len:\n",
+        "            if total > self.backend.max_len + 1:\n",
+        ("tests/serve/test_fields.py::test_a_context_is_filled_and_not_exceeded",),
+    ),
+    Mutant(
+        "full_context_is_refused",
+        "jaxllm/serve/generation.py",
+        "            if total > self.backend.max_len:\n",
+        "            if total >= self.backend.max_len:\n",
+        ("tests/serve/test_fields.py::test_a_context_is_filled_and_not_exceeded",),
+    ),
+    Mutant(
+        "queue_takes_one_more",
+        "jaxllm/serve/generation.py",
+        "        if self.open + sequences > room:\n",
+        "        if self.open + sequences > room + 1:\n",
+        ("tests/serve/test_fields.py::test_the_queue_is_filled_and_not_exceeded",),
+    ),
+    Mutant(
+        "released_twice",
+        "jaxllm/serve/generation.py",
+        "            self.open -= sequences\n",
+        "            self.open -= sequences + 1\n",
+        ("tests/serve/test_fields.py::test_the_queue_is_filled_and_not_exceeded",),
+    ),
 ]

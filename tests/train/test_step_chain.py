@@ -220,3 +220,21 @@ def test_the_reported_rate_is_the_rate_of_the_update(dtype):
         if not one["skipped"]:
             assert one["update_norm"] / one["grad_norm"] == pytest.approx(one["learning_rate"], rel=1e-6)
             updates += 1
+
+
+def test_a_skipped_step_leaves_everything():
+    """The parameters' norm stays where a step is skipped, and nothing is added to them."""
+    batches = [(2.0, 10)] * 5 + [(9.0, 10), (math.nan, 10), (2.0, 10)]
+    found = judged("skip", batches, optax.constant_schedule(0.5))
+    norms = [one["param_norm"] for one in found]
+    assert [one["skipped"] for one in found] == [0] * 5 + [1, 1, 0]
+    assert norms == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 6.0]
+    assert [one["update_norm"] for one in found] == [1] * 5 + [0, 0, 1]
+
+
+def test_an_overflow_halves_the_loss_scale():
+    found = judged(
+        "skip", [(2.0, 10), (math.inf, 10), (math.inf, 10), (2.0, 10)], optax.constant_schedule(0.5), "float16"
+    )
+    first = found[0]["loss_scale"]
+    assert [one["loss_scale"] / first for one in found] == [1, 1, 0.5, 0.25]
