@@ -10,7 +10,10 @@ import pytest
 
 from jaxllm import files
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, checkpoint_writer
+from jaxllm.data.token_files import open_tokens, write_tokens
+from jaxllm.files import DataError
 from jaxllm.infer.runner import program_cache
+from jaxllm.text import ByteTokenizer
 from tests import environment
 from tests.power_cut import PowerCut, write_tree
 
@@ -52,6 +55,28 @@ def test_replaced_files_are_old_or_new(tmp_path):
         files.write_json(path, "new" * 1000)
     found = {tree["table.json"] for tree, _ in cut.states}
     assert found == {b'"old"\n', b'"' + b"new" * 1000 + b'"\n'}
+
+
+def test_token_files_are_whole_or_refused(tmp_path):
+    """A file of other tokens is written over: what opens after the cut has all tokens of the one or of the other."""
+    tokenizer, root = ByteTokenizer(), tmp_path / "disk"
+    old, new = (tokenizer.encode_batch(texts, bos=True, eos=True) for texts in (["old", "text"], ["some new text"] * 9))
+    write_tokens(root / "a.bin", old, tokenizer)
+    cut = PowerCut(root, environment.seed())
+    with cut.recording():
+        write_tokens(root / "a.bin", new, tokenizer)
+    seen = set()
+    for number, (tree, _) in enumerate(cut.states):
+        try:
+            found = [
+                one.tolist() for one in open_tokens(write_tree(tree, tmp_path / f"cut{number}") / "a.bin", tokenizer)
+            ]
+        except DataError:
+            seen.add("refused")
+            continue
+        assert found in ([one.tolist() for one in old], [one.tolist() for one in new])
+        seen.add("old" if len(found) == 2 else "new")
+    assert seen == {"old", "new", "refused"}
 
 
 def test_a_new_directory_is_whole(tmp_path):

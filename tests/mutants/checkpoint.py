@@ -93,7 +93,7 @@ MUTANTS = [
         "jaxllm/files.py",
         "            os.fsync(file.fileno())\n",
         "",
-        REPLACED,
+        (*REPLACED, "tests/infer/test_program_cache.py::test_a_power_cut_leaves_a_program_or_none"),
     ),
     Mutant(
         "atomic_write_renames_before_fsync",
@@ -199,5 +199,12 @@ MUTANTS = [
         ("    for digest in blocks:\n        whole.update"),
         ("    for digest in sorted(blocks):\n        whole.update"),
         ("tests/checkpoint/test_integrity.py::test_a_leaf_hash_is_of_its_blocks_in_order",),
+    ),
+    Mutant(
+        "token_file_is_written_in_place",
+        "jaxllm/data/token_files.py",
+        "    with atomic(path) as file, tempfile.TemporaryFile() as masks:\n",
+        '    with path.open("wb") as file, tempfile.TemporaryFile() as masks:\n',
+        (f"{CUT}::test_token_files_are_whole_or_refused",),
     ),
 ]
