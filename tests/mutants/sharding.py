@@ -29,7 +29,7 @@ MUTANTS = [
         "sharding/mesh.py",
         ("            rest //= outer[name]\n        if rest > 1:"),
         ("            rest = rest // outer[name] if name == BETWEEN_SLICES[-1] else rest\n        if rest > slices:"),
-        ("tests/sharding/test_mesh.py",),
+        ("tests/sharding/test_mesh.py::test_the_outermost_axes_span_slices",),
     ),
     Mutant(
         "gathered_sequence_in_another_order",
