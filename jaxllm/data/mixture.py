@@ -181,9 +181,9 @@ class MixtureDataset(ResumableDataset):
 
     @cached_property
     def phases(self) -> list[MixturePhase]:
-        """Phases of the run; only the first one without `renormalise`."""
+        """Phases of the run; without `renormalise` only the one of all sources, if each has a row to give."""
         found = mixture_phases(self.sources)
-        return found if self.renormalise else found[:1]
+        return found if self.renormalise else [phase for phase in found[:1] if len(phase.sources) == len(self.sources)]
 
     @cached_property
     def _seeds(self) -> list[int]:
@@ -206,7 +206,8 @@ class MixtureDataset(ResumableDataset):
         end = self.phases[-1].end if self.phases else 0
         if end is None or steps * self.batch_size <= end:
             return
-        source = self.sources[self.phases[-1].source_at(end) if self.phases else 0]
+        none = [number for number, source in enumerate(self.sources) if source.max_rows == 0]
+        source = self.sources[self.phases[-1].source_at(end) if self.phases else none[0]]
         rest = (
             " (all other sources are exhausted before)."
             if self.renormalise

@@ -144,3 +144,15 @@ def test_max_epochs_by_an_independent_count():
             last[LIMITED[k][0]] = step
     assert {name: had[name] for name in allowed} == allowed
     assert going.exhausted_sources() == sorted(((name, last[name]) for name in allowed), key=lambda one: one[1])
+
+
+def test_a_source_without_a_row_is_refused():
+    """A hundredth of ten rows is none, and it would be the first in order."""
+    sources = in_memory("b", 10, 1, None), in_memory("a", 10, 9, 0.01)
+    with pytest.raises(data.DataError, match=r"'a' \(10 rows, max_epochs 0.01\) is exhausted after 0 of 1 steps"):
+        MixtureDataset(sources, 2, 0, {}).check_steps(1)
+    going = MixtureDataset(sources, 2, 0, {}, renormalise=True)
+    going.check_steps(100)
+    assert going.rows_consumed(3) == {"b": 6, "a": 0}
+    with pytest.raises(data.DataError, match=r"'a' .*exhausted after 0 of 1 steps"):
+        MixtureDataset(sources[1:], 2, 0, {}, renormalise=True).check_steps(1)
