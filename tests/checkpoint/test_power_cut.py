@@ -61,10 +61,10 @@ def test_token_files_are_whole_or_refused(tmp_path):
     """A file of other tokens is written over: what opens after the cut has all tokens of the one or of the other."""
     tokenizer, root = ByteTokenizer(), tmp_path / "disk"
     old, new = (tokenizer.encode_batch(texts, bos=True, eos=True) for texts in (["old", "text"], ["some new text"] * 9))
-    write_tokens(root / "a.bin", old, tokenizer)
+    write_tokens(root / "a.bin", iter(old), tokenizer)
     cut = PowerCut(root, environment.seed())
     with cut.recording():
-        write_tokens(root / "a.bin", new, tokenizer)
+        write_tokens(root / "a.bin", iter(new), tokenizer)
     seen = set()
     for number, (tree, _) in enumerate(cut.states):
         try:

@@ -22,7 +22,7 @@ from jaxllm.hub.families.field_reader import FieldReader
 from jaxllm.hub.families.moe_families import score_growth
 from jaxllm.hub.families.rope_fields import rope_config
 from jaxllm.models.layers.rope import rotation
-from jaxllm.models.layers.rope_scaling import YarnScaling, magnitude
+from jaxllm.models.layers.rope_scaling import LinearScaling, YarnScaling, magnitude
 from jaxllm.models.moe.router import RouterConfig, route
 from tests.hub import peers
 
@@ -168,3 +168,15 @@ def test_grouped_router_is_that_of_transformers(bias, rng, float64):
     found = np.zeros((tokens, experts))
     np.put_along_axis(found, np.asarray(got.experts)[0], np.asarray(got.weights)[0], axis=1)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_of_two_scalings_the_one_of_transformers_counts():
+    """A file with the older field and the newer one, which differ."""
+    given = {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    }
+    theirs = transformers.LlamaConfig(**peers.COMMON | given).rope_parameters
+    mine = rope_config(FieldReader(given, "here"))
+    assert isinstance(mine.scaling, LinearScaling)
+    assert mine.scaling.factor == theirs["factor"]

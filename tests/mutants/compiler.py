@@ -128,7 +128,7 @@ MUTANTS = [
         "jaxllm/compiler/hlo.py",
         '    end += meaning in ("LE", "GE")\n',
         "",
-        ("tests/compiler/test_hlo.py::test_turns_of_a_loop_are_those_of_running_it",),
+        ("tests/compiler/test_hlo.py::test_trips_in_every_direction",),
     ),
     Mutant(
         "four_bit_values_take_a_byte",

@@ -74,7 +74,7 @@ MUTANTS = [
         "jaxllm/data/sequence_packing.py",
         "np.where(loss_mask[source + 1], target, -1)",
         "np.where(loss_mask[source], target, -1)",
-        ("tests/data/test_chat.py::test_rows_of_conversations",),
+        ("tests/data/test_packing.py::test_loss_masks_by_hand",),
     ),
     Mutant(
         "segments_count_from_zero",
@@ -95,10 +95,7 @@ MUTANTS = [
         "jaxllm/data/dataset.py",
         "            epoch, place = epoch + 1, 0\n",
         "            epoch, place = epoch, 0\n",
-        (
-            "tests/data/test_dataset.py::test_epochs_come_in_another_order",
-            "tests/data/test_dataset.py::test_batches_depend_on_the_step_alone",
-        ),
+        ("tests/data/test_dataset.py::test_a_batch_over_two_epochs_has_the_rows_of_both",),
     ),
     Mutant(
         "all_shards_take_the_first_rows",
@@ -140,9 +137,6 @@ MUTANTS = [
         "jaxllm/data/quality/dedup.py",
         "own[band * rows : (band + 1) * rows]",
         "own[:rows]",
-        (
-            "tests/data/test_quality.py::test_bands_find_pairs_at_the_threshold",
-            "tests/data/test_quality.py::test_different_texts_are_kept",
-        ),
+        ("tests/data/test_quality.py::test_pairs_above_the_threshold_are_found",),
     ),
 ]

@@ -63,6 +63,6 @@ MUTANTS = [
         "jaxllm/hub/families/rope_fields.py",
         "    given = older or newer or {}\n",
         "    given = newer or older or {}\n",
-        ("tests/hub/test_huggingface.py::test_earlier_rope_fields_mean_the_same",),
+        ("tests/hub/test_peer_parts.py::test_of_two_scalings_the_one_of_transformers_counts",),
     ),
 ]
