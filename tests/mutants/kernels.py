@@ -29,7 +29,7 @@ MUTANTS = [
         "pallas_kernels/cross_entropy/xla.py",
         "None, losses * d_loss\n",
         "None, losses\n",
-        ("tests/kernels/test_cross_entropy.py::test_is_the_formula[xla-everything]",),
+        ("tests/kernels/test_cross_entropy.py::test_gradients_are_multiplied_by_what_comes_in[xla]",),
     ),
     Mutant(
         "softcap_slope_is_not_squared",
