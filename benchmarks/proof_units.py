@@ -1,10 +1,11 @@
 """Numbers of proof units drawn at random, so that two commits can be compared.
 
     python -m benchmarks.proof_units write FILE --count 20 --seed 7     runs the units and writes their worst errors
+    python -m benchmarks.proof_units write NEW --like OLD               runs the units that OLD has
     python -m benchmarks.proof_units compare OLD NEW                    exit status 1 where a number differs
 
-The draw depends on the seed and on the names of the proofs alone, so both commits run the same units. Proofs that are
-marked costly, and those without an error to compare, are left out.
+The draw depends on the seed and on the names of the proofs alone. Proofs that are marked costly, and those without an
+error to compare, are left out.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ def drawn(count: int, seed: int) -> list[tuple[harness.Proof, int]]:
     return [(p, draw.randrange(p.count if p.strategy is None else 1)) for p in chosen]
 
 
-def write(file: Path, count: int, seed: int) -> None:
+def named(old: Path) -> list[tuple[harness.Proof, int]]:
+    """The proofs and units of a file that was written."""
+    names = [name.split("/") for name in json.loads(old.read_text()) if name != "commit"]
+    return [(harness.load(issue)[proof], int(index)) for issue, proof, index in names]
+
+
+def write(file: Path, units: list[tuple[harness.Proof, int]], seed: int) -> None:
     """Runs the units, one after the other; a unit that is in the file already is not run again."""
     found = json.loads(file.read_text()) if file.exists() else {"commit": environment.git("rev-parse", "HEAD")}
-    for proof, index in drawn(count, seed):
+    for proof, index in units:
         name = f"{proof.issue}/{proof.name}/{index}"
         if name in found:
             continue
@@ -61,12 +68,14 @@ def main() -> int:
     writing.add_argument("file", type=Path)
     writing.add_argument("--count", type=int, default=20)
     writing.add_argument("--seed", type=int, default=7)
+    writing.add_argument("--like", type=Path)
     comparing = commands.add_parser("compare")
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
     options = parser.parse_args()
     if options.command == "write":
-        write(options.file, options.count, options.seed)
+        units = named(options.like) if options.like else drawn(options.count, options.seed)
+        write(options.file, units, options.seed)
         return 0
     return int(compare(options.old, options.new) > 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -36,4 +37,6 @@ def logits(config: DecoderConfig, params: Any, tokens: np.ndarray) -> np.ndarray
     model = functional(config)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     run = jit(lambda p, t: model.head(p, model.forward(p, t, positions, Segments())[0]))
-    return np.asarray(run(params, jnp.asarray(tokens)))
+    mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return np.asarray(run(params, jnp.asarray(tokens)))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.compute_on import compute_on
+from jax.experimental import compute_on
 from jaxtyping import Array, Int
 
 Make = Callable[[Any], optax.GradientTransformation]
@@ -71,10 +71,8 @@ def _by_layer(
 
     def on_host(number: Array, updates: Any, stacks: list[Array]) -> tuple[Any, Any]:
         given = _to_memory((_row(updates, number), _row(params, number)), jax.memory.Space.Host)
-        with compute_on("device_host"):
-            changes, new = jax.jit(rule.update)(
-                given[0], _to_memory(state_of(_row(stacks, number)), jax.memory.Space.Host), given[1]
-            )
+        state = _to_memory(state_of(_row(stacks, number)), jax.memory.Space.Host)
+        changes, new = _on_host(jax.jit(rule.update))(given[0], state, given[1])
         return _to_memory(changes, jax.memory.Space.Device), new
 
     def layers(updates: Any, stacks: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
@@ -116,6 +114,19 @@ def _put(tree: Any, rows: Any, number: Array) -> Any:
         return jax.lax.dynamic_update_slice_in_dim(stack, there, number, 0)
 
     return jax.tree.map(into, tree, rows)
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for the host's CPU: its arguments and results are in host memory."""
+    if jax.__version_info__ >= (0, 12):
+        newest: Any = compute_on.compute_on
+        return newest(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+
+    def run(*args: Any) -> Any:
+        with compute_on.compute_on("device_host"):
+            return function(*args)
+
+    return run
 
 
 def _to_memory(tree: Any, to: jax.memory.Space) -> Any:

@@ -41,7 +41,7 @@ class Flag:
         buys: purpose.
         measured: effect on a compiled program.
         source: where it is recommended.
-        known_before: first JAX version whose compiler no longer has it, as far as known; None if all have it.
+        before: first JAX version whose compiler no longer has it, or refuses programs with it; None if all take it.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Flag:
     buys: str
     measured: str
     source: str
-    known_before: tuple[int, int] | None = None
+    before: tuple[int, int] | None = None
 
     @property
-    def is_known(self) -> bool:
-        """Whether the compiler of the installed JAX knows the flag; an unknown one would be an error."""
-        return self.known_before is None or jax.__version_info__[:2] < self.known_before
+    def is_taken(self) -> bool:
+        """Whether the compiler of the installed JAX takes the flag; with another one it would fail."""
+        return self.before is None or jax.__version_info__[:2] < self.before
 
 
 FLAGS = (
@@ -122,7 +122,7 @@ FLAGS = (
         "moves an all-gather to the iteration before",
         "h100 FSDP: covered 2 of 4 (1 of 3 without); with double buffering 5 of 9",
         _GPU_SOURCE,
-        known_before=(0, 11),
+        before=(0, 11),
     ),
 )
 """All flags. Removing one needs a measurement, as adding one does."""
@@ -142,7 +142,7 @@ def options(platform: str, device_kind: str, changes: Iterable[str] = ()) -> dic
     chosen = {
         flag.name: flag.value
         for flag in FLAGS
-        if flag.is_known and flag.platform == platform and (not flag.kinds or device_kind in flag.kinds)
+        if flag.is_taken and flag.platform == platform and (not flag.kinds or device_kind in flag.kinds)
     }
     for change in changes:
         name, equals, value = change.strip().lstrip("-").partition("=")

@@ -203,7 +203,11 @@ class _RingPass(NamedTuple):
         def body(*refs: Any) -> None:
             named, counters = dict(zip(names, refs, strict=False)), refs[len(names) :]
             at_step(
-                _RingStep(self, named, RingExchange(named, tuple(rotating), tuple(accumulated), self.last, *counters))
+                _RingStep(
+                    self,
+                    named,
+                    RingExchange(named, self.ring.axis, tuple(rotating), tuple(accumulated), self.last, *counters),
+                )
             )
 
         done = pl.pallas_call(

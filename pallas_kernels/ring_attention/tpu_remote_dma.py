@@ -22,13 +22,17 @@ from jaxtyping import Array, Int
 from pallas_kernels.ring_attention.xla import RingConfig
 
 _LEFT, _RIGHT = 0, 1
+_BY_AXIS = jax.__version_info__ >= (0, 12)
+"""Whether a device is addressed by its index on one mesh axis, the others being the sender's; else by a logical id."""
 
 
 def neighbours(ring: RingConfig) -> Int[Array, "2"]:
-    """Logical device ids of the left neighbour (sender) and the right neighbour (receiver) on the ring, row-major in
-    the mesh.
+    """Left neighbour (sender) and right neighbour (receiver) on the ring, as remote DMA addresses them: their indices
+    on the ring's axis, or logical device ids, row-major in the mesh.
     """
     mesh, mine = jax.sharding.get_abstract_mesh(), jax.lax.axis_index(ring.axis)
+    if _BY_AXIS:
+        return jnp.stack([mine - 1, mine + 1]) % ring.shards
     place = jnp.zeros(2, jnp.int32)
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
         both = jnp.stack([mine - 1, mine + 1]) % size
@@ -53,6 +57,7 @@ class RingExchange(NamedTuple):
     Attributes:
         refs: by name: ``neighbours``; for each rotating array ``own_NAME`` and NAME [2, ...]; for each accumulated one
             NAME [2, ...].
+        axis: mesh axis of the ring.
         rotating, accumulated: names of the arrays.
         last: index of the last step; only accumulated arrays are sent in it.
         loaded, sent, arrived: DMA semaphores of the rotating arrays.
@@ -61,6 +66,7 @@ class RingExchange(NamedTuple):
     """
 
     refs: dict[str, Any]
+    axis: str
     rotating: tuple[str, ...]
     accumulated: tuple[str, ...]
     last: int
@@ -146,7 +152,7 @@ class RingExchange(NamedTuple):
 
     def _signal(self, semaphore: Any, which: int) -> None:
         to = self.refs["neighbours"][which]
-        pl.semaphore_signal(semaphore, 1, device_id=to, device_id_type=pl.DeviceIdType.LOGICAL)
+        pl.semaphore_signal(semaphore, 1, **self._address(to))
 
     def _copies(self) -> list[Any]:
         here, there = self.slot, 1 - self.slot
@@ -159,9 +165,12 @@ class RingExchange(NamedTuple):
 
     def _copy(self, name: str, here: Any, there: Any, sent: Any, arrived: Any) -> Any:
         buffers, to = self.refs[name], self.refs["neighbours"][_RIGHT]
-        return pltpu.make_async_remote_copy(
-            buffers.at[here], buffers.at[there], sent, arrived, device_id=to, device_id_type=pl.DeviceIdType.LOGICAL
-        )
+        return pltpu.make_async_remote_copy(buffers.at[here], buffers.at[there], sent, arrived, **self._address(to))
+
+    def _address(self, to: Any) -> dict[str, Any]:
+        if _BY_AXIS:
+            return {"device_id": {self.axis: to}}
+        return {"device_id": to, "device_id_type": pl.DeviceIdType.LOGICAL}
 
 
 def _start(copies: Iterable[Any]) -> None:

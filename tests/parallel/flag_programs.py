@@ -22,7 +22,7 @@ def accepted(topology: Topology) -> list[str]:
     with jax.set_mesh(mesh):
         lowered = jax.jit(lambda x: x + 1).lower(x)
         for flag in FLAGS:
-            if flag.platform == topology.platform and flag.is_known:
+            if flag.platform == topology.platform and flag.is_taken:
                 lowered.compile(compiler_options={flag.name: flag.value})
                 known.append(flag.name)
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.train.combinations import FEATURES, REFUSALS, check_combinations, markdown, refused
 from tests.environment import ROOT
-from tests.train.feature_pairs import SETTINGS, check_pair, sizes_of, with_features
+from tests.train.feature_pairs import BY_THE_OPTIMIZER, SETTINGS, check_pair, sizes_of, with_features
 
 PAGE = ROOT / "docs" / "train" / "combinations.md"
 
@@ -41,3 +44,15 @@ def test_a_row_refuses_its_pair(row):
 @pytest.mark.parametrize("draw", range(3))
 def test_a_drawn_pair_runs_or_is_refused(draw, rng):
     check_pair(int(rng.integers(2**31)))
+
+
+def test_settings_of_any_pair_are_made_or_refused_by_the_optimizers_table():
+    """For all pairs, without a step: what a row of this table refuses is found after the settings are made."""
+    refusals = []
+    for names in itertools.permutations(sorted(SETTINGS), 2):
+        try:
+            with_features(*names)
+        except ValueError as refusal:
+            refusals.append(str(refusal))
+    assert len(refusals) > 10
+    assert all(re.search(BY_THE_OPTIMIZER, refusal) for refusal in refusals), refusals
