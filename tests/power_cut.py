@@ -31,8 +31,8 @@ class _Node:
     """
 
     folder: bool
-    synced: bytes | dict[str, _Node]
-    live: bytes | dict[str, _Node]
+    synced: Any
+    live: Any
     changes: list[dict[str, _Node | None]] = dataclasses.field(default_factory=list)
 
 

@@ -74,5 +74,5 @@ def schedule_count(opt_state: Any) -> Int[Array, ""] | None:
     Steps that leave the optimizer state as it was, such as those that overflow, are not in it.
     """
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
-    counts = [part.count for part in parts if isinstance(part, optax.ScaleByScheduleState)]
+    counts = [jnp.asarray(part.count) for part in parts if isinstance(part, optax.ScaleByScheduleState)]
     return next((count for count in counts if count.ndim == 0), None)
