@@ -332,6 +332,7 @@ def script() -> str:
     return str(path)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_directory_of_the_same_name_does_not_shadow_ours(tmp_path):
     """People run jaxllm where their own recipes/ and sharding.py lie."""
     (tmp_path / "recipes").mkdir()

@@ -45,6 +45,7 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     assert "--anyway" in said
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

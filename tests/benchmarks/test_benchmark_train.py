@@ -233,6 +233,7 @@ def test_it_runs_beside_torch(monkeypatch, tmp_path):
     assert rows["jaxllm", "float32"]["of_torch"][0] > 0
 
 
+@pytest.mark.drawn(0.5)
 def test_a_side_that_fails_says_why():
     with (
         pytest.raises(Failed, match="jaxllm: ConfigError: precision 'fp4'"),

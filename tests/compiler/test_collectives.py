@@ -45,6 +45,7 @@ def test_counts_and_bytes_are_those_of_the_program(topology):
         assert {report.cycles for report in found.values()} == {None}
 
 
+@pytest.mark.drawn(0.5)
 def test_gradients_of_split_weights_are_gathered_twice_and_scattered_once():
     """ZeRO-3 with full rematerialisation; the TPU's fused all-reduce-scatter counts as reduce-scatter."""
     layers, width = 6, 1024
@@ -63,6 +64,7 @@ def test_gradients_of_split_weights_are_gathered_twice_and_scattered_once():
     assert report.alias_bytes == report.output_bytes == weights
 
 
+@pytest.mark.drawn(0.5)
 def test_an_asynchronous_all_gather_counts_once():
     found = run_isolated("tests.compiler.programs:asynchronous", "v5e:4x4")
     assert found["starts"] > 0, "the compiler did not split any collective: this test tests nothing"

@@ -69,6 +69,7 @@ def ids_of(text: str) -> list[int]:
     return [int(i) for i in ByteTokenizer().encode(text, bos=True)]
 
 
+@pytest.mark.drawn(0.5)
 def test_continuations_have_the_forwards_log_probability(scorer: Scorer):
     pairs = [("ab", "cde"), ("", "xy"), ("one ", "two"), ("hello", " w")]
     for (context, continuation), (value, greedy) in zip(pairs, scorer.continuations(pairs), strict=True):

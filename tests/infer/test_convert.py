@@ -33,7 +33,7 @@ def theirs(directory: Path) -> Any:
     return load(directory, attn_implementation="eager", dtype="auto").eval()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("family", peers.FAMILIES | peers.MIXTURES)
 def test_there_and_back_is_the_same(family: str, tmp_path: Path) -> None:
     before = peers.peer(family, 3).save(tmp_path / "before")
@@ -86,6 +86,7 @@ def test_words_come_along_and_code_does_not(llama: Path, tmp_path: Path) -> None
     jax.tree.map(np.testing.assert_array_equal, loaded.params, from_hf.params)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_run_opens_in_transformers(finished: Path, tmp_path: Path) -> None:
     run = finished / "runs" / "tiny"
     made = convert(run, tmp_path / "out", "hf")
@@ -117,7 +118,7 @@ def test_a_run_without_its_optimizer(finished: Path, tmp_path: Path) -> None:
         convert(peers.peer("llama", 0).save(tmp_path / "hf"), tmp_path / "x", "hf", step=4)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("name", "by_way_of_ours"),
     [
@@ -138,6 +139,7 @@ def test_gguf_opens_in_transformers(name: str, by_way_of_ours: bool, tmp_path: P
     assert tiny.leaf_error(peers.logits_of(theirs(tmp_path / "out"), tokens), want) < 1e-5
 
 
+@pytest.mark.drawn(0.5)
 def test_types(tmp_path: Path) -> None:
     before = peers.peer("gemma2", 0).save(tmp_path / "before")
     original = dict(open_model(before))

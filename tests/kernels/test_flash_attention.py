@@ -74,6 +74,7 @@ def test_vjp_through_the_logsumexp(name, rng, float64):
     assert error(got[0], without[0]) > 0.01
 
 
+@pytest.mark.drawn(0.5)
 @implementations
 @pytest.mark.parametrize("name", ["odd length", "packed", "few queries, many keys", "everything"])
 def test_vjp_is_the_derivative(implementation, name, rng, float64):
@@ -143,6 +144,7 @@ def test_scale(implementation, rng, float64):
     assert error(got, want) <= 1e-14
 
 
+@pytest.mark.drawn(0.5)
 def test_memory_is_linear_in_the_sequence(monkeypatch):
     from pallas_kernels.flash_attention import xla
 

@@ -63,7 +63,7 @@ QUANTISED = {
 }
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("implementation", "name", "encoding"),
     [

@@ -28,7 +28,7 @@ NAMES = [name for name in CASES if "three shards" not in name]
 cases = pytest.mark.parametrize("case", [CASES[name] for name in NAMES], ids=NAMES)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @cases
 def test_is_attention_on_one_device(case, rng, float64):
     """Every layout gives the numbers of one device; a single shard has only one layout."""
@@ -48,6 +48,7 @@ def test_the_reference_gathers(layout, rng, float64):
     assert error(split(*inputs, case, layout, "reference"), whole(*inputs, case)) <= 1e-14
 
 
+@pytest.mark.drawn(0.5)
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-6)], ids=["float32", "bfloat16"])
 def test_lower_precision(implementation, dtype, bound, rng):

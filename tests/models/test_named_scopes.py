@@ -75,6 +75,7 @@ def plain(name: str) -> str:
     return "/".join(parts)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parts_of_layers_are_named_in_the_forward_and_the_backward_pass(kind):
     for pass_ in ("forward", "backward"):

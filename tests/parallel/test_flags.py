@@ -40,6 +40,7 @@ def test_the_compiler_knows_every_option(on):
     assert known == [flag.name for flag in FLAGS if flag.platform == platform and flag.is_taken]
 
 
+@pytest.mark.drawn(0.5)
 def test_more_gathers_overlap_on_gpus():
     """On TPUs the same program takes minutes to compile; the table says what was seen."""
     counts = run_isolated("tests.parallel.flag_programs:fsdp", "h100:1x8", timeout=600)

@@ -296,6 +296,7 @@ def compiled(config: RunConfig, rows: Any) -> str:
         return step.lower(params, batch).compile(environment.AS_EVER).as_text() or ""
 
 
+@pytest.mark.drawn(0.5)
 def test_a_kv_head_for_all_is_gathered_without_sending_it_around():
     """A permutation in a branch waits for ever on CPU: the stages are in different ones."""
     config = run_of(mesh="stage=2,context=2,tensor=2", model=tiny.decoder(kv_heads=1, layers=2, dtype="float32"))

@@ -89,11 +89,13 @@ def most_pages(retention: str | None) -> int:
     return held
 
 
+@pytest.mark.drawn(0.5)
 def test_pages_follow_the_tokens_that_are_kept():
     """A sequence of 60 tokens is in 8 pages of 4, not 15: half of its tokens, and the last."""
     assert most_pages("every_other_token") == 8
 
 
+@pytest.mark.drawn(0.5)
 def test_verification_under_a_rule(rng, float64):
     """Entries of refused tokens leave; those that only accepted tokens let go stay away."""
     sizes = config("tight, swap", "auto", "every_other_token", max_sequences=2, verify_tokens=3)

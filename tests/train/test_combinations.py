@@ -41,6 +41,7 @@ def test_a_row_refuses_its_pair(row):
         check_combinations(run, sizes_of(run))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("draw", range(3))
 def test_a_drawn_pair_runs_or_is_refused(draw, rng):
     check_pair(int(rng.integers(2**31)))

@@ -118,6 +118,7 @@ def test_what_has_nothing_to_act_on_is_refused(routing: RoutingConfig, message: 
         RoutingConfig(z_loss=-1.0)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_run_goes_on_with_its_biases_bit_for_bit(tmp_path) -> None:
     router = RouterConfig("sigmoid", balance_bias=True)
     whole = runs.run_config(tmp_path)
