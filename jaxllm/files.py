@@ -1,4 +1,4 @@
-"""File helpers: errors that name file and row, content hashes, atomic writes, and the cache folder."""
+"""File helpers: errors that name file and row, content hashes, atomic and durable writes, and the cache folder."""
 
 import hashlib
 import json
@@ -38,11 +38,29 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sync(path: Path) -> None:
+    """Waits until a file's contents, or a directory's entries, are on disk, where a power cut leaves them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_directory(path: Path) -> None:
+    """Creates a directory and its parents, and waits until they are on disk; nothing if it exists."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        sync(folder.parent)
+
+
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
     """Atomic write: context manager with a temporary file that replaces `path` only if the block succeeds.
 
-    Readers see the old file or the whole new one, never a part; processes may race to write the same path.
+    Readers see the old file or the whole new one, never a part, after a power cut too; processes may race to write the
+    same path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -60,6 +78,9 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 def new_directory(path: Path) -> Iterator[Path]:
     """Atomic creation of a directory: a temporary one, renamed to `path` only if the block succeeds, else deleted.
 
+    Its contents are on disk before it has its name, and the name is when this returns: it survives a power cut as a
+    whole.
+
     Raises:
         FileExistsError: `path` exists.
     """
@@ -69,7 +90,10 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        for inner in (*temporary.rglob("*"), temporary):
+            sync(inner)
         temporary.rename(path)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

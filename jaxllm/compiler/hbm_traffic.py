@@ -74,7 +74,10 @@ class TrafficReader:
                     total.kernels += times * inside.kernels
             elif opcode == "conditional":
                 branches = [self.run(hlo.Frame(branch), False) for branch in self.module.branches(instruction)]
-                total.bytes += max((branch.bytes for branch in branches), default=0)
+                dearest = max(branches, key=lambda branch: branch.bytes, default=Traffic())
+                total.bytes += dearest.bytes
+                total.data_loops += dearest.data_loops
+                total.kernels += dearest.kernels
             elif opcode in hlo.CALLS:
                 inside = self.run(hlo.Frame(self.module.callee(instruction)), outermost)
                 total.bytes += inside.bytes

@@ -115,6 +115,10 @@ class MixturePhase:
         whole, part = self.counts[-1].tolist(), self.counts[rest].tolist()
         return {k: self.rows_at_start[k] + periods * whole[i] + part[i] for i, k in enumerate(self.sources)}
 
+    def source_at(self, place: int) -> int:
+        """Index of the source that position `place` belongs to."""
+        return self.sources[int(self.order[(place - self.first) % len(self.order)])]
+
     def position_of_row(self, number: int, rows: int) -> int:
         """Position at which source `number` gives its row number `rows` (counted from 0, earlier phases included)."""
         index = self.sources.index(number)
@@ -177,9 +181,9 @@ class MixtureDataset(ResumableDataset):
 
     @cached_property
     def phases(self) -> list[MixturePhase]:
-        """Phases of the run; only the first one without `renormalise`."""
+        """Phases of the run; without `renormalise` only the one of all sources, if each has a row to give."""
         found = mixture_phases(self.sources)
-        return found if self.renormalise else found[:1]
+        return found if self.renormalise else [phase for phase in found[:1] if len(phase.sources) == len(self.sources)]
 
     @cached_property
     def _seeds(self) -> list[int]:
@@ -188,34 +192,32 @@ class MixtureDataset(ResumableDataset):
     def exhausted_sources(self) -> list[tuple[str, int]]:
         """(name, step in which it gives its last row) of each source that is exhausted, in order."""
         out = []
-        for phase, after in zip(self.phases, [*self.phases[1:], None], strict=True):
-            if phase.end is not None:
-                going = () if after is None else after.sources
-                gone = [k for k in phase.sources if k not in going and (after or self._is_spent(k, phase))]
-                out += [(self.sources[k].name, (phase.end - 1) // self.batch_size) for k in gone]
-        return out
-
-    def _is_spent(self, number: int, phase: MixturePhase) -> bool:
-        assert phase.end is not None
-        return phase.rows_before(phase.end)[number] == self.sources[number].max_rows
+        for phase in self.phases:
+            if phase.end is None:
+                continue
+            given = phase.rows_before(phase.end)
+            for k in phase.sources:
+                if phase.rows_at_start[k] < given[k] == self.sources[k].max_rows:
+                    out.append((phase.position_of_row(k, given[k] - 1), self.sources[k].name))
+        return [(name, place // self.batch_size) for place, name in sorted(out)]
 
     def check_steps(self, steps: int) -> None:
         """Raises DataError, naming the source, if a run of `steps` steps needs more rows than `max_epochs` allows."""
         end = self.phases[-1].end if self.phases else 0
         if end is None or steps * self.batch_size <= end:
             return
-        enough = end // self.batch_size
-        names = [name for name, step in self.exhausted_sources() if step >= enough - 1] or [
-            one.name for one in self.sources
-        ]
-        name = names[0]
-        source = next(one for one in self.sources if one.name == name)
+        none = [number for number, source in enumerate(self.sources) if source.max_rows == 0]
+        source = self.sources[self.phases[-1].source_at(end) if self.phases else none[0]]
+        rest = (
+            " (all other sources are exhausted before)."
+            if self.renormalise
+            else ", or set data.when_exhausted='renormalise' to continue without it."
+        )
         raise DataError(
-            f"mixture: {name!r} ({source.plan.rows:,} rows, max_epochs {source.max_epochs:g}) is exhausted after "
-            f"{enough:,} of {steps:,} steps. Lower its weight, raise its max_epochs, train for fewer steps"
-            + (" (all other sources are exhausted before)." if self.renormalise else
-               ", or set data.when_exhausted='renormalise' to continue without it.")
-        )  # fmt: skip
+            f"mixture: {source.name!r} ({source.plan.rows:,} rows, max_epochs {source.max_epochs:g}) is exhausted "
+            f"after {end // self.batch_size:,} of {steps:,} steps. Lower its weight, raise its max_epochs, train for "
+            f"fewer steps{rest}"
+        )
 
     def rows_consumed(self, step: int) -> dict[str, int]:
         """Rows that each source has given before `step`, by name."""

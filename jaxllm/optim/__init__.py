@@ -8,3 +8,4 @@ from jaxllm.optim.optimizer_spec import StepHooks as StepHooks
 from jaxllm.optim.optimizer_table import OPTIMIZERS as OPTIMIZERS
 from jaxllm.optim.schedules import ScheduleConfig as ScheduleConfig
 from jaxllm.optim.schedules import schedule as schedule
+from jaxllm.optim.schedules import schedule_count as schedule_count

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Int
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]
 
@@ -65,3 +66,13 @@ def schedule(config: ScheduleConfig, total_steps: int) -> optax.Schedule:
         return jnp.where(step < warmup, rising, after)
 
     return rate
+
+
+def schedule_count(opt_state: Any) -> Int[Array, ""] | None:
+    """Number of updates that the learning-rate schedule in an optimizer state has counted; None if it has no count.
+
+    Steps that leave the optimizer state as it was, such as those that overflow, are not in it.
+    """
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+    counts = [jnp.asarray(part.count) for part in parts if isinstance(part, optax.ScaleByScheduleState)]
+    return next((count for count in counts if count.ndim == 0), None)

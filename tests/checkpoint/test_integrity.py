@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -20,6 +21,8 @@ from jaxllm.checkpoint import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from jaxllm.checkpoint.storage import leaf_hashing
+from jaxllm.checkpoint.storage.stored_leaf import CorruptDataError
 from tests.checkpoint.states import assert_same, make_state
 
 BLOCKING = CheckpointConfig(saving="blocking", keep_last=9)
@@ -222,3 +225,40 @@ def test_no_unpickler_in_sight(run):
                 itemsize = 4 if leaf.key_impl else jnp.dtype(leaf.dtype).itemsize
                 extra = 2 if leaf.key_impl else 1
                 assert file.stat().st_size == np.prod(leaf.shape, dtype=int) * itemsize * extra
+
+
+@pytest.mark.parametrize("block", [0, 1, 4])
+def test_damage_in_any_block(tmp_path, monkeypatch, block):
+    """A leaf of five blocks, the last one short: every way to read what a damaged block holds finds the damage."""
+    monkeypatch.setattr(leaf_hashing, "BLOCK_BYTES", 256)
+    array = np.arange(130, dtype=np.float64)  # 32 elements a block, and a last one of two
+    with Checkpointer(tmp_path, BLOCKING) as checkpointer:
+        checkpointer.save(1, {"w": array}, {})
+    flip(tmp_path / "step_00000001" / "state" / "w" / "0", 256 * block + 9)
+    with Checkpointer(tmp_path, read_only=True) as reader:
+        ways = {
+            "restore": lambda: reader.restore({"w": array}),
+            "restore as saved": reader.restore,
+            "verify": reader.verify,
+            "read": lambda: reader.open_leaves()["w"].read(),
+            "mapped": lambda: reader.open_leaves()["w"].mapped(),
+            "slice within": lambda: reader.open_leaves()["w"].read((slice(32 * block, 32 * block + 2),)),
+            "slice across": lambda: reader.open_leaves()["w"].read((slice(max(0, 32 * block - 1), 32 * block + 2),)),
+        }
+        for name, way in ways.items():
+            with pytest.raises((CheckpointCorruptError, CorruptDataError), match="do not match the hash"):
+                pytest.fail(f"{name} gives {way()}")
+        sound = 32 * ((block + 2) % 5)
+        found = reader.open_leaves()["w"].read((slice(sound, sound + 2),))
+        assert found.tolist() == [sound, sound + 1]
+
+
+def test_a_leaf_hash_is_of_its_blocks_in_order(monkeypatch):
+    """Beyond one block the SHA-256 of the blocks' digests in their order; of one block its own."""
+    monkeypatch.setattr(leaf_hashing, "BLOCK_BYTES", 256)
+    data = np.arange(130, dtype=np.float64).tobytes()
+    digests = [hashlib.sha256(data[n : n + 256]).digest() for n in range(0, len(data), 256)]
+    assert digests != sorted(digests)
+    wanted = hashlib.sha256(b"".join(digests)).hexdigest()
+    assert leaf_hashing.hash_array(np.arange(130, dtype=np.float64)) == f"blocks:{wanted}"
+    assert leaf_hashing.hash_array(np.arange(32, dtype=np.float64)) == f"sha256:{digests[0].hex()}"

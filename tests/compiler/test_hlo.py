@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,3 +159,10 @@ def test_a_program_is_read_whole():
 def test_broken_text_is_refused(text):
     with pytest.raises(hlo.HloError):
         hlo.parse(text)
+
+
+@pytest.mark.parametrize("direction", ["LT", "LE", "GT", "GE", "NE"])
+def test_trips_in_every_direction(direction):
+    """All of some starts, ends and steps, beside running the loop; None where it does not end."""
+    for start, end, step in itertools.product((-3, 0, 4), (-3, 0, 4, 5), (-2, -1, 1, 3)):
+        assert hlo._trips(start, end, step, direction) == run(start, end, step, direction), (start, end, step)

@@ -146,6 +146,23 @@ def test_rows_of_conversations(chats):
     assert (short.train.plan.row_offsets == np.arange(short.train.plan.rows + 1)).all()
 
 
+def test_conversations_are_truncated_to_a_row_of_pairs(tmp_path):
+    """A row of S pairs has S + 1 tokens of a conversation. Counted by the bytes of the rendered texts, 20 lengths."""
+    template, user = ChatTemplate(CHATML), {"role": "user", "content": "q"}
+    rows = [[user, {"role": "assistant", "content": "x" * n}] for n in range(1, 21)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    lengths = [len(template.render(row, None, add_generation_prompt=False)) for row in rows]
+    prompt = len(template.render([user], None, add_generation_prompt=True))
+    seq_len = lengths[12] - 1  # so that conversation 12 just fits, and the seven longer ones do not
+    dataset = data.load_dataset(config(tmp_path, seq_len=seq_len, heldout_fraction=0.0), ByteTokenizer(), template)
+    assert "; 7 conversations longer than a row are truncated to it" in dataset.summary
+    batches = [dataset.train.batch_at(step) for step in range(len(rows) // 2)]
+    assert dataset.train.plan.rows == len(rows)
+    assert sum(int((batch.targets >= 0).sum()) for batch in batches) == sum(
+        min(length, seq_len + 1) - prompt for length in lengths
+    )
+
+
 def test_settings_for_conversations(chats):
     with pytest.raises(ValueError, match=r"data.packing is 'concat', which splits conversations"):
         config(chats, packing="concat")

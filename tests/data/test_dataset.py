@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.data.dataset import CursorMismatch, TokenDataset, make_heldout
+from jaxllm.data.dataset import CursorMismatch, TokenDataset, make_heldout, shuffled_rows
 from jaxllm.data.sequence_packing import pack_concat, pack_documents
 from jaxllm.data.token_files import TokenDocuments
 from jaxllm.text import ByteTokenizer
@@ -147,3 +147,13 @@ def test_heldout_batches_are_numbered():
     heldout = make_heldout([(source, pack_concat(source.starts, source.lengths, 5))], 2, ByteTokenizer())
     with pytest.raises(IndexError, match="held-out batch 2 does not exist; there are 2, counted from 0"):
         heldout.batch_at(2)
+
+
+def test_a_batch_over_two_epochs_has_the_rows_of_both():
+    """Rows at positions taken together are those of the positions one by one, over several epochs of five rows."""
+    alone = np.concatenate([shuffled_rows(place, 1, 5, 7) for place in range(20)])
+    epochs = alone.reshape(4, 5)
+    assert (np.sort(epochs, axis=1) == np.arange(5)).all()
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) > 1
+    for first, count in ((3, 4), (0, 20), (4, 11), (9, 2)):
+        np.testing.assert_array_equal(shuffled_rows(first, count, 5, 7), alone[first : first + count])

@@ -1,12 +1,16 @@
 """Mixtures from configuration to batches; their arithmetic is in tests/proofs/data/mixing.py."""
 
 import json
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from jaxllm import data
 from jaxllm.config import from_dict, to_dict
-from jaxllm.data.mixture import exact_shares, source_order
+from jaxllm.data.mixture import MixtureDataset, MixtureSource, exact_shares, source_order
+from jaxllm.data.sequence_packing import pack_concat
+from jaxllm.data.token_files import TokenDocuments
 
 
 @pytest.fixture
@@ -102,3 +106,53 @@ def test_more_settings_that_cannot_be_meant(folder):
         data.load_dataset(config(folder, source(folder, "a"), source(folder, "b"), tokenizer="bpe:300"))
     with pytest.raises(ValueError, match=r"data.workers is -1"):
         data.DataConfig(workers=-1)
+
+
+def in_memory(name: str, rows: int, weight: float, max_epochs: float | None) -> MixtureSource:
+    """Source of rows of two targets each."""
+    tokens = np.zeros(2 * rows + 1, np.uint16)
+    documents = TokenDocuments(tokens, np.array([0]), np.array([len(tokens)]), name, "x")
+    return MixtureSource(name, documents, pack_concat(documents.starts, documents.lengths, 2), weight, max_epochs)
+
+
+LIMITED = [("a", 50, 9, None), ("b", 100, 1, "0.29"), ("c", 10, 1, "0.999")]
+"""(name, rows, weight, max_epochs); as binary fractions 0.29 x 100 is less than 29."""
+
+
+def test_max_epochs_by_an_independent_count():
+    """The allowed rows by decimal arithmetic; the last steps by counting every row of every batch."""
+    size, allowed = 4, {name: int(Decimal(limit) * rows) for name, rows, _, limit in LIMITED if limit}
+    assert allowed == {"b": 29, "c": 9}
+    limited = [in_memory(name, rows, weight, limit and float(limit)) for name, rows, weight, limit in LIMITED]
+    endless = MixtureDataset(tuple(in_memory(*one[:3], None) for one in LIMITED), size, 0, {})
+    order = [LIMITED[k][0] for step in range(120) for k in endless.rows_at(step)[0].tolist()]
+    # Refused: the first row that a source may not give.
+    had = dict.fromkeys("abc", 0)
+    while had[name := order[sum(had.values())]] != allowed.get(name):
+        had[name] += 1
+    enough = sum(had.values()) // size
+    refused = MixtureDataset(tuple(limited), size, 0, {})
+    refused.check_steps(enough)
+    with pytest.raises(data.DataError, match=f"'{name}' .*is exhausted after {enough} of {enough + 1} steps"):
+        refused.check_steps(enough + 1)
+    # Renormalised: each source gives all that it may, and its last row in the step that is named.
+    going = MixtureDataset(tuple(limited), size, 0, {}, renormalise=True)
+    last, had = {}, dict.fromkeys("abc", 0)
+    for step in range(120):
+        for k in going.rows_at(step)[0].tolist():
+            had[LIMITED[k][0]] += 1
+            last[LIMITED[k][0]] = step
+    assert {name: had[name] for name in allowed} == allowed
+    assert going.exhausted_sources() == sorted(((name, last[name]) for name in allowed), key=lambda one: one[1])
+
+
+def test_a_source_without_a_row_is_refused():
+    """A hundredth of ten rows is none, and it would be the first in order."""
+    sources = in_memory("b", 10, 1, None), in_memory("a", 10, 9, 0.01)
+    with pytest.raises(data.DataError, match=r"'a' \(10 rows, max_epochs 0.01\) is exhausted after 0 of 1 steps"):
+        MixtureDataset(sources, 2, 0, {}).check_steps(1)
+    going = MixtureDataset(sources, 2, 0, {}, renormalise=True)
+    going.check_steps(100)
+    assert going.rows_consumed(3) == {"b": 6, "a": 0}
+    with pytest.raises(data.DataError, match=r"'a' .*exhausted after 0 of 1 steps"):
+        MixtureDataset(sources[1:], 2, 0, {}, renormalise=True).check_steps(1)

@@ -158,3 +158,14 @@ def test_copying_pieces_equals_gathering_places(pack, lengths, seq_len, masked, 
         real = found[0].targets >= 0
         assert (found[0].targets[real] % 3 > 0).all()
         assert (found[0].targets >= -1).all()
+
+
+@pytest.mark.parametrize("long_piece", [0, 1 << 40])
+def test_loss_masks_by_hand(long_piece, monkeypatch):
+    """A target is masked by its own flag, not by that of the input before it; piece by piece and all at once."""
+    monkeypatch.setattr(sequence_packing, "_LONG_PIECE", long_piece)
+    tokens, mask = np.arange(10, 20).astype(np.uint16), np.array([0, 1, 0, 1, 1, 0, 0, 1, 1, 0], np.uint8)
+    plan = pack_documents(np.array([0, 6]), np.array([6, 4]), 8)
+    batch = plan.gather(tokens, np.arange(plan.rows), mask)
+    assert batch.targets.tolist() == [[11, -1, 13, 14, -1, 17, 18, -1]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2]]

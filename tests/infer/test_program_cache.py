@@ -13,7 +13,8 @@ import pytest
 from jaxllm.infer import RecompileError
 from jaxllm.infer.runner.packed_buffer import PackedBuffer
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, source_digest
-from tests import quick
+from tests import environment, quick
+from tests.power_cut import PowerCut, write_tree
 
 
 def program(size: int = 4, name: str = "twice") -> EngineProgram:
@@ -57,6 +58,22 @@ def test_a_kept_program_is_loaded_and_runs_alike(tmp_path):
         np.testing.assert_array_equal(out, 3)
         assert int(count) == 2
         assert given[1][0].is_deleted(), "what is donated is gone"
+
+
+def test_a_power_cut_leaves_a_program_or_none(tmp_path):
+    """After a cut at any moment of a save, the program is loaded or compiled anew, and runs alike."""
+    home = tmp_path / "disk"
+    home.mkdir()
+    make(None)  # the key of signatures is there
+    cut, seen = PowerCut(home, environment.seed()), set()
+    with cut.recording():
+        make(home)
+    for number, (tree, _) in enumerate(cut.states):
+        run, cache = make(write_tree(tree, tmp_path / f"cut{number}"))
+        (out,), _ = run(*arguments())
+        np.testing.assert_array_equal(out, 3)
+        seen.add((cache.counts.compiled, cache.counts.loaded))
+    assert seen == {(1, 0), (0, 1)}
 
 
 def test_another_key_or_shape_is_another_program(tmp_path):

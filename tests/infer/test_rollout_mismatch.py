@@ -28,6 +28,16 @@ def test_the_divergence_is_estimated_without_bias(rng):
     assert found.largest == pytest.approx(np.abs(np.log(p / q)).max())
 
 
+def test_figures_by_hand():
+    """Two tokens: probabilities 1/2 and 1/4 as sampled, 1/4 and 1/2 in training; ratios 1/2 and 2."""
+    found = rollout_mismatch(np.log([0.5, 0.25]).tolist(), np.log([0.25, 0.5]).tolist())
+    assert found.mean == found.largest == pytest.approx(np.log(2))
+    assert found.kl == pytest.approx(((0.5 - 1 + np.log(2)) + (2 - 1 - np.log(2))) / 2)
+    assert found.effective_share == pytest.approx(2.5**2 / (2 * 4.25))
+    one = rollout_mismatch([float(np.log(0.5))], [float(np.log(0.25))])
+    assert one.kl == pytest.approx(0.5 - 1 + np.log(2))
+
+
 def test_what_cannot_be_compared_is_refused():
     for rollout, train in (([], []), ([-1.0], [-1.0, -2.0])):
         with pytest.raises(ValueError, match="give one of each"):

@@ -98,7 +98,8 @@ def test_a_row_depends_on_its_own_seed_and_position_alone():
     assert (draw(logits, one._replace(seeds=one.seeds + 1)) != made).all()
     assert (draw(logits, one._replace(positions=one.positions + 1)) != made).all()
     # Seed and position are not merely added up.
-    assert len(set(draw(logits, one._replace(seeds=one.seeds[::-1] + jnp.arange(4, dtype=jnp.uint32))).tolist())) > 1
+    equal_sums = one._replace(seeds=10 - one.positions.astype(jnp.uint32))
+    assert len(set(draw(logits, equal_sums).tolist())) > 1
     # The plain and the full sampler draw alike.
     assert draw(logits, rows(4, seed=1, top_p=1.0)).tolist() == made.tolist()
 
@@ -197,3 +198,11 @@ def test_what_cannot_be_sampled_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(ValueError, match=f"^{name} = "):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("top_p", "most"), [(0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (0.999, 4)])
+def test_top_p_of_an_exact_mass_keeps_no_more(top_p, most):
+    """Four tokens in order whose weights are one float, a quarter each: what just reaches the mass is enough."""
+    logits = np.array([0.0, -1e-9, -2e-9, -3e-9], np.float32)
+    assert (np.exp(logits) == 1).all()
+    assert kept(logits, top_p=top_p) == set(range(most))

@@ -176,3 +176,22 @@ def test_what_cannot_be_is_refused(rng):
     split = jax.shard_map(local, mesh=mesh, in_specs=P("tensor"), out_specs=P())
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="targets or weights vary over vocab_axis"):
         jax.eval_shape(split, *(jax.reshard(x, P("tensor")) for x in arguments))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_bands"])
+def test_gradients_are_multiplied_by_what_comes_in(implementation, rng, float64):
+    """Those of three times the loss are three times those of the loss, in every operand."""
+    arrays = rng.standard_normal((7, 4)), rng.standard_normal((9, 4)), rng.random(7)
+    targets = jnp.asarray(rng.integers(0, 9, 7))
+
+    def loss(hidden: jax.Array, head: jax.Array, weights: jax.Array, times: float) -> jax.Array:
+        found, _ = linear_cross_entropy(
+            hidden, head, targets, weights, z_loss=0.1, softcap=2.0, chunk=4, implementation=implementation
+        )
+        return times * found
+
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
+    one, three = (grads(*map(jnp.asarray, arrays), times) for times in (1.0, 3.0))
+    for a, b in zip(one, three, strict=True):
+        np.testing.assert_allclose(3 * np.asarray(a), b, rtol=0, atol=1e-12)
+        assert np.abs(a).max() > 1e-3

@@ -11,6 +11,7 @@ import functools
 import hypothesis
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention.kv_formats import kv_format
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from tests import environment
 from tests.kernels import paged_body
@@ -259,3 +261,19 @@ def test_parts_of_a_flat_batch_are_the_whole(requests, parts):
         np.testing.assert_array_equal(np.asarray(got.request)[real], np.asarray(want.request[own])[real])
         np.testing.assert_array_equal(np.asarray(got.position)[real], np.asarray(want.position[own])[real])
         assert (np.asarray(ragged.kv_lens) >= np.asarray(ragged.lengths)).all()
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 127.0), ("fp8", 448.0)])
+def test_encoded_values_are_the_nearest(name, most, rng):
+    """Beside the numbers that the format has at the scale of its key: no other one is nearer to a value."""
+    row, rows = kv_format(name), rng.standard_normal((5, 24)).astype(np.float32)
+    stored, scales = row.encode(jnp.asarray(rows), (16, 8), jnp.float32)
+    np.testing.assert_allclose(
+        scales, np.stack([abs(rows[:, :16]).max(1), abs(rows[:, 16:]).max(1)], 1) / most, rtol=1e-6
+    )
+    got = np.asarray(row.decode(stored, jnp.asarray(scales).T, 16, jnp.float32))
+    every = np.arange(-127, 128) if name == "int8" else np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    table = every.astype(np.float32)[np.isfinite(every.astype(np.float32))]
+    each = np.repeat(np.asarray(scales), (16, 8), axis=1)
+    least = np.abs(rows[..., None] - each[..., None] * table).min(axis=-1)
+    np.testing.assert_allclose(np.abs(got - rows), least, rtol=0, atol=1e-6)

@@ -74,11 +74,9 @@ def attention(model: DecoderConfig, config: Any, params: dict[str, Any], x: np.n
         flat = {k: w.reshape(-1) for k, w in weights.items()}
         return norm(model, flat, y.reshape(len(x), -1)).reshape(y.shape)
 
-    queries, keys, values = (
-        projected("q", config.heads),
-        projected("k", config.kv_heads),
-        projected("v", config.kv_heads),
-    )
+    sizes = (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads))
+    most = np.inf if config.clip is None else config.clip
+    queries, keys, values = (np.clip(projected(name, heads), -most, most) for name, heads in sizes)
     out = np.zeros_like(x)
     for n in range(config.heads):
         k = n * config.kv_heads // config.heads

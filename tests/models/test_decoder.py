@@ -55,6 +55,7 @@ ATTENTION = AttentionConfig(2, 1, 4, RopeConfig(10.0))
 BLOCKS = {
     "window": BlockConfig(dataclasses.replace(ATTENTION, window=2), MlpConfig(5)),
     "soft-cap and scale": BlockConfig(dataclasses.replace(ATTENTION, softcap=0.3, scale=0.9), MlpConfig(5)),
+    "clipped": BlockConfig(dataclasses.replace(ATTENTION, clip=0.3), MlpConfig(5)),
     "norms after": BlockConfig(ATTENTION, MlpConfig(5), "post"),
     "norms on both sides": BlockConfig(ATTENTION, MlpConfig(5, "gelu"), "sandwich"),
     "all biases": BlockConfig(dataclasses.replace(ATTENTION, bias="all"), MlpConfig(5, bias=True)),

@@ -101,3 +101,13 @@ def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
     assert ratio.max() < 1
     assert ratio.min() > 1 / 32
     assert (np.diff(scaled) < 0).all(), "frequencies still fall"
+
+
+def test_interleaved_pairs_are_neighbours(rng, float64):
+    """Pairs (0, 1), (2, 3), ... turn as complex numbers; the result has their real parts first, then the others."""
+    x, positions = rng.normal(size=(4, 2, 8)), np.array([0, 1, 5, 900])
+    config = RopeConfig(interleaved=True)
+    cos, sin = rotation(config, jnp.asarray(positions)[None], 8, x.dtype)
+    got = np.asarray(rotate(jnp.asarray(x)[None], cos, sin, interleaved=True))[0]
+    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * positions[:, None, None] * geometric(config.theta, 8))
+    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], axis=-1), rtol=0, atol=1e-12)

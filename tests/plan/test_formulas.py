@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig, MlpConfig, MoeConfig
+from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
 from jaxllm.optim import OptimConfig
+from jaxllm.parallel.pipeline.schedule import OpCosts
+from jaxllm.parallel.pipeline.schedule_generators import make
+from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.parallel.sharding_table import device_bytes
 from jaxllm.plan.formulas import memory_estimate, step_time
 from jaxllm.plan.formulas.calibration import DEFAULT
@@ -211,6 +218,58 @@ def test_a_pipelines_bubble_shrinks_with_micro_batches():
         shares.append(took.bubble / took.seconds)
     assert shares[0] > shares[1] > shares[2] > 0
     assert shares[0] == pytest.approx(1 / 3, abs=0.1)  # (P-1)/(M+P-1)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micro", "chunks"), [
+    ("gpipe", 2, 4, 0), ("1f1b", 4, 2, 0), ("1f1b", 4, 16, 0), ("interleaved", 2, 4, 4), ("interleaved", 4, 4, 2),
+])  # fmt: skip
+def test_a_pipelines_bubble_is_that_of_its_timeline(schedule, stages, micro, chunks, monkeypatch):
+    """Idle over busy time of the busiest stage, as the schedule's operations come about one after the other.
+
+    The update, which is no part of the pipeline, takes no time here.
+    """
+    monkeypatch.setattr(step_time, "UPDATE_PASSES", 0)
+    monkeypatch.setattr(step_time, "state_bytes", lambda work, parameters: 0)
+    run = drawn(0)
+    mesh, cluster = f"stage={stages},fsdp={8 // stages}", Cluster.parse("h100:1x8")
+    parallel = dataclasses.replace(run.parallel, schedule=schedule, chunks=chunks)
+    model = dataclasses.replace(run.model, layers=16)
+    run = dataclasses.replace(run, model=model, mesh=mesh, accumulate=micro, parallel=parallel)
+    took = step_time.predict(run, cluster, MeshSpec.parse(mesh))
+    idle = make(schedule, stages, micro, chunks).bubble(OpCosts(1.0, 1.3, 0.9))
+    assert took.bubble / (took.seconds - took.bubble) == pytest.approx(idle / (1 - idle), rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_slots_by_formula_are_those_of_the_table(schedule):
+    """Fewer micro-batches than stages too: a stage holds no more activations than there are micro-batches."""
+    for stages, micro in itertools.product((2, 3, 5), range(1, 8)):
+        made = tabulate(make(schedule, stages, micro))
+        found = memory_estimate.pipeline_slots(schedule, stages, micro, 0, False)
+        assert (found.saves, found.pendings) == (made.saves, made.pendings), (stages, micro)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.3, 1.0, 1.25, 40.0])
+@pytest.mark.parametrize(("tokens", "top_k"), [(5, 1), (64, 3)])
+def test_rows_of_experts_are_those_of_the_dispatch(capacity, tokens, top_k):
+    """The buffer that the experts of one shard are given, in the traced program."""
+    moe = MoeConfig(experts=6, top_k=top_k, capacity=capacity)
+    given = []
+
+    def experts_run(rows, sizes):
+        given.append(rows.shape[0])
+        return rows
+
+    dispatch = functools.partial(dispatch_within_capacity, capacity=capacity) if capacity else dispatch_and_combine
+    jax.eval_shape(
+        lambda x, experts, weights: dispatch(x, experts, weights, experts_run, 6),
+        jax.ShapeDtypeStruct((tokens, 4), jnp.float32),
+        jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
+        jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+    )
+    assert memory_estimate.expert_rows(moe, tokens, 1) == given[0]
+    if capacity is None:
+        assert memory_estimate.expert_rows(moe, tokens, 4) == 4 * given[0], "all rows of all shards may come to one"
 
 
 def test_slow_links_cost_and_fast_ones_do_not():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -190,3 +192,44 @@ def test_types_are_strict(value):
 
 def test_json_has_one_kind_of_number():
     assert params(request_schemas.ChatRequest, max_tokens=3.0).max_tokens == 3
+
+
+def test_usage_is_summed_over_prompts_and_completions():
+    """Three prompts of 1, 3 and 2 tokens, two completions of four tokens for each; whole, streamed and in the log."""
+    fields = {"prompt": [[65], [66, 67, 68], [69, 70]], "n": 2, "max_tokens": 4}
+    usage = {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
+    whole = asked(request_schemas.CompletionRequest, **fields)
+    streamed = asked(request_schemas.CompletionRequest, **fields, stream=True, stream_options={"include_usage": True})
+
+    async def events() -> list[str]:
+        return [one async for one in streamed.events()]
+
+    assert asyncio.run(whole.whole())["usage"] == usage
+    last, done = asyncio.run(events())[-2:]
+    assert json.loads(last.removeprefix("data: "))["usage"] == usage
+    assert "[DONE]" in done
+    assert [whole._record[name] for name in ("prompt_tokens", "completion_tokens")] == [6, 24]
+
+
+def test_a_context_is_filled_and_not_exceeded():
+    """A prompt and max_tokens may take all of the context, and no token more."""
+    limit = FixedRate().max_len
+    asked(request_schemas.CompletionRequest, prompt=[65] * 10, max_tokens=limit - 10)
+    with pytest.raises(ApiError, match=f"10 prompt tokens and max_tokens = {limit - 9} are {limit + 1} tokens"):
+        asked(request_schemas.CompletionRequest, prompt=[65] * 10, max_tokens=limit - 9)
+
+
+def test_the_queue_is_filled_and_not_exceeded():
+    """Three running and two queued sequences; what has ended makes room for as many again."""
+    found = RequestDispatcher(FixedRate(sequences=3), ServeConfig(queue=2), ServerMetrics("m"))
+    release = found.admit(3)
+    also = found.admit(2)
+    with pytest.raises(ApiError, match="5 of 5 sequences are running or queued"):
+        found.admit(1)
+    release()
+    assert found.open == 2
+    with pytest.raises(ApiError, match="2 of 5"):
+        found.admit(4)
+    found.admit(3)
+    also()
+    assert found.open == 3

@@ -107,3 +107,25 @@ def test_divisors_of_odd_and_prime_numbers():
     assert divisors(1) == [1]
     assert divisors(7) == [1, 7]
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slices", "factors"),
+    [
+        ("data=4,fsdp=4,tensor=2", 1, (1, 1, 1)),
+        ("data=4,fsdp=4,tensor=2", 2, (2, 1, 1)),
+        ("data=4,fsdp=4,tensor=2", 4, (4, 1, 1)),
+        ("data=4,fsdp=4,tensor=2", 8, (4, 2, 1)),
+        ("data=2,stage=3,fsdp=4", 6, (2, 3, 1)),
+        ("fsdp=8,context=2,tensor=2", 16, (8, 2, 1)),
+    ],
+)
+def test_the_outermost_axes_span_slices(mesh, slices, factors):
+    """Their factors multiply to the slices: the data axis takes as much as it can, then the next ones."""
+    assert MeshSpec.parse(mesh).between(slices) == factors
+
+
+def test_slices_that_nothing_divides_over_are_refused():
+    for mesh, slices in (("data=4,fsdp=4,tensor=2", 32), ("data=4,fsdp=4,tensor=2", 3), ("tensor=8", 2)):
+        with pytest.raises(ShardingError, match=f"does not divide over {slices} slices"):
+            MeshSpec.parse(mesh).between(slices)

@@ -98,6 +98,7 @@ def test_round_trip_streaming_and_saving(kind, name, tmp_path):
         pieces = [stream.push(int(one)) for one in again.encode(text, bos=True)]
         assert "".join(pieces) + stream.flush() == text
         assert all("�" not in piece for piece in pieces)
+        assert stream.push(ids) + stream.flush() == text, "the decoder can be used again"
         ongoing = StreamDecoder(again, continues=True)
         assert ongoing.push(ids) + ongoing.flush() == (prefix + text.encode()).decode()
 

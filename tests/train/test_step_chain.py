@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxllm.train.step.loss import LossSums
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.step_builder import build_optimizer, run_state, step_links
 from jaxllm.train.step.step_chain import Gradients, InnerStep, StepLink, StepResult, link_state, link_states
+from jaxllm.train.step.step_links import mixed_precision, spike_detection
 from jaxllm.train.step.training_step import layerwise_step
 from sharding import MeshSpec
 from tests import quick, tiny
@@ -167,3 +169,72 @@ def test_states_of_links_are_saved_beside_those_of_other_parts_of_a_program(tmp_
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.extras), jax.device_get(state.extras))
     np.testing.assert_array_equal(provider.taken[0], np.arange(3))
     assert provider.taken[1] == {"of": "it"}
+
+
+def judged(action: str, batches: list[tuple[float, int]], rate: Any, dtype: str = "float32") -> list[dict[str, float]]:
+    """Metrics of steps with the spike detector, of batches (mean loss, target tokens), under gradient descent.
+
+    The gradient of each of four parameters is one; a loss that is not finite makes it infinite.
+    """
+    config = dataclasses.replace(tiny.decoder(vocab_size=16, layers=1), dtype=dtype)
+    links = mixed_precision(config, rate), spike_detection(SpikeConfig(action, window=4), rate)
+    links = tuple(link for link in links if link is not None)
+
+    def value_and_grad(params: Any, batch: Any, *numerics: Any) -> tuple[Any, ...]:
+        mean, count = batch
+        gradient = {"w": jnp.where(jnp.isfinite(mean), 1.0, jnp.inf) * jnp.ones(4)}
+        return LossSums(mean * count, mean * count, jnp.zeros(()), count), gradient, *(n.seen for n in numerics)
+
+    params = {"w": jnp.zeros(4)}
+    optimizer = optax.chain(optax.scale_by_learning_rate(rate))
+    extras = {name: init(params) for name, init in link_states(links).items()}
+    state = TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key(0), extras)
+    step = quick.jit(train_step(value_and_grad, optimizer, rate, links))
+    found = []
+    for mean, count in batches:
+        state, metrics = step(state, (jnp.float32(mean), jnp.float32(count)))
+        found.append({name: float(value) for name, value in metrics.items()})
+    return found
+
+
+def test_spikes_are_of_the_mean_loss():
+    """Batches with uneven numbers of targets: equal means are no spike, and a higher mean of fewer targets is one."""
+    flat = [(2.0, count) for count in (100, 90, 110, 100, 95, 100, 3000, 100)]
+    found = judged("skip", [*flat, (4.0, 10), (2.0, 100)], optax.constant_schedule(0.1))
+    assert [one["spike"] for one in found] == [0] * 8 + [1, 0]
+    assert [one["spike_score"] for one in found[4:8]] == [0] * 4
+    assert found[8]["loss"] == 4.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_reported_rate_is_the_rate_of_the_update(dtype):
+    """Update over gradient, at every step, those after skipped spikes and float16 overflows too."""
+    rate = optax.linear_schedule(1.0, 0.0, 64)
+    batches = [(2.0, 10)] * 5 + [(math.inf, 10), (9.0, 10), (2.0, 10), (9.0, 10), (2.0, 10)]
+    found = judged("skip", batches, rate, dtype)
+    assert [one["skipped"] for one in found] == [0] * 5 + [1, 1, 0, 1, 0]
+    assert [one["spike"] for one in found[5:]] == [dtype == "float32", 1, 0, 1, 0]
+    updates = 0
+    for one in found:
+        assert one["learning_rate"] == pytest.approx(1 - updates / 64, rel=1e-6)
+        if not one["skipped"]:
+            assert one["update_norm"] / one["grad_norm"] == pytest.approx(one["learning_rate"], rel=1e-6)
+            updates += 1
+
+
+def test_a_skipped_step_leaves_everything():
+    """The parameters' norm stays where a step is skipped, and nothing is added to them."""
+    batches = [(2.0, 10)] * 5 + [(9.0, 10), (math.nan, 10), (2.0, 10)]
+    found = judged("skip", batches, optax.constant_schedule(0.5))
+    norms = [one["param_norm"] for one in found]
+    assert [one["skipped"] for one in found] == [0] * 5 + [1, 1, 0]
+    assert norms == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 6.0]
+    assert [one["update_norm"] for one in found] == [1] * 5 + [0, 0, 1]
+
+
+def test_an_overflow_halves_the_loss_scale():
+    found = judged(
+        "skip", [(2.0, 10), (math.inf, 10), (math.inf, 10), (2.0, 10)], optax.constant_schedule(0.5), "float16"
+    )
+    first = found[0]["loss_scale"]
+    assert [one["loss_scale"] / first for one in found] == [1, 1, 0.5, 0.25]

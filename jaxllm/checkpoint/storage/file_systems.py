@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxllm import files
 from jaxllm.checkpoint.errors import CheckpointError
 
 DIRECT_IO_BYTES = 2**22
@@ -100,15 +101,8 @@ class LocalFiles:
         All at once, when all are written: one flush of the file system's journal serves many.
         """
 
-        def one(name: str) -> None:
-            handle = os.open(self.path / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(one, names))
+            list(pool.map(lambda name: files.sync(self.path / name), names))
 
 
 class _DirectIOFile:

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from jaxllm.checkpoint.errors import CheckpointBusyError
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 from jaxllm.checkpoint.storage.file_systems import FileSystem, LocalFiles, open_files
+from jaxllm.files import make_directory
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DEAD = re.compile(r"(saving|deleting)_\d{8,}")
@@ -74,7 +75,10 @@ class StepDirectories:
         Raises:
             CheckpointBusyError: another process, or another Checkpointer of this one, writes here.
         """
-        self.files.make("")
+        if isinstance(self.files, LocalFiles):
+            make_directory(self.files.path)
+        else:
+            self.files.make("")
         with _open_here_guard:
             if str(self) in _open_here:
                 raise CheckpointBusyError(
@@ -132,6 +136,7 @@ class StepDirectories:
         if self.files.renames:
             doomed = self.folder(step, "deleting")
             self.files.rename(self.folder(step), doomed)
+            self.files.sync([""])  # or else a power cut may undo the rename and keep the deletions
         else:
             self.files.remove(f"{doomed}/{manifest_lib.NAME}")
         self.files.remove(doomed)

@@ -30,11 +30,13 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxllm.files import atomic, cache_root, digest, read_json, write_json
+from jaxllm.files import atomic, cache_root, digest, read_json, sync, write_json
 from pallas_kernels.paged_attention import Slots
 
 SOURCES = ("jaxllm.models", "jaxllm.infer", "pallas_kernels", "sharding")
 """Packages whose source the programs are compiled from."""
+KEY_BYTES = 32
+"""Bytes of the key that signs executables."""
 
 
 class RecompileError(RuntimeError):
@@ -297,13 +299,18 @@ def _sign(name: str, data: bytes) -> bytes:
 
 
 def _signing_key() -> bytes:
-    """Signing key: 32 bytes that only this user can read; created on first use."""
+    """Signing key: random bytes that only this user can read; created on first use.
+
+    Raises:
+        PermissionError: others can read the key, or it is damaged.
+    """
     path = cache_root("") / "engine.key"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         part.touch(mode=0o600)
-        part.write_bytes(secrets.token_bytes(32))
+        part.write_bytes(secrets.token_bytes(KEY_BYTES))
+        sync(part)
         with contextlib.suppress(FileExistsError):
             os.link(part, path)  # another process may have been first
         part.unlink()
@@ -312,7 +319,13 @@ def _signing_key() -> bytes:
         raise PermissionError(
             f"{path} can be read by others than you, so its signatures prove nothing. Delete it; a new key is created."
         )
-    return path.read_bytes()
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise PermissionError(
+            f"{path} has {len(key)} bytes instead of {KEY_BYTES}, so its signatures prove nothing. Delete it; a new "
+            "key is created."
+        )
+    return key
 
 
 def config_key(*configs: Any) -> list[Any]:

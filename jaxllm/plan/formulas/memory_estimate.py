@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxllm.models import BlockConfig
+from jaxllm.models import BlockConfig, MoeConfig
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
@@ -271,16 +271,23 @@ def _working(work: DeviceWork, copies: BufferCopies) -> float:
 
 
 def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> float:
-    """Working memory of experts: a device may receive the rows of all its expert shards' tokens."""
+    """Working memory of experts: inner activations and rows of their buffer."""
     moe = block.mlp.mixture
     if moe is None:
         return 0.0
-    shards = dict(work.mesh.axes).get("expert", 1)
-    rows = work.tokens * moe.top_k * shards
-    if moe.capacity is not None:
-        rows = min(rows, math.ceil(work.tokens * moe.top_k * moe.capacity))
+    rows = expert_rows(moe, work.tokens, dict(work.mesh.axes).get("expert", 1))
     widths = copies.expert_inner * moe.hidden / work.tensor + copies.expert_rows * work.run.model.embed_dim
     return rows * widths * work.width
+
+
+def expert_rows(moe: MoeConfig, tokens: int, shards: int) -> int:
+    """Rows of a device's expert buffer, for the tokens of one of so many expert shards (``expert_dispatch``).
+
+    Dropless, a device may receive all rows of all shards. With a capacity, each expert has a buffer of fixed size.
+    """
+    if moe.capacity is None:
+        return tokens * moe.top_k * shards
+    return moe.experts * min(tokens, math.ceil(moe.capacity * tokens * moe.top_k / moe.experts))
 
 
 def _ends(work: DeviceWork) -> int:

@@ -82,9 +82,10 @@ def settle_function(config: RunConfig, model: Functional) -> Callable[[TrainStat
 
 def step_links(config: RunConfig) -> tuple[StepLink, ...]:
     """Links of a run's step, innermost first; the run's state has their states (``run_state``)."""
+    rate = schedule(config.optim.schedule, config.steps)
     links = (
-        mixed_precision(config.model),
-        spike_detection(config.spikes, schedule(config.optim.schedule, config.steps)),
+        mixed_precision(config.model, rate),
+        spike_detection(config.spikes, rate),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
         parameter_average(config.ema),
         pending_update(config),

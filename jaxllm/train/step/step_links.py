@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxllm.models import DecoderConfig
+from jaxllm.optim import schedule_count
 from jaxllm.train.step.loss_spikes import SpikeConfig, SpikeDetectorState, init_spike_detector, select_tree
 from jaxllm.train.step.numerics import Numerics, init_numerics
 from jaxllm.train.step.routing_losses import routing_metrics, update_balance_biases
@@ -23,13 +24,14 @@ from jaxllm.train.step.step_chain import Gradients, InnerStep, Report, StepLink,
 from jaxllm.train.step.train_state import TrainState
 
 
-def mixed_precision(config: DecoderConfig) -> StepLink | None:
+def mixed_precision(config: DecoderConfig, rate: optax.Schedule) -> StepLink | None:
     """Link of the mixed-precision state (``numerics``): loss scaling of float16, amax history of delayed fp8 scaling.
 
     A step whose gradients overflow is skipped and halves the loss scale. Metrics: ``loss_scale`` in float16.
 
     Args:
         config: the architecture; None is returned for precisions that need neither.
+        rate: learning-rate schedule of the run.
     """
     if init_numerics(config) is None:
         return None
@@ -47,6 +49,8 @@ def mixed_precision(config: DecoderConfig) -> StepLink | None:
                 overflowed = numerics.should_skip(finite)
                 shown = jnp.where(overflowed, 0.0, result.grad_norm)
                 result = result.skip_where(overflowed).with_metrics(loss_scale=numerics.scale, grad_norm=shown)
+                if (count := schedule_count(state.opt_state)) is not None:
+                    result = result._replace(learning_rate=rate(count))  # overflows do not advance the schedule
             return result.with_extra(name, numerics.updated(finite, *result.amax))
 
         return run
@@ -74,8 +78,10 @@ def spike_detection(config: SpikeConfig, rate: optax.Schedule) -> StepLink | Non
             assert isinstance(before, SpikeDetectorState)
             loss = result.sums.means()["loss"]
             spike, score, detector = before.update(config, loss, result.grad_norm, result.skipped)
-            # Skipped steps do not advance the schedule.
-            result = result._replace(learning_rate=rate(state.step - before.skipped) * detector.rate)
+            # Skipped steps do not advance the schedule; those that overflow are in the optimizer's count alone.
+            count = None if result.skipped is None else schedule_count(state.opt_state)
+            count = state.step - before.skipped if count is None else count
+            result = result._replace(learning_rate=rate(count) * detector.rate)
             if config.action == "lower_rate":
                 updates = jax.tree.map(lambda u: u * detector.rate.astype(u.dtype), result.updates)
                 params = optax.apply_updates(state.params, updates)

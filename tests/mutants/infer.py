@@ -1,0 +1,186 @@
+"""Mutants of the infer package: scheduler, policies, pages, sampler."""
+
+from tests.mutants.mutant import Mutant
+
+POLICIES = "tests/infer/test_policies.py"
+ALLOCATOR = "tests/infer/test_page_allocator.py"
+SAMPLER = "tests/infer/test_sampler.py"
+DEADLINE = f"{POLICIES}::test_deadlines_come_before_arrival"
+
+MUTANTS = [
+    Mutant(
+        "top_p_takes_one_more_at_an_exact_mass",
+        "jaxllm/infer/runner/sampler.py",
+        "weights, 0), axis=1) >= enough, k)\n",
+        "weights, 0), axis=1) > enough, k)\n",
+        (f"{SAMPLER}::test_top_p_of_an_exact_mass_keeps_no_more",),
+    ),
+    Mutant(
+        "deadlines_in_order_of_arrival",
+        "jaxllm/infer/engine/policies.py",
+        "            return due + (self.patience if late else 0), job.id\n",
+        "            return job.arrived + (self.patience if late else 0), job.id\n",
+        (DEADLINE,),
+    ),
+    Mutant(
+        "missed_deadlines_stay_first",
+        "jaxllm/infer/engine/policies.py",
+        "            return due + (self.patience if late else 0), job.id\n",
+        "            return due, job.id\n",
+        (f"{POLICIES}::test_deadlines_that_cannot_be_met_wait",),
+    ),
+    Mutant(
+        "deadline_counts_cached_tokens",
+        "jaxllm/infer/engine/policies.py",
+        "            needs = max(0, len(job.prompt) - job.computed) * view.token_seconds\n",
+        "            needs = len(job.prompt) * view.token_seconds\n",
+        (f"{POLICIES}::test_deadlines_that_cannot_be_met_wait",),
+    ),
+    Mutant(
+        "registered_page_is_writable",
+        "jaxllm/infer/engine/page_allocator.py",
+        "        return self.ref_counts[page] == 1 and page not in self._hashes\n",
+        "        return self.ref_counts[page] == 1\n",
+        (f"{ALLOCATOR}::test_only_a_page_of_its_own_is_written",),
+    ),
+    Mutant(
+        "shared_page_is_writable",
+        "jaxllm/infer/engine/page_allocator.py",
+        "        return self.ref_counts[page] == 1 and page not in self._hashes\n",
+        "        return self.ref_counts[page] >= 1 and page not in self._hashes\n",
+        (f"{ALLOCATOR}::test_only_a_page_of_its_own_is_written",),
+    ),
+    Mutant(
+        "priority_falls_with_waiting",
+        "jaxllm/infer/engine/policies.py",
+        "-(job.service.priority + (view.now - job.arrived) / self.age)",
+        "-(job.service.priority - (view.now - job.arrived) / self.age)",
+        ("tests/infer/test_policies.py::test_priorities_rise_with_waiting",),
+    ),
+    Mutant(
+        "fair_share_charges_running_jobs_again",
+        "jaxllm/infer/engine/policies.py",
+        "counts[key] += 0 if job.running else len(job.prompt) - job.computed",
+        "counts[key] += len(job.prompt) - job.computed",
+        ("tests/infer/test_policies.py::test_the_key_that_was_served_least_is_next",),
+    ),
+    Mutant(
+        "a_new_key_begins_at_zero",
+        "jaxllm/infer/engine/policies.py",
+        "    least = min((served.get(one, 0.0) for one in active), default=0.0)\n",
+        "    least = 0.0\n",
+        ("tests/infer/test_policies.py::test_a_new_key_begins_at_the_least_of_the_active_ones",),
+    ),
+    Mutant(
+        "shortest_counts_generated_tokens_again",
+        "jaxllm/infer/engine/policies.py",
+        "revise_prediction(job.predicted, job.generated) - job.generated\n",
+        "revise_prediction(job.predicted, job.generated)\n",
+        ("tests/infer/test_policies.py::test_the_shortest_remaining_work_is_first",),
+    ),
+    Mutant(
+        "prediction_is_not_revised_when_it_is_reached",
+        "jaxllm/infer/engine/policies.py",
+        "    while predicted <= generated:\n",
+        "    while predicted < generated:\n",
+        ("tests/infer/test_policies.py::test_the_shortest_remaining_work_is_first",),
+    ),
+    Mutant(
+        "step_time_without_its_base",
+        "jaxllm/infer/engine/policies.py",
+        "(target - base) / slope",
+        "target / slope",
+        ("tests/infer/test_policies.py::test_step_times_are_a_line",),
+    ),
+    Mutant(
+        "newest_cached_page_is_evicted",
+        "jaxllm/infer/engine/page_allocator.py",
+        "self._cached.popitem(last=False)",
+        "self._cached.popitem(last=True)",
+        ("tests/infer/test_page_allocator.py::test_cached_pages_are_found_until_their_memory_is_needed",),
+    ),
+    Mutant(
+        "page_hash_of_its_own_tokens",
+        "jaxllm/infer/engine/page_allocator.py",
+        "key=before[:64], digest_size=16",
+        'key=b"", digest_size=16',
+        ("tests/infer/test_page_allocator.py::test_a_hash_is_of_the_tokens_and_all_before_them",),
+    ),
+    Mutant(
+        "evicted_page_is_still_found",
+        "jaxllm/infer/engine/page_allocator.py",
+        "            del self._found[self._hashes.pop(page)]\n",
+        "            self._hashes.pop(page)\n",
+        ("tests/infer/test_page_allocator.py::test_cached_pages_are_found_until_their_memory_is_needed",),
+    ),
+    Mutant(
+        "programs_signed_without_their_name",
+        "jaxllm/infer/runner/program_cache.py",
+        'name.encode() + b"\\0" + data',
+        "data",
+        ("tests/infer/test_program_cache.py::test_what_was_not_signed_here_is_not_opened",),
+    ),
+    Mutant(
+        "min_p_is_not_a_logarithm",
+        "jaxllm/infer/runner/sampler.py",
+        "(scaled >= jnp.log(rows.min_p)[:, None])",
+        "(scaled >= rows.min_p[:, None])",
+        ("tests/infer/test_sampler.py::test_filters_keep_what_their_definitions_say",),
+    ),
+    Mutant(
+        "typical_tokens_are_the_surprising_ones",
+        "jaxllm/infer/runner/sampler.py",
+        "-jnp.abs(surprise - entropy)",
+        "jnp.abs(surprise - entropy)",
+        ("tests/infer/test_sampler.py::test_filters_keep_what_their_definitions_say",),
+    ),
+    Mutant(
+        "positions_share_their_randomness",
+        "jaxllm/infer/runner/sampler.py",
+        "jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)",
+        "jax.random.fold_in(jax.random.key(0), seed + position.astype(seed.dtype))",
+        ("tests/infer/test_sampler.py::test_a_row_depends_on_its_own_seed_and_position_alone",),
+    ),
+    Mutant(
+        "repetition_penalty_rewards_negative_logits",
+        "jaxllm/infer/runner/logits_processors.py",
+        "logits / repetition, logits * repetition)",
+        "logits / repetition, logits / repetition)",
+        ("tests/infer/test_sampling.py::test_repetition_is_transformers",),
+    ),
+    Mutant(
+        "presence_counts_the_prompt",
+        "jaxllm/infer/runner/logits_processors.py",
+        "jnp.where(count > 0, presence, 0)",
+        "jnp.where((count > 0) | ((seen & IN_PROMPT) != 0), presence, 0)",
+        ("tests/infer/test_sampling.py::test_presence_and_frequency_count_the_text_alone",),
+    ),
+    Mutant(
+        "beams_scored_without_their_length",
+        "jaxllm/infer/engine/beam_search.py",
+        "return logprob / max(length, 1) ** length_penalty",
+        "return logprob / max(length, 1)",
+        ("tests/infer/test_detokenizer.py::test_beams_by_hand",),
+    ),
+    Mutant(
+        "stop_string_begun_is_given_out",
+        "jaxllm/infer/engine/detokenizer.py",
+        "range(min(most - 1, len(self._held)), 0, -1)",
+        "range(min(most - 2, len(self._held)), 0, -1)",
+        ("tests/infer/test_detokenizer.py::test_stop_strings_in_any_pieces",),
+    ),
+    Mutant(
+        "last_stop_string_ends_the_text",
+        "jaxllm/infer/engine/detokenizer.py",
+        "            at, length = min(found)\n",
+        "            at, length = max(found)\n",
+        ("tests/infer/test_detokenizer.py::test_stop_strings_in_any_pieces",),
+    ),
+    Mutant(
+        "kl_of_the_other_direction",
+        "jaxllm/infer/rollout_mismatch.py",
+        "np.expm1(gap) - gap",
+        "np.expm1(-gap) + gap",
+        ("tests/infer/test_rollout_mismatch.py::test_figures_by_hand",),
+    ),
+]

@@ -1,0 +1,104 @@
+"""Mutants of the plan package: memory and step time by formula."""
+
+from tests.mutants.mutant import Mutant
+
+FORMULAS = "tests/plan/test_formulas.py"
+BUBBLE = (f"{FORMULAS}::test_a_pipelines_bubble_is_that_of_its_timeline",)
+SLOTS = (f"{FORMULAS}::test_slots_by_formula_are_those_of_the_table",)
+ROWS = (f"{FORMULAS}::test_rows_of_experts_are_those_of_the_dispatch",)
+MEMORY = "jaxllm/plan/formulas/memory_estimate.py"
+TIME = "jaxllm/plan/formulas/step_time.py"
+
+MUTANTS = [
+    Mutant(
+        "bubble_is_a_share_of_busy_time",
+        TIME,
+        "    return busy * idle / (1 - idle)\n",
+        "    return busy * idle\n",
+        BUBBLE,
+    ),
+    Mutant(
+        "bubble_of_one_stage_less",
+        TIME,
+        "        idle = (work.stages - 1) / (chunks * micro + work.stages - 1)\n",
+        "        idle = (work.stages - 1) / (chunks * micro + work.stages)\n",
+        BUBBLE,
+    ),
+    Mutant(
+        "bubble_without_chunks",
+        TIME,
+        "        idle = (work.stages - 1) / (chunks * micro + work.stages - 1)\n",
+        "        idle = (work.stages - 1) / (micro + work.stages - 1)\n",
+        BUBBLE,
+    ),
+    Mutant(
+        "no_bubble",
+        TIME,
+        "        _bubble(work, busy, forward),\n",
+        "        0.0 * _bubble(work, busy, forward),\n",
+        BUBBLE,
+    ),
+    Mutant(
+        "one_f_one_b_holds_a_slot_for_each_stage",
+        MEMORY,
+        "min(stages, micro), 0, 0)",
+        "stages, 0, 0)",
+        SLOTS,
+    ),
+    Mutant(
+        "one_f_one_b_holds_all_micro_batches",
+        MEMORY,
+        "min(stages, micro), 0, 0)",
+        "max(stages, micro), 0, 0)",
+        SLOTS,
+    ),
+    Mutant(
+        "capacity_beyond_the_tokens",
+        MEMORY,
+        "    return moe.experts * min(tokens, math.ceil(",
+        "    return moe.experts * max(tokens, math.ceil(",
+        ROWS,
+    ),
+    Mutant(
+        "capacity_rounded_for_all_experts_together",
+        MEMORY,
+        "    return moe.experts * min(tokens, math.ceil(moe.capacity * tokens * moe.top_k / moe.experts))\n",
+        "    return min(moe.experts * tokens, math.ceil(moe.capacity * tokens * moe.top_k))\n",
+        ROWS,
+    ),
+    Mutant(
+        "rows_of_one_shard_alone",
+        MEMORY,
+        "        return tokens * moe.top_k * shards\n",
+        "        return tokens * moe.top_k\n",
+        ROWS,
+    ),
+    Mutant(
+        "all_reduce_sends_once",
+        "jaxllm/plan/formulas/collective_time.py",
+        'twice = 2 if kind == "all-reduce" else 1',
+        "twice = 1",
+        ("tests/plan/test_hardware.py::test_collectives_take_what_links_allow",),
+    ),
+    Mutant(
+        "levels_do_not_overlap",
+        "jaxllm/plan/formulas/collective_time.py",
+        "        return max(self.near, self.far)\n",
+        "        return self.near + self.far\n",
+        ("tests/plan/test_hardware.py::test_two_levels_overlap",),
+    ),
+    Mutant(
+        "optimal_size_by_the_other_exponent",
+        "jaxllm/plan/scaling_laws.py",
+        "(flops / FLOPS) ** (self.beta / (self.alpha + self.beta))",
+        "(flops / FLOPS) ** (self.alpha / (self.alpha + self.beta))",
+        ("tests/plan/test_scaling.py::test_no_other_split_is_better",),
+    ),
+    Mutant(
+        "tiles_waste_over_one_dimension",
+        "jaxllm/plan/formulas/memory_estimate.py",
+        "_up(shape[lane], 128)",
+        "_up(shape[lane], 64)",
+        ("tests/plan/test_formulas.py::test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least",),
+    ),
+]

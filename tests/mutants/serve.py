@@ -1,0 +1,50 @@
+"""Mutants of the serve package."""
+
+from tests.mutants.mutant import Mutant
+
+USAGE = ("tests/serve/test_fields.py::test_usage_is_summed_over_prompts_and_completions",)
+
+MUTANTS = [
+    Mutant(
+        "usage_of_the_first_prompt",
+        "jaxllm/serve/generation.py",
+        "        usage.prompt = sum(len(job.prompt) for job in jobs)\n",
+        "        usage.prompt = len(jobs[0].prompt)\n",
+        USAGE,
+    ),
+    Mutant(
+        "usage_of_the_last_output",
+        "jaxllm/serve/generation.py",
+        "                    usage.completion += len(output.tokens)\n",
+        "                    usage.completion = len(output.tokens)\n",
+        USAGE,
+    ),
+    Mutant(
+        "context_may_be_exceeded_by_one",
+        "jaxllm/serve/generation.py",
+        "            if total > self.backend.max_len:\n",
+        "            if total > self.backend.max_len + 1:\n",
+        ("tests/serve/test_fields.py::test_a_context_is_filled_and_not_exceeded",),
+    ),
+    Mutant(
+        "full_context_is_refused",
+        "jaxllm/serve/generation.py",
+        "            if total > self.backend.max_len:\n",
+        "            if total >= self.backend.max_len:\n",
+        ("tests/serve/test_fields.py::test_a_context_is_filled_and_not_exceeded",),
+    ),
+    Mutant(
+        "queue_takes_one_more",
+        "jaxllm/serve/generation.py",
+        "        if self.open + sequences > room:\n",
+        "        if self.open + sequences > room + 1:\n",
+        ("tests/serve/test_fields.py::test_the_queue_is_filled_and_not_exceeded",),
+    ),
+    Mutant(
+        "released_twice",
+        "jaxllm/serve/generation.py",
+        "            self.open -= sequences\n",
+        "            self.open -= sequences + 1\n",
+        ("tests/serve/test_fields.py::test_the_queue_is_filled_and_not_exceeded",),
+    ),
+]
