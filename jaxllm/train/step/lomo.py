@@ -10,8 +10,7 @@ Legend: L repeats of a segment's group, B batch, S sequence, D embed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +37,7 @@ class LayerwiseResult(NamedTuple):
         sums: loss before the update.
         params, opt_state: after the update.
         grad_norm, update_norm, param_norm: global norms of the gradients, the updates and the updated parameters.
-        extras: new states of links by name, where the update keeps state there.
+        extras: new states of links by name, empty where the update keeps no state there.
     """
 
     sums: LossSums
@@ -47,7 +46,7 @@ class LayerwiseResult(NamedTuple):
     grad_norm: Float[Array, ""]
     update_norm: Float[Array, ""]
     param_norm: Float[Array, ""]
-    extras: Mapping[str, Any] = MappingProxyType({})
+    extras: dict[str, Any]
 
 
 LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
@@ -124,7 +123,7 @@ def lomo_update(
             new_ends[name], opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
             norms += more
         sums = sums._replace(items=objective.items(batch))
-        return LayerwiseResult(sums, params | new_ends | {"segments": new}, opt_state, *jnp.sqrt(norms))
+        return LayerwiseResult(sums, params | new_ends | {"segments": new}, opt_state, *jnp.sqrt(norms), extras={})
 
     return update
 

@@ -105,7 +105,7 @@ def mezo_update(
             carry, _ = jax.lax.scan(layer, (params["segments"][s], before, norms), jnp.arange(repeats, dtype=jnp.int32))
             new["segments"][s], opt_state["segments"][s], norms = carry
         sums = jax.tree.map(lambda x: jnp.mean(x, axis=0), both)._replace(items=objective.items(batch))
-        return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms))
+        return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms), extras={})
 
     return update
 

@@ -18,7 +18,9 @@ from tests.proofs.harness import proof
 WEIGHTS = st.one_of(st.integers(1, 30), st.sampled_from([0.5, 0.25, 0.1, 0.03, 0.007, 1.5]))
 SOURCES = st.lists(
     st.tuples(st.integers(1, 40), WEIGHTS, st.sampled_from([None, None, 0.5, 1, 2, 3.7])), min_size=1, max_size=7
-)
+).filter(lambda sources: sum(weight for _, weight, _ in sources) <= 100)
+"""Rows, weight and epochs of each source. The weights are whole thousandths, so those of a sum over 100 can have a
+common denominator over 100,000, which is refused."""
 
 
 def source(number: int, rows: int, weight: float, limit: float | None) -> MixtureSource:
