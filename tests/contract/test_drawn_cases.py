@@ -21,5 +21,12 @@ def test_the_share_of_a_matrix_runs_and_seeds_reach_every_case() -> None:
     assert 60 < times < 140
 
 
+def test_shares_are_met_on_average() -> None:
+    """0.4 of three cases is one case in four runs of five, and two in the fifth."""
+    ran = [3 - len(drawn_cases.left_out({"few": ["a", "b", "c"]}, {"few": 0.4}, seed)) for seed in range(500)]
+    assert set(ran) == {1, 2}
+    assert 1.1 < sum(ran) / len(ran) < 1.3
+
+
 def test_a_small_share_leaves_one_case() -> None:
     assert len(drawn_cases.left_out({"few": ["a", "b"]}, {"few": 0.1}, 1)) == 1

@@ -63,7 +63,7 @@ def shapes(draw) -> Case:
     )
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 @implementations
 @hypothesis.settings(max_examples=1, phases=[hypothesis.Phase.generate])
 @hypothesis.given(case=shapes(), seed=st.integers(0, 2**32 - 1))
@@ -71,7 +71,7 @@ def test_drawn_shapes(implementation, case, seed):
     flash_body.check(implementation, case, np.random.default_rng(seed))
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 @implementations
 def test_bfloat16(implementation, rng):
     inputs, extra = draw(rng, Case(1, 9, 9, 2, 1, 4, "packed"))
@@ -83,7 +83,7 @@ def test_bfloat16(implementation, rng):
     assert all(error(a, b) <= 2**-6 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 def test_inside_shard_map_with_shared_keys(rng):
     """Queries vary over both mesh axes, keys and values over one: their gradients are summed over the other.
 

@@ -35,7 +35,7 @@ def small_pieces():
         yield
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 @implementations
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_body(implementation, name, rng):

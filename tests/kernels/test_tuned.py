@@ -117,7 +117,7 @@ def test_searches_are_of_fields_that_blocks_have():
         assert all(tune.best(search) == {} for search in searches)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 def test_a_candidate_is_timed_with_its_blocks_and_checked(monkeypatch):
     used = []
 

@@ -32,7 +32,7 @@ def test_options_of_a_device():
         options("cpu", "cpu", ["xla_a"])
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("on", ["v6e:2x4", "h100:1x8"])
 def test_the_compiler_knows_every_option(on):
     platform = "tpu" if on.startswith("v") else "gpu"
@@ -40,7 +40,7 @@ def test_the_compiler_knows_every_option(on):
     assert known == [flag.name for flag in FLAGS if flag.platform == platform and flag.is_taken]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 def test_more_gathers_overlap_on_gpus():
     """On TPUs the same program takes minutes to compile; the table says what was seen."""
     counts = run_isolated("tests.parallel.flag_programs:fsdp", "h100:1x8", timeout=600)
