@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, get_args
 
+import jax
+
 from jaxllm.config import ConfigError
+from jaxllm.models import functional
+from jaxllm.models.param_subset import trainable_mask
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
@@ -65,6 +69,12 @@ def _per_token(run: RunConfig) -> bool:
     return isinstance(objective, HeadObjective) and objective.per_token
 
 
+def _frozen(run: RunConfig) -> list[str]:
+    model = functional(run.model)
+    mask = trainable_mask(model, run.trainable)
+    return [jax.tree_util.keystr(path, simple=True) for path, on in jax.tree.leaves_with_path(mask) if not on]
+
+
 def _spikes(run: RunConfig) -> str:
     return f'spikes.action = "{run.spikes.action}"'
 
@@ -95,7 +105,10 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.parallel.offload > 0, lambda run: f"parallel.offload = {run.parallel.offload}"
     ),
     "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero < 3, lambda run: f"parallel.zero = {run.parallel.zero}"),
-    "ring matmuls": Feature(lambda run, _: run.parallel.overlap == "ring", lambda run: 'parallel.overlap = "ring"'),
+    "ring matmuls": Feature(
+        lambda run, sizes: run.parallel.overlap == "ring" and sizes.get("tensor", 1) > 1,
+        lambda run: 'parallel.overlap = "ring"',
+    ),
     "rings": Feature(
         lambda run, sizes: (
             (run.parallel.context == "ring" and sizes.get("context", 1) > 1)
@@ -116,6 +129,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.model.embed_grad != 1.0, lambda run: f"model.embed_grad = {run.model.embed_grad}"
     ),
     "partial recomputation": Feature(lambda run, _: run.model.remat != "full", _remat),
+    "selective recomputation": Feature(lambda run, _: run.model.remat not in ("none", "full"), _remat),
     "layerwise recomputation": Feature(lambda run, _: run.model.remat not in get_args(Remat), _remat),
     "offloaded or compact activations": Feature(
         lambda run, _: any(name in run.model.remat for name in ("offload", "compact")), _remat
@@ -164,6 +178,10 @@ FEATURES: dict[str, Feature] = {
         ),
         lambda run: "routing.balance_loss, routing.z_loss or routing.bias_rate",
     ),
+    "balance biases that move": Feature(
+        lambda run, _: bool(run.model.mixtures) and run.routing.bias_rate > 0,
+        lambda run: f"routing.bias_rate = {run.routing.bias_rate}",
+    ),
     # Host
     "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
     "parameter offload": Feature(lambda run, _: run.host.params, lambda run: "host.params"),
@@ -182,6 +200,10 @@ FEATURES: dict[str, Feature] = {
     "reference model": Feature(lambda run, _: bool(run.reference), lambda run: f"reference = {run.reference!r}"),
     "trainable subset": Feature(
         lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
+    ),
+    "frozen balance biases": Feature(
+        lambda run, _: bool(run.trainable) and any(path.endswith("balance_bias") for path in _frozen(run)),
+        lambda run: f"trainable = {', '.join(run.trainable)}",
     ),
 }
 
@@ -263,7 +285,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "optimizer without backward pass",
-        "layerwise recomputation",
+        "selective recomputation",
         "there is no backward pass that needs activations",
         'set model.remat to "full"',
     ),
@@ -308,6 +330,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "trainable subset",
         "the optimizer updates all parameters",
         "choose another optimizer",
+    ),
+    Refusal(
+        "balance biases that move",
+        "frozen balance biases",
+        "the routers' balance biases move though they are frozen",
+        'set routing.bias_rate to 0, or add "balance_bias" to trainable',
     ),
     Refusal(
         "optimizer of the cross-entropy",

@@ -33,7 +33,7 @@ from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_processes import local_part, put_batch
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.objective_support import check_batch_fields, check_reference, check_trainable
+from jaxllm.train.step.objective_support import check_batch_fields, check_reference
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
 from jaxllm.train.step.step_builder import (
     build_optimizer,
@@ -220,9 +220,9 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
+    trainable_mask(model, config.trainable)  # raises for a pattern that matches nothing
     check_combinations(config, dict(mesh.axes), platform)
     check_reference(config)
-    check_trainable(config, model)
     return mesh
 
 

@@ -99,6 +99,7 @@ SETTINGS: dict[str, Setting] = {
     "latent attention": _block(attention=MLAConfig(4, 16, None, 8, 4, 8, rope=RopeConfig(interleaved=True))),
     "scaled embedding gradient": _model(embed_grad=0.1),
     "partial recomputation": _model(remat="elementwise"),
+    "selective recomputation": _model(remat="attention"),
     "layerwise recomputation": _model(remat="none=2,full=2"),
     "offloaded or compact activations": _model(remat="offload"),
     "compact activations": _model(remat="compact:0.5"),
@@ -118,6 +119,10 @@ SETTINGS: dict[str, Setting] = {
         _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
         _run(routing=RoutingConfig(balance_loss=0.1, bias_rate=0.01)),
     ),
+    "balance biases that move": _all(
+        _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
+        _run(routing=RoutingConfig(bias_rate=0.01)),
+    ),
     "norms by layer": lambda run: dataclasses.replace(run, observe=dataclasses.replace(run.observe, layers_every=1)),
     "optimizer offload": _run(host=HostConfig(optimizer=True)),
     "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
@@ -129,6 +134,9 @@ SETTINGS: dict[str, Setting] = {
         run, checkpoint=dataclasses.replace(run.checkpoint, memory=MemoryConfig())
     ),
     "trainable subset": _run(trainable=("attention",)),
+    "frozen balance biases": _all(
+        _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))), _run(trainable=("attention",))
+    ),
 }
 """How a run gets each feature. Those left out are the opposite of another, or need more than a step: a data source that
 gives scores, a reference model."""

@@ -14,7 +14,7 @@ from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train.combinations import FEATURES, REFUSALS, check_combinations, markdown, refused
 from jaxllm.train.run import fitting_mesh
 from tests.environment import ROOT
-from tests.train.feature_pairs import BASE, BY_THE_OPTIMIZER, SETTINGS, check_pair, sizes_of, with_features
+from tests.train.feature_pairs import BASE, BY_THE_OPTIMIZER, SETTINGS, check_pair, outcome, sizes_of, with_features
 
 PAGE = ROOT / "docs" / "train" / "combinations.md"
 
@@ -62,6 +62,14 @@ def test_rings_in_stages_are_refused_at_once_on_cpu_alone(rings):
 @pytest.mark.parametrize("draw", range(3))
 def test_a_drawn_pair_runs_or_is_refused(draw, rng):
     check_pair(int(rng.integers(2**31)))
+
+
+def test_a_lowered_rate_moves_a_trainable_subset():
+    """Updates of a subset have no leaves for the other parameters, and are scaled nevertheless."""
+    found = outcome("lowered rate", "trainable subset")
+    assert found is not None
+    assert found.rows == 0
+    assert len({found.program, *(outcome(one).program for one in ("lowered rate", "trainable subset"))}) == 3
 
 
 def test_settings_of_any_pair_are_made_or_refused_by_the_optimizers_table():

@@ -212,6 +212,7 @@ def test_what_cannot_be_is_refused_by_name():
     biased = dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, router=router))
     moe = dataclasses.replace(moe, pattern=(biased,))
     said = refused(model=moe, routing=RoutingConfig(bias_rate=0.1))
-    assert 'balance biases, which stay frozen; set it to 0, or add "balance_bias"' in said
+    assert "does not go with trainable = attention" in said
+    assert 'move though they are frozen; set routing.bias_rate to 0, or add "balance_bias"' in said
     config = run_of("fsdp=4,tensor=2", ("attention", "balance_bias"), model=moe, routing=RoutingConfig(bias_rate=0.1))
     fitting_mesh(config, functional(config.model), 8)

@@ -1,14 +1,9 @@
-"""Checks that a run's objective, trainable subset and reference model fit its mesh, optimizer and data."""
+"""Checks that a run's objective and reference model fit each other and its data."""
 
 from __future__ import annotations
 
-import jax
-from jax.tree_util import tree_leaves_with_path as leaves_with_path
-
 from jaxllm.config import ConfigError
 from jaxllm.data.batch import TOKEN_VALUES, Batch
-from jaxllm.models import Functional
-from jaxllm.models.param_subset import trainable_mask
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.objective import make_objective
 
@@ -23,23 +18,6 @@ def check_reference(config: RunConfig) -> None:
         raise ConfigError(
             f'reference = {config.reference!r}, but objective.name = "{config.objective.name}" reads no {SCORES}: '
             "leave reference empty."
-        )
-
-
-def check_trainable(config: RunConfig, model: Functional) -> None:
-    """Checks the patterns of a trainable subset.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or the routers' balance biases move though they are frozen.
-    """
-    mask = trainable_mask(model, config.trainable)
-    if mask is None:
-        return
-    names = [jax.tree_util.keystr(path[-1:], simple=True) for path, on in leaves_with_path(mask) if not on]
-    if config.routing.bias_rate and "balance_bias" in names:
-        raise ConfigError(
-            f"trainable = {', '.join(config.trainable)}: routing.bias_rate = {config.routing.bias_rate} moves the "
-            'routers\' balance biases, which stay frozen; set it to 0, or add "balance_bias".'
         )
 
 

@@ -21,6 +21,7 @@ from jaxllm.train.step.loss_spikes import SpikeConfig, SpikeDetectorState, init_
 from jaxllm.train.step.numerics import Numerics, init_numerics
 from jaxllm.train.step.routing_losses import routing_metrics, update_balance_biases
 from jaxllm.train.step.step_chain import Gradients, InnerStep, Report, StepLink, StepResult, link_state
+from jaxllm.train.step.subset_update import apply_updates
 from jaxllm.train.step.train_state import TrainState
 
 
@@ -84,7 +85,7 @@ def spike_detection(config: SpikeConfig, rate: optax.Schedule) -> StepLink | Non
             result = result._replace(learning_rate=rate(count) * detector.rate)
             if config.action == "lower_rate":
                 updates = jax.tree.map(lambda u: u * detector.rate.astype(u.dtype), result.updates)
-                params = optax.apply_updates(state.params, updates)
+                params = apply_updates(state.params, updates)
                 result = result._replace(state=replace(result.state, params=params), updates=updates)
             if config.action == "skip":
                 extras = select_tree(spike, state.extras, result.state.extras)
