@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import hypothesis
@@ -51,6 +52,8 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
     """Gradients of the first step, the loss of each step, and the devices' spec of one weight."""
     config = tiny.decoder(dtype=dtype, **example["model"])
     plan = ParallelConfig(**example.get("plan", {}))
+    if preset is None:  # without stages there is nothing that these would divide or move
+        plan = dataclasses.replace(plan, chunks=0, depths=(), offload=0.0)
     model = functional(config, plan.rules())
     mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1])
     transform = optimizer(OPTIM, steps, model.logical_axes())
