@@ -2,8 +2,9 @@
 
 Every public operation takes ``implementation``:
 
-- ``None``: the default order of preference, without the implementations whose values were never verified on the
-  platform (``VERIFIED``). If one does not support the arguments, the next one is tried. ``explain`` shows the order.
+- ``None``: the default order of preference, without the kernels of other platforms, and without those whose values
+  differ from the reference's on the device (``pallas_kernels._self_check``). If one does not support the arguments, the
+  next one is tried. ``explain`` shows the order.
 - a name: only that implementation; it raises ``NotImplementedError`` for arguments it does not support.
 - a sequence of names: these implementations, in this order.
 
@@ -17,7 +18,8 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pallas_kernels._compat import target_device
+from pallas_kernels import _self_check
+from pallas_kernels._compat import TargetDevice, target_device
 
 OPERATIONS = {
     "flash_attention": "pallas_kernels.flash_attention.api",
@@ -29,31 +31,8 @@ OPERATIONS = {
 }
 """Operation -> module that holds its ``IMPLEMENTATIONS``."""
 
-VERIFIED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "flash_attention": {
-        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
-        "pallas_gpu": {},
-    },
-    "ring_attention": {
-        "pallas_tpu": {"tpu": "verified in interpret mode on eight simulated devices, not on a TPU"},
-    },
-    "paged_attention": {
-        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
-        "pallas_gpu": {},
-    },
-    "linear_cross_entropy": {
-        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
-        "pallas_gpu": {},
-    },
-    "grouped_matmul": {
-        "pallas_tpu": {"tpu": "verified in interpret mode, not on a TPU"},
-        "pallas_gpu": {},
-    },
-}
-"""Operation -> platform-specific implementation -> platform on which its values were compared with the reference ->
-method of the comparison. An implementation that is not listed is plain JAX and is correct wherever XLA is. A listed
-implementation without an entry for a platform is compile-only there: ``None`` never chooses it.
-"""
+PLATFORMS: Mapping[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+"""Implementation made for one platform -> that platform. The others are plain JAX, correct wherever XLA is."""
 
 PREFERRED: Mapping[str, Mapping[str, str]] = {"linear_cross_entropy": {"cpu": "xla"}}
 """Operation -> platform -> implementation that is tried first there, where it differs from the default order."""
@@ -78,12 +57,16 @@ def dispatch(
     """
     if isinstance(choice, str):
         return _named(operation, implementations, choice)(*args, **kw)
-    names = _eligible(operation, implementations, target_device().platform) if choice is None else tuple(choice)
+    device = target_device()
+    names = _order(operation, implementations, device.platform) if choice is None else tuple(choice)
     if not names:
         raise ValueError(f"{operation}: implementation is an empty sequence; choose from {sorted(implementations)}.")
     candidates = {name: _named(operation, implementations, name) for name in names}
     reasons = []
     for name, function in candidates.items():
+        if choice is None and (verdict := _verdict(operation, name, device)) is not None and not verdict.passed:
+            reasons.append(f"  {name}: {verdict}")
+            continue
         try:
             return function(*args, **kw)
         except NotImplementedError as refusal:
@@ -104,25 +87,36 @@ def explain(operation: str, *, platform: str | None = None) -> str:
     """
     if operation not in OPERATIONS:
         raise ValueError(f"no operation {operation!r}; there are {sorted(OPERATIONS)}.")
-    platform = platform or target_device().platform
+    device = target_device() if platform in (None, target_device().platform) else TargetDevice(str(platform), "")
+    platform = device.platform
     implementations = importlib.import_module(OPERATIONS[operation]).IMPLEMENTATIONS
-    order = _eligible(operation, implementations, platform)
+    reasons = {name: _reason(operation, name, device) for name in implementations}
+    order = [name for name in _order(operation, implementations, platform) if not reasons[name].startswith("not ")]
     lines = [f"{operation} on {platform}: {order[0]}, or the next that supports the arguments"]
     for name in (*order, *(name for name in implementations if name not in order)):
-        how = VERIFIED.get(operation, {}).get(name)
-        reason = (
-            "plain JAX"
-            if how is None
-            else how.get(platform, f"not verified on {platform}, compile-only at most: by name only")
-        )
-        lines.append(f"  {name}: {reason}")
+        lines.append(f"  {name}: {reasons[name]}")
     return "\n".join(lines)
 
 
-def _eligible(operation: str, implementations: Mapping[str, Callable[..., Any]], platform: str) -> tuple[str, ...]:
-    verified, first = VERIFIED.get(operation, {}), PREFERRED.get(operation, {}).get(platform)
+def _order(operation: str, implementations: Mapping[str, Callable[..., Any]], platform: str) -> tuple[str, ...]:
+    """Implementations for a platform, in order of preference."""
+    first = PREFERRED.get(operation, {}).get(platform)
     names = sorted(implementations, key=lambda name: name != first)
-    return tuple(name for name in names if name not in verified or platform in verified[name])
+    return tuple(name for name in names if PLATFORMS.get(name, platform) == platform)
+
+
+def _verdict(operation: str, name: str, device: TargetDevice) -> _self_check.Verdict | None:
+    """Verdict of the self-check; None for plain JAX, and where there is none."""
+    return _self_check.may_choose(operation, name, device) if name in PLATFORMS else None
+
+
+def _reason(operation: str, name: str, device: TargetDevice) -> str:
+    if name not in PLATFORMS:
+        return "plain JAX"
+    if PLATFORMS[name] != device.platform:
+        return f"not for {device.platform}"
+    verdict = _verdict(operation, name, device)
+    return "compared with float64 in interpret mode, not on a device" if verdict is None else str(verdict)
 
 
 def _named(operation: str, implementations: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ themselves), are left out and counted by number.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -156,8 +157,11 @@ class TrafficReader:
             deeper = self.module.callee(root)
             return self._written(deeper.root, deeper, shape)
         if root.opcode == "tuple":
-            parts = zip(root.operands, shapes_of(shape), strict=True)
-            return sum(self._written(inside.instructions[name], inside, part) for name, part in parts)
+            parts, total = iter(shapes_of(shape)), 0
+            for name in root.operands:  # one that is itself a tuple, as a Triton kernel's, takes several parts
+                own = inside.instructions[name]
+                total += self._written(own, inside, ", ".join(itertools.islice(parts, len(shapes_of(own.shape)))))
+            return total
         return far(shapes_of(shape))
 
 

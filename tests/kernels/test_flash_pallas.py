@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import explain
 from pallas_kernels._compat import interpreting
-from pallas_kernels._dispatch import VERIFIED
 from pallas_kernels.flash_attention import flash_attention
 from tests.kernels import flash_body
 from tests.kernels.flash_body import CASES, Case, draw, error, forward_and_vjp
@@ -134,11 +133,12 @@ def test_outside_shard_map_is_refused(implementation):
             call(q, q, q)
 
 
-def test_none_never_chooses_what_was_not_verified():
+def test_none_chooses_the_kernel_of_the_platform():
     assert explain("flash_attention", platform="cpu").startswith("flash_attention on cpu: xla")
     on_tpu, on_gpu = (explain("flash_attention", platform=name) for name in ("tpu", "gpu"))
     assert on_tpu.startswith("flash_attention on tpu: pallas_tpu")
-    assert "verified in interpret mode" in on_tpu
-    assert "gpu" in VERIFIED["flash_attention"]["pallas_gpu"] or "pallas_gpu: not verified on gpu" in on_gpu
+    assert "pallas_tpu: compared with float64 in interpret mode, not on a device" in on_tpu
+    assert "pallas_gpu: not chosen on a GPU: not compared on such a device" in on_gpu
+    assert "pallas_tpu: not for gpu" in on_gpu
     with pytest.raises(ValueError, match="no operation 'attention'; there are"):
         explain("attention")

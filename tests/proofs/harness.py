@@ -46,6 +46,7 @@ class Proof:
     float64: bool
     parallel: bool
     cases: tuple[Any, ...] | None = None
+    counts: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -84,6 +85,8 @@ class Unit:
     seconds: float
     seen: tuple[str, ...] = ()
     """Digests of the examples of a chunk."""
+    counts: Errors = dataclasses.field(default_factory=dict)
+    """Sums of what the trials counted."""
     failure: str | None = None
     """Traceback, with the shrunk example of a drawn proof; None if all passed."""
 
@@ -100,6 +103,7 @@ def proof(
     chunk: int = 20,
     float64: bool = False,
     parallel: bool = True,
+    counts: Sequence[str] = (),
 ):
     """Registers a trial as a proof of an issue.
 
@@ -118,6 +122,7 @@ def proof(
         chunk: examples of one resumable step of a drawn proof.
         float64: JAX is in 64-bit mode during the trial.
         parallel: False if nothing else may run on the machine meanwhile.
+        counts: names of what a trial counts and returns beside its errors; the record has their sums.
     """
 
     def register(trial):
@@ -131,7 +136,9 @@ def proof(
             raise ProofError(f"proof {issue}/{case}: need 0 < sample <= count and chunk >= 1.")
         bounds = dict(bound) if isinstance(bound, Mapping) else {} if bound is None else {"error": float(bound)}
         listed = None if cases is None else tuple(cases)
-        made = Proof(issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed)
+        made = Proof(
+            issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed, tuple(counts)
+        )
         if len(set(made.labels())) < len(listed or ()):
             raise ProofError(f"proof {issue}/{case}: two cases have the same name.")
         _proofs[issue, case] = made
@@ -185,12 +192,18 @@ def run_unit(proof: Proof, seed: int, index: int, *, examples: int | None = None
         raise
     except BaseException:  # a trial's assertion, and whatever Hypothesis makes of it
         failure = traceback.format_exc()
-    return Unit(proof.name, index, log.run, log.worst, time.monotonic() - started, tuple(log.new), failure)
+    spent = time.monotonic() - started
+    return Unit(proof.name, index, log.run, log.worst, spent, tuple(log.new), log.counts, failure)
 
 
 def merge(worst: Errors, errors: Mapping[str, float]) -> Errors:
     """The larger of each measure's errors."""
     return {name: max(e for e in (worst.get(name), errors.get(name)) if e is not None) for name in {**worst, **errors}}
+
+
+def add(counts: Errors, more: Mapping[str, float]) -> Errors:
+    """Sums of what was counted."""
+    return {name: counts.get(name, 0.0) + more.get(name, 0.0) for name in {**counts, **more}}
 
 
 class _Log:
@@ -200,18 +213,23 @@ class _Log:
         self.proof, self.seen = proof, seen
         self.run = 0
         self.worst: Errors = {}
+        self.counts: Errors = {}
         self.new: list[str] = []
 
     def trial(self, argument: Any) -> None:
         result = self.proof.trial(argument)
         errors = {} if result is None else dict(result) if isinstance(result, Mapping) else {"error": float(result)}
         errors = {name: float(error) for name, error in errors.items()}
+        if missing := set(self.proof.counts) - set(errors):
+            raise ProofError(f"the trial does not return its counts {sorted(missing)}.")
+        counted = {name: errors.pop(name) for name in self.proof.counts}
         if set(errors) != set(self.proof.bounds):
             raise ProofError(f"the trial returns errors {sorted(errors)}, its bounds are {sorted(self.proof.bounds)}.")
         for name, error in errors.items():
             bound = self.proof.bounds[name]
             assert error <= bound, f"{name}: {error:.3g} exceeds its bound {bound:.3g}"
         self.worst = merge(self.worst, errors)
+        self.counts = add(self.counts, counted)
         self.run += 1
 
     def example(self, example: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import functools
 import itertools
 import multiprocessing
 import time
@@ -99,6 +100,8 @@ class Case:
         if self.proof.bounds and self.proof.cases is not None:
             each = {label: stored.flat(self.done[i].worst) for i, label in enumerate(self.proof.labels())}
             record["each"] = each
+        if self.proof.counts:
+            record["counts"] = functools.reduce(harness.add, (unit.counts for unit in self.done.values()), {})
         return record
 
 

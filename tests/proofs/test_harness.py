@@ -289,6 +289,16 @@ def test_errors_and_bounds_must_agree(toy, capsys, returned):
     assert "its bounds are ['error']" in capsys.readouterr().out
 
 
+def test_counts_are_summed_and_have_no_bound(toy, capsys):
+    proof = make(lambda seed: {"error": 0.1, "texts": 3}, bound=0.2, counts=("texts",))
+    assert toy(proofs=[proof]) == 0
+    (case,) = toy.record()["cases"]
+    assert case["counts"] == {"texts": 18}
+    assert case["worst_error"] == 0.1
+    assert toy(proofs=[make(lambda seed: 0.1, bound=0.2, counts=("texts",), name="silent")]) == 1
+    assert "does not return its counts ['texts']" in capsys.readouterr().out
+
+
 def test_float64_and_warnings(toy):
     def trial(_):
         assert jnp.ones(1).dtype == jnp.float64

@@ -20,7 +20,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-@proof("data", count=1, sample=1, bound=0.05, parallel=False)
+@proof("data", count=1, sample=1, bound=0.02, parallel=False)
 def memory_is_flat(seed: int) -> float:
     """Ten epochs of 12.6 million tokens through the prefetch thread: what the process holds beyond the mapped file
     after the tenth, over after the second, less one."""

@@ -61,8 +61,12 @@ def mixture_shares(example: dict[str, Any]) -> None:
 
     # Each place: the exact share since the sources last changed.
     had = [0] * len(sources)
+    # Whole rows of so many epochs, counted without the data set: a source that has left has given exactly these.
+    allowed = [None if limit is None else int(Fraction(repr(limit)) * rows) for rows, _, limit in example["sources"]]
     for phase in data.phases:
         began = list(had)
+        for k in set(range(len(sources))) - set(phase.sources):
+            assert phase.first > len(order) or began[k] == allowed[k]
         total = sum(Fraction(repr(sources[k].weight)) for k in phase.sources)
         for place in range(phase.first, min(len(order), phase.end or len(order))):
             had[order[place][0]] += 1
@@ -71,7 +75,8 @@ def mixture_shares(example: dict[str, Any]) -> None:
                 assert abs(had[k] - began[k] - share * (place + 1 - phase.first)) < 1
     for k, one in enumerate(sources):
         own, rows = [row for part, row in order if part == k], one.plan.rows
-        assert one.max_rows is None or len(own) <= one.max_rows
+        limit = allowed[k]
+        assert limit is None or len(own) <= limit
         for begin in range(0, len(own) - rows + 1, rows):
             assert sorted(own[begin : begin + rows]) == list(range(rows))
         assert len(set(own[len(own) // rows * rows :])) == len(own) % rows

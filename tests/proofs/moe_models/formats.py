@@ -41,7 +41,7 @@ def packed_experts(case: tuple[str, int]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = both(kind, Path(folder), rng, "float64")
     is_packed = lambda x: isinstance(x, PackedWeight)  # noqa: E731
-    wide = jax.tree.map(lambda x: x.dequantise("float64") if is_packed(x) else x, packed.params, is_leaf=is_packed)
+    wide = jax.tree.map(lambda x: x.dense("float64") if is_packed(x) else x, packed.params, is_leaf=is_packed)
     jax.tree.map(np.testing.assert_array_equal, wide, plain.params)
     tokens = rng.integers(0, plain.config.vocab_size, (2, 14), np.int32)
     made = [(full(plain.config, m.params, tokens), cached(plain.config, m.params, tokens)) for m in (packed, plain)]

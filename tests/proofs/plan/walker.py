@@ -33,9 +33,12 @@ def walked_gpu(topology: str) -> dict[str, float]:
     return {"memory": abs(found["live"] / found["temp"] - 1)}
 
 
-@proof("plan", cases=TPUS, sample=1, bound={"missing": 0.5})
+@proof("plan", cases=TPUS, sample=1, bound={"missing": 0.4})
 def walked_tpu(topology: str) -> dict[str, float]:
-    """The same; live ranges are a lower bound there: what of the compiler's temporaries they leave unexplained."""
+    """The same; live ranges are a lower bound there: what of the compiler's temporaries they leave unexplained.
+
+    Buffers are packed into the memory by the compiler, and the gaps between them are no one's: a third at most so far.
+    """
     found = counted(topology)
     assert found["cycles"] > 0
     assert found["live"] <= found["temp"]

@@ -1,0 +1,55 @@
+"""Samples on which the kernels of paged attention are compared with the reference before their first use."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels._self_check import Sample, normal
+from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.pages import PageFormat, PagePool
+
+MIXED = ((0, 70), (130, 1), (90, 33), (16, 0), (47, 1))
+DECODE = ((0, 1), (130, 1), (15, 1), (300, 1))
+"""Tokens that each request holds, and brings."""
+
+
+def samples(dtype: DTypeLike) -> list[Sample]:
+    """Prompts and single tokens in one step, with a window and a soft cap; then single tokens alone, with sinks, whose
+    slots are read in parts.
+    """
+    return [
+        _sample("mixed, window, soft cap", MIXED, dtype, window=60, softcap=20.0),
+        _sample("one token each, sinks", DECODE, dtype, sinks=True, decode_only=True),
+    ]
+
+
+def _sample(
+    label: str, requests: tuple[tuple[int, int], ...], dtype: DTypeLike, sinks: bool = False, **options: Any
+) -> Sample:
+    heads, kv_heads, dim, page = 8, 2, 64, 16
+    held, new = (np.array(x, np.int32) for x in zip(*requests, strict=True))
+    lengths, starts = held + new, np.append(0, np.cumsum(new)).astype(np.int32)
+    needed = -(-lengths // page)
+    pages = np.random.default_rng(0).permutation(int(needed.sum())).astype(np.int32)
+    table = np.zeros((len(requests), int(needed.max())), np.int32)
+    for r, end in enumerate(np.cumsum(needed)):
+        table[r, : needed[r]] = pages[end - needed[r] : end]
+    format = PageFormat(kv_heads, dim, dim, multiple=128)
+    pool = PagePool.zeros(format, layers=1, pages=len(pages), page_size=page, dtype=dtype)
+    slots = normal(1, *pool.rows.shape, dtype=dtype)
+    tokens = int(starts[-1])
+    q, k, v = (normal(2 + i, tokens, n, dim, dtype=dtype) for i, n in enumerate((heads, kv_heads, kv_heads)))
+
+    def run(name: str, q: Any, k: Any, v: Any, rows: Any, sinks: Any, *ints: Any, **options: Any) -> Any:
+        pool = PagePool(rows, format)
+        out, after = paged_attention(q, k, v, pool, 0, *ints, sinks=sinks, implementation=name, **options)
+        return out, after.rows
+
+    ints = (jnp.asarray(x) for x in (table, starts, lengths))
+    sink = normal(5, heads, dtype=dtype) if sinks else None
+    return Sample(label, functools.partial(run, **options), (q, k, v, slots, sink, *ints))
