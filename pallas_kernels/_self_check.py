@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -32,7 +33,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -244,7 +244,7 @@ def _digest(operation: str, implementation: str, kind: str) -> str:
         if file.is_file():
             text.update(file.name.encode() + b"\0" + file.read_bytes())
     driver = next((one.client.platform_version for one in jax.local_devices() if one.device_kind == kind), "")
-    versions = platform.python_version(), jax.__version__, jaxlib.__version__, driver
+    versions = platform.python_version(), jax.__version__, importlib.metadata.version("jaxlib"), driver
     text.update(json.dumps([operation, implementation, kind, *versions]).encode())
     return text.hexdigest()[:16]
 
