@@ -1,7 +1,7 @@
 """Bytes that a decode step of an 8B model moves, by those of its weights and cache, compiled for a device far away.
 
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
-        [--layers stacked,apart]
+        [--layers stacked,apart] [--tiny]
 
 The step is the engine's decode program of the recipe llama3_8b in bfloat16. Bytes come from the text of the compiled
 program (`jaxllm.compiler.hbm_traffic`); the attention kernel's loops depend on data, so its traffic is added as the KV
@@ -16,11 +16,12 @@ import dataclasses
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
-def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, Any]:
-    """In a child that is set up for the topology's compiler."""
+def compiled(topology: Any, batch: int, context: int, layers: str, tiny: bool = False) -> dict[str, Any]:
+    """In a child that is set up for the topology's compiler. tiny: two layers, narrow, to try the command."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -36,6 +37,8 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     from recipes.llama3 import llama3_8b
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
+    if tiny:
+        config = dataclasses.replace(config, layers=2, vocab_size=512)
     model, groups = serving_model(functional(config)), layer_groups(config)
     page, longest = 32, 2 * context
     columns = longest // page
@@ -55,7 +58,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
         if layers == "apart":
             shapes = jax.eval_shape(unstack_layers, shapes)
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
-        step = jax.jit(EngineStep(model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
+        step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))
         program = step.lower(params, (Slots(pool),), last, packed).compile()
     memory: Any = program.memory_analysis()
@@ -73,7 +76,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str) -> dict[str, 
     }  # fmt: skip
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles and prints."""
     from sharding.isolate import run_isolated
 
@@ -82,11 +85,12 @@ def main() -> int:
     parser.add_argument("--batches", default="1,16,32")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", default="stacked,apart")
+    parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for on in options.on.split(","):
         for batch, layers in itertools.product(map(int, options.batches.split(",")), options.layers.split(",")):
-            kwargs = {"batch": batch, "context": options.context, "layers": layers}
+            kwargs = {"batch": batch, "context": options.context, "layers": layers, "tiny": options.tiny}
             row = run_isolated("benchmarks.engine_bytes:compiled", on, kwargs)
             if options.json:
                 print(json.dumps({"on": on, "batch": batch, "layers": layers} | row), flush=True)
