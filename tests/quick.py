@@ -37,6 +37,11 @@ def logits(config: DecoderConfig, params: Any, tokens: np.ndarray) -> np.ndarray
     model = functional(config)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     run = jit(lambda p, t: model.head(p, model.forward(p, t, positions, Segments())[0]))
-    mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    with mesh_of(params):
         return np.asarray(run(params, jnp.asarray(tokens)))
+
+
+def mesh_of(params: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context of the mesh that parameters lie on, if they lie on one."""
+    mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

@@ -179,10 +179,18 @@ class CollectiveReader:
         if instruction.opcode in hlo.CALLS:
             inside = self.module.callee(instruction)
             if inside.root.opcode == "all-reduce":  # all of a computation that the SparseCore runs (TPU7x)
-                given = instruction.operands[: len(inside.root.operands)]  # what follows them are tokens
-                kind, summed = self._stands_for(given, instruction.name, computation)
+                begun = self._given(instruction, computation)
+                given = begun.operands[begun is not instruction :][: len(inside.root.operands)]  # tokens follow them
+                kind, summed = self._stands_for(given, begun.name, computation)
                 return self._collective(kind, inside.root, inside, summed)
         return []
+
+    def _given(self, call: hlo.Instruction, computation: hlo.Computation) -> hlo.Instruction:
+        """Instruction that gives a call its operands: itself, or the call-update behind it (jax 0.12 on a TPU7x)."""
+        if call.operands or call.opcode != "call-start":
+            return call
+        updates = (one for one in computation.instructions.values() if one.opcode == "call-update")
+        return next((one for one in updates if one.operands[0] == call.name), call)
 
     def _fused(self, fusion: hlo.Instruction) -> list[tuple[Key, str]]:
         """Collectives inside a fusion (TPU); a collective in pieces, which loops may hold, counts where it starts."""

@@ -18,6 +18,7 @@ _ONE = re.compile(r"[a-z]+\d*\w*\[[\d,<=]*\](?:\{[^{}]*\})?")
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "iota", "copy-done", "slice-done", "async-done", "async-update", "dynamic-slice-done"),
+    *("call-done", "call-update"),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _PASSES = {"bitcast", "reshape", "copy", "convert", "transpose"}

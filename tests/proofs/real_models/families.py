@@ -108,7 +108,8 @@ def equal_in_float64(name: str, seed: int) -> dict[str, float]:
     config, params = loaded.config, loaded.params
     targets = np.concatenate([tokens[:, 1:], np.full_like(tokens[:, :1], -1)], axis=1)
     batch = Batch(tokens, targets, np.ones_like(tokens), np.asarray(positions_of(tokens)))
-    _, ours = quick.jit(value_and_grad(functional(config)))(params, jax.tree.map(jnp.asarray, batch))
+    with quick.mesh_of(params):
+        _, ours = quick.jit(value_and_grad(functional(config)))(params, jax.tree.map(jnp.asarray, batch))
     theirs = load_tensors(loaded.source, gradients, dtype="float64").params
     rows = packed(config, params, documents)
     return {
