@@ -143,7 +143,7 @@ def may_choose(operation: str, implementation: str, device: TargetDevice) -> Ver
     return found
 
 
-def stored() -> list[Verdict]:
+def stored_verdicts() -> list[Verdict]:
     """All stored verdicts."""
     return [found for file in sorted(_folder().glob("*.json")) if (found := _read(file)) is not None]
 

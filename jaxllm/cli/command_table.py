@@ -37,32 +37,37 @@ COMMANDS = {
         "Launch processes and restart them: `jaxllm launch local -n 4 -- train RECIPE`.",
     ),
     "shard": Command(
-        "jaxllm.cli.commands.shard",
+        "jaxllm.cli.commands.planning.shard",
         "shard",
         "Show how a run is sharded: `jaxllm shard RECIPE --mesh fsdp=4,tensor=2`.",
     ),
     "size": Command(
-        "jaxllm.cli.commands.size",
+        "jaxllm.cli.commands.planning.size",
         "size",
         "Size a model and its training for a budget: `jaxllm size --flops 1e21`.",
     ),
     "plan": Command(
-        "jaxllm.cli.commands.plan",
+        "jaxllm.cli.commands.planning.plan",
         "plan",
         "Rank parallel layouts by predicted step time: `jaxllm plan RECIPE --on v6e:8x8`.",
     ),
     "compile": Command(
-        "jaxllm.cli.commands.compile",
+        "jaxllm.cli.commands.planning.compile",
         "compile",
         "Compile the train step ahead of time: `jaxllm compile RECIPE --on v6e:8x8`.",
     ),
     "roofline": Command(
-        "jaxllm.cli.commands.roofline",
+        "jaxllm.cli.commands.planning.roofline",
         "roofline",
         "Show what bounds each operation: `jaxllm roofline RECIPE --on v6e:2x4`.",
     ),
+    "doctor": Command(
+        "jaxllm.cli.commands.doctor",
+        "doctor",
+        "Show devices, versions and kernels, which are checked here: `jaxllm doctor`.",
+    ),
     "pipeline": Command(
-        "jaxllm.cli.commands.pipeline",
+        "jaxllm.cli.commands.planning.pipeline",
         "pipeline",
         "Show pipeline schedules: `jaxllm pipeline 1f1b --stages 4 --micro-batches 8`.",
     ),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxllm import cli
 from pallas_kernels import _self_check, explain
 from pallas_kernels._compat import TargetDevice, interpreting
 from pallas_kernels._dispatch import dispatch
@@ -68,7 +69,7 @@ def test_a_kernel_is_checked_once_and_chosen(cache, checks, capsys):
     assert choose() == "kernel"
     assert calls == [("flash_attention", "pallas_gpu")]
     assert capsys.readouterr().err.count("compared with the reference on NVIDIA Test (float32 5.0e-01)") == 1
-    assert len(list(cache.iterdir())) == len(_self_check.stored()) == 1
+    assert len(list(cache.iterdir())) == len(_self_check.stored_verdicts()) == 1
 
 
 def test_a_wrong_one_is_not_and_says_so_in_every_process(cache, checks):
@@ -84,6 +85,15 @@ def test_a_wrong_one_is_not_and_says_so_in_every_process(cache, checks):
     assert choose(choice="pallas_gpu") == "kernel"  # by name it is what was asked for
     with pytest.warns(UserWarning, match=REFUSED):
         assert "pallas_gpu: not chosen on NVIDIA Test" in explain("flash_attention")
+
+
+def test_the_doctor_shows_verdicts(cache, checks, capsys):
+    choose()
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in out
+    assert "flash_attention on gpu: pallas_gpu, or the next that supports the arguments" in out
+    assert "flash_attention, pallas_gpu: compared with the reference on NVIDIA Test (float32 5.0e-01)" in out
 
 
 def test_a_warning_comes_once_a_process(cache, checks):
@@ -220,7 +230,7 @@ def test_two_processes_at_once(cache):
         for _ in range(2)
     ]
     assert [one.communicate(timeout=120)[0].strip() for one in running] == ["True", "True"]
-    (verdict,) = _self_check.stored()
+    (verdict,) = _self_check.stored_verdicts()
     assert verdict.passed
 
 

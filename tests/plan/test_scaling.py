@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import cli
-from jaxllm.cli.commands.size import round_rows
+from jaxllm.cli.commands.planning.size import round_rows
 from jaxllm.models import functional
 from jaxllm.plan.scaling_laws import (
     EXCESS,

@@ -1,0 +1,1 @@
+"""Commands that plan without running: layouts, compiled programs, sizes, sharding, rooflines, pipeline schedules."""
