@@ -12,8 +12,10 @@ M = T * A rows to dispatch, R rows of a receive buffer.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +47,10 @@ def dispatch_and_combine(
     """
     shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
     with jax.named_scope("dispatch"):
-        flat = experts.reshape(-1)
+        flat = experts.T.reshape(-1)  # [A T]: with the choices outermost, sums over them are of whole tiles
         by_expert = jnp.argsort(flat, stable=True)
-        rows = _permute(jnp.repeat(x, experts.shape[1], axis=0), by_expert)
+        back = jnp.argsort(by_expert)
+        rows: Any = _rows_of_choices(x, by_expert, back, x.shape[0])
         sizes = jnp.bincount(flat, length=shards * count).astype(jnp.int32)
     if expert_axis is None:
         with jax.named_scope("experts"):
@@ -55,8 +58,8 @@ def dispatch_and_combine(
     else:
         out = _exchanged(run, rows, sizes.reshape(shards, -1), expert_axis)
     with jax.named_scope("combine"):
-        out = _permute(out, jnp.argsort(by_expert)).reshape(*experts.shape, -1)
-        return jnp.einsum("tad,ta->td", out, weights)
+        out = _permute(out, back, by_expert).reshape(*experts.T.shape, -1)
+        return jnp.einsum("atd,ta->td", out, weights)
 
 
 def dispatch_within_capacity(
@@ -115,11 +118,12 @@ def _exchanged(run: RunExperts, rows: Float[Array, "M D"], sizes: Int[Array, "P 
         arrived = jax.lax.all_to_all(sizes, axis, 0, 0, tiled=True)  # [P X]: rows from each shard for each expert here
         expert = _experts_of(arrived, there.shape[0], None if ragged else rows.shape[0])
         by_expert = jnp.argsort(expert, stable=True)
-        there = _permute(there, by_expert)
+        as_arrived = jnp.argsort(by_expert)
+        there = _permute(there, by_expert, as_arrived)
     with jax.named_scope("experts"):
         out = run(there, arrived.sum(0))
     with jax.named_scope("combine"):
-        return back(_permute(out, jnp.argsort(by_expert)))
+        return back(_permute(out, as_arrived, by_expert))
 
 
 def _experts_of(arrived: Int[Array, "P X"], length: int, slot: int | None) -> Int[Array, " length"]:
@@ -182,5 +186,42 @@ def _ragged(counts: Int[Array, " P"], rows: int, axis: str) -> tuple[Move, Move]
     return send, back
 
 
-def _permute(x: Float[Array, "M D"], order: Int[Array, " M"]) -> Float[Array, "M D"]:
+@jax.custom_vjp
+def _permute(x: Float[Array, "M D"], order: Int[Array, " M"], inverse: Int[Array, " M"]) -> Float[Array, "M D"]:
+    """``x[order]``. Its gradient is a gather too, by the inverse; that of a gather would be a scatter."""
+    return _gather(x, order)
+
+
+def _permute_backward(inverse: Int[Array, " M"], d_out: Float[Array, "M D"]) -> tuple[Array, None, None]:
+    return _gather(d_out, inverse), None, None
+
+
+_permute.defvjp(lambda x, order, inverse: (_gather(x, order), inverse), _permute_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_of_choices(
+    x: Float[Array, "T D"], order: Int[Array, " M"], inverse: Int[Array, " M"], tokens: int
+) -> Float[Array, "M D"]:
+    """Row of a token for each of its choices, in the order of the experts, without a copy in the order of the tokens.
+
+    Row m of all choices, [A T], is that of token m mod T.
+    """
+    return x.at[order % tokens].get(mode="promise_in_bounds")
+
+
+def _rows_of_choices_forward(x: Array, order: Array, inverse: Array, tokens: int) -> tuple[Array, Array]:
+    return _rows_of_choices(x, order, inverse, tokens), inverse
+
+
+def _rows_of_choices_backward(
+    tokens: int, inverse: Int[Array, " M"], d_rows: Float[Array, "M D"]
+) -> tuple[Array, None, None]:
+    return jnp.sum(_gather(d_rows, inverse).reshape(-1, tokens, d_rows.shape[1]), axis=0), None, None
+
+
+_rows_of_choices.defvjp(_rows_of_choices_forward, _rows_of_choices_backward)
+
+
+def _gather(x: Float[Array, "M D"], order: Int[Array, " M"]) -> Float[Array, "M D"]:
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
