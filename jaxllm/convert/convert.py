@@ -39,7 +39,7 @@ from jaxllm.hub.huggingface import (
     write_config,
 )
 from jaxllm.hub.safetensors import Progress, hub_directory, write_shards
-from jaxllm.models import AttentionConfig, DecoderConfig, functional
+from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import Tokenizer
 from jaxllm.text.tokenizer_files import write_stop_ids
 
@@ -222,11 +222,8 @@ def _open_foreign(path: Path, like: Path, fragments: str | None) -> ModelSource:
     """A foreign checkpoint as the published model whose ``config.json`` is in ``like``."""
     source = read_config(like)
     config = decoder_config(source)
-    layouts = {
-        AttentionHeads(own.heads, own.kv_heads, own.head_dim)
-        for block in config.pattern
-        if isinstance(own := block.attention, AttentionConfig)
-    }
+    specs = [block.attention.kv_spec for block in config.pattern]
+    layouts = {None if spec.latent else AttentionHeads(spec.kv_heads, spec.key_dim) for spec in specs}
     heads = layouts.pop() if len(layouts) == 1 else None
     return ModelSource(like, "hf", source, open_foreign(path, config.vocab_size, heads, fragments))
 

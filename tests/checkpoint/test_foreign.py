@@ -177,7 +177,7 @@ def test_names_elsewhere():
     assert parse_rules("* replicated")[0].names_of("x.y") == ("x.y",)
     halves = fused.split("l.3.fc1.bias", np.arange(6), None)
     assert [list(part) for part in halves] == [[0, 1, 2], [3, 4, 5]]
-    two_heads = pairs.split("l.0.wq.weight", np.arange(8), AttentionHeads(2, 2, 4))
+    two_heads = pairs.split("l.0.wq.weight", np.arange(8), AttentionHeads(2, 4))
     assert list(two_heads[0]) == [0, 2, 1, 3, 4, 6, 5, 7]
     for line, words in (
         ("l.* replicated -> m.*.*", "has more \\* than the pattern"),
@@ -186,6 +186,9 @@ def test_names_elsewhere():
     ):
         with pytest.raises(CheckpointError, match=words):
             parse_rules(line)
+    qkv = parse_rules("* sharded 0 -> {q,k,v} by query groups")[0]
+    with pytest.raises(CheckpointError, match='cannot be split "by query groups": each of 2 key-value heads'):
+        qkv.split("a", np.zeros((12, 3)), AttentionHeads(2, 4))
     with pytest.raises(CheckpointError, match="no 2 equal parts along dim 0"):
         fused.split("l.3.fc1.bias", np.arange(5), None)
     with pytest.raises(

@@ -56,12 +56,10 @@ class AttentionHeads(NamedTuple):
     """Heads of an attention layer, by which fused and permuted rows are told apart.
 
     Attributes:
-        queries: number of query heads.
         keys: number of key-value heads.
         dim: elements of a head.
     """
 
-    queries: int
     keys: int
     dim: int
 
@@ -122,15 +120,16 @@ class FragmentRule:
                 f'{name}: "by {self.order}" is for attention with plain heads, which the model lacks.'
             )
         rows, rest = (whole.shape[0] if whole.ndim else 0), whole.shape[1:]
-        queries = heads.queries // heads.keys
         if self.order == "query groups":
-            if rows != (heads.queries + 2 * heads.keys) * heads.dim or count != 3:
+            queries, left = divmod(rows, heads.keys * heads.dim)
+            if left or queries < 3 or count != 3:
                 raise CheckpointError(
-                    f"{name}: shape {whole.shape} is not {heads.queries} query heads and twice {heads.keys} key-value "
-                    f'heads of {heads.dim} rows for three names; it cannot be split "by query groups".'
+                    f'{name}: shape {whole.shape} cannot be split "by query groups": each of {heads.keys} key-value '
+                    f"heads has {heads.dim} rows for a key, as many for its value, and for each query head; with three "
+                    "names."
                 )
-            grouped = whole.reshape(heads.keys, queries + 2, heads.dim, *rest)
-            parts = grouped[:, :queries], grouped[:, queries], grouped[:, queries + 1]
+            grouped = whole.reshape(heads.keys, queries, heads.dim, *rest)
+            parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
             return [part.reshape(-1, *rest) for part in parts]
         if not rows or rows % heads.dim or heads.dim % 2:
             raise CheckpointError(f'{name}: shape {whole.shape} has no heads of {heads.dim} rows "by rotary pairs".')
