@@ -22,6 +22,8 @@ KINDS = (
     *(f"{kind} 8bit" for kind, spec in OPTIMIZERS.items() if "moments" in spec.fields),
 )
 """By name; with moments in eight bits too, where a kind has that."""
+WHOLE = tuple(name for name in KINDS if not OPTIMIZERS[name.split()[0]].projected)
+"""Those whose gradients have the shapes of the parameters; the others have proofs of their own."""
 
 
 def named(name: str, **more: Any) -> OptimConfig:
