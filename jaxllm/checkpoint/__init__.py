@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxllm.checkpoint.multihost_checkpointer import MultihostCheckpointer
     from jaxllm.checkpoint.readonly import RestoredCheckpoint
     from jaxllm.checkpoint.restore import LeafSource, RestoreOptions
+    from jaxllm.checkpoint.state_fragments import StateFragment, StateFragments
     from jaxllm.checkpoint.state_providers import StateProvider
     from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord, Manifest
 
@@ -41,6 +42,7 @@ __getattr__, __dir__ = lazy_exports(
             "RestoreOptions",
             "LeafSource",
         ),
+        "jaxllm.checkpoint.state_fragments": ("StateFragment", "StateFragments"),
         "jaxllm.checkpoint.state_providers": ("StateProvider",),
         "jaxllm.checkpoint.storage.checkpoint_manifest": (
             "LeafRecord",
@@ -72,6 +74,8 @@ __all__ = [
     "MultihostCheckpointer",
     "RestoreOptions",
     "RestoredCheckpoint",
+    "StateFragment",
+    "StateFragments",
     "StateProvider",
     "StreamedLeaf",
 ]

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.state_fragments import PackedFragments
 from jaxllm.checkpoint.storage import array_store
 from jaxllm.checkpoint.storage.leaf_paths import leaf_paths
 
@@ -80,7 +81,11 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
     leaves = leaf_paths(state)
     keys: dict[str, tuple[str, str]] = {}
     arrays: dict[str, jax.Array] = {}
+    packed: dict[str, SnapshotLeaf] = {}
     for path, leaf in leaves.items():
+        if isinstance(leaf, PackedFragments):
+            packed[path] = _packed_leaf(path, leaf, copy)
+            continue
         if isinstance(leaf, np.ndarray | np.generic):
             if leaf.dtype.kind in "OSUMm":
                 raise CheckpointError(f"leaf {path} has dtype {leaf.dtype}: only numeric arrays are saved; use `meta`.")
@@ -111,7 +116,9 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
         shards = {path: (chunk, _copy_to_host(parts)) for path, (chunk, parts) in shards.items()}
     out: dict[str, SnapshotLeaf] = {}
     for path, leaf in leaves.items():
-        if path in shards:
+        if path in packed:
+            out[path] = packed[path]
+        elif path in shards:
             shape, dtype = arrays[path].shape, arrays[path].dtype
             chunk, parts = shards[path]
             name, impl = keys.get(path) or (str(dtype), None)
@@ -122,6 +129,19 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
             array = np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
             out[path] = single_chunk_leaf(array.shape, array.dtype, lambda array=array: [array])
     return out
+
+
+def _packed_leaf(path: str, leaf: PackedFragments, copy: CopyMode) -> SnapshotLeaf:
+    """Leaf of fragments that share a file; each is copied as a leaf of its own would be."""
+    split = [n for n, x in leaf.values.items() if isinstance(x, jax.Array) and not x.is_fully_addressable]
+    if split:
+        raise CheckpointError(
+            f"{path}: the fragments {', '.join(split)} are split over processes, and a file of fragments is written by "
+            "one process: return them from arrays() as plain arrays."
+        )
+    captured = capture(list(leaf.values.values()), copy=copy)
+    reads = {name: next(iter(one.parts.values())) for name, one in zip(leaf.values, captured.values(), strict=True)}
+    return single_chunk_leaf(leaf.shape, np.dtype(np.uint8), lambda: leaf.pieces(reads))
 
 
 def fetch(leaves: Mapping[str, SnapshotLeaf]) -> dict[str, SnapshotLeaf]:
@@ -139,7 +159,9 @@ def fetch(leaves: Mapping[str, SnapshotLeaf]) -> dict[str, SnapshotLeaf]:
 
 def device_bytes(state: Any) -> int:
     """Bytes of a state on this process's devices; replicas count once per device."""
-    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not _is_key(leaf)]
+    leaves = jax.tree.leaves(state)
+    leaves += [x for leaf in leaves if isinstance(leaf, PackedFragments) for x in leaf.values.values()]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not _is_key(leaf)]
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 

@@ -9,8 +9,9 @@
     train(config, also=[Average()])
 
 A provider declares its state; snapshot, layout, hashing and storage are done by the checkpoint (the composable state
-providers of DataStates-LLM). The run's own arrays are parameters, optimizer state, step and random key; its own facts
-are data cursor, metrics, config and versions.
+providers of DataStates-LLM). It may return its arrays as ``StateFragments``, which say of each where it lies, in which
+file and in which dtype it is stored (``jaxllm.checkpoint.state_fragments``). The run's own arrays are parameters,
+optimizer state, step and random key; its own facts are data cursor, metrics, config and versions.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from jaxllm.checkpoint.state_fragments import PackedFragments, StateFragments
 
 PROVIDERS_KEY = "also"
+FRAGMENTS_KEY = "fragments"
 
 
 @runtime_checkable
@@ -35,7 +38,7 @@ class StateProvider(Protocol):
     name: str
 
     def arrays(self) -> Any:
-        """Pytree of the current arrays, or None; on restore they give shapes, dtypes and shardings."""
+        """Pytree of the current arrays, or ``StateFragments``, or None; on restore they give shapes and shardings."""
         ...
 
     def facts(self) -> Any:
@@ -43,16 +46,32 @@ class StateProvider(Protocol):
         ...
 
     def restore(self, arrays: Any, facts: Any) -> None:
-        """Takes back the arrays and facts that were saved."""
+        """Takes back the arrays and facts that were saved; of ``StateFragments``, the arrays by name."""
         ...
 
 
 def with_provider_arrays(state: Any, providers: Sequence[StateProvider]) -> Any:
     """Members of the state by name, with the providers' arrays under ``also``; the state itself without any."""
-    arrays = {one.name: found for one in providers if (found := one.arrays()) is not None}
+    arrays = {
+        one.name: found.files() if isinstance(found, StateFragments) else found
+        for one in providers
+        if (found := one.arrays()) is not None
+    }
     if not arrays:
         return state
     return _members(state) | {PROVIDERS_KEY: arrays}
+
+
+def with_provider_targets(state: Any, providers: Sequence[StateProvider]) -> Any:
+    """``with_provider_arrays`` to restore into: files of fragments are arrays of bytes."""
+
+    def target(leaf: Any) -> Any:
+        return leaf.target() if isinstance(leaf, PackedFragments) else leaf
+
+    found = with_provider_arrays(state, providers)
+    if not isinstance(found, Mapping) or PROVIDERS_KEY not in found:
+        return found
+    return {**found, PROVIDERS_KEY: jax.tree.map(target, found[PROVIDERS_KEY])}
 
 
 def collect_facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
@@ -64,7 +83,8 @@ def collect_facts(providers: Sequence[StateProvider]) -> dict[str, Any]:
     names = [one.name for one in providers]
     if len(set(names)) < len(names):
         raise CheckpointError(f"two state providers have the same name: {', '.join(sorted(names))}.")
-    return {PROVIDERS_KEY: {one.name: one.facts() for one in providers}} if providers else {}
+    facts: dict[str, Any] = {PROVIDERS_KEY: {one.name: one.facts() for one in providers}} if providers else {}
+    return facts | ({FRAGMENTS_KEY: index} if (index := _fragment_index(providers)) else {})
 
 
 def check_providers(meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> None:
@@ -72,6 +92,7 @@ def check_providers(meta: Mapping[str, Any], providers: Sequence[StateProvider])
 
     Raises:
         CheckpointError: the providers are different; the message names both sets.
+        CheckpointMismatchError: a provider's fragments are different.
     """
     saved, here = meta.get(PROVIDERS_KEY, {}), [one.name for one in providers]
     lacking = [name for name in here if name not in saved]
@@ -81,6 +102,13 @@ def check_providers(meta: Mapping[str, Any], providers: Sequence[StateProvider])
             f"the checkpoint was saved with the state of {', '.join(saved) or 'no provider'}, but this run has "
             f"{', '.join(here) or 'none'}: pass the same providers to train(also=...), or start a new run."
         )
+    files, own = meta.get(FRAGMENTS_KEY, {}), _fragment_index(providers)
+    for name in {**files, **own}:
+        if files.get(name) != own.get(name):
+            raise CheckpointMismatchError(
+                f"the state provider {name} was saved with the fragments {files.get(name)}, but has {own.get(name)} "
+                "(file: name, shape, dtype, stored dtype): give it the fragments that were saved, or start a new run."
+            )
 
 
 def restore_providers(like: Any, found: Any, meta: Mapping[str, Any], providers: Sequence[StateProvider]) -> Any:
@@ -88,11 +116,16 @@ def restore_providers(like: Any, found: Any, meta: Mapping[str, Any], providers:
     said = meta.get(PROVIDERS_KEY, {})
     arrays = found[PROVIDERS_KEY] if isinstance(found, Mapping) else {}
     for one in providers:
-        one.restore(arrays.get(one.name), said[one.name])
+        own, like_own = arrays.get(one.name), one.arrays()
+        one.restore(like_own.unpacked(own) if isinstance(like_own, StateFragments) else own, said[one.name])
     if not isinstance(found, Mapping):
         return found
     members = jax.tree.structure(like, is_leaf=lambda x: x is not like)
     return members.unflatten([found[name] for name in _members(like)])
+
+
+def _fragment_index(providers: Sequence[StateProvider]) -> dict[str, Any]:
+    return {one.name: found.index() for one in providers if isinstance(found := one.arrays(), StateFragments)}
 
 
 def _members(state: Any) -> dict[str, Any]:

@@ -18,19 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint import Checkpointer, CheckpointError, StreamedLeaf
+from jaxllm.checkpoint.foreign.foreign_checkpoint import is_foreign, open_foreign
+from jaxllm.checkpoint.foreign.fragment_rules import AttentionHeads
 from jaxllm.config import to_dict
 from jaxllm.convert.run_files import checked_tokenizer, open_checkpoints, params_prefix, read_run
 from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.files import release
 from jaxllm.hub import HubError, ModelSource, find_model, open_source
 from jaxllm.hub.families.config_json import TOKENS, config_json
-from jaxllm.hub.families.families import family
+from jaxllm.hub.families.families import decoder_config, family
 from jaxllm.hub.huggingface import (
     CarriedTensors,
     cast,
     hf_tensors,
     leaves_by_path,
     match_tensors,
+    read_config,
     sources_by_leaf,
     stream_leaf,
     write_config,
@@ -117,13 +120,15 @@ def convert(
     upcycle: int | None = None,
     top_k: int | None = None,
     ema: bool = False,
+    like: Path | str | None = None,
+    fragments: str | None = None,
     shard_bytes: int = 5 * 2**30,
     progress: Progress | None = None,
 ) -> ConversionResult:
     """Writes a model in another format.
 
     Args:
-        source: as in ``load_model``.
+        source: as in ``load_model``; or a checkpoint of Megatron or of torch.distributed.checkpoint, with ``like``.
         out: directory to create; it must not exist.
         to: "hf": config.json, safetensors and tokenizer files for transformers; "jaxllm": a checkpoint and a tokenizer
             for ``load_model``.
@@ -134,13 +139,16 @@ def convert(
             same.
         top_k: experts per token, 2 by default; for ``upcycle``.
         ema: write the average of a run's parameters (``RunConfig.ema``) in their place; by default in float32.
+        like: directory with the ``config.json`` of a foreign checkpoint's model, and its tokenizer if there is one.
+        fragments: text of the rules by which a foreign checkpoint's fragments become the tensors of that model
+            (``jaxllm.checkpoint.foreign.fragment_rules``); by default those of its framework.
         shard_bytes: maximum size of a safetensors file.
         progress: called for every tensor.
 
     Raises:
         HubError: the model cannot be read, has no such format, has a value that is not finite or out of ``dtype``'s
-            range; ``out`` exists; or ``top_k`` is given without ``upcycle``.
-        CheckpointError: the run's checkpoint is missing or damaged.
+            range; ``out`` exists; ``top_k`` is given without ``upcycle``, or ``like`` without a foreign checkpoint.
+        CheckpointError: the run's or the foreign checkpoint is missing or damaged.
         DataError: the tokenizer cannot be read, or is another model's.
     """
     out = Path(out)
@@ -148,7 +156,7 @@ def convert(
         raise HubError(f"{out} exists; choose another name, or move it away.")
     if top_k is not None and upcycle is None:
         raise HubError(f"top_k = {top_k} is for upcycle: give upcycle, the number of experts, too, or leave it out.")
-    model = _open(find_model(source), step, ema)
+    model = _open(find_model(source), step, ema, None if like is None else Path(like), fragments)
     write = _write_hf if to == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
         if upcycle is not None:
@@ -188,18 +196,36 @@ def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool)
     return replace(model, config=config, source=source, leaves=leaves, carried=CarriedTensors(), keeps=False)
 
 
-def _open(path: Path, step: int | None, ema: bool) -> ConvertibleModel:
-    if (path / "checkpoints").is_dir():
+def _open(path: Path, step: int | None, ema: bool, like: Path | None, fragments: str | None) -> ConvertibleModel:
+    foreign = path.is_dir() and is_foreign(path)
+    if foreign and like is None:
+        raise HubError(
+            f"{path} is another framework's checkpoint, which does not say its architecture: give like, the directory "
+            "of a config.json of its model."
+        )
+    if not foreign and (like is not None or fragments is not None):
+        raise HubError(f"{path} is not another framework's checkpoint: leave like and fragments out.")
+    if (path / "checkpoints").is_dir() and not foreign:
         return _open_run(path, step, ema)
     if ema:
         raise HubError(f"{path} is not a run's directory, so it has no parameter average: leave ema out.")
     if step is not None:
         raise HubError(f"{path} is not a run's directory, so it has no step {step}.")
-    source = open_source(path)
+    source = open_source(path) if like is None else _open_foreign(path, like, fragments)
     try:
         return _open_source(source)
     except HubError as error:
         raise error if str(source.path) in str(error) else HubError(f"{source.path}: {error}") from error
+
+
+def _open_foreign(path: Path, like: Path, fragments: str | None) -> ModelSource:
+    """A foreign checkpoint as the published model whose ``config.json`` is in ``like``."""
+    source = read_config(like)
+    config = decoder_config(source)
+    specs = [block.attention.kv_spec for block in config.pattern]
+    layouts = {None if spec.latent else AttentionHeads(spec.kv_heads, spec.key_dim) for spec in specs}
+    heads = layouts.pop() if len(layouts) == 1 else None
+    return ModelSource(like, "hf", source, open_foreign(path, config.vocab_size, heads, fragments))
 
 
 def _open_source(source: ModelSource) -> ConvertibleModel:

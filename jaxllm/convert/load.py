@@ -85,7 +85,7 @@ def load_model(
         layers: "stacked": parameters of alike layers in one array, as in training; "apart": one array per layer
             (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
-            are multiplied, to serve a model on one device that has no room for it in ``dtype``; a row of
+            are multiplied, to serve a model on devices that have no room for it in ``dtype``; a row of
             ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading.
         ema: load the average of a run's parameters (``RunConfig.ema``) in their place, in their dtype.
         progress: called for every parameter of another library's model.

@@ -111,11 +111,11 @@ def load_tensors(
     """Loads a model from a ``config.json`` and its tensors; see ``load_hf``.
 
     Args:
-        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedWeight``), to be served
-            on one device; an export wants them plain.
+        weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedWeight``), to be served;
+            an export wants them plain.
 
     Raises:
-        HubError: also if nothing can stay packed, or there is more than one device.
+        HubError: also if nothing can stay packed, or the mesh splits values that share a scale.
     """
     config = replace(decoder_config(source), param_dtype=dtype, dtype=dtype)  # type: ignore[arg-type]
     model = functional(config)
@@ -124,7 +124,7 @@ def load_tensors(
     leaves = leaves_by_path(abstract)
     found, carried = match_tensors(family(source).table, config, leaves, tensors)
     sources = sources_by_leaf(found, tensors)
-    kept = packed_leaf_paths(sources, mesh) if weights == "packed" else set()
+    kept = packed_leaf_paths(sources) if weights == "packed" else set()
     loaded: dict[str, jax.Array | PackedWeight] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:

@@ -1,4 +1,4 @@
-"""Packed experts: quantised expert weights, placed on a device as they are stored instead of dequantised.
+"""Packed experts: quantised expert weights, placed on a mesh as they are stored instead of dequantised.
 
 Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; matrices of the model are [I, O].
 """
@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, DequantisedTensor, QuantisedArrays
@@ -25,11 +24,11 @@ EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 PackedOrPlain = Literal["plain", "packed"]
 
 
-def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh: Mesh) -> set[str]:
+def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]]) -> set[str]:
     """Paths of the expert leaves that are made of quantised tensors alone.
 
     Raises:
-        HubError: there is none, or more than one device to place them on.
+        HubError: there is none.
     """
     kept = {
         path
@@ -38,16 +37,14 @@ def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]], mesh:
     }
     if not kept:
         raise HubError("no experts of this model are quantised, so that none can stay packed; load it plain.")
-    if mesh.size > 1:
-        raise HubError(f"packed experts are for one device, and the mesh has {mesh.size}; load the model plain.")
     return kept
 
 
 def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedWeight:
-    """Places a packed leaf of experts on the device that ``leaf`` is for.
+    """Places a packed leaf of experts on the devices that ``leaf`` is for, sharded as the dense weight would be.
 
     Raises:
-        HubError: a value is not finite.
+        HubError: a value is not finite, or values that share a scale would lie in two shards.
     """
     stack = leaf.shape[: len(sources[0][1].at)]
     values = scales = np.empty(0)
@@ -65,9 +62,16 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
                 np.empty((*stack, *one_scales.shape), one_scales.dtype),
             )
         values[part.at], scales[part.at] = one, one_scales
-    place = leaf.sharding
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    for size, part, many in zip(leaf.shape[-2:], shard[-2:], block, strict=True):
+        if part < size and part % many:
+            raise HubError(
+                f"{path}: the mesh splits a dimension of {size} into shards of {part}, but {many} values along it "
+                "share a scale; split it over fewer devices, or load the model plain."
+            )
     form = MXFP4() if values.dtype == np.uint8 else BlockFloat8(block)
-    return PackedWeight(jax.device_put(values, place), jax.device_put(scales, place), form)
+    placed = (jax.make_array_from_callback(x.shape, leaf.sharding, x.__getitem__) for x in (values, scales))
+    return PackedWeight(*placed, form)
 
 
 def _part_arrays(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:

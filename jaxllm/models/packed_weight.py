@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import sharding
+from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels.grouped_matmul import grouped_matmul
 from sharding import LogicalAxes
 
@@ -118,8 +119,13 @@ class PackedWeight:
 
             return jax.lax.cond(jnp.any(own > 0), product, lambda out: out, out)
 
-        out = jnp.broadcast_to(jnp.zeros_like(rows[:, :1]), (rows.shape[0], columns))
+        out = vary_over(jnp.zeros((rows.shape[0], columns), rows.dtype), varying_axes(rows, self.values, self.scales))
         return jax.lax.fori_loop(0, experts // chunk, some, out)
+
+
+def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:
+    """Logical axes of the arrays that a weight with these consists of: itself, or packed values and scales."""
+    return [axes, weight.format.scale_axes(axes)] if is_packed(weight) else [axes]
 
 
 def is_packed(x: Any) -> bool:

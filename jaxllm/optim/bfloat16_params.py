@@ -6,13 +6,14 @@ learning rate falls. Two remedies, neither of which stores a float32 array:
     "stochastic"  stochastic rounding: a value is rounded up with the probability of what is cut off, so that updates
                   arrive on average (arXiv:2010.06192). Parameters and moments: 6 bytes with AdamW.
     "collage"     a parameter is the sum of two bfloat16 values, and so is the second moment (Collage-plus,
-                  arXiv:2405.03637): 10 bytes with AdamW. The paper adds such sums by error-free bfloat16 operations
-                  (Fast2Sum); compilers may compute these in float32 and would undo them, so here sums are float32
-                  in registers, and what is cut off is rounded explicitly.
+                  arXiv:2405.03637): 10 bytes with AdamW. The update that is added is a bfloat16 number, as in the
+                  paper, so that kernels read and write bfloat16 alone. The paper adds by error-free bfloat16
+                  operations (Fast2Sum); compilers may compute these in float32 and would undo them, so here sums are
+                  float32 in registers, and what is cut off is rounded explicitly.
 
 Steps log ``update_share``: the part of the update that arrives in the stored parameters, ``<u, a> / <u, u>`` for the
-update u that the rule gives in float32 and the change a of what is stored (the effective descent quality of section 3
-of the Collage paper, over the length of u). It is 1 where nothing is lost.
+update u that the rule gives ("collage": rounded to bfloat16) and the change a of what is stored (the effective descent
+quality of section 3 of the Collage paper, over the length of u). It is 1 where nothing is lost.
 """
 
 from __future__ import annotations
@@ -74,17 +75,22 @@ def store_in_bfloat16(rule: optax.GradientTransformation, rounding: Rounding) ->
         if pairs:
             wide = jax.tree.map(lambda high, low: high + _wide(low), wide, state.low)
         change, inner = rule.update(jax.tree.map(_wide, updates), _loaded(state.rule), wide)
+        stored = _stored(inner, jax.random.fold_in(key, 1), pairs)
+        if pairs:
+            # Without the barrier a compiler would keep the update in float32 between two kernels.
+            change, stored = jax.lax.optimization_barrier((jax.tree.map(round_to_nearest, change), stored))
+            change = jax.tree.map(_wide, change)
         goal = jax.tree.map(jnp.add, wide, change)
         if pairs:
             new = jax.tree.map(split_bfloat16, goal)
             high, low = (jax.tree.map(lambda one, i=i: one[i], new, is_leaf=_is_pair) for i in (0, 1))
         else:
             high, low = jax.tree.map_with_path(lambda path, x: round_stochastically(x, _named(key, path)), goal), ()
-        moved = jax.tree.map(lambda new, old: _wide(new) - _wide(old), high, params)
+        moved = _differences(high, params)
         if metrics is not None:
-            lows = jax.tree.map(lambda new, old: _wide(new) - _wide(old), low, state.low)
-            metrics["update_share"] = share_of_update(change, jax.tree.map(jnp.add, moved, lows) if pairs else moved)
-        return moved, Bfloat16State(state.count + 1, low, _stored(inner, jax.random.fold_in(key, 1), pairs))
+            arrived = jax.tree.map(jnp.add, moved, _differences(low, state.low)) if pairs else moved
+            metrics["update_share"] = share_of_update(change, arrived)
+        return moved, Bfloat16State(state.count + 1, low, stored)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -147,6 +153,11 @@ def _loaded(tree: Any) -> Any:
         return _wide(x) if x.dtype == jnp.bfloat16 else x
 
     return jax.tree.map(one, tree, is_leaf=_is_pair)
+
+
+def _differences(new: Any, old: Any) -> Any:
+    """Differences of bfloat16 arrays in float32, in which they are exact."""
+    return jax.tree.map(lambda new, old: _wide(new) - _wide(old), new, old)
 
 
 def _wide(x: Array) -> Array:

@@ -37,6 +37,8 @@ class OptimConfig:
             "galore", "apollo", "apollo_mini": 8 bytes for each of rank * n elements of a matrix of m * n, m the
             smaller side, and for GaLore 4 more for each of rank * m; AdamW for embeddings and other parameters
             (``jaxllm.optim.low_rank``: arXiv:2403.03507, arXiv:2412.05270).
+            "compact": 8 bytes for each of rank * outputs elements of a matrix within layers, whose gradients and inputs
+            are kept as random projections; AdamW for other parameters (``jaxllm.optim.compact``: arXiv:2410.15352).
             "soap": 8 bytes, and 8 m^2 + 8 n^2 per matrix: Adam in the eigenbasis of Shampoo's preconditioner; AdamW
             for embeddings and other parameters (``jaxllm.optim.soap``: arXiv:2409.11321).
             "schedule_free": 8 bytes; AdamW whose parameters are an average of its iterates, which replaces a decaying
@@ -58,9 +60,10 @@ class OptimConfig:
         b1, b2: decay of the first and second moment. Lion: of the update's momentum and the stored one. Muon: for
             parameters other than matrices; the momentum of matrices is always 0.95.
         eps: added to the root of the second moment; Adafactor: added to squared gradients.
-        rank: of GaLore and APOLLO; 0 for a quarter of a matrix's smaller side.
-        refresh: steps between two projections (GaLore, APOLLO), eigenbases (SOAP) or Hessian estimates (Sophia); 0 for
-            the papers' 200, 10 and 10.
+        rank: of GaLore and APOLLO; 0 for a quarter of a matrix's smaller side. Of CompAct; 0 for a
+            quarter of its inputs.
+        refresh: steps between two projections (GaLore, APOLLO, CompAct), eigenbases (SOAP) or Hessian estimates
+            (Sophia); 0 for 200, 10 and 10.
         weight_decay: decoupled weight decay of matrices and embeddings; gains and biases do not decay.
         rounding: of updates of parameters stored in bfloat16. "nearest": to the nearest value. The others store the
             optimizer state in bfloat16 too: "stochastic" rounds up or down at random, "collage" (AdamW, Lion, SGD)

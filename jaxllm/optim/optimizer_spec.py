@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
@@ -16,6 +16,18 @@ Rule = Callable[[Any, Any], optax.GradientTransformation]
 """``(OptimConfig, logical axes) -> transformation`` of gradients to updates before weight decay and learning rate."""
 MakeLinks = Callable[[Any, Any, optax.Schedule], Links]
 """``(OptimConfig, logical axes, learning-rate schedule) -> links``."""
+
+
+class DifferentiatedTree(NamedTuple):
+    """Tree that gradients are taken of, in the place of the parameters.
+
+    Attributes:
+        of_params: ``parameters -> tree``; the gradients have its shapes, dtypes and shardings.
+        into_params: ``(tree, parameters) -> parameters`` of the forward pass.
+    """
+
+    of_params: Callable[[Any], Any]
+    into_params: Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class OptimizerSpec:
         passes: forward and backward passes per step with gradients of all parameters; 0: none (no backward pass).
         one_pass: the update needs the gradients of one pass at the parameters alone, as loss scaling and delayed fp8
             scaling require.
+        projected: gradients of matrices are projected in the backward pass and do not exist whole
+            (``StepHooks.gradients``).
         cross_entropy_only: the state is an estimate for next-token cross-entropy, and for no other objective.
         why_not_staged: why it does not support pipeline parallelism, as "samples labels"; empty: it does.
         arrays: for the planner: the state, with float32 moments and rounding to nearest, is so many arrays for each
@@ -77,6 +91,7 @@ class OptimizerSpec:
     deferred: bool = False
     passes: int = 1
     one_pass: bool = True
+    projected: bool = False
     cross_entropy_only: bool = False
     why_not_staged: str = ""
     arrays: int | None = None

@@ -14,6 +14,7 @@ import optax
 
 from jaxllm.optim.adafactor import scale_by_adafactor
 from jaxllm.optim.adam8bit import quantise_moments
+from jaxllm.optim.compact import projected_gradients, scale_by_compact_adam
 from jaxllm.optim.layerwise_rules import scale_by_param_rms
 from jaxllm.optim.low_rank import LowRank, scale_by_low_rank
 from jaxllm.optim.matrix_params import decay_mask
@@ -45,6 +46,10 @@ def _low_rank(kind: LowRank) -> Rule:
         return scale_by_low_rank(logical_axes, kind, config.rank, config.every, *adam, config.moments)
 
     return rule
+
+
+def _compact(config: Any, logical_axes: Any) -> optax.GradientTransformation:
+    return scale_by_compact_adam(logical_axes, config.rank, config.every, config.b1, config.b2, config.eps)
 
 
 def _adafactor(config: Any, logical_axes: Any) -> optax.GradientTransformation:
@@ -87,6 +92,16 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "galore": OptimizerSpec(decayed(_low_rank("galore")), ADAM | {"rank", "refresh", "moments"}, refresh=200),
     "apollo": OptimizerSpec(decayed(_low_rank("apollo")), ADAM | {"rank", "refresh", "moments"}, refresh=200),
     "apollo_mini": OptimizerSpec(decayed(_low_rank("apollo_mini")), ADAM | {"refresh", "moments"}, refresh=200),
+    "compact": OptimizerSpec(
+        decayed(_compact),
+        ADAM | {"rank", "refresh"},
+        refresh=200,
+        projected=True,
+        why_not_staged="projects gradients where they are computed",
+        hooks=lambda run, model: StepHooks(
+            gradients=projected_gradients(model.logical_axes(), run.optim.rank, run.optim.every)
+        ),
+    ),
     "soap": OptimizerSpec(
         decayed(lambda config, axes: scale_by_soap(axes, config.every, config.b1, config.b2, config.eps)),
         ADAM | {"refresh"},

@@ -313,7 +313,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
-    """Adjusts the OpenAPI schema: adds model name and vocabulary size, removes FastAPI's own error schemas."""
+    """Adjusts the OpenAPI schema: adds what is known of this model and server, removes FastAPI's own error schemas."""
     generated = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -328,11 +328,24 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in ("TokenizeRequest", "DetokenizeRequest"):
             shapes[request]["properties"]["model"] = {"enum": [service.name, None]}
+        (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
+        name["schema"] = {"enum": [service.name]}
         if service.dispatcher is not None:
-            _bound_tokens(shapes, service.dispatcher.backend.tokenizer.vocab_size)
+            _bound_by_backend(shapes, service.dispatcher.backend)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _bound_by_backend(shapes: dict[str, Any], backend: Backend) -> None:
+    """Bounds of fields that the model and its engine set."""
+    _bound_tokens(shapes, backend.tokenizer.vocab_size)
+    known = {("EmbeddingRequest", "dimensions"): [backend.embedding_dim, None]}
+    if not backend.supports_priority:
+        known |= {(request, "priority"): [0, None] for request in ("ChatRequest", "CompletionRequest")}
+    for (request, field), values in known.items():
+        described = shapes[request]["properties"][field]
+        shapes[request]["properties"][field] = {"enum": values, "description": described["description"]}
 
 
 def _bound_tokens(schema: Any, size: int) -> None:

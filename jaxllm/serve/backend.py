@@ -49,6 +49,8 @@ class Backend(Protocol):
     """Maximum number of sequences that run at the same time."""
     supports_priority: bool
     """Whether the scheduling policy honours priorities."""
+    embedding_dim: int
+    """Elements of an embedding."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Checks a request without submitting it.
@@ -92,6 +94,7 @@ class EngineBackend:
         self.tokenizer, self.template = engine.engine.tokenizer, template
         self.max_len, self.max_sequences = self._engine.max_len, self._engine.config.max_sequences
         self.supports_priority = isinstance(self._engine.scheduler.policy_state.policy, Priority)
+        self.embedding_dim = embedder.dim
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Checks a request, see ``Engine.check``."""

@@ -28,10 +28,14 @@ class Embedder:
         model, params: model and its parameters.
         max_len: maximum length of a text in tokens.
         mesh: mesh of the parameters; None for one device.
+
+    Attributes:
+        dim: elements of an embedding.
     """
 
     def __init__(self, model: Functional, params: Any, max_len: int, mesh: jax.sharding.Mesh | None = None):
         self._params, self._max_len, self._mesh = params, max_len, mesh
+        self.dim = model.config.embed_dim
         self._pool = jax.jit(functools.partial(_pooled, serving_model(model)), static_argnames="pooling")
         self._lock = threading.Lock()  # one text at a time, because the engine uses the same device
 

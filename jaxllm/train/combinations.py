@@ -154,6 +154,7 @@ FEATURES: dict[str, Feature] = {
     "layerwise backward pass": Feature(
         lambda run, _: run.optim.spec.layerwise and run.optim.spec.passes > 0, _optimizer
     ),
+    "projected gradients": Feature(lambda run, _: run.optim.spec.projected, _optimizer),
     "averaging optimizer": Feature(lambda run, _: run.optim.spec.averaging, _optimizer),
     "optimizer of the cross-entropy": Feature(lambda run, _: run.optim.spec.cross_entropy_only, _optimizer),
     "optimizer with its own step": Feature(lambda run, _: run.optim.spec.hooks is not None, _optimizer),
@@ -426,6 +427,36 @@ REFUSALS: tuple[Refusal, ...] = (
         "low-precision matmuls",
         "a matmul is either of rounded operands or of a projected input",
         'choose model.matmul_precision = "plain", or model.remat = "none" or "elementwise"',
+    ),
+    Refusal(
+        "projected gradients",
+        "offloaded or compact activations",
+        "the optimizer keeps projections of the inputs of matmuls itself",
+        'choose model.remat = "none" or "elementwise"',
+    ),
+    Refusal(
+        "projected gradients",
+        "latent attention",
+        "the projections between latents and heads have no projected form",
+        "choose another optimizer",
+    ),
+    Refusal(
+        "projected gradients",
+        "low-precision matmuls",
+        "a matmul is either of rounded operands or of a projected input",
+        'choose model.matmul_precision = "plain"',
+    ),
+    Refusal(
+        "projected gradients",
+        "ZeRO 1 or 2",
+        "the optimizer gathers the weights of one layer at a time",
+        "set parallel.zero to 3",
+    ),
+    Refusal(
+        "projected gradients",
+        "ring matmuls",
+        "ring collective matmuls multiply plain weights only",
+        'give parallel.overlap = "compiler"',
     ),
     Refusal(
         "ring matmuls",

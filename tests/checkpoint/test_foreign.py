@@ -7,11 +7,13 @@ import os
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import CheckpointError
-from jaxllm.checkpoint.foreign.fragment_rules import FragmentRule, consolidate, parse_rules
+from jaxllm import cli
+from jaxllm.checkpoint import Checkpointer, CheckpointError
+from jaxllm.checkpoint.foreign.fragment_rules import AttentionHeads, FragmentRule, consolidate, parse_rules
 from jaxllm.checkpoint.foreign.megatron import megatron_fragments
 from jaxllm.checkpoint.foreign.torch_archive import ArchiveTensor, Record, read_archive, read_pickled_data
 from jaxllm.checkpoint.foreign.torch_dcp import read_dcp
+from tests import tiny
 
 RULES = """
 # Megatron's GPT
@@ -162,3 +164,85 @@ def test_distributed_checkpoints_of_torch_are_read(tmp_path, rng):
         read_dcp(tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint of torch.distributed.checkpoint"):
         read_dcp(tmp_path / "elsewhere")
+
+
+def test_names_elsewhere():
+    fused, pairs, dropped = parse_rules(
+        "l.*.fc1.* sharded 0 groups 2 -> m.*.{gate,up}_proj.*\nl.*.wq.weight placed -> q.* by rotary pairs\n"
+        "*._extra_state replicated -> nothing"
+    )
+    assert fused.names_of("l.3.fc1.bias") == ("m.3.gate_proj.bias", "m.3.up_proj.bias")
+    assert pairs.names_of("l.12.wq.weight") == ("q.12",)
+    assert dropped.names_of("a._extra_state") == ()
+    assert parse_rules("* replicated")[0].names_of("x.y") == ("x.y",)
+    halves = fused.split("l.3.fc1.bias", np.arange(6), None)
+    assert [list(part) for part in halves] == [[0, 1, 2], [3, 4, 5]]
+    two_heads = pairs.split("l.0.wq.weight", np.arange(8), AttentionHeads(2, 4))
+    assert list(two_heads[0]) == [0, 2, 1, 3, 4, 6, 5, 7]
+    for line, words in (
+        ("l.* replicated -> m.*.*", "has more \\* than the pattern"),
+        ("l.* replicated -> m.* by heads", "is no rule"),
+        ("l.* sharded 0, padded 0 to vocabulary", "the vocabulary's size is not known here"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            parse_rules(line)
+    qkv = parse_rules("* sharded 0 -> {q,k,v} by query groups")[0]
+    with pytest.raises(CheckpointError, match='cannot be split "by query groups": each of 2 key-value heads'):
+        qkv.split("a", np.zeros((12, 3)), AttentionHeads(2, 4))
+    with pytest.raises(CheckpointError, match="no 2 equal parts along dim 0"):
+        fused.split("l.3.fc1.bias", np.arange(5), None)
+    with pytest.raises(
+        CheckpointError, match="has 2 fragments and this kind of checkpoint does not say where they lie"
+    ):
+        parse_rules("* placed")[0].whole("a", [np.zeros(1), np.zeros(1)])
+
+
+def restored(folder):
+    """Leaves of the parameters in a checkpoint that `jaxllm convert` has written."""
+    with Checkpointer(folder / "checkpoints", read_only=True) as found:
+        leaves = found.map_leaves(None, prefix="params")
+        return {path: np.array(leaf) for path, leaf in leaves.items()}
+
+
+def same(found, want):
+    assert found.keys() == want.keys()
+    for path, leaf in want.items():
+        assert found[path].dtype == leaf.dtype
+        assert found[path].tobytes() == np.ascontiguousarray(leaf).tobytes(), path
+
+
+def test_a_run_of_megatron_becomes_a_model(tmp_path, capsys):
+    """Two tensor ranks by two stages, a padded vocabulary, two query heads to a key-value head: bit for bit."""
+    pytest.importorskip("torch")
+    from tests.checkpoint import foreign_runs
+
+    config = tiny.decoder(dtype="bfloat16", vocab_size=61, layers=4, qk_norm="head", tied=False)
+    leaves, tensors = foreign_runs.published(config, tmp_path / "like")
+    foreign_runs.write_megatron(tmp_path / "run", config, tensors, ranks=2, stages=2, padded=64)
+    argv = ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "jaxllm"]
+    assert cli.main(argv) == 2
+    assert "give like, the directory of a config.json of its model" in capsys.readouterr().err.replace("\n", " ")
+    argv += ["--like", str(tmp_path / "like")]
+    assert cli.main(argv) == 0
+    same(restored(tmp_path / "out"), leaves)
+    rules = tmp_path / "rules"
+    rules.write_text("embedding.* replicated -> x\n* replicated")
+    assert cli.main([*argv[:2], str(tmp_path / "other"), *argv[3:], "--fragments", str(rules)]) == 2
+    assert "the tensors are not those of this architecture" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_of_torchtitan_becomes_a_model(tmp_path):
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from jaxllm.convert.convert import convert
+    from tests.checkpoint import foreign_runs
+
+    config = tiny.decoder(dtype="float32", tied=False)
+    leaves, tensors = foreign_runs.published(config, tmp_path / "like")
+    state = foreign_runs.torchtitan_state(config, tensors) | {"optimizer": {"m": torch.zeros(3)}, "train_state": "x"}
+    for name, own in (("titan", state), ("hf", {"model": tensors})):
+        with pytest.warns(UserWarning, match="distributed"):
+            dcp.save(own, checkpoint_id=tmp_path / name)
+        convert(tmp_path / name, tmp_path / f"{name}_out", "jaxllm", like=tmp_path / "like")
+        same(restored(tmp_path / f"{name}_out"), leaves)

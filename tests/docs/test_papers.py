@@ -32,8 +32,6 @@ def test_the_page_says_what_is_missing():
         "LLM-Viewer",
         "S3",
         "BatchLLM",
-        "CompAct",
-        "Collage",
     ):
         assert any(f" {name}" in line or f"({name}" in line for line in partial), name
 

@@ -59,8 +59,9 @@ EXPERTS = """
 `make proof moe_models`. Every token is routed to the same experts as in transformers.
 Checkpoints in block-scaled float8 (such as DeepSeek-V3's) and in MXFP4 (such as gpt-oss's) are dequantised when they
 are read; an export is not quantised. `load_model(NAME, weights="packed")` keeps their experts packed, for serving on
-one device: a matrix is dequantised where it is multiplied, a few experts at a time, with the same values
-(`packed_experts`); other matrices are dequantised. Packed weights cannot be trained, exported or sharded.
+one device or a mesh (`packed_experts_on_meshes`): a matrix is dequantised where it is multiplied, a few experts at a
+time, with the same values (`packed_experts`); other matrices are dequantised. A mesh that splits values which share a
+scale is refused. Packed weights cannot be trained or exported.
 
 Multi-head latent attention runs in absorbed form where tokens attend to a cache. It runs in expanded form in training,
 and in steps in which all requests begin, if that takes fewer FLOPs (`MLAConfig.prefers_expanded`). Multi-token

@@ -112,11 +112,11 @@ def _leaves(tree: Any) -> list[Any]:
     return [x for value in tree.values() for x in (_leaves(value) if isinstance(value, dict) else [value])]
 
 
-def gpt_oss(folder: Path, rng: np.random.Generator) -> Path:
+def gpt_oss(folder: Path, rng: np.random.Generator, experts: int = 3, width: int = 32) -> Path:
     """A tiny gpt-oss whose experts are MXFP4, by bytes drawn at random."""
     config = peers.transformers.GptOssConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, vocab_size=40, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=128,
+        hidden_size=width, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=40, num_local_experts=experts, num_experts_per_tok=2, max_position_embeddings=128,
     )  # fmt: skip
     model = peers.transformers.GptOssForCausalLM(config)
     for name, parameter in model.named_parameters():

@@ -22,6 +22,8 @@ KINDS = (
     *(f"{kind} 8bit" for kind, spec in OPTIMIZERS.items() if "moments" in spec.fields),
 )
 """By name; with moments in eight bits too, where a kind has that."""
+WHOLE = tuple(name for name in KINDS if not OPTIMIZERS[name.split()[0]].projected)
+"""Those whose gradients have the shapes of the parameters; the others have proofs of their own."""
 
 
 def named(name: str, **more: Any) -> OptimConfig:
@@ -67,6 +69,8 @@ def table_bytes(name: str, params: Any, logical_axes: Any, rank: int = 0) -> int
         kept = list(leaf.shape)
         if "r" in of_matrix:
             kept = [r if i == small[0] else 1 if i in small else size for i, size in enumerate(kept)]
-        scope = {"m": m, "n": n, "r": r, "b": block_dim_and_size(tuple(kept))[1]}
+        # Outputs of a matrix are all that follows the residual stream where that comes first, else the stream.
+        c, o = (sizes[one.rows], sizes[one.columns])[:: 1 if one.rows[0] < one.columns[0] else -1]
+        scope = {"m": m, "n": n, "r": r, "b": block_dim_and_size(tuple(kept))[1], "q": rank or c // 4, "o": o}
         total += eval(of_matrix, scope) * (leaf.size // (m * n))
     return round(total)

@@ -13,6 +13,7 @@ import pytest
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
 from jaxllm.optim.bfloat16_params import round_stochastically, share_of_update, split_bfloat16, store_in_bfloat16
 from tests import quick
+from tests.models.jaxprs import equations
 
 AXES = {"w": ("embed", "mlp"), "gain": ("embed",)}
 
@@ -71,10 +72,12 @@ def test_the_share_of_an_update_that_arrives_is_measured(rng):
     """Against numbers added up in float64: all but a thousandth in pairs, nothing to the nearest, the sum at random."""
     p = {"w": jnp.asarray(rng.uniform(1, 1.9, (64, 32)), jnp.bfloat16)}
     grads = {"w": jnp.asarray(rng.normal(size=(64, 32)), jnp.bfloat16)}
-    u = -1e-4 * np.asarray(grads["w"], np.float64)
     shares = {}
     for rounding in ("collage", "stochastic"):
         rule, found = store_in_bfloat16(optax.sgd(1e-4), rounding), {}
+        u = -1e-4 * np.asarray(grads["w"], np.float64)
+        if rounding == "collage":  # whose update is a bfloat16 number
+            u = u.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
         state = rule.init(p)
         moved, after = quick.jit(rule.update)(grads, state, p)
         rule.update(grads, state, p, metrics=found)
@@ -104,6 +107,18 @@ def test_no_array_of_float32_is_kept(rounding, kind, bytes_each):
         assert sum(2 * leaf.size for leaf in arrays) == bytes_each * (64 * 32 + 64)
     _, after = jax.eval_shape(rule.update, params(), state, params())
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion"])
+def test_collage_s_update_is_bfloat16_between_kernels(kind):
+    """Every array that crosses the barrier: compilers do not fuse across it, so kernels read and write bfloat16."""
+    rule = optimizer(OptimConfig(kind=kind, rounding="collage"), 10, AXES)
+    state = jax.eval_shape(rule.init, params())
+    program = jax.make_jaxpr(rule.update)(params(), state, params())
+    (barrier,) = [e for e in equations(program.jaxpr) if e.primitive.name == "optimization_barrier"]
+    crossing = [v.aval for v in barrier.outvars if v.aval.ndim]
+    assert {aval.dtype for aval in crossing} == {np.dtype(jnp.bfloat16)}
+    assert len(crossing) == 2 * (1 + {"adamw": 3, "lion": 1}[kind])
 
 
 def test_collage_follows_float32(rng):

@@ -47,6 +47,8 @@ class Proof:
     parallel: bool
     cases: tuple[Any, ...] | None = None
     counts: tuple[str, ...] = ()
+    quick: tuple[int, ...] = ()
+    """Indices of the listed cases that a test run takes some of; empty: of all."""
 
     @property
     def module(self) -> str:
@@ -65,7 +67,7 @@ class Proof:
         """Units of a test run: of listed cases others with every seed, of drawn examples one chunk."""
         if self.cases is not None:
             shuffled = random.Random(environment.derive(seed, self.issue, self.name))
-            return shuffled.sample(range(self.count), self.sample)
+            return shuffled.sample(self.quick or range(self.count), self.sample)
         return list(range(self.sample)) if self.strategy is None else [0]
 
     def labels(self) -> list[str]:
@@ -104,6 +106,7 @@ def proof(
     float64: bool = False,
     parallel: bool = True,
     counts: Sequence[str] = (),
+    quick: Sequence[Any] = (),
 ):
     """Registers a trial as a proof of an issue.
 
@@ -123,6 +126,7 @@ def proof(
         float64: JAX is in 64-bit mode during the trial.
         parallel: False if nothing else may run on the machine meanwhile.
         counts: names of what a trial counts and returns beside its errors; the record has their sums.
+        quick: of `cases`, those that are short enough for a test run; none given: all.
     """
 
     def register(trial):
@@ -136,8 +140,13 @@ def proof(
             raise ProofError(f"proof {issue}/{case}: need 0 < sample <= count and chunk >= 1.")
         bounds = dict(bound) if isinstance(bound, Mapping) else {} if bound is None else {"error": float(bound)}
         listed = None if cases is None else tuple(cases)
+        if strange := [one for one in quick if one not in (listed or ())]:
+            raise ProofError(f"proof {issue}/{case}: {strange} are quick, but no cases of it.")
+        short = tuple((listed or ()).index(one) for one in quick)
+        if quick and sample > len(short):
+            raise ProofError(f"proof {issue}/{case}: {sample} of {len(short)} quick cases cannot be sampled.")
         made = Proof(
-            issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed, tuple(counts)
+            issue, case, trial, number, sample, bounds, strategy, chunk, float64, parallel, listed, tuple(counts), short
         )
         if len(set(made.labels())) < len(listed or ()):
             raise ProofError(f"proof {issue}/{case}: two cases have the same name.")

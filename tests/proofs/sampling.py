@@ -72,7 +72,7 @@ def expected(proof: Proof, record: Mapping[str, Any] | None, log: Mapping[str, A
     """Seconds that one unit of a proof will take. `record`: the stored one; `log`: of this machine."""
     if (known := log.get(key(proof))) is not None:
         return known["seconds"]
-    if record is None:
+    if record is None or proof.quick:  # the record's seconds are of the others too
         return UNKNOWN
     mean = LONGER * record["seconds"] / record["run"]
     if proof.strategy is not None:

@@ -133,6 +133,7 @@ def test_seeds_sample_other_cases():
     assert all(len(set(sample)) == 2 for sample in samples)
     assert proof.sampled(7) == samples[7]
     assert {case for sample in samples for case in sample} == set(range(10))
+    assert {i for seed in range(20) for i in make(None, cases=tuple("abcd"), quick=(1, 3)).sampled(seed)} == {1, 3}
     assert make(None, sample=2).sampled(7) == [0, 1]
     assert make(None, sample=2, strategy=st.booleans()).sampled(7) == [0]
 

@@ -160,3 +160,10 @@ def test_each_worker_begins_with_its_share_of_samples(workers, samples, others):
             own = list(range(samples))[worker::workers]
             assert [item.number for item in piece[: len(own)]] == own
             assert all(item.path.name == "test_a.py" for item in piece[len(own) :])
+
+
+def test_a_proof_of_which_only_quick_cases_are_sampled_is_not_expected_to_take_as_long_as_its_record():
+    made = Proof("toy", "p", lambda _: None, 3, 1, {}, None, 20, False, True, ("a", "b", "c"), quick=(1,))
+    record = {"seconds": 3000.0, "run": 3, "longest": 2000.0}
+    assert sampling.expected(made, record, {}) == sampling.UNKNOWN
+    assert sampling.expected(made, record, {"toy/p": {"seconds": 31.0}}) == 31.0

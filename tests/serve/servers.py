@@ -88,7 +88,7 @@ class FixedRate:
     ):
         self.tokenizer, self.template, self.says = ByteTokenizer(), template, says
         self.max_len, self.max_sequences, self.seconds = max_len, sequences, seconds
-        self.supports_priority, self.services = True, list[Service | None]()
+        self.supports_priority, self.embedding_dim, self.services = True, 8, list[Service | None]()
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import jsonschema
 import pytest
 
 from jaxllm.serve import ServeConfig, Server
@@ -91,6 +92,31 @@ def test_keys(client):
     assert two.startswith(b"HTTP/1.1 401")
     assert KEY not in client.get("/config").text
     assert client.get("/v1/models", headers={"authorization": "Bearer other"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "legal"),
+    [
+        ("/tokenize", {"prompt": "a"}, True),
+        ("/tokenize", {"prompt": None, "messages": [{"role": "user", "content": "a"}]}, True),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, False),
+        ("/tokenize", {}, False),
+        ("/v1/embeddings", {"input": "1", "dimensions": 8}, True),
+        ("/v1/embeddings", {"input": "1", "dimensions": 9}, False),
+        ("/v1/completions", {"prompt": "a", "stream_options": None}, True),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}}, False),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}, "stream": True}, True),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 0}, False),
+    ],
+)
+def test_the_published_schema_says_what_is_refused(client, path, body, legal):
+    schema = client.get("/openapi.json").json()
+    content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = {"model": schema["paths"]["/v1/models/{name}"]["get"]["parameters"][0]["schema"]["enum"][0], **body}
+    validator = jsonschema.Draft202012Validator({**content, "components": schema["components"]})
+    assert validator.is_valid(body) == legal
+    assert (client.post(path, json=body).status_code == 200) == legal
 
 
 def test_paths_and_methods(client):

@@ -106,6 +106,7 @@ SETTINGS: dict[str, Setting] = {
     "layerwise optimizer": _optim(kind="adalomo"),
     "optimizer without backward pass": _optim(kind="mezo"),
     "optimizer without stages": _optim(kind="sophia"),
+    "projected gradients": _optim(kind="compact"),
     "averaging optimizer": _optim(kind="schedule_free"),
     "optimizer that is not streamed": _optim(kind="muon"),
     "rounded updates": _all(_model(param_dtype="bfloat16"), _optim(rounding="stochastic")),

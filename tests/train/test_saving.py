@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, MemoryConfig
+from jaxllm.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    MemoryConfig,
+    StateFragment,
+    StateFragments,
+)
 from jaxllm.checkpoint.memory.peer_storage import PeerClient
 from jaxllm.parallel.distributed import ProcessGroup
 from jaxllm.train import train
@@ -67,23 +74,33 @@ class Counter:
         self.saved, self.weights = facts["saved"], arrays["weights"]
 
 
+class Packed(Counter):
+    """The same, in a file of fragments."""
+
+    def arrays(self) -> Any:
+        return StateFragments(weights=StateFragment(self.weights, memory="host"), more=StateFragment(np.arange(3)))
+
+
 def test_an_object_store_and_the_state_of_others(tmp_path: Path) -> None:
     place = next(PLACES)
     config = run_config(tmp_path, directory=place)
     with crash_at(10):
-        train(config, also=[Counter("one", 5)])
+        train(config, also=[Counter("one", 5), Packed("packed", 8)])
     with Checkpointer(place, read_only=True) as found:
         assert found.steps() == [4, 8]
         meta = found.read_meta()
-        assert meta["also"] == {"one": {"saved": 7}}
+        assert meta["also"] == {"one": {"saved": 7}, "packed": {"saved": 10}}
+        assert found.manifest(8).leaves["also/packed/state"].shape == (3 * 4 + 3 * 8,)
         assert meta["metrics"]["loss"] == losses(tmp_path / "runs" / "tiny")[7][1]
     assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
-    other = Counter("one", 0)
-    assert train(config, also=[other]).complete
-    assert other.saved == 8
+    other, packed = Counter("one", 0), Packed("packed", 0)
+    assert train(config, also=[other, packed]).complete
+    assert (other.saved, packed.saved) == (8, 11)
+    assert isinstance(packed.weights, np.ndarray)
+    np.testing.assert_array_equal(packed.weights, np.full(3, 8.0))
     np.testing.assert_array_equal(other.weights, np.full(3, 5.0))
     assert [step for step, _, _ in losses(tmp_path / "runs" / "tiny")] == list(range(1, STEPS + 1))
-    with pytest.raises(CheckpointError, match="saved with the state of one, but this run has two"):
+    with pytest.raises(CheckpointError, match="saved with the state of one, packed, but this run has two"):
         train(config, also=[Counter("two", 0)])
     with pytest.raises(CheckpointError, match="same name"):
         train(run_config(tmp_path, name="another", directory=next(PLACES)), also=[Counter("a", 0), Counter("a", 0)])

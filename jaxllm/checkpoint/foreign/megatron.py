@@ -10,11 +10,9 @@ through the model. A parameter that several stages hold, such as tied embeddings
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.foreign.torch_archive import ArchiveTensor, read_archive
@@ -24,8 +22,8 @@ _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<layer>\d+)(?P<after>\..*)?")
 
 
-def megatron_fragments(folder: Path, part: str = "model") -> dict[str, list[Callable[[], np.ndarray]]]:
-    """Fragments of a checkpoint: name -> calls that read them, by tensor rank.
+def megatron_fragments(folder: Path, part: str = "model") -> dict[str, list[ArchiveTensor]]:
+    """Fragments of a checkpoint by name, in the order of the tensor ranks; a call of one reads it.
 
     Args:
         folder: of one iteration, which contains ``mp_rank_...``.
@@ -44,7 +42,7 @@ def megatron_fragments(folder: Path, part: str = "model") -> dict[str, list[Call
     complete = list(range(len(next(iter(widths.values())))))
     if sorted(widths) != list(range(len(widths))) or any(found != complete for found in widths.values()):
         raise CheckpointError(f"{folder} lacks ranks: it has {widths} (tensor ranks by pipeline stage).")
-    out: dict[str, list[Callable[[], np.ndarray]]] = {}
+    out: dict[str, list[ArchiveTensor]] = {}
     first: dict[str, int] = {}
     for stage in sorted(ranks):
         counts: dict[str, int] = {}
@@ -61,7 +59,7 @@ def megatron_fragments(folder: Path, part: str = "model") -> dict[str, list[Call
             lacking = [rank for rank in complete if name not in ranks[stage][rank]]
             if lacking:
                 raise CheckpointError(f"{folder}: stage {stage} has {name} on rank 0, but not on ranks {lacking}.")
-            out.setdefault(whole, [ranks[stage][rank][name].read for rank in complete])
+            out.setdefault(whole, [ranks[stage][rank][name] for rank in complete])
         for stack, count in counts.items():
             first[stack] = first.get(stack, 0) + count
     return out

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxllm.checkpoint.errors import CheckpointError
 
@@ -63,7 +64,7 @@ class Record:
 
 @dataclass(frozen=True)
 class ArchiveTensor:
-    """Tensor of an archive, not yet read.
+    """Tensor of an archive, not yet read: a call reads its values, and so does each index.
 
     Attributes:
         shape, dtype: of the values.
@@ -73,6 +74,15 @@ class ArchiveTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+
+    def __call__(self) -> np.ndarray:
+        return self.read()
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.read()[index]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read(), dtype or self.dtype)
 
 
 def read_archive(source: bytes | Path) -> Any:

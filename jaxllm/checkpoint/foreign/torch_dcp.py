@@ -8,6 +8,7 @@ The metadata says where each chunk lies in its tensor, so no rule is needed to p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ def read_dcp(folder: Path, rules: Sequence[FragmentRule] = ()) -> dict[str, np.n
     Raises:
         CheckpointError: a file is missing or damaged, or chunks do not cover their tensor.
     """
+    out = {name: tensor.read() for name, tensor in dcp_tensors(folder).items()}
+    for name, whole in out.items():
+        if rules and (rule := rule_for(name, rules)).padding is not None:
+            out[name] = FragmentRule(rule.pattern, "placed", padding=rule.padding).whole(name, [whole])
+    return out
+
+
+def dcp_tensors(folder: Path) -> dict[str, ArchiveTensor]:
+    """Tensors of a DCP checkpoint by name, each read and made whole by a call.
+
+    Raises:
+        CheckpointError: the metadata or a tensor's first chunk is missing or damaged.
+    """
     if not (folder / METADATA).exists():
         raise CheckpointError(f"{folder} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint.")
     content = read_pickled_data((folder / METADATA).read_bytes())
@@ -44,10 +58,9 @@ def read_dcp(folder: Path, rules: Sequence[FragmentRule] = ()) -> dict[str, np.n
     for name, record in tensors.items():
         if not (isinstance(record, Record) and record.name.endswith("TensorStorageMetadata")):
             continue
-        shape = _sizes(_fields(record, "TensorStorageMetadata")["size"])
-        out[name] = _assembled(folder, name, shape, chunks.get(name, []))
-        if rules and (rule := rule_for(name, rules)).padding is not None:
-            out[name] = FragmentRule(rule.pattern, "replicated", padding=rule.padding).whole(name, [out[name]])
+        shape, own = _sizes(_fields(record, "TensorStorageMetadata")["size"]), chunks.get(name, [])
+        dtype = _tensor(folder, name, own[0][1]).dtype if own else np.dtype(np.float32)
+        out[name] = ArchiveTensor(shape, dtype, functools.partial(_assembled, folder, name, shape, own))
     return out
 
 
@@ -55,7 +68,7 @@ def _assembled(folder: Path, name: str, shape: tuple[int, ...], chunks: Sequence
     whole: np.ndarray | None = None
     covered = 0
     for offsets, place in chunks:
-        tensor = _tensor(folder, name, place)
+        tensor = _tensor(folder, name, place).read()
         if whole is None:
             whole = np.empty(shape, tensor.dtype)
         begin = offsets or (0,) * len(shape)
@@ -71,7 +84,7 @@ def _assembled(folder: Path, name: str, shape: tuple[int, ...], chunks: Sequence
     return whole
 
 
-def _tensor(folder: Path, name: str, place: Mapping[str, Any]) -> np.ndarray:
+def _tensor(folder: Path, name: str, place: Mapping[str, Any]) -> ArchiveTensor:
     file = folder / place["relative_path"]
     if file.parent != folder or not file.exists():
         raise CheckpointError(f"{folder}: {place['relative_path']}, which has a chunk of {name}, is missing.")
@@ -81,7 +94,7 @@ def _tensor(folder: Path, name: str, place: Mapping[str, Any]) -> np.ndarray:
     found = read_archive(data)
     if not isinstance(found, ArchiveTensor):
         raise CheckpointError(f"{file}: at {place['offset']} there is no tensor, but {name} should be there.")
-    return found.read()
+    return found
 
 
 def _fields(record: Any, kind: str) -> Mapping[str, Any]:

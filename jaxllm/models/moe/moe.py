@@ -22,6 +22,7 @@ from jaxllm.models.layers.mlp import ACTIVATIONS, Mlp, MlpConfig
 from jaxllm.models.linear import Weight, linear, matmul_by_expert
 from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
 from jaxllm.models.moe.router import RouterConfig, Routing, route
+from jaxllm.models.packed_weight import axes_of_arrays
 from jaxllm.models.params import at_least_f32, constant, use
 
 TOKENS = ("batch", "seq", None)
@@ -137,8 +138,8 @@ class Experts(nnx.Module):
             "down_bias": ("experts", None),
         }
 
-        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is several arrays
-        parts = [specs[name] for name in sorted(arrays) for _ in jax.tree.leaves(arrays[name])]
+        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays
+        parts = [axes for name in sorted(arrays) for axes in axes_of_arrays(arrays[name], specs[name])]
 
         def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:
             own = jax.tree.unflatten(tree, flat)

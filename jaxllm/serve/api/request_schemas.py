@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from jaxllm.serve.api.request_fields import (
     WHOLE_NUMBER,
@@ -26,6 +26,12 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+def _needs(field: str, switch: str) -> dict[str, Any]:
+    """JSON schema: ``field`` is null, or ``switch`` is true."""
+    on = {"required": [switch], "properties": {switch: {"const": True}}}
+    return {"anyOf": [{"properties": {field: {"type": "null"}}}, on]}
 
 
 class StreamOptions(RequestModel):
@@ -85,7 +91,10 @@ class SamplingFields(RequestModel):
     top_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra={"additionalProperties": False})]
+        | None
+    ) = None
     user: Name | None = Field(default=None, description="Written to the log.")
     # Extensions of OpenAI's API:
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = None
@@ -121,7 +130,7 @@ class Function(RequestModel):
     """Function and arguments (JSON) of a tool call."""
 
     name: Name
-    arguments: str
+    arguments: Annotated[str, Field(json_schema_extra={"format": "json"})]
 
 
 class ToolCall(RequestModel):
@@ -226,6 +235,9 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 class ChatRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [_needs("stream_options", "stream"), _needs("top_logprobs", "logprobs")]}
+    )
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE_NUMBER] | None = None
@@ -271,6 +283,7 @@ Prompts = str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list
 class CompletionRequest(SamplingFields):
     """Body of `POST /v1/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"allOf": [_needs("stream_options", "stream")]})
     prompt: Prompts | None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20), WHOLE_NUMBER] | None = None
@@ -294,8 +307,16 @@ class EmbeddingRequest(RequestModel):
     )
 
 
+_EITHER = [
+    {"required": [given], "properties": {given: {"type": kind}, other: {"type": "null"}}}
+    for given, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+]
+
+
 class TokenizeRequest(RequestModel):
     """Body of `POST /tokenize`: a text, or a conversation."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _EITHER})
 
     model: Name | None = None
     prompt: str | None = None

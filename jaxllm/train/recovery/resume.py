@@ -39,7 +39,7 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
         check_resumable(meta, run.config, run.directory.path)
         state_providers.check_providers(meta, run.also)
     saved = saved_state(run.abstract, run.links)
-    found = saver.resume(state_providers.with_provider_arrays(saved, run.also))
+    found = saver.resume(state_providers.with_provider_targets(saved, run.also))
     if found is None:  # another process emptied the directory meanwhile
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} have been deleted; start again.")
     check_resumable(found.meta, run.config, run.directory.path)

@@ -5,6 +5,7 @@ Legend: B batch, S sequence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.models.param_subset import merge, select
+from jaxllm.optim import DifferentiatedTree
 from jaxllm.train.step.numerics import Numerics
 from jaxllm.train.step.objective import (
     TOKENS,
@@ -149,7 +151,8 @@ def value_and_grad(
     """Loss and gradients of a step: ``(params, batch) -> (LossSums, gradients of the mean loss per target token)``.
 
     With ``Numerics`` as a third argument, gradients are taken of the scaled loss and divided by the loss scale, and
-    the matmuls' new amax values are a third result.
+    the matmuls' new amax values are a third result. A ``DifferentiatedTree`` as ``tree`` says what gradients are taken
+    of; by default that is the parameters, or the trainable ones.
 
     Args:
         model: the architecture; its remat policy (gradient checkpointing) applies inside.
@@ -171,15 +174,14 @@ def value_and_grad(
     objective = _given_or_cross_entropy(objective, z_loss)
     routed = routing is not None and isinstance(objective, HeadObjective)
 
-    def mean_loss(inputs: tuple[Any, Any], whole: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
-        trained, amax = inputs
-        params = model.with_amax_history(trained if trainable is None else merge(trained, whole), amax)
-        sums = loss_sums(model, params, batch, layout=layout, routing=routing, objective=objective)
-        return sums.loss / total, sums
+    trained_params = DifferentiatedTree(
+        functools.partial(select, trainable),
+        lambda points, whole: points if trainable is None else merge(points, whole),
+    )
 
-    grad = jax.value_and_grad(mean_loss, has_aux=True)
-
-    def run(params: Any, batch: Any, numerics: Numerics | None = None) -> tuple[Any, ...]:
+    def run(
+        params: Any, batch: Any, numerics: Numerics | None = None, tree: DifferentiatedTree = trained_params
+    ) -> tuple[Any, ...]:
         if has_packed(params):
             raise NotImplementedError(
                 'training: weights are packed (quantised) and have no gradients; load the model with weights = "plain".'
@@ -187,7 +189,15 @@ def value_and_grad(
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch), 1).astype(dtype)
         whole = params if zero == 3 else model.gather(params)
-        params, used = select(trainable, params), select(trainable, whole)
+        params, used = tree.of_params(params), tree.of_params(whole)
+
+        def mean_loss(inputs: tuple[Any, Any], whole: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
+            points, amax = inputs
+            of_forward = model.with_amax_history(tree.into_params(points, whole), amax)
+            sums = loss_sums(model, of_forward, batch, layout=layout, routing=routing, objective=objective)
+            return sums.loss / total, sums
+
+        grad = jax.value_and_grad(mean_loss, has_aux=True)
         amax, scale = (None, 1.0) if numerics is None else (numerics.seen, numerics.scale)
 
         def reduce(grads: Any) -> Any:

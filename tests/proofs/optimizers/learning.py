@@ -16,7 +16,7 @@ from jaxllm.optim import optimizer
 from jaxllm.train import RunConfig, TrainState
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.step_builder import build_step
-from tests.optim.kinds import KINDS, named
+from tests.optim.kinds import WHOLE, named
 from tests.proofs.harness import proof
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -60,7 +60,7 @@ def best(name: str) -> float:
 
 @proof(
     "optimizers",
-    cases=[n for n in KINDS if n not in NOT_FASTER],
+    cases=[n for n in WHOLE if n not in NOT_FASTER],
     sample=1,
     bound={"loss over sgd's": 0.99},
 )

@@ -22,7 +22,7 @@ from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.step.step_builder import build_step
 from sharding import shardings_of
 from tests import environment, quick, tiny
-from tests.optim.kinds import KINDS, named
+from tests.optim.kinds import WHOLE, named
 from tests.proofs.harness import proof
 
 MESHES = ("fsdp=8", "fsdp=2,tensor=4", "stage=2,fsdp=2,tensor=2")
@@ -71,7 +71,7 @@ alone = functools.cache(functools.partial(trained, mesh=None))
 
 @proof(
     "optimizers",
-    cases=[(name, mesh) for name in KINDS for mesh in MESHES],
+    cases=[(name, mesh) for name in WHOLE for mesh in MESHES],
     sample=1,
     float64=True,
     bound={"loss": 1e-10, "parameters": 1e-10},

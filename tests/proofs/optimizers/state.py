@@ -11,7 +11,7 @@ from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import step_on
 from sharding.topology import Topology
 from tests import tiny
-from tests.optim.kinds import KINDS, arrays_bytes, named, table_bytes
+from tests.optim.kinds import WHOLE, arrays_bytes, named, table_bytes
 from tests.proofs.harness import proof
 
 LLAMAS = {
@@ -24,7 +24,7 @@ LLAMAS = {
 """Width, feed-forward width, layers, heads, rank: both papers' models (GaLore's table 11, section 5.1)."""
 
 
-@proof("optimizers", cases=KINDS, sample=2, bound=0.0)
+@proof("optimizers", cases=WHOLE, sample=2, bound=0.0)
 def compiled_state(name: str) -> float:
     """Argument bytes of the compiled step beside parameters and batch equal the documentation's table exactly.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 from collections import Counter
 from typing import Any
 
 import hypothesis
 import jsonschema
 import schemathesis
+from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
@@ -22,7 +24,8 @@ from tests.serve import servers
 _OPEN = contextlib.ExitStack()
 atexit.register(_OPEN.close)
 LEGAL, BROKEN = 12, 5
-"""Requests of each kind that a trial draws for each route with a body, and of the first kind for one without."""
+"""Legal and broken requests that a trial draws for each route; one without a body or a parameter has one request."""
+schemathesis.openapi.format("json", st.dictionaries(st.text(max_size=9), st.integers(), max_size=3).map(json.dumps))
 
 
 @functools.cache
@@ -32,12 +35,12 @@ def _served() -> tuple[str, Any]:
     return url, schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
-@proof("server", count=110, sample=1, bound={"refused": 0.7, "too few": 0})
+@proof("server", count=110, sample=1, bound={"refused": 0.5, "too few": 0})
 def schemathesis_cases(seed: int) -> dict[str, float]:
     """Status, type, headers and body of every answer are as published; broken requests are refused; never a 5xx.
 
-    Of all answers at least three in ten are 2xx. That legal requests are accepted is not asked of each: a context has
-    a length, a vocabulary a size, and arguments of calls are JSON, which the schema cannot say.
+    Of all answers at least half are 2xx, though a quarter of the requests are broken. That legal requests are accepted
+    is not asked of each: prompts must fit a context, and some fields need each other, which the schema does not say.
     """
     url, schema = _served()
     counts: Counter[int] = Counter()
@@ -51,9 +54,8 @@ def schemathesis_cases(seed: int) -> dict[str, float]:
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) == 12
     for operation in operations:
-        body = operation.method == "post"
         draw(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), send, LEGAL, seed, operation.label)
-        if body:
+        if operation.method == "post" or len(operation.path_parameters):
             draw(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE), send, BROKEN, seed, operation.label)
     total = sum(counts.values())
     good = sum(many for status, many in counts.items() if status < 300)
