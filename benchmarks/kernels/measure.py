@@ -8,16 +8,15 @@ in float32.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.tune.timing import difference, seconds
 
 PARTS = ("forward", "backward")
 
@@ -81,32 +80,6 @@ def peaks() -> tuple[float, float]:
     return product, 2 * y.nbytes / seconds(jax.jit(lambda y: y + 1), (y,), 3)
 
 
-def seconds(function: Callable[..., Any], arguments: Sequence[Any], repeats: int, carried: bool = False) -> float:
-    """Seconds of one call: the fastest of three rounds of ``repeats`` calls that are queued on the device.
-
-    Args:
-        carried: the second result replaces the last argument, which is donated.
-    """
-    arguments = [*arguments[:-1], jax.tree.map(jnp.copy, arguments[-1])] if carried else list(arguments)
-
-    def call() -> Any:
-        result = function(*arguments)
-        if carried:
-            result, arguments[-1] = result
-        return result
-
-    jax.block_until_ready(call())
-    rounds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        result = None
-        for _ in range(repeats):
-            result = call()
-        jax.block_until_ready(result)
-        rounds.append((time.perf_counter() - started) / repeats)
-    return min(rounds)
-
-
 def passes(function: Callable[..., Any], work: Work) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(forward, forward and backward), compiled. The second takes the result's gradient behind the inputs."""
     if work.carried:
@@ -120,12 +93,6 @@ def passes(function: Callable[..., Any], work: Work) -> tuple[Callable[..., Any]
         return out, *pull(d_out)
 
     return jax.jit(function), jax.jit(both)
-
-
-def difference(got: Iterable[Any], want: Iterable[Any]) -> float:
-    """The largest ||x - y|| / ||y||."""
-    pairs = ((np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got, want, strict=True))
-    return max(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)) for x, y in pairs)
 
 
 def _results(function: Callable[..., Any], work: Work, inputs: Sequence[Any], d_out: Any) -> list[Any]:

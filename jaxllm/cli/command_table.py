@@ -66,6 +66,11 @@ COMMANDS = {
         "doctor",
         "Show devices, versions and kernels, which are checked here: `jaxllm doctor`.",
     ),
+    "tune": Command(
+        "jaxllm.cli.commands.tune",
+        "tune",
+        "Tune kernels with learned cost models: `jaxllm tune flash_attention`; also `tune matmul`, `tune program`.",
+    ),
     "pipeline": Command(
         "jaxllm.cli.commands.planning.pipeline",
         "pipeline",

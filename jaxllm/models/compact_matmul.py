@@ -22,18 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 import sharding
 from jaxllm.models.operand_specs import gradient_spec, spec_of, without_reduced
 from jaxllm.models.params import at_least_f32, gathered
 from sharding import LogicalAxes
-
-
-def batch_seed(tokens: Int[Array, "B S"]) -> UInt32[Array, ""]:
-    """RNG seed of a batch, a hash of its tokens; equal on every mesh, because sums of integers do not round."""
-    places = jnp.arange(tokens.shape[1], dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(1)
-    return jnp.sum(tokens.astype(jnp.uint32) * places, dtype=jnp.uint32)
 
 
 def projection_width(share: float, inner: int) -> int:

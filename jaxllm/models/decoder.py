@@ -69,10 +69,10 @@ class DecoderConfig:
         norm_eps: epsilon added to the mean square (or the variance) in every norm.
         param_dtype: dtype in which parameters are stored.
         dtype: compute dtype of matmuls; norms, softmax and loss run in at least float32.
-        matmul_precision: low-precision matmul (INT8, FP8) with the weights of blocks in training: "plain" for none;
-            "int8"; FP8 with one scale per tensor, from its own amax ("fp8_current") or from the amax history of the
-            last steps ("fp8_delayed"), or one scale per 32 values ("fp8_block"). See
-            ``jaxllm.models.low_precision_matmul``.
+        matmul_precision: low-precision matmul (INT8, FP8, FP4) with the weights of blocks in training: "plain" for
+            none; "int8"; FP8 with one scale per tensor, from its own amax ("fp8_current") or from the amax history of
+            the last steps ("fp8_delayed"), or one scale per 32 values ("fp8_block"); FP4 with rotations and
+            stochastic rounding ("mxfp4", Quartet). See ``jaxllm.models.low_precision_matmul``.
         remat: gradient checkpointing (remat), the values that the backward pass recomputes: "none", "elementwise"
             (norms, rotary embeddings, activation functions), "attention" (attention as well), "full" (each block from
             its input), "sqrt" (runs of blocks from the input of the first); "offload" (activation offload to the

@@ -9,6 +9,8 @@ Legend: B batch, S sequence, D embed, V vocab, L layers.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +25,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import sharding
 from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex
+from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
-from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history
+from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
 from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of, use
 from sharding import Rules
 
@@ -182,15 +185,16 @@ class Functional:
         """
         kind: MatmulPrecision = self.config.matmul_precision
 
-        def weight(value: Array | Weight, _: int) -> Array | Weight:
+        def weight(value: Array | Weight, matmul: int, layer: LayerIndex) -> Array | Weight:
             if kind != "plain" and isinstance(value, jax.Array):
-                value = LowPrecisionWeight(value, kind)
+                key = rounding_key(layer, matmul) if kind == "mxfp4" else None
+                value = LowPrecisionWeight(value, kind, key=key)
             return value if wrap is None else wrap(value)
 
         with sharding.use_rules(self.rules), jax.named_scope("layers"):
             for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
                 own = jax.tree.map(on_device, params[str(b)])
-                own = map_weights(own, self._modules["linears"][s][b], weight)
+                own = map_weights(own, self._modules["linears"][s][b], functools.partial(weight, layer=first + b))
                 x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
         return x, ctx
 
@@ -280,7 +284,8 @@ class Functional:
         self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Hidden states before the head, and the updated attention context: training, prefill and decode alike."""
-        with remat.with_batch_seed(self.config.remat, tokens):
+        draws = remat.draws(self.config.remat) or self.config.matmul_precision == "mxfp4"
+        with with_batch_seed(tokens) if draws else contextlib.nullcontext():
             return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
 
 

@@ -1,4 +1,4 @@
-"""Low-precision matmul (INT8, FP8) of activations and weights, forward and backward.
+"""Low-precision matmul (INT8, FP8, FP4) of activations and weights, forward and backward.
 
 A layer's output, the gradient of its input and the gradient of its weight are three matmuls of the same three operands:
 x and w, dy and w, x and dy. Each operand is divided by a scale that maps its largest absolute value (amax) to the
@@ -13,6 +13,8 @@ largest of the format, rounded, multiplied in 8 bits, accumulated in at least 32
                 section 3.3). XLA has no such matmul on all devices, so the dequantised values are multiplied in compute
                 dtype: the rounding is that of the format, the speed is not.
 
+"mxfp4" rounds the operands to 4 bits, with rotations and stochastic rounding (``jaxllm.models.mxfp4_matmul``).
+
 Legend: T token dimensions, C contracted dimensions, O output dimensions, P matmuls of a block, H steps of history,
 L layers.
 """
@@ -26,14 +28,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 import sharding
+from jaxllm.models.attention_context import LayerIndex
+from jaxllm.models.batch_seed import current_batch_seed
+from jaxllm.models.mxfp4_matmul import mxfp4_matmul
 from jaxllm.models.operand_specs import gradient_spec, spec_of, without_reduced
 from jaxllm.models.params import at_least_f32, gathered
 from sharding import LogicalAxes
 
-MatmulPrecision = Literal["plain", "int8", "fp8_current", "fp8_delayed", "fp8_block"]
+MatmulPrecision = Literal["plain", "int8", "fp8_current", "fp8_delayed", "fp8_block", "mxfp4"]
 MX_BLOCK = 32
 """Values that share a scale in ``fp8_block``, as in MX formats; fewer where a sum is shorter or does not divide."""
 AMAX_HISTORY_LENGTH = 16
@@ -56,7 +61,7 @@ class QuantisationScheme:
 
     @property
     def multiplies_8bit(self) -> bool:
-        """Whether the matmul itself takes 8-bit operands (not so for "plain" and "fp8_block")."""
+        """Whether the matmul itself takes 8-bit operands (not so for "plain", "fp8_block" and "mxfp4")."""
         return self.kind in ("int8", "fp8_current", "fp8_delayed")
 
     def format(self, gradient: bool) -> Any:
@@ -192,7 +197,7 @@ def _times(y: Array, scale: Array) -> Array:
     return y * scale.astype(y.dtype)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seen"], meta_fields=["kind"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seen", "key"], meta_fields=["kind"])
 @dataclass(frozen=True)
 class LowPrecisionWeight:
     """Weight whose matmuls run in low precision, forward and backward; a ``jaxllm.models.linear.Weight``.
@@ -201,11 +206,13 @@ class LowPrecisionWeight:
         weight: the dense weight.
         kind: precision of its matmuls.
         seen: its amax history of "fp8_delayed" in training, [*layers, 3, H]; None: current scaling.
+        key: data of the RNG key by which "mxfp4" rounds its gradients; None where there are none.
     """
 
     weight: Array
     kind: MatmulPrecision
     seen: Float[Array, "*layers 3 H"] | None = None
+    key: UInt32[Array, " K"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -221,9 +228,11 @@ class LowPrecisionWeight:
         return self.weight
 
     def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
-        """Low-precision matmul, see ``quantised_matmul``."""
+        """Low-precision matmul, see ``quantised_matmul`` and ``mxfp4_matmul``."""
 
         def multiply(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
+            if self.kind == "mxfp4":
+                return mxfp4_matmul(contract, there, x, w, self.key)
             return quantised_matmul(QuantisationScheme(self.kind), contract, there, x, w, self.seen)
 
         return sharding.project(x, self.weight, out, contract=contract, multiply=multiply)
@@ -231,6 +240,19 @@ class LowPrecisionWeight:
     def grouped_matmul(self, rows: Array, sizes: Array) -> Array:
         """Refuses: grouped matmuls of experts have no low-precision form."""
         raise NotImplementedError(f'matmul_precision = "{self.kind}" has no matmul of experts; choose "plain".')
+
+
+def rounding_key(layer: LayerIndex, matmul: int) -> UInt32[Array, " K"] | None:
+    """Data of the RNG key of a matmul's stochastic rounding in this batch; None where the batch is not known.
+
+    Args:
+        layer: index of its layer.
+        matmul: index of it in the layer, below 256.
+    """
+    seed = current_batch_seed()
+    if seed is None:
+        return None
+    return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), layer * 256 + matmul))
 
 
 def init_amax_history(matmuls: int, repeats: int) -> Float[Array, "L P 3 H"]:

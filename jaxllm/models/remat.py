@@ -24,20 +24,19 @@ compact:0.25 every intermediate value is kept except the inputs of matmuls with 
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 import sharding
-from jaxllm.models.compact_matmul import CompactWeight, batch_seed
+from jaxllm.models.batch_seed import current_batch_seed
+from jaxllm.models.compact_matmul import CompactWeight
 from jaxllm.models.linear import Weight, dense, gather, matmul_by_expert, project
 from pallas_kernels.flash_attention import RESIDUALS
 from sharding import LogicalAxes
@@ -254,25 +253,14 @@ class _NamedWeight:
         return matmul_by_expert(rows, self.weight, sizes)
 
 
-_seed: ContextVar[Array | None] = ContextVar("remat_seed", default=None)
-
-
-@contextlib.contextmanager
-def with_batch_seed(remat: str, tokens: Int[Array, "B S"]) -> Iterator[None]:
-    """Context manager: traces the body with the batch's RNG seed, where a policy ("compact") draws from it."""
-    if not any(compact_share(policy) is not None for policy, _ in parse(remat)):
-        yield
-        return
-    token = _seed.set(batch_seed(tokens))
-    try:
-        yield
-    finally:
-        _seed.reset(token)
+def draws(remat: str) -> bool:
+    """Whether a policy ("compact") draws random numbers, seeded by the batch."""
+    return any(compact_share(policy) is not None for policy, _ in parse(remat))
 
 
 def _compact(body: Body, share: float) -> Any:
     """``body`` whose matmuls keep a random projection of their inputs; ``step`` ends with the number of the repeat."""
-    seed = _seed.get()
+    seed = current_batch_seed()
     if seed is None:
         raise RematError(
             f'model: remat = "compact:{share}" seeds its projections from the batch, but the tokens of the batch are '

@@ -123,6 +123,7 @@ FEATURES: dict[str, Feature] = {
     # Model
     "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),
     "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
+    "FP4 matmuls": Feature(lambda run, _: run.model.matmul_precision == "mxfp4", _precision),
     "low-precision matmuls": Feature(lambda run, _: run.model.matmul_precision != "plain", _precision),
     "experts": Feature(lambda run, _: bool(run.model.mixtures), lambda run: "a model with experts"),
     "scaled embedding gradient": Feature(
@@ -227,6 +228,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "the amax history is state between steps, which pipelines do not support",
         NO_STAGES,
     ),
+    Refusal(
+        "pipeline",
+        "FP4 matmuls",
+        "their gradients are rounded stochastically, seeded by the tokens of the batch, which stages do not pass on",
+        NO_STAGES,
+    ),
     Refusal("pipeline", "optimizer offload", "state on the host is updated layer by layer on one device", NO_STAGES),
     Refusal("pipeline", "parameter offload", "stages keep their weights on the device", NO_STAGES),
     Refusal(
@@ -316,6 +323,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "partial recomputation",
         "the optimizer saves only the input of each layer and recomputes the layer",
         'set model.remat to "full"',
+    ),
+    Refusal(
+        "layerwise backward pass",
+        "FP4 matmuls",
+        "their gradients are rounded stochastically, seeded by the tokens of the batch, which single layers do not get",
+        "choose another optimizer or model.matmul_precision",
     ),
     Refusal(
         "layerwise optimizer",

@@ -69,6 +69,7 @@ PRECISIONS = {
     "fp8_current": Precision(dtype="bfloat16", matmul_precision="fp8_current"),
     "fp8_delayed": Precision(dtype="bfloat16", matmul_precision="fp8_delayed"),
     "fp8_block": Precision(dtype="bfloat16", matmul_precision="fp8_block"),
+    "mxfp4": Precision(dtype="bfloat16", matmul_precision="mxfp4"),
 }
 """Precisions by name. "bf16" and "fp16" are mixed precision with float32 parameters (arXiv:1710.03740);
 "bf16_collage" and "bf16_stochastic" store parameters in bfloat16.

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from pallas_kernels._pallas import round_up
-from pallas_kernels.tuned import by_kind as tuned
+from pallas_kernels.tuned import measured
 
 SIZES = (1024, 512, 256, 128)
 MAX_STEP_MACS = 2**29
@@ -114,7 +114,7 @@ def tpu_blocks(kind: str, embed: int, item_bytes: int) -> CrossEntropyTpuBlocks 
     if forward is None or backward is None:
         return None
     blocks = CrossEntropyTpuBlocks(*forward, backward[1], backward[0], limit)
-    return dataclasses.replace(blocks, **tuned("cross_entropy").get(kind, {}))
+    return dataclasses.replace(blocks, **measured("cross_entropy", kind))
 
 
 def gpu_blocks(kind: str, item_bytes: int) -> CrossEntropyGpuBlocks:
@@ -122,4 +122,4 @@ def gpu_blocks(kind: str, item_bytes: int) -> CrossEntropyGpuBlocks:
     blocks = (
         CrossEntropyGpuBlocks() if item_bytes == 2 else CrossEntropyGpuBlocks(tokens=64, vocab=64, embed=32, stages=2)
     )
-    return dataclasses.replace(blocks, **tuned("cross_entropy").get(kind, {}))
+    return dataclasses.replace(blocks, **measured("cross_entropy", kind))

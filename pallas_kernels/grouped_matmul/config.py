@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pallas_kernels._pallas import round_up
-from pallas_kernels.tuned import by_kind as tuned
+from pallas_kernels.tuned import measured
 
 LANES = 128
 MAX_STEP_MACS = 2**29
@@ -93,9 +93,20 @@ def tpu_limits(kind: str) -> TpuLimits:
     return _TPU.get(kind, _TPU["TPU v4"])
 
 
-@functools.cache
 def matmul_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_bytes: int) -> GroupedTiles:
     """Tiles for M rows in E groups, each multiplied by its group's [inner, columns] matrix."""
+    found = measured("grouped_matmul", kind, shape_case(m, e, inner, columns, item_bytes))
+    found = found or measured("grouped_matmul", kind)
+    return dataclasses.replace(_matmul_tiles(kind, m, e, inner, columns, item_bytes), **found)
+
+
+def shape_case(m: int, e: int, inner: int, columns: int, item_bytes: int) -> str:
+    """Case by which TPU tiles are tuned: the shape of the matmul, and bytes of an element."""
+    return f"{m} rows, {e} groups, {inner} x {columns}, {item_bytes} bytes"
+
+
+@functools.cache
+def _matmul_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_bytes: int) -> GroupedTiles:
     limits = tpu_limits(kind)
 
     def fits(t: GroupedTiles) -> bool:
@@ -108,12 +119,17 @@ def matmul_tiles(kind: str, m: int, e: int, inner: int, columns: int, item_bytes
         matrices = (min(e, m) if deep == 1 else steps) * inner * columns
         return _seconds(limits, item_bytes, work, steps * t.rows * inner * across + matrices, steps * across * deep)
 
-    return _best(kind, m, item_bytes, _sizes(inner), _sizes(columns), (0,), fits, seconds)
+    return _best(m, item_bytes, _sizes(inner), _sizes(columns), (0,), fits, seconds)
+
+
+def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: int) -> GroupedTiles:
+    """Tiles for the weight gradient: for each group, the sum over its rows of [left] by [columns] outer products."""
+    found = measured("grouped_matmul", kind)
+    return dataclasses.replace(_outer_tiles(kind, m, e, left, columns, item_bytes), **found)
 
 
 @functools.cache
-def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: int) -> GroupedTiles:
-    """Tiles for the weight gradient: for each group, the sum over its rows of [left] by [columns] outer products."""
+def _outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: int) -> GroupedTiles:
     limits = tpu_limits(kind)
 
     def fits(t: GroupedTiles) -> bool:
@@ -126,7 +142,7 @@ def outer_tiles(kind: str, m: int, e: int, left: int, columns: int, item_bytes: 
         read = steps * t.rows * (left * across + columns * down)
         return _seconds(limits, item_bytes, work, read + e * left * columns, steps * across * down)
 
-    return _best(kind, m, item_bytes, (0,), _sizes(columns), _sizes(left), fits, seconds)
+    return _best(m, item_bytes, (0,), _sizes(columns), _sizes(left), fits, seconds)
 
 
 def gpu_tiles(kind: str, m: int, e: int, item_bytes: int) -> GroupedGpuTiles:
@@ -138,11 +154,10 @@ def gpu_tiles(kind: str, m: int, e: int, item_bytes: int) -> GroupedGpuTiles:
     while rows > 16 and rows // 2 >= m // e:
         rows //= 2
     tiles = dataclasses.replace(tiles, rows=rows, warps=4 if rows < 64 else tiles.warps)
-    return dataclasses.replace(tiles, **tuned("grouped_matmul").get(kind, {}))
+    return dataclasses.replace(tiles, **measured("grouped_matmul", kind))
 
 
 def _best(
-    kind: str,
     m: int,
     item_bytes: int,
     inner: tuple[int, ...],
@@ -155,8 +170,7 @@ def _best(
     rows = [r for r in (128, 256, 512, 1024) if r <= round_up(m, LANES)]
     options = [GroupedTiles(*sizes) for sizes in itertools.product(rows, inner, columns, left)]
     options = [t for t in options if t.rows * max(t.inner, t.left) * t.columns <= most]
-    best = min(filter(fits, options), key=seconds)
-    return dataclasses.replace(best, **tuned("grouped_matmul").get(kind, {}))
+    return min(filter(fits, options), key=seconds)
 
 
 def _sizes(n: int) -> tuple[int, ...]:

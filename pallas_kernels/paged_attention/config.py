@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from pallas_kernels.tuned import by_kind as tuned
+from pallas_kernels.tuned import measured
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def tpu_blocks(kind: str, item_bytes: int) -> PagedTpuBlocks:
     blocks = _TPU.get(kind, PagedTpuBlocks())
     if item_bytes > 2:
         blocks = dataclasses.replace(blocks, rows=blocks.rows // 2, scores=blocks.scores // 2)
-    return dataclasses.replace(blocks, **tuned("paged_attention").get(kind, {}))
+    return dataclasses.replace(blocks, **measured("paged_attention", kind))
 
 
 def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> PagedGpuBlocks:
@@ -72,7 +72,7 @@ def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> PagedGpuBlocks:
         blocks = PagedGpuBlocks(rows=32, slots=32, warps=8)
     elif head_dim > 128 or item_bytes > 2:
         blocks = PagedGpuBlocks(rows=32, slots=32)
-    return dataclasses.replace(blocks, **tuned("paged_attention").get(kind, {}))
+    return dataclasses.replace(blocks, **measured("paged_attention", kind))
 
 
 def block_tokens(tokens: int, requests: int, most: int) -> int:

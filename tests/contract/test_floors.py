@@ -31,7 +31,7 @@ FLOORS = [
     },
     {"jaxllm.models"},
     {"jaxllm.compiler"},
-    {"jaxllm.text", "jaxllm.quant"},
+    {"jaxllm.text", "jaxllm.quant", "jaxllm.tune"},
     {"jaxllm.parallel", "jaxllm.hub", "jaxllm.data", "jaxllm.optim", "jaxllm.checkpoint", "jaxllm.observe"},
     {"jaxllm.convert"},
     {"jaxllm.train", "jaxllm.infer"},

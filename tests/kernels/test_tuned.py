@@ -1,4 +1,4 @@
-"""Measured block sizes are read where there are any, wrong ones refused by name; the search stores the fastest."""
+"""Measured block sizes are read where there are any, wrong ones refused by name. ``tests.tune`` has the search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tomllib
 
 import pytest
 
-from benchmarks import tune
 from pallas_kernels import tuned
 from pallas_kernels.flash_attention import config
 from tests import environment
@@ -40,8 +39,8 @@ def test_what_was_measured_is_used(folder):
     assert config.tpu_blocks(KIND, 4).rows != 4096
     assert config.tpu_blocks("TPU v6 lite", 2).rows != 4096
     assert config.gpu_blocks(KIND, 40, 2).q == 256 != config.gpu_blocks(KIND, 128, 2).q
-    assert tuned.by_kind("flash_attention") == {KIND: {"rows": 7}}
-    assert tuned.by_kind("grouped_matmul") == {}
+    assert tuned.measured("flash_attention", KIND) == {"rows": 7}
+    assert tuned.measured("grouped_matmul", KIND) == tuned.measured("flash_attention", "TPU v6 lite") == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_files_that_are_shipped_are_right():
     """Every one of a device that was measured; none is a legal number."""
     for file in sorted(tuned.FOLDER.glob("*.json")):
         kind, operations = tuned.read(file)["device_kind"], tuned.read(file)["operations"]
-        assert all(found["command"].startswith("python -m benchmarks.tune") for found in operations.values())
+        assert all(found["command"].startswith("jaxllm tune") for found in operations.values())
         for item_bytes in (2, 4):
             config.tpu_blocks(kind, item_bytes)
             for head_dim in (64, 128, 256):
@@ -89,53 +88,3 @@ def test_files_that_are_shipped_are_right():
     project = tomllib.loads((environment.ROOT / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]
     assert "*.json" in data.get("pallas_kernels.tuned", []) or "tuned/*.json" in data.get("pallas_kernels", [])
-
-
-def test_the_search_finds_the_fastest_and_leaves_out_what_fails(folder):
-    def seconds(blocks, part):
-        if blocks.kv == 2048:
-            return None  # does not compile
-        return 1 / blocks.rows + (0.1 if blocks.kv == 512 else 0.05)
-
-    fields = (("both", {"rows": (512, 1024, 2048), "kv": (256, 512, 2048)}),)
-    search = tune.Search("2 bytes", config.FlashTpuBlocks(), fields, seconds)
-    assert tune.best(search) == {"rows": 2048, "kv": 256}
-    assert tune.best(dataclasses.replace(search, seconds=lambda *_: 1.0)) == {}, "no faster than the default"
-    tune.store("flash_attention", KIND, {"2 bytes": tune.best(search)})
-    assert config.tpu_blocks(KIND, 2).rows == 2048
-    assert "python -m benchmarks.tune flash_attention" in tuned.path(KIND).read_text()
-
-
-def test_searches_are_of_fields_that_blocks_have():
-    for platform, blocks in (("gpu", config.FlashGpuBlocks), ("tpu", config.FlashTpuBlocks)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tune.flash, "work", lambda shape: None)
-            patch.setattr(tune, "_seconds", lambda *_: lambda blocks, part: 1.0)
-            searches = list(tune.flash_attention(platform, KIND))
-        assert len({search.case for search in searches}) == len(searches) > 0
-        assert all(isinstance(search.default, blocks) for search in searches)
-        assert all(tune.best(search) == {} for search in searches)
-
-
-@pytest.mark.drawn(0.4)
-def test_a_candidate_is_timed_with_its_blocks_and_checked(monkeypatch):
-    used = []
-
-    def contender(q, k, v):
-        used.append(config.tpu_blocks("any", 2))
-        return tune.flash.flash_attention(q, k, v, implementation="xla") * scale
-
-    work = tune.flash.work(dataclasses.replace(tune.flash.TINY["tiny"], s=8))
-    seconds = tune._seconds(dataclasses.replace(work, contenders={"it": contender}), "it", "tpu_blocks")
-    blocks, scale = config.FlashTpuBlocks(rows=256), 1.0
-    forward, both = (seconds(blocks, part) for part in ("forward", "both"))
-    assert forward > 0
-    assert both > 0
-    assert set(used) == {blocks}
-    scale = 1.1
-    assert seconds(blocks, "both") is None
-
-
-def test_without_an_accelerator_nothing_is_tuned(capsys):
-    assert tune.main(["flash_attention"]) == 1
-    assert "nothing to tune" in capsys.readouterr().err

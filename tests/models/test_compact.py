@@ -14,7 +14,8 @@ import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.models import MLAConfig, functional
-from jaxllm.models.compact_matmul import batch_seed, compact_matmul
+from jaxllm.models.batch_seed import batch_seed
+from jaxllm.models.compact_matmul import compact_matmul
 from jaxllm.train import RunConfig, value_and_grad
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token

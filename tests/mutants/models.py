@@ -7,7 +7,30 @@ YARN = (f"{PEER}::test_yarn_is_that_of_transformers",)
 LONGROPE = (f"{PEER}::test_longrope_changes_beyond_the_original_length",)
 ROUTER = (f"{PEER}::test_grouped_router_is_that_of_transformers",)
 
+FP4 = "tests/models/test_mxfp4_matmul.py"
+
 MUTANTS = [
+    Mutant(
+        "clipped_values_are_trusted",
+        "jaxllm/models/mxfp4_matmul.py",
+        "(magnitude <= LARGEST).reshape(x.shape)\n",
+        "(magnitude <= 2 * LARGEST).reshape(x.shape)\n",
+        (f"{FP4}::test_the_forward_rounding_is_the_references_bit_for_bit", f"{FP4}::test_gradients_are_unbiased"),
+    ),
+    Mutant(
+        "gradients_are_scaled_back_once",
+        "jaxllm/models/mxfp4_matmul.py",
+        "jnp.where(trusted, MARGIN**-2, 0)",
+        "jnp.where(trusted, MARGIN**-1, 0)",
+        (f"{FP4}::test_gradients_are_unbiased",),
+    ),
+    Mutant(
+        "both_roundings_draw_alike",
+        "jaxllm/models/mxfp4_matmul.py",
+        "zip(operands, over, keys, strict=True)",
+        "zip(operands, over, keys[:1] * 2, strict=True)",
+        (f"{FP4}::test_gradients_are_unbiased",),
+    ),
     Mutant(
         "yarn_ramp_ends_at_the_last_pair",
         "jaxllm/models/layers/rope_scaling.py",

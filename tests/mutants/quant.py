@@ -12,7 +12,7 @@ MUTANTS = [
     ),
     Mutant(
         "mxfp4_steps_change_above_two",
-        "jaxllm/quant/formats/mxfp4.py",
+        "jaxllm/models/fp4_arithmetic.py",
         "jnp.where(magnitude < 2, 0.5,",
         "jnp.where(magnitude < 3, 0.5,",
         ("tests/quant/test_formats.py::test_formats_round_to_the_nearest",),

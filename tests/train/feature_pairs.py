@@ -94,6 +94,7 @@ SETTINGS: dict[str, Setting] = {
     "tokens out of order": _all(_axis("context"), _parallel(layout="zigzag")),
     "loss scaling": _model(dtype="float16"),
     "delayed fp8 scaling": _model(matmul_precision="fp8_delayed"),
+    "FP4 matmuls": _model(matmul_precision="mxfp4"),
     "low-precision matmuls": _model(matmul_precision="int8"),
     "experts": _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
     "latent attention": _block(attention=MLAConfig(4, 16, None, 8, 4, 8, rope=RopeConfig(interleaved=True))),

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxllm.models.fp4_arithmetic import BIAS, GROUP, LARGEST_EXPONENT, power_of_two, round_to_e2m1
 from sharding import LogicalAxes
 
-GROUP = 32
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-LARGEST_EXPONENT = 2
-"""Exponent of the largest e2m1 value, 6 = 1.5 * 2 ** 2."""
-BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,9 @@ class MXFP4:
         largest = jnp.max(jnp.abs(groups), axis=-1)
         _, exponent = jnp.frexp(largest)  # largest = m * 2 ** exponent with 0.5 <= m < 1
         biased = jnp.where(largest > 0, exponent - 1 - LARGEST_EXPONENT + BIAS, 0).clip(0, 254)
-        scaled = groups / _power_of_two(biased)[..., None]
+        scaled = groups / power_of_two(biased)[..., None]
         magnitude = jnp.abs(scaled).clip(max=6.0)
-        # Halves of the spacing in each binade: e2m1 has steps of 0.5 below 2, of 1 below 4, of 2 above.
-        step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
-        rounded = jnp.round(magnitude / step) * step
+        rounded = round_to_e2m1(magnitude)
         codes = jnp.searchsorted(jnp.asarray(E2M1[:8], jnp.float32), rounded).astype(jnp.uint8)
         codes = (codes | (jnp.signbit(scaled).astype(jnp.uint8) << 3)).reshape(x.shape)
         values = codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -66,14 +60,8 @@ class MXFP4:
         axis = self.axis % values.ndim
         halves = jnp.stack([values & 15, values >> 4], axis=axis + 1).reshape(self.shape(values.shape))
         dense = jnp.asarray(E2M1, jnp.float32)[halves]
-        return (dense * jnp.repeat(_power_of_two(scales), GROUP, axis=axis)).astype(dtype)
+        return (dense * jnp.repeat(power_of_two(scales), GROUP, axis=axis)).astype(dtype)
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales: those of the weight."""
         return axes
-
-
-def _power_of_two(biased: Array) -> Float[Array, "..."]:
-    """``2 ** (biased - 127)`` by its float32 bits; exponent 0 stands for half of the smallest normal float32."""
-    bits = biased.astype(jnp.uint32) << 23
-    return jax.lax.bitcast_convert_type(jnp.where(bits == 0, jnp.uint32(1 << 22), bits), jnp.float32)
