@@ -117,7 +117,9 @@ def restore_providers(like: Any, found: Any, meta: Mapping[str, Any], providers:
     arrays = found[PROVIDERS_KEY] if isinstance(found, Mapping) else {}
     for one in providers:
         own, like_own = arrays.get(one.name), one.arrays()
-        one.restore(like_own.unpacked(own) if isinstance(like_own, StateFragments) else own, said[one.name])
+        if isinstance(like_own, StateFragments):
+            own = like_own.unpacked(own or {})
+        one.restore(own, said[one.name])
     if not isinstance(found, Mapping):
         return found
     members = jax.tree.structure(like, is_leaf=lambda x: x is not like)

@@ -70,8 +70,11 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
                 "share a scale; split it over fewer devices, or load the model plain."
             )
     form = MXFP4() if values.dtype == np.uint8 else BlockFloat8(block)
-    placed = (jax.make_array_from_callback(x.shape, leaf.sharding, x.__getitem__) for x in (values, scales))
-    return PackedWeight(*placed, form)
+
+    def placed(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, leaf.sharding, x.__getitem__)
+
+    return PackedWeight(placed(values), placed(scales), form)
 
 
 def _part_arrays(stored: QuantisedArrays, part: TensorPart) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:

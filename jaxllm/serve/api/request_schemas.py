@@ -307,7 +307,7 @@ class EmbeddingRequest(RequestModel):
     )
 
 
-_EITHER = [
+_EITHER: list[Any] = [
     {"required": [given], "properties": {given: {"type": kind}, other: {"type": "null"}}}
     for given, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
 ]
