@@ -6,7 +6,7 @@ are embedded and summed, lines exchange what they say with their neighbours by t
 logarithm of a cost for each target; a program's cost is the sum over its lines, as it is in a device. The model is
 trained on generated programs that were compiled and measured on the device at hand, so its seconds are of that device.
 
-Legend: B programs, S lines, N buckets of names, T tokens of a line, K targets.
+Legend: B programs, S lines, N buckets of names, T places of dimensions in a line, K targets.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ from jaxllm.tune import timing
 from jaxllm.tune.forest import r_squared
 
 TARGETS = ("flops", "bytes", "seconds")
-NAMES, WIDTH, LINE, LINES = 256, 48, 24, 96
-"""Buckets of names, width of the model, most tokens of a line, and most lines of a program."""
+NAMES, WIDTH, LINES = 256, 48, 96
+"""Buckets of names, width of the model, and most lines of a program."""
+TENSORS, RANK = 3, 4
+"""Tensors of a line whose dimensions are read (first and second operand, result), and dimensions of each."""
+SPAN = 8.0
+"""Natural logarithms that the costs of lines differ by, about: what the last layer's results are multiplied by."""
 KERNEL = 3
 """Lines that a convolution sees at a time."""
-TOKEN = re.compile(r"[a-z_][a-z_.0-9]*[a-z_0-9]|\d+")
+TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
+NAME = re.compile(r"[a-z_][a-z_.0-9]*[a-z_0-9]")
 SKIPPED = re.compile(r"^\s*(module|func\.func|return|\}|func\.return|$)")
 
 
@@ -73,8 +78,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         names: how often each bucket of names occurs in a line.
-        numbers: logarithms of the numbers at their places in the line; 0 elsewhere.
-        places: 1 where a number stands.
+        numbers: logarithms of the dimensions of the operands and the result, each at its place; 0 elsewhere.
+        places: 1 where a dimension stands.
     """
 
     names: Float[np.ndarray, "*B S N"]
@@ -83,20 +88,24 @@ class Tokens(NamedTuple):
 
 
 def tokenize(text: str) -> Tokens:
-    """Tokens of a program, a line for each operation; names are hashed to buckets.
+    """Tokens of a program, a line for each operation; names, among them dtypes, are hashed to buckets.
 
-    Tensor types read ``tensor<8x16xf32>``: dimensions are numbers, the dtype is a name. Names of values are left out.
+    A line ends with the types of its operands and of its result, ``(tensor<8x16xf32>, ...) -> tensor<8xf32>``, or with
+    one type that is that of all. Names of values are left out.
     """
     lines = [line for line in text.splitlines() if not SKIPPED.match(line)][:LINES]
-    found = Tokens(*(np.zeros((len(lines), n), np.float32) for n in (NAMES, LINE, LINE)))
+    found = Tokens(*(np.zeros((len(lines), n), np.float32) for n in (NAMES, TENSORS * RANK, TENSORS * RANK)))
     for row, line in enumerate(lines):
         plain = re.sub(r"%[\w:#]+|\"[^\"]*\"|loc\([^)]*\)", " ", line)
-        plain = re.sub(r"(?<=\d)x(?=[\da-z])", " ", plain)
-        for column, token in enumerate(TOKEN.findall(plain)[:LINE]):
-            if token.isdigit():
-                found.numbers[row, column], found.places[row, column] = np.log2(1 + int(token)) / 8, 1
-            else:
-                found.names[row, zlib.crc32(token.encode()) % NAMES] += 1
+        tensors = TENSOR.findall(plain)
+        # The last type is the result's; one that stands alone is the operands' as well.
+        shown = [tensors[0], tensors[min(1, len(tensors) - 1)], tensors[-1]] if tensors else []
+        for tensor, (dims, dtype) in enumerate(shown):
+            for place, size in enumerate(dims.split("x")[:-1][:RANK], tensor * RANK):
+                found.numbers[row, place], found.places[row, place] = np.log2(1 + int(size)) / 8, 1
+            found.names[row, zlib.crc32(dtype.encode()) % NAMES] += 1
+        for name in NAME.findall(TENSOR.sub(" ", plain)):
+            found.names[row, zlib.crc32(name.encode()) % NAMES] += 1
     return found
 
 
@@ -112,8 +121,8 @@ def init_model(key: Array) -> dict[str, Array]:
     """Parameters of the sequence model."""
     shapes = {
         "names": (NAMES, WIDTH),
-        "numbers": (LINE, WIDTH),
-        "places": (LINE, WIDTH),
+        "numbers": (TENSORS * RANK, WIDTH),
+        "places": (TENSORS * RANK, WIDTH),
         "mix_a": (KERNEL * WIDTH, WIDTH),
         "mix_b": (KERNEL * WIDTH, WIDTH),
         "hidden": (2 * WIDTH, 2 * WIDTH),
@@ -121,13 +130,13 @@ def init_model(key: Array) -> dict[str, Array]:
     }
     keys = jax.random.split(key, len(shapes))
     return {
-        name: jax.random.normal(one, shape) * (0.1 if shape[0] in (NAMES, LINE) else shape[0] ** -0.5)
+        name: jax.random.normal(one, shape) * (0.1 if name == "names" else shape[0] ** -0.5)
         for (name, shape), one in zip(shapes.items(), keys, strict=True)
     } | {"start": jnp.zeros(len(TARGETS))}
 
 
 def predict_logs(params: dict[str, Array], tokens: Any) -> Float[Array, "B K"]:
-    """Logarithms of the costs of programs, normalised.
+    """Logarithms of the costs of programs: of the sum of what their lines cost.
 
     Args:
         params: see ``init_model``.
@@ -142,7 +151,7 @@ def predict_logs(params: dict[str, Array], tokens: Any) -> Float[Array, "B K"]:
         window = jnp.concatenate([padded[:, i : i + x.shape[1]] for i in range(KERNEL)], axis=2)
         x = x + live * jax.nn.gelu(window @ params[mix])
     hidden = jax.nn.gelu(jnp.concatenate([first, x], axis=2) @ params["hidden"])
-    logs = hidden @ params["out"] + params["start"]
+    logs = SPAN * (hidden @ params["out"]) + params["start"]
     return jax.nn.logsumexp(jnp.where(live, logs, -1e9), axis=1)
 
 
@@ -152,31 +161,27 @@ class ProgramCostModel:
 
     Attributes:
         params: its parameters.
-        mean, spread: of the logarithms of each target, by which predictions are normalised.
     """
 
     params: dict[str, Array]
-    mean: Float[np.ndarray, " K"]
-    spread: float
 
     def predict(self, texts: Sequence[str]) -> list[dict[str, float]]:
         """FLOPs, bytes and seconds of programs."""
         tokens = stack_programs([tokenize(text) for text in texts])
-        logs = np.asarray(jax.jit(predict_logs)(self.params, tokens), np.float64) * self.spread + self.mean
+        logs = np.asarray(jax.jit(predict_logs)(self.params, tokens), np.float64)
         return [dict(zip(TARGETS, map(float, np.exp(row)), strict=True)) for row in logs]
 
 
 def train(examples: Sequence[ProgramExample], steps: int, seed: int = 0) -> ProgramCostModel:
-    """Model trained on examples by AdamW, on the squared errors of the logarithms."""
+    """Model trained on examples by AdamW, on the squared errors of the logarithms, each target by its own spread."""
     tokens = stack_programs([tokenize(one.text) for one in examples])
     logs = np.log([[one.costs[name] for name in TARGETS] for one in examples])
-    mean, spread = logs.mean(axis=0), float(logs.std())
-    goal = ((logs - mean) / spread).astype(np.float32)
+    goal, spread = logs.astype(np.float32), logs.std(axis=0)
     rule = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-3)
     batch = min(64, len(examples))
 
     def loss(params: Any, tokens: Any, goal: Array) -> Array:
-        return jnp.mean(jnp.square(predict_logs(params, tokens) - goal))
+        return jnp.mean(jnp.square((predict_logs(params, tokens) - goal) / spread))
 
     @jax.jit
     def run(params: Any, key: Array, *data: Any) -> Any:
@@ -190,7 +195,9 @@ def train(examples: Sequence[ProgramExample], steps: int, seed: int = 0) -> Prog
         return jax.lax.scan(step, (params, rule.init(params)), jax.random.split(key, steps))[0][0]
 
     first, key = jax.random.split(jax.random.key(seed))
-    return ProgramCostModel(run(init_model(first), key, jax.tree.map(jnp.asarray, tokens), goal), mean, spread)
+    lines = np.mean(np.sum(np.any(tokens.names > 0, axis=2), axis=1))
+    begun = init_model(first) | {"start": jnp.asarray(logs.mean(axis=0) - np.log(lines), jnp.float32)}
+    return ProgramCostModel(run(begun, key, jax.tree.map(jnp.asarray, tokens), goal))
 
 
 def train_and_test(

@@ -135,8 +135,8 @@ def tune_program(argv: list[str]) -> int:
     def run(
         file: Annotated[Path | None, tyro.conf.Positional] = None,
         /,
-        programs: int = 240,
-        steps: int = 1500,
+        programs: int = 400,
+        steps: int = 900,
         seed: int = 0,
     ) -> int:
         """Generates programs, measures them on the device at hand, and trains a small sequence model on their text.
