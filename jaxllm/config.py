@@ -158,6 +158,11 @@ def _leaves(config: Any, path: str = "", runtime: bool = False) -> typing.Iterat
         yield path, list(config) if isinstance(config, tuple) else config, runtime
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def _read(kind: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -165,7 +170,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected the fields of {kind.__name__}, got {value!r}.")
         renamed = new_field_names(kind)
         value = {renamed.get(key, key): item for key, item in value.items()}
-        hints = typing.get_type_hints(kind, include_extras=True)
+        hints = _hints(kind)
         names = [f.name for f in dataclasses.fields(kind)]
         for key in value:
             if key not in names:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType
@@ -48,6 +48,33 @@ def explicit_axes() -> tuple[str, ...]:
         return ()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+
+def manual_on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, inside a manual ``jax.shard_map`` where the mesh in scope has explicit axes of one device in all.
+
+    Models leave ``jax.shard_map`` out there, since nothing is split, but a Pallas kernel needs it. Arguments and
+    results are trees; what is not an array in them is passed on.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not explicit_axes() or any(mesh.shape[axis] > 1 for axis in explicit_axes()):
+        return function
+
+    def call(*args: Any, **kw: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kw))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        def local(*arrays: Array) -> Any:
+            given = dict(zip(places, arrays, strict=True))
+            args, kw = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return function(*args, **kw)
+
+        whole = jax.sharding.PartitionSpec()
+        arrays = [jax.sharding.reshard(leaves[i], whole) for i in places]
+        names = set(explicit_axes())
+        return jax.shard_map(local, in_specs=whole, out_specs=whole, axis_names=names)(*arrays)
+
+    return call
 
 
 def _platform(backend: str) -> str:

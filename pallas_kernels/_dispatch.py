@@ -2,9 +2,9 @@
 
 Every public operation takes ``implementation``:
 
-- ``None``: the default order of preference, without the kernels of other platforms, and without those whose values
-  differ from the reference's on the device (``pallas_kernels._self_check``). If one does not support the arguments, the
-  next one is tried. ``explain`` shows the order.
+- ``None``: the default order of preference, without the kernels of other platforms, without those of ``ONLY_BY_NAME``,
+  and without those whose values differ from the reference's on the device (``pallas_kernels._self_check``). If one does
+  not support the arguments, the next one is tried. ``explain`` shows the order.
 - a name: only that implementation; it raises ``NotImplementedError`` for arguments it does not support.
 - a sequence of names: these implementations, in this order.
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pallas_kernels import _self_check
-from pallas_kernels._compat import TargetDevice, target_device
+from pallas_kernels._compat import TargetDevice, manual_on_one_device, target_device
 
 OPERATIONS = {
     "flash_attention": "pallas_kernels.flash_attention.api",
@@ -31,8 +31,11 @@ OPERATIONS = {
 }
 """Operation -> module that holds its ``IMPLEMENTATIONS``."""
 
-PLATFORMS: Mapping[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+PLATFORMS: Mapping[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 """Implementation made for one platform -> that platform. The others are plain JAX, correct wherever XLA is."""
+
+ONLY_BY_NAME: Mapping[str, str] = {"cudnn": "used where it is named: its backward pass is not deterministic"}
+"""Implementation that is never a default -> why."""
 
 PREFERRED: Mapping[str, Mapping[str, str]] = {"linear_cross_entropy": {"cpu": "xla"}}
 """Operation -> platform -> implementation that is tried first there, where it differs from the default order."""
@@ -102,7 +105,7 @@ def _order(operation: str, implementations: Mapping[str, Callable[..., Any]], pl
     """Implementations for a platform, in order of preference."""
     first = PREFERRED.get(operation, {}).get(platform)
     names = sorted(implementations, key=lambda name: name != first)
-    return tuple(name for name in names if PLATFORMS.get(name, platform) == platform)
+    return tuple(name for name in names if PLATFORMS.get(name, platform) == platform and name not in ONLY_BY_NAME)
 
 
 def _verdict(operation: str, name: str, device: TargetDevice) -> _self_check.Verdict | None:
@@ -111,6 +114,8 @@ def _verdict(operation: str, name: str, device: TargetDevice) -> _self_check.Ver
 
 
 def _reason(operation: str, name: str, device: TargetDevice) -> str:
+    if name in ONLY_BY_NAME:
+        return ONLY_BY_NAME[name]
     if name not in PLATFORMS:
         return "plain JAX"
     if PLATFORMS[name] != device.platform:
@@ -122,4 +127,4 @@ def _reason(operation: str, name: str, device: TargetDevice) -> str:
 def _named(operation: str, implementations: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
     if name not in implementations:
         raise ValueError(f"{operation}: no implementation {name!r}; there are {sorted(implementations)}.")
-    return implementations[name]
+    return manual_on_one_device(implementations[name]) if name in PLATFORMS else implementations[name]

@@ -88,6 +88,11 @@ def cost(flops: float, moved: float, exponentials: float = 0) -> pl.CostEstimate
     return pl.CostEstimate(flops=round(flops), bytes_accessed=round(moved), transcendentals=round(exponentials))
 
 
+def stated(estimate: pl.CostEstimate) -> dict[str, str]:
+    """Metadata with which a Triton kernel states its cost in a program's text: the GPU compiler drops estimates."""
+    return {"flops": str(estimate.flops), "bytes_accessed": str(estimate.bytes_accessed)}
+
+
 def bytes_of(*arrays: Array | jax.ShapeDtypeStruct) -> int:
     """Total bytes of the arrays."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -7,8 +7,8 @@ forward and backward. One that differs from the reference is not chosen, and a w
 
 The verdict is kept in ``$JAXLLM_CACHE/kernels`` (``~/.cache/jaxllm/kernels``), by the source of the operation, the kind
 of device, and the versions of Python, JAX and the driver, so that other processes check nothing. A program that is
-compiled for a device which is not attached goes by the stored verdict for it; without one TPU kernels are chosen, whose
-interpreter checks races and memory too, and GPU kernels are not.
+compiled for a device which is not attached goes by the stored verdict for it; without one the kernel is chosen, as on a
+device where its check passes.
 """
 
 from __future__ import annotations
@@ -128,10 +128,6 @@ def may_choose(operation: str, implementation: str, device: TargetDevice) -> Ver
             print(f"{operation}: {implementation} {found}", file=sys.stderr)
         if found is not None:
             _verdicts[file.name] = found
-    if found is None and device.platform == "gpu":
-        return Verdict(
-            operation, implementation, device.kind or "a GPU", False, {}, "not compared on such a device", 0.0
-        )
     if found is not None and not found.passed and attached is not None:
         message = f"{operation}: the kernel {implementation} is {found}; a slower implementation is used."
         if jax.process_count() > 1:

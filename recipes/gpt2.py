@@ -16,10 +16,10 @@ def gpt2_124m() -> RunConfig:
 
     | on          | s/step | MFU % |  GiB | compiled |    of |
     |-------------|-------:|------:|-----:|---------:|------:|
-    | v5e:2x4     |  0.696 |  38.1 |  6.4 |      6.3 |  15.8 |
-    | v6e:2x4     |  0.228 |  25.0 |  6.4 |      6.2 |  31.2 |
-    | h100:1x8    |  0.150 |  35.3 |  4.9 |      9.2 |  79.1 |
-    | h200:1x8    |  0.132 |  40.2 |  4.9 |        - | 141.0 |
+    | v5e:2x4     |  0.703 |  37.7 |  6.4 |      6.3 |  15.8 |
+    | v6e:2x4     |  0.232 |  24.5 |  6.4 |      6.2 |  31.2 |
+    | h100:1x8    |  0.158 |  33.5 |  4.9 |      9.2 |  79.1 |
+    | h200:1x8    |  0.140 |  37.9 |  4.9 |        - | 141.0 |
     """
     attention = AttentionConfig(heads=12, kv_heads=12, head_dim=64, rope=None, bias="all")
     block = BlockConfig(attention, MlpConfig(3072, "gelu_tanh", gated=False, bias=True))

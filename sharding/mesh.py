@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -158,11 +159,14 @@ class MeshSpec:
         if num_devices is None:
             if any(size == -1 for _, size in self.axes):
                 raise ShardingError(f"the mesh {self} has an open size (-1); give the number of devices.")
-            num_devices = math.prod(size for _, size in self.axes)
-        spec = self.resolve(num_devices)
-        names = tuple(name for name, _ in spec.axes)
-        sizes = tuple(size for _, size in spec.axes)
-        return AbstractMesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
+            return _abstract(self.axes)
+        return _abstract(self.resolve(num_devices).axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _abstract(axes: tuple[tuple[str, int], ...]) -> AbstractMesh:
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
 
 
 PRESETS = {

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.measure import Answer, Cost, Work, ours
+from pallas_kernels._compat import target_device
 from pallas_kernels.flash_attention import flash_attention
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -89,7 +90,7 @@ def work(shape: Shape, torch_python: str | None = None) -> Work:
 
 def contenders(shape: Shape) -> dict[str, Attention]:
     """Ours by name, and what jax brings along, as far as they are made for this platform."""
-    platform = jax.default_backend()
+    platform = target_device().platform
     found: dict[str, Attention] = {
         name: functools.partial(flash_attention, window=shape.window, implementation=name) for name in ours()
     }

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.tune.timing import difference, seconds
+from pallas_kernels._compat import target_device
 
 PARTS = ("forward", "backward")
 
@@ -68,7 +69,7 @@ class Work:
 
 def ours() -> tuple[str, ...]:
     """Names of our implementations that are made for this platform."""
-    return ("xla", *{"tpu": ("pallas_tpu",), "gpu": ("pallas_gpu",)}.get(jax.default_backend(), ()))
+    return ("xla", *{"tpu": ("pallas_tpu",), "gpu": ("pallas_gpu",)}.get(target_device().platform, ()))
 
 
 def peaks() -> tuple[float, float]:

@@ -46,7 +46,7 @@ SHAPES = {
     "Llama-3.1-8B, 8 x 32k": Shape(8, 32768, 32, 8, 128),
     "Llama-3.3-70B, 1/8 heads, 256 x 2k": Shape(256, 2048, 8, 1, 128),
 }
-TINY = {"tiny": Shape(3, 20, 4, 2, 8, page=4, dtype="float32")}
+TINY = {"tiny": Shape(3, 20, 4, 2, 16, page=4, dtype="float32")}
 
 
 def work(shape: Shape) -> Work:

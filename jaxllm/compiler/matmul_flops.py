@@ -126,9 +126,21 @@ NO_PRODUCTS = {
 
 
 def cost_estimate(instruction: hlo.Instruction) -> dict[str, int] | None:
-    """Cost that a Pallas kernel states (``pallas_call(cost_estimate=)``): "flops" and "bytes_accessed"."""
+    """Cost that a Pallas kernel states: "flops" and "bytes_accessed".
+
+    On TPUs it is ``pallas_call(cost_estimate=)``, on GPUs its ``metadata=`` (``pallas_kernels._pallas.stated``).
+    """
     found = re.search(r'"cost_estimate":(\{[^{}]*\})', instruction.attributes)
     if found is None:
-        return None
+        return _of_triton(instruction)
     said = {key: int(float(number)) for key, number in json.loads(found[1]).items()}
     return {"flops": said.get("flops", 0), "bytes_accessed": said.get("bytes_accessed", 0)}
+
+
+def _of_triton(instruction: hlo.Instruction) -> dict[str, int] | None:
+    """Cost in the metadata of a Triton kernel, whose quotes are escaped as hexadecimal numbers."""
+    found = re.search(r'serialized_metadata = "([^"]*)"', instruction.attributes)
+    said = dict(re.findall(r"\\22(\w+)\\22: \\22(\d+)\\22", found[1])) if found else {}
+    if not {"flops", "bytes_accessed"} <= said.keys():
+        return None
+    return {name: int(said[name]) for name in ("flops", "bytes_accessed")}

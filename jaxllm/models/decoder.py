@@ -5,6 +5,7 @@ Legend: B batch, S sequence, D embed, V vocab.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -140,12 +141,12 @@ class DecoderConfig:
             out.append((self.pattern[:rest], 1))
         return tuple(out)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[BlockConfig, ...]:
         """Block of every layer, in order."""
         return tuple(block for group, repeats in self.segments for _ in range(repeats) for block in group)
 
-    @property
+    @functools.cached_property
     def mixtures(self) -> dict[int, MoeConfig]:
         """Mixture of experts of each layer that has one, by the index of the layer."""
         return {i: block.mlp.mixture for i, block in enumerate(self.blocks) if block.mlp.mixture is not None}

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.compiler import aot, program_walker
 from jaxllm.compiler.timeline import timeline
+from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.plan.timeline_rates import rates_of
@@ -22,8 +23,8 @@ class CompiledLayout:
 
     Attributes:
         report: the compiler's report: memory and collectives.
-        seconds: time of the compiled schedule: on TPUs by the compiler's estimated cycles, on GPUs by roofline alone,
-            a lower bound.
+        seconds: time of the compiled schedule: on TPUs by the compiler's estimated cycles, on GPUs by roofline; at the
+            calibration's shares of the data sheet's rates, as in the prediction.
     """
 
     report: aot.CompileReport
@@ -34,7 +35,9 @@ class CompiledLayout:
         return {**self.report.to_json(), "seconds": self.seconds}
 
 
-def compile_layout(layout: ParallelLayout, cluster: Cluster, progress: Progress | None = None) -> CompiledLayout:
+def compile_layout(
+    layout: ParallelLayout, cluster: Cluster, progress: Progress | None = None, calibration: Calibration = DEFAULT
+) -> CompiledLayout:
     """Compiles a layout's train step in a child process.
 
     Raises:
@@ -46,5 +49,5 @@ def compile_layout(layout: ParallelLayout, cluster: Cluster, progress: Progress 
         report = compile_for(layout.run, cluster.topology.name, progress=progress, keep=kept)
         text, placement = aot.kept(kept)
     return CompiledLayout(
-        report, timeline(program_walker.read(text, placement), rates_of(cluster, layout.mesh)).seconds
+        report, timeline(program_walker.read(text, placement), rates_of(cluster, layout.mesh, calibration)).seconds
     )

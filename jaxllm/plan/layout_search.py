@@ -24,14 +24,14 @@ from jaxllm.parallel.pipeline.stage_layout import assign_units
 from jaxllm.plan.formulas import memory_estimate as memory
 from jaxllm.plan.formulas import step_time as time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
-from jaxllm.plan.formulas.device_work import architecture, leaves_of, rules_of
+from jaxllm.plan.formulas.device_work import DeviceWork, architecture, leaves_of, rules_of
 from jaxllm.plan.formulas.memory_estimate import MemoryEstimate
 from jaxllm.plan.formulas.step_time import StepTime, is_mixture
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.run import check_batch
-from jaxllm.train.step.pipelined_loss import pipeline_plan
+from jaxllm.train.step.pipelined_loss import stage_depths
 from sharding import AXES, MeshSpec, Rules, ShardingError
 
 REMATS = ("none", "elementwise", "full")
@@ -98,7 +98,7 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
     """
     limit = memory_limit(cluster)
     fitting: list[ParallelLayout] = []
-    nearest: tuple[int, RunConfig, MeshSpec] | None = None
+    nearest: tuple[int, RunConfig, MeshSpec, MemoryEstimate] | None = None
     tried = 0
     for mesh in meshes(run, cluster):
         for runs in _families(run, mesh):
@@ -106,14 +106,20 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
                 if not _runs(laid, mesh):
                     continue
                 tried += 1
-                over = memory.predict(laid, mesh, cluster.topology.platform).total - limit
+                work = DeviceWork.of(laid, mesh)
+                taken = memory.predict_work(work, cluster.topology.platform)
+                over = taken.total - limit
                 if over <= 0:
-                    fitting.append(predict_layout(laid, mesh, cluster, calibration, limit))
+                    took = time.predict_work(work, cluster, calibration)
+                    fitting.append(ParallelLayout(laid, mesh, taken, took, limit))
                     break  # the rest of the family computes or communicates more
                 if nearest is None or over < nearest[0]:
-                    nearest = over, laid, mesh
+                    nearest = over, laid, mesh, taken
     fitting.sort(key=lambda layout: (round(layout.time.seconds, 9), layout.memory.total, str(layout.mesh)))
-    least = None if fitting or nearest is None else predict_layout(*nearest[1:], cluster, calibration, limit)
+    least = None
+    if not fitting and nearest is not None:
+        _, laid, mesh, taken = nearest
+        least = ParallelLayout(laid, mesh, taken, time.predict(laid, cluster, mesh, calibration), limit)
     return LayoutSearchResult(tuple(_distinct(fitting)), least, tried)
 
 
@@ -218,8 +224,14 @@ def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int,
         mesh=str(mesh),
         accumulate=accumulate,
         parallel=dataclasses.replace(plan, zero=zero),  # type: ignore[arg-type]
-        model=dataclasses.replace(run.model, remat=remat),  # type: ignore[arg-type]
+        model=_recomputing(run.model, remat),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _recomputing(model: DecoderConfig, remat: str) -> DecoderConfig:
+    """Model with a remat policy: one object for all layouts, so that what it caches is computed once."""
+    return dataclasses.replace(model, remat=remat)  # type: ignore[arg-type]
 
 
 def _legal(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int) -> bool:
@@ -227,7 +239,7 @@ def _legal(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int
     laid = dataclasses.replace(run, parallel=plan, accumulate=accumulate)
     try:
         if (stages := dict(mesh.axes).get("stage", 1)) > 1:
-            pipeline_plan(laid, stages)
+            stage_depths(laid, stages)
         check_batch(laid, mesh.abstract(), rules_of(plan))
     except ValueError:
         return False

@@ -137,7 +137,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "compact activations": Feature(lambda run, _: "compact" in run.model.remat, _remat),
     "latent attention": Feature(
-        lambda run, _: any(block.attention.kv_spec.latent for block in run.model.blocks),
+        lambda run, _: any(b.attention.kv_spec.latent for b in (*run.model.prefix, *run.model.pattern)),
         lambda run: "a model with latent attention",
     ),
     "parameters not in bfloat16": Feature(

@@ -96,6 +96,14 @@ def score_gradients(
     return weights, weights * (d_weights - delta) * slope
 
 
+def visible_pairs(queries: int, keys: int, window: int | None) -> float:
+    """Number of (query, key) pairs that a causal sliding-window mask leaves; the last query is at the last key."""
+    if queries == keys:
+        reach = keys if window is None else min(window, keys)
+        return reach * (reach + 1) / 2 + (keys - reach) * reach
+    return queries * (keys if window is None else min(window, keys))
+
+
 # --- blocks that the mask leaves ------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
-from pallas_kernels._pallas import dot, pad_to_multiple
+from pallas_kernels._pallas import bytes_of, cost, dot, pad_to_multiple, stated
 from pallas_kernels.flash_attention import blockwise, config
 from pallas_kernels.flash_attention.blockwise import PaddedMask
 from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
@@ -68,7 +68,7 @@ class _Kernels(NamedTuple):
             "out": result_like(q, (b, s, n, v.shape[3]), q.dtype),
             "lse": result_like(q, (b, n, s), jnp.float32),
         }
-        made = call.over_keys(_forward_kernel, operands, results)
+        made = call.over_keys(_forward_kernel, operands, results, q.shape[3] + v.shape[3])
         out, lse = blockwise.name_residuals(made["out"], made["lse"])
         return out[:, : q.shape[1]], lse.swapaxes(1, 2)[:, : q.shape[1]]
 
@@ -87,9 +87,10 @@ class _Kernels(NamedTuple):
         call = _Call.of(options, q, k, mask, blocks.q_back, blocks.kv_back, blocks.warps_back, blocks.stages)
         operands = {"q": call.queries(q), "k": call.keys(k), "v": call.keys(v), "d_out": call.queries(d_out)}
         operands |= {"lse": call.queries(lse).swapaxes(1, 2), "delta": call.queries(delta).swapaxes(1, 2)}
-        d_q = call.over_keys(_d_q_kernel, operands, {"d_q": result_like(q, operands["q"].shape, q.dtype)})["d_q"]
+        widths, d_q = 2 * q.shape[3] + v.shape[3], {"d_q": result_like(q, operands["q"].shape, q.dtype)}
+        d_q = call.over_keys(_d_q_kernel, operands, d_q, widths)["d_q"]
         results = {f"d_{name}": result_like(q, operands[name].shape, k.dtype) for name in ("k", "v")}
-        d_kv = call.over_queries(_d_kv_kernel, operands, results)
+        d_kv = call.over_queries(_d_kv_kernel, operands, results, widths + v.shape[3])
         return d_q[:, : q.shape[1]], d_kv["d_k"][:, : k.shape[1]], d_kv["d_v"][:, : k.shape[1]]
 
 
@@ -100,6 +101,7 @@ class _Call(NamedTuple):
         options: static options of the operation.
         padded: positions and segment ids, padded to whole blocks.
         live, whole: block masks, see ``PaddedMask.blocks``.
+        pairs: visible (query, key) pairs of all heads, each row as one segment.
         group: query heads that read one kv head.
         q_block, kv_block: queries and keys of a block.
         params: parameters of the Triton compiler.
@@ -109,6 +111,7 @@ class _Call(NamedTuple):
     padded: PaddedMask
     live: Array
     whole: Array
+    pairs: float
     group: int
     q_block: int
     kv_block: int
@@ -129,7 +132,8 @@ class _Call(NamedTuple):
         padded = PaddedMask.of(mask, q.shape[1], k.shape[1], q_block, kv_block)
         live, whole = padded.blocks(q_block, kv_block, options.window)
         params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-        return cls(options, padded, live, whole, q.shape[2] // k.shape[2], q_block, kv_block, params)
+        pairs = q.shape[0] * q.shape[2] * blockwise.visible_pairs(q.shape[1], k.shape[1], options.window)
+        return cls(options, padded, live, whole, pairs, q.shape[2] // k.shape[2], q_block, kv_block, params)
 
     def queries(self, x: Array) -> Array:
         """``x`` padded to whole blocks of queries."""
@@ -140,25 +144,36 @@ class _Call(NamedTuple):
         return pad_to_multiple(x, 1, self.kv_block)
 
     def over_keys(
-        self, kernel: Callable[[_Program], None], operands: dict[str, Array], results: dict[str, jax.ShapeDtypeStruct]
+        self,
+        kernel: Callable[[_Program], None],
+        operands: dict[str, Array],
+        results: dict[str, jax.ShapeDtypeStruct],
+        widths: int,
     ) -> dict[str, Array]:
-        """Runs one program for each block of queries of each query head."""
+        """Runs one program for each block of queries of each query head; its matmuls have head dims ``widths`` in
+        all.
+        """
         b, s, heads, _ = operands["q"].shape
-        return self._run(kernel, operands, results, (s // self.q_block, b, heads), self.live, self.whole, 1)
+        return self._run(kernel, operands, results, widths, (s // self.q_block, b, heads), self.live, self.whole, 1)
 
     def over_queries(
-        self, kernel: Callable[[_Program], None], operands: dict[str, Array], results: dict[str, jax.ShapeDtypeStruct]
+        self,
+        kernel: Callable[[_Program], None],
+        operands: dict[str, Array],
+        results: dict[str, jax.ShapeDtypeStruct],
+        widths: int,
     ) -> dict[str, Array]:
-        """Runs one program for each block of keys of each kv head."""
+        """Runs one program for each block of keys of each kv head; its matmuls have head dims ``widths`` in all."""
         b, t, heads, _ = operands["k"].shape
         grid = t // self.kv_block, b, heads
-        return self._run(kernel, operands, results, grid, self.live.mT, self.whole.mT, self.group)
+        return self._run(kernel, operands, results, widths, grid, self.live.mT, self.whole.mT, self.group)
 
     def _run(
         self,
         kernel: Callable[[_Program], None],
         operands: dict[str, Array],
         results: dict[str, jax.ShapeDtypeStruct],
+        widths: int,
         grid: tuple[int, int, int],
         live: Array,
         whole: Array,
@@ -174,6 +189,8 @@ class _Call(NamedTuple):
             kernel(_Program.of(dict(zip(shapes, refs, strict=True)), self.options, dims, self.q_block, self.kv_block))
 
         specs = {name: self._spec(name, shape, heads) for name, shape in shapes.items()}
+        # Keys that many programs read stay in the cache: each array moves once.
+        estimate = cost(2 * self.pairs * widths, bytes_of(*operands.values(), *results.values()), self.pairs)
         call = pl.pallas_call(
             body,
             grid=grid,
@@ -182,6 +199,8 @@ class _Call(NamedTuple):
             out_shape=list(results.values()),
             compiler_params=self.params,
             interpret=is_interpreting(),
+            cost_estimate=estimate,
+            metadata=stated(estimate),
             name=f"flash_attention{kernel.__name__.removesuffix('_kernel')}",
         )
         return dict(zip(results, call(*operands.values()), strict=True))

@@ -224,7 +224,7 @@ class BlockGrid(NamedTuple):
     ) -> pl.CostEstimate:
         """Cost estimate of a kernel whose matmuls have head dims ``widths`` in all; each row counts as one segment."""
         layout = self.layout
-        pairs = visible_pairs(layout.s, layout.t, options.window)
+        pairs = blockwise.visible_pairs(layout.s, layout.t, options.window)
         met = pairs / (layout.s * layout.t)
         again = {name: bytes_of(x) for name, x in arrays.items() if (name in _KEYS + _COLUMNS) != self.inner_queries}
         times = max(1.0, self.outer_blocks * met)
@@ -261,14 +261,6 @@ class BlockGrid(NamedTuple):
         if name in ("kv_pos", "kv_seg"):
             return pl.BlockSpec((None, 1, keys), lambda b, *i: (row(b), 0, at(b, *i)[3]))
         return pl.BlockSpec((None, 1, rows), lambda b, *i: (at(b, *i)[0], 0, 0))  # sinks
-
-
-def visible_pairs(queries: int, keys: int, window: int | None) -> float:
-    """Number of (query, key) pairs that a causal sliding-window mask leaves; the last query is at the last key."""
-    if queries == keys:
-        reach = keys if window is None else min(window, keys)
-        return reach * (reach + 1) / 2 + (keys - reach) * reach
-    return queries * (keys if window is None else min(window, keys))
 
 
 class GridStep(NamedTuple):

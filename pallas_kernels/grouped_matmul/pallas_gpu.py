@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
-from pallas_kernels._pallas import check_supported, dot, round_up
+from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, round_up, stated
 from pallas_kernels.grouped_matmul import config, steps
 from pallas_kernels.grouped_matmul.steps import TileSteps
 
@@ -94,6 +94,7 @@ class _Kernels(NamedTuple):
             ((m, columns), (tiles.rows, tiles.columns)),
             ((tiles.rows, tiles.inner), (tiles.columns, tiles.inner) if transposed else (tiles.inner, tiles.columns)),
             tiles,
+            2 * m * inner * columns,
             "grouped_matmul_d_lhs" if transposed else "grouped_matmul",
         )
 
@@ -130,6 +131,7 @@ class _Kernels(NamedTuple):
             ((e, left, columns), (tiles.left_back, tiles.columns_back)),
             ((size, tiles.left_back), (size, tiles.columns_back)),
             tiles,
+            2 * m * left * columns,
             "grouped_matmul_d_rhs",
         )
 
@@ -141,10 +143,13 @@ def _call(
     result: tuple[tuple[int, ...], tuple[int, int]],
     blocks: tuple[tuple[int, int], tuple[int, int]],
     tiles: config.GroupedGpuTiles,
+    flops: int,
     name: str,
 ) -> Array:
     """Launches the kernel over ``grid``; the last two operands and the result are blocked, the others are scalars."""
     shape, block = result
+    made = result_like(operands[-2], shape, operands[-2].dtype)
+    estimate = cost(flops, bytes_of(*operands, made))
     *scalars, a, b = operands
 
     def spec(shape: tuple[int, ...], block: tuple[int, int]) -> pl.BlockSpec:
@@ -158,9 +163,11 @@ def _call(
         grid=grid,
         in_specs=[*whole, spec(a.shape, blocks[0]), spec(b.shape, blocks[1])],
         out_specs=spec(shape, block),
-        out_shape=result_like(a, shape, a.dtype),
+        out_shape=made,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=is_interpreting(),
+        cost_estimate=estimate,
+        metadata=stated(estimate),
         name=name,
     )
     return call(*operands)

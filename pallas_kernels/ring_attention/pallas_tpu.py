@@ -29,7 +29,7 @@ from pallas_kernels._compat import result_like, target_device, vary_over, varyin
 from pallas_kernels._pallas import bytes_of, cost, interpret_tpu
 from pallas_kernels.flash_attention import blockwise, config
 from pallas_kernels.flash_attention.pallas_tpu import add_d_kv, add_d_q, attend_block
-from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep, visible_pairs
+from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep
 from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
 from pallas_kernels.ring_attention.layout import Layout as SequenceLayout
 from pallas_kernels.ring_attention.layout import places
@@ -233,7 +233,9 @@ class _RingPass(NamedTuple):
     def cost(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], widths: int) -> pl.CostEstimate:
         """Cost estimate of a device with the mean number of visible keys, with each row taken as one segment."""
         layout, row = self.keys.layout, self.keys.layout.s * self.ring.shards
-        products = layout.batch * layout.heads * visible_pairs(row, row, self.options.window) / self.ring.shards
+        products = (
+            layout.batch * layout.heads * blockwise.visible_pairs(row, row, self.options.window) / self.ring.shards
+        )
         return cost(2 * products * widths, bytes_of(*arrays.values()) * (self.last + 1), products)
 
 

@@ -157,6 +157,8 @@ ENTRY %main (a: f32[8,128], k: s32[]) -> f32[8,128] {
 """
 KNOWN = 'backend_config={"known_trip_count":{"n":"5"}}'
 SAID = ', backend_config={"custom_call_config":{"cost_estimate":{"flops":70,"transcendentals":0,"bytes_accessed":90}}}'
+TRITON = r""", backend_config={ir = "{}\0A", serialized_metadata = """
+TRITON += r""""{\22flops\22: \2270\22, \22bytes_accessed\22: \2290\22}"}"""
 PLACES = Placement((("data", 4), ("tensor", 2)), (0, 0, 0, 0, 1, 1, 1, 1))
 
 
@@ -170,8 +172,9 @@ def test_a_kernel_that_says_nothing_is_listed_by_name():
     assert program.flops == 5 * 2 * 8 * 8 * 128
 
 
-def test_a_kernel_is_counted_as_it_says_or_as_it_is_told():
-    said, told = program_walker.read(made_up(SAID)), program_walker.read(made_up(), costs={"z": KernelCost(70, 90)})
+@pytest.mark.parametrize("estimate", [SAID, TRITON])
+def test_a_kernel_is_counted_as_it_says_or_as_it_is_told(estimate):
+    said, told = program_walker.read(made_up(estimate)), program_walker.read(made_up(), costs={"z": KernelCost(70, 90)})
     assert said.unknown == told.unknown == {}
     assert said.flops == told.flops == 5 * (2 * 8 * 8 * 128 + 70)
     assert said.bytes == told.bytes == 5 * ((2 * 8 * 128 + 64) * 4 + 90)

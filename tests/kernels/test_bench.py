@@ -43,7 +43,7 @@ def test_other_operations_count_what_goes_in_and_out():
     assert work.costs[1] == Cost(4 * 24 * 16 * 70, 2 * (hidden.nbytes + head.nbytes))
     shape = paged.TINY["tiny"]
     q, k, v, *_ = (work := paged.work(shape)).inputs
-    seen = int(shape.lengths().sum()) * 2 * 2 * 8 * 4
+    seen = int(shape.lengths().sum()) * 2 * 2 * 16 * 4
     assert work.costs == (Cost(seen // 4 * 2 * 2, seen + k.nbytes + v.nbytes + 2 * q.nbytes),)
 
 

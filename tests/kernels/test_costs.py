@@ -1,4 +1,4 @@
-"""Cost estimates of TPU kernels against counts by hand: XLA schedules by them and the program walker reads them."""
+"""Cost estimates of kernels against counts by hand: XLA schedules by them and the program walker reads them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.ring_attention import ring_attention
 
 B, S, N, K, H, V = 2, 40, 4, 2, 16, 8
+kernels = pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
 
 
 def said(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -43,10 +44,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(getattr(inner, "jaxpr", inner))
 
 
+@kernels
 @pytest.mark.parametrize("window", [None, 1, 7, 40, 100])
-def test_attention_counts_the_pairs_that_its_mask_leaves(window):
+def test_attention_counts_the_pairs_that_its_mask_leaves(implementation, window):
     def attend(q, k, v):
-        return flash_attention(q, k, v, window=window, implementation="pallas_tpu")
+        return flash_attention(q, k, v, window=window, implementation=implementation)
 
     found = said(attend, (B, S, N, H), (B, S, K, H), (B, S, K, V))
     distance = np.arange(S)[:, None] - np.arange(S)
@@ -77,9 +79,10 @@ def test_a_ring_counts_one_devices_share():
     }
 
 
-def test_grouped_products_are_one_product_of_all_rows():
+@kernels
+def test_grouped_products_are_one_product_of_all_rows(implementation):
     sizes = jnp.asarray([3, 0, 17, 12], jnp.int32)
-    found = said(lambda a, b: grouped_matmul(a, b, sizes, implementation="pallas_tpu"), (32, 24), (4, 24, 16))
+    found = said(lambda a, b: grouped_matmul(a, b, sizes, implementation=implementation), (32, 24), (4, 24, 16))
     assert {name: cost.flops for name, cost in found.items()} == dict.fromkeys(
         ("grouped_matmul", "grouped_matmul_d_lhs", "grouped_matmul_d_rhs"), 2 * 32 * 24 * 16
     )

@@ -133,12 +133,32 @@ def test_outside_shard_map_is_refused(implementation):
             call(q, q, q)
 
 
+@pytest.mark.drawn(0.4)
+def test_an_explicit_mesh_of_one_device_needs_no_shard_map(rng):
+    """Values and gradients as without a mesh; arguments that are no arrays, or None, are passed on."""
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 5, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+
+    def run(q, k, v):
+        attend = functools.partial(flash_attention, window=3, implementation="pallas_gpu")
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(jnp.cos(out))
+
+    with interpreting():
+        want = jax.jit(run)(q, k, v)
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            got = jax.jit(run)(*(jax.device_put(x, jax.NamedSharding(mesh, P("data"))) for x in (q, k, v)))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_none_chooses_the_kernel_of_the_platform():
     assert explain("flash_attention", platform="cpu").startswith("flash_attention on cpu: xla")
     on_tpu, on_gpu = (explain("flash_attention", platform=name) for name in ("tpu", "gpu"))
     assert on_tpu.startswith("flash_attention on tpu: pallas_tpu")
     assert "pallas_tpu: compared with float64 in interpret mode, not on a device" in on_tpu
-    assert "pallas_gpu: not chosen on a GPU: not compared on such a device" in on_gpu
+    assert on_gpu.startswith("flash_attention on gpu: pallas_gpu")
+    assert "cudnn: used where it is named: its backward pass is not deterministic" in on_gpu
     assert "pallas_tpu: not for gpu" in on_gpu
     with pytest.raises(ValueError, match="no operation 'attention'; there are"):
         explain("attention")

@@ -136,4 +136,4 @@ def test_limits_are_named(implementation, float64, monkeypatch):
 def test_none_chooses_the_kernel_of_the_platform():
     on_tpu, on_gpu = (explain("grouped_matmul", platform=name) for name in ("tpu", "gpu"))
     assert on_tpu.startswith("grouped_matmul on tpu: pallas_tpu")
-    assert on_gpu.startswith("grouped_matmul on gpu: xla")
+    assert on_gpu.startswith("grouped_matmul on gpu: pallas_gpu")

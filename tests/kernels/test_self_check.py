@@ -110,7 +110,7 @@ def test_what_is_not_attached_goes_by_stored_verdicts(cache, checks, monkeypatch
     calls, passes = checks
     passes["value"] = False
     monkeypatch.setattr(_self_check, "_attached", lambda device: None)
-    assert choose() == "plain"
+    assert choose() == "kernel"
     monkeypatch.setattr("pallas_kernels._dispatch.target_device", lambda: TPU)
     assert choose() == "other"
     monkeypatch.setattr("pallas_kernels._dispatch.target_device", lambda: GPU)

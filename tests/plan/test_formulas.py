@@ -240,13 +240,34 @@ def test_a_pipelines_bubble_is_that_of_its_timeline(schedule, stages, micro, chu
     assert took.bubble / (took.seconds - took.bubble) == pytest.approx(idle / (1 - idle), rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_slots_by_formula_are_those_of_the_table(schedule):
+@pytest.mark.parametrize("rest", [0.4, 1.0, 1.7])
+@pytest.mark.parametrize(("stages", "micro"), [(4, 2), (4, 4), (2, 8)])
+def test_a_zero_bubble_is_that_of_its_timeline(stages, micro, rest):
+    run = drawn(0)
+    run = dataclasses.replace(
+        run,
+        mesh=f"stage={stages}",
+        accumulate=micro,
+        model=dataclasses.replace(run.model, layers=12),
+        parallel=dataclasses.replace(run.parallel, schedule="zb_h1"),
+    )
+    work = DeviceWork.of(run, MeshSpec.parse(run.mesh))
+    forward = object.__new__(step_time._Pass)
+    forward.compute = 1.0
+    busy = micro * (1 + 2 * rest)
+    idle = make("zb_h1", stages, micro).bubble(OpCosts(1.0, rest, rest))
+    assert step_time._bubble(work, busy, forward) == pytest.approx(busy * idle / (1 - idle), rel=1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 0), ("zb_h1", 0), ("interleaved", 0), ("interleaved", 3)])
+def test_slots_by_formula_are_those_of_the_table(schedule, chunks):
     """Fewer micro-batches than stages too: a stage holds no more activations than there are micro-batches."""
     for stages, micro in itertools.product((2, 3, 5), range(1, 8)):
-        made = tabulate(make(schedule, stages, micro))
-        found = memory_estimate.pipeline_slots(schedule, stages, micro, 0, False)
-        assert (found.saves, found.pendings) == (made.saves, made.pendings), (stages, micro)
+        if schedule == "interleaved" and micro % stages:
+            continue
+        made = tabulate(make(schedule, stages, micro, chunks))
+        found = memory_estimate.pipeline_slots(schedule, stages, micro, chunks)
+        assert (found.saves, found.pendings, found.hosted) == (made.saves, made.pendings, made.hosted), (stages, micro)
 
 
 @pytest.mark.parametrize("capacity", [None, 0.3, 1.0, 1.25, 40.0])
@@ -281,3 +302,29 @@ def test_slow_links_cost_and_fast_ones_do_not():
         hardware = dataclasses.replace(cluster.hardware, link=link)
         took.append(step_time.predict(run, dataclasses.replace(cluster, hardware=hardware), mesh).seconds)
     assert took[0] > took[1] > took[2]
+
+
+@pytest.mark.parametrize(("changes", "mesh", "plain"), [
+    ({}, "fsdp=8", False),
+    ({"dtype": "float16"}, "fsdp=8", True),
+    ({}, "fsdp=2,context=4", True),
+])  # fmt: skip
+def test_attention_without_a_kernel_moves_its_scores(changes, mesh, plain):
+    """No kernel takes float16, and ring attention has none on GPUs: scores go through memory, and wait there."""
+    run = llama3_8b()
+    run = dataclasses.replace(run, mesh=mesh, model=dataclasses.replace(run.model, **changes))
+    work, (block,) = DeviceWork.of(run, MeshSpec.parse(mesh)), set(run.model.blocks)
+    assert work.has_flash_kernel(block, "gpu") is not plain
+    cluster = Cluster.parse("h100:1x8")
+    memory, took = memory_estimate.predict_work(work, "gpu"), step_time.predict_work(work, cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceWork, "has_flash_kernel", lambda *_: True)
+        less, faster = memory_estimate.predict_work(work, "gpu"), step_time.predict_work(work, cluster)
+    length = 8192 // (4 if "context" in mesh else 1)
+    rows = work.tokens // length
+    scores = 10 * 4 * rows * 32 * (length // 8) * 1024
+    assert memory.working - less.working == pytest.approx(scores if plain else 0, abs=1)
+    # Forward, backward and the recomputation: 6, 11 and 6 passes over half of each row's square.
+    moved = 4 * 23 * 32 * work.tokens * 32 * 8193 / 2 / (3.352e12 * DEFAULT.memory)
+    assert took.memory - faster.memory <= moved
+    assert (took.memory > faster.memory + moved / 2) is plain

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from tests.proofs.plan import mfu, points, ranking
+from tests.proofs.plan import mfu, points, ranking, unseen
 from tests.proofs.plan.hbm import predicted
 
 STORED = points.stored()
@@ -32,6 +32,11 @@ def test_published_utilisations_are_predicted():
     found = mfu.published_mfu("all rows")
     assert found["median"] <= 0.20
     assert found["worst"] <= 0.35
+
+
+@pytest.mark.parametrize("name", unseen.RUNS)
+def test_the_time_of_a_run_that_nothing_was_fitted_to_is_predicted(name):
+    assert unseen.predicted(name) == pytest.approx(unseen.stored()[name]["seconds"], rel=0.15)
 
 
 def test_the_order_of_layouts_is_held_to_its_bounds():

@@ -20,7 +20,7 @@ class Calibration:
         attention: of FLOP/s, in attention, whose matmuls are small and wait for exponentials.
         memory: of the HBM bandwidth.
         link: of a link's bandwidth.
-        weight_overlap: of compute time, during which all-gathers of weights and reductions of gradients can overlap.
+        weight_overlap: of compute time, during which all-gathers of weights can overlap.
         ring_overlap: of attention's compute time, during which ring attention's communication can overlap.
     """
 

@@ -23,7 +23,12 @@ from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import causal_mean
+from pallas_kernels.flash_attention.xla import KV_BLOCK, MIN_BAND, QUERY_BANDS
 from sharding import LogicalAxes, MeshSpec, Rules
+
+KERNEL_DTYPES = ("bfloat16", "float32")
+KERNEL_HEAD_DIM = 256
+"""Compute dtypes and largest head dim of the flash attention kernels (``pallas_kernels.flash_attention.blockwise``)."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ class DeviceWork:
     @property
     def trained(self) -> tuple[DeviceWeight, ...]:
         """Parameters that the run trains: those with gradients and optimizer state."""
+        if not self.run.trainable:
+            return self.weights
         names = trained_names(architecture(self.run.model), self.run.trainable)
         return self.weights if names is None else tuple(w for w in self.weights if w.name in names)
 
@@ -134,6 +141,26 @@ class DeviceWork:
             "out": heads * attention.value_dim,
         } | block.mlp.inner_widths(self.run.model.embed_dim)
         return {name: width if name == "sent" else width / self.tensor for name, width in widths.items()}
+
+    def has_flash_kernel(self, block: BlockConfig, platform: str) -> bool:
+        """Whether a kernel computes a block's attention, and its scores stay on chip; if not, plain JAX does.
+
+        Ring attention has a kernel for TPUs alone.
+        """
+        dims = max(block.attention.key_dim, block.attention.value_dim)
+        ring = _ways(self.mesh.abstract(), rules_of(self.run.parallel).mesh_axes("attn_kv_seq")) > 1
+        taken = self.run.model.dtype in KERNEL_DTYPES and dims <= KERNEL_HEAD_DIM
+        return taken and not (ring and platform == "gpu")
+
+    def score_block(self, block: BlockConfig) -> float:
+        """Scores that attention in plain JAX holds at a time: a band of queries by a block of keys, in all heads."""
+        length = min(self.tokens, self.row)
+        band = min(length, max(MIN_BAND, length // QUERY_BANDS))
+        return self.tokens / length * block.attention.heads / self.tensor * band * min(KV_BLOCK, length)
+
+    def scores(self, block: BlockConfig) -> float:
+        """Attention scores of a token, in all heads of one device."""
+        return block.attention.heads * causal_mean(self.row, block.attention.window) / self.tensor
 
     def attended(self, block: BlockConfig) -> float:
         """Multiply-accumulates of a token's scores (or values) with the tokens it attends to, on one device."""
@@ -186,7 +213,13 @@ def leaves_of(config: DecoderConfig) -> tuple[ParameterLeaf, ...]:
 
 def architecture(config: DecoderConfig) -> DecoderConfig:
     """Config without settings that only concern execution: the cache key of what depends on the architecture alone."""
-    return replace(config, remat="full", unroll=1)
+    return with_remat(config, "full")
+
+
+@functools.lru_cache(maxsize=1024)
+def with_remat(config: DecoderConfig, remat: str) -> DecoderConfig:
+    """Config with a remat policy, and layers that are not unrolled; cached."""
+    return replace(config, remat=remat, unroll=1)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -249,6 +282,7 @@ def _ways(mesh: AbstractMesh, names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape.get(name, 1) for name in names)
 
 
+@functools.lru_cache(maxsize=4096)
 def _local(rules: Rules, mesh: MeshSpec, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
     abstract = mesh.abstract()
     return math.prod(_part(shape, rules.spec(axes, abstract, shape), abstract))
@@ -266,7 +300,12 @@ def without_stages(run: RunConfig, mesh: MeshSpec) -> tuple[RunConfig, MeshSpec]
         return run, mesh
     layers = max(len(run.model.prefix) + 1, -(-run.model.layers // stages))
     rest = tuple((name, size) for name, size in mesh.axes if name != "stage") or (("data", 1),)
-    return replace(run, model=replace(run.model, layers=layers)), MeshSpec(rest)
+    return replace(run, model=_with_layers(run.model, layers)), MeshSpec(rest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_layers(config: DecoderConfig, layers: int) -> DecoderConfig:
+    return replace(config, layers=layers)
 
 
 def check_remat(config: DecoderConfig) -> None:

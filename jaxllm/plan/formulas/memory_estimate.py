@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,9 +24,6 @@ from jaxllm.plan.formulas.optimizer_memory import average_bytes, check_optimizer
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
 
-BLOCK = 1024
-"""Queries, and keys, of an attention block on a GPU."""
-
 
 @dataclass(frozen=True)
 class BufferCopies:
@@ -42,7 +38,7 @@ class BufferCopies:
         weights: one layer's gathered weights and their gradients (ZeRO-3, pipelines).
         inner: a layer's inner activations: heads and MLP width.
         streams: residual streams over the whole sequence.
-        scores: an attention block's float32 scores, all heads of it.
+        scores: a block of float32 scores, where attention is plain JAX (``DeviceWork.score_block``).
         expert_inner: inner activations of all rows that a device's experts may receive.
         expert_rows: those rows.
         beside: pipeline slots beside the pool: the one that the forward pass fills, the one that the backward pass
@@ -68,7 +64,7 @@ class BufferCopies:
 
 COPIES = {
     "tpu": BufferCopies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 2.0, False, 2.0, 1),
-    "gpu": BufferCopies(3.0, 3.0, 2.0, 1.3, 0.0, 10.0, 5.0, 9.0, 2.0, True, 1.0, 2),
+    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.0, 0.0, 10.0, 0.7, 7.9, 2.0, True, 1.0, 2),
 }
 """Buffer copies by platform."""
 
@@ -115,8 +111,13 @@ class MemoryEstimate:
 
 def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> MemoryEstimate:
     """Memory estimate of a run whose mesh is legal, on ``"tpu"`` or ``"gpu"``."""
+    return predict_work(DeviceWork.of(run, mesh), platform)
+
+
+def predict_work(work: DeviceWork, platform: str) -> MemoryEstimate:
+    """Memory estimate of a device's work, see ``predict``."""
+    run, mesh = work.run, work.mesh
     check_optimizer(run)
-    work = DeviceWork.of(run, mesh)
     wide = jnp.dtype(run.model.param_dtype).itemsize
     laid = tiled if platform == "tpu" else math.prod
     parameters = sum(laid(w.shape) for w in work.weights) * wide
@@ -135,12 +136,13 @@ def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> MemoryEstimate:
         round(sums * _gradients(work)) + _ends(work),
         _gathered(work),
         kept * at_once,
-        round(_working(work, copies) + rows * sum(away)),
+        round(_working(work, platform) + rows * sum(away)),
         host + sum(away),
     )
 
 
-def tiled(shape: Sequence[int]) -> int:
+@functools.lru_cache(maxsize=4096)
+def tiled(shape: tuple[int, ...]) -> int:
     """Elements that an array takes in TPU memory: padded to 8 x 128 tiles over the two dimensions that waste least."""
     if len(shape) < 2:
         return math.prod(shape)
@@ -196,7 +198,7 @@ def _activations(work: DeviceWork, copies: BufferCopies) -> tuple[int, int]:
         return round(of_layers + 2 * work.stream_bytes()), 0  # and the last layer's output, normed and not
     plan = work.run.parallel
     chunks = plan.chunks or default_chunks(plan.schedule)
-    slots = pipeline_slots(plan.schedule, work.stages, work.micro_batches, plan.chunks, plan.offload > 0)
+    slots = pipeline_slots(plan.schedule, work.stages, work.micro_batches, plan.chunks)
     away, a_slot = plan.offload, of_layers / chunks
     held = slots.saves * (1 - away) + (3 * away if away else 0)
     pending = slots.pendings * a_slot * (1 - away)
@@ -215,10 +217,15 @@ class PipelineSlots(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def pipeline_slots(name: str, stages: int, micro: int, chunks: int, offloaded: bool) -> PipelineSlots:
+def pipeline_slots(name: str, stages: int, micro: int, chunks: int) -> PipelineSlots:
     """Pool slots of a schedule; by formula where there is one (docs/train/pipeline.md), because tables are large."""
-    if not offloaded and name in ("gpipe", "1f1b"):
-        return PipelineSlots(micro if name == "gpipe" else min(stages, micro), 0, 0)
+    held = min(stages, micro)
+    if name in ("1f1b", "zb_h1"):
+        return PipelineSlots(held, held if name == "zb_h1" else 0, held)
+    if name == "interleaved":
+        chunks = chunks or default_chunks(name)
+        most, warm = micro * chunks, 2 * (stages - 1) + (chunks - 1) * stages
+        return PipelineSlots(min(most, warm + 1), 0, min(most, warm))
     made = tabulate(make(name, stages, micro, chunks))
     return PipelineSlots(made.saves, made.pendings, made.hosted)
 
@@ -247,26 +254,24 @@ def _gathered(work: DeviceWork) -> int:
     return sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
 
 
-def _working(work: DeviceWork, copies: BufferCopies) -> float:
+def _working(work: DeviceWork, platform: str) -> float:
     """Peak working memory of a layer's backward pass, beside the saved activations."""
-    config = work.run.model
+    config, copies = work.run.model, COPIES[platform]
     of_layers = sum(w.used for w in work.weights if w.matrix and w.name.startswith("segments/"))
     weights = of_layers / len(config.segments) * work.width
     vocabulary = config.vocab_size // work.tensor * config.embed_dim * work.width
     heads = copies.heads_split if work.tensor > 1 else copies.heads
     if work.stages == 1 and work.run.parallel.zero < 3:
         heads = max(0.0, heads - 2)  # the matrix and its gradient are counted with the others
-    elif work.stages == 1 and work.micro_batches > 1:
-        heads += 2 * (copies.turns - 1)
-    inner = max(sum(work.inner_widths(b).values()) for b in config.blocks)
-    query_heads = max(b.attention.heads for b in config.blocks) / work.tensor
+    inner = max(sum(work.inner_widths(b).values()) for b in work.blocks)
+    plain = [b for b in work.blocks if not work.has_flash_kernel(b, platform)]
     return (
         heads * vocabulary
         + copies.weights * weights * (work.run.parallel.zero == 3 or work.stages > 1)
         + copies.inner * inner * work.tokens * work.width
         + copies.streams * work.tokens * config.embed_dim * work.width
-        + copies.scores * query_heads * min(BLOCK, work.row) ** 2 * 4
-        + max(_experts(work, b, copies) for b in config.blocks)
+        + copies.scores * max((work.score_block(b) for b in plain), default=0.0) * 4
+        + max(_experts(work, b, copies) for b in work.blocks)
     )
 
 

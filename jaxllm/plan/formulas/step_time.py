@@ -28,7 +28,15 @@ from jaxllm.plan.formulas import memory_estimate as memory
 from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.collective_time import Network
-from jaxllm.plan.formulas.device_work import DeviceWeight, DeviceWork, cached_model, rules_of, without_stages
+from jaxllm.plan.formulas.device_work import (
+    DeviceWeight,
+    DeviceWork,
+    architecture,
+    cached_model,
+    rules_of,
+    with_remat,
+    without_stages,
+)
 from jaxllm.plan.formulas.optimizer_memory import average_bytes, state_bytes
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.train import RunConfig
@@ -39,6 +47,8 @@ ATTENTION_BACKWARD = 3.5
 """Attention matmuls of the backward pass relative to the two of the forward pass: both kernels, dq and dk/dv,
 recompute the scores and their gradient.
 """
+SCORE_PASSES = {"forward": 6, "backward": 11, "again": 6}
+"""Memory passes over float32 scores where attention is plain JAX: of the 8B step compiled for 64 H100s."""
 UPDATE_PASSES = 5
 """Memory passes of an optimizer update over arrays of the parameters' size: the gradient is written and read twice
 (first for its norm), the parameter read and written. The optimizer state is read and written in addition.
@@ -92,6 +102,7 @@ class _Rates:
     """Attained rates of a device: turns FLOPs and bytes into seconds."""
 
     hardware: Hardware
+    platform: str
     calibration: Calibration
     width: int
     matmul_precision: MatmulPrecision
@@ -129,8 +140,14 @@ class _Rates:
 
 def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calibration = DEFAULT) -> StepTime:
     """Step time of a run whose mesh is legal on the cluster."""
-    work = DeviceWork.of(run, mesh)
-    rates = _Rates(cluster.hardware, calibration, work.width, run.model.matmul_precision)
+    return predict_work(DeviceWork.of(run, mesh), cluster, calibration)
+
+
+def predict_work(work: DeviceWork, cluster: Cluster, calibration: Calibration = DEFAULT) -> StepTime:
+    """Step time of a device's work, see ``predict``."""
+    run, mesh = work.run, work.mesh
+    platform = cluster.topology.platform
+    rates = _Rates(cluster.hardware, platform, calibration, work.width, run.model.matmul_precision)
     forward, backward, again = (_Pass(work, rates, kind) for kind in ("forward", "backward", "again"))
     micro = work.micro_batches
     compute = micro * (forward.compute + backward.compute + again.compute)
@@ -153,10 +170,15 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
         far,
         _bubble(work, busy, forward),
         host,
-        train_flops_per_token(run.model, work.row) * run.data.batch_size * work.row,
+        _model_flops(architecture(run.model), work.row) * run.data.batch_size * work.row,
         cluster.devices,
         hidden,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _model_flops(config: DecoderConfig, row: int) -> float:
+    return train_flops_per_token(config, row)
 
 
 class _Pass:
@@ -173,7 +195,11 @@ class _Pass:
             times = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "again": float(work.run.model.remat == "full")}[
                 kind
             ]
-            self.attention += rates.attention(times * count * work.tokens * work.attended(block))
+            arithmetic = rates.attention(times * count * work.tokens * work.attended(block))
+            self.attention += arithmetic
+            if times and not work.has_flash_kernel(block, rates.platform):
+                scores = 4 * SCORE_PASSES[kind] * count * work.tokens * work.scores(block)
+                self.memory += max(0.0, rates.stream(scores) - arithmetic)
             inner = sum(work.inner_widths(block).values()) * work.tokens * work.width
             moved = STREAM_PASSES * work.stream_bytes() + INNER_PASSES * inner
             self.memory += rates.stream(moved * count * self._elementwise())
@@ -208,7 +234,7 @@ def _exposed(
     run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calibration, compute: float, attention: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Seconds of collectives by mesh axes: (exposed near, exposed far, overlapped)."""
-    network = Network(cluster, mesh)
+    network = _network(cluster, mesh)
     near: dict[str, float] = {}
     far: dict[str, float] = {}
     hidden: dict[str, float] = {}
@@ -218,7 +244,8 @@ def _exposed(
         time = network.time(_carried_out(one, network), one.axes, one.bytes)
         slow, axes = time.far > time.near, "+".join(one.axes)
         seconds = time.seconds * one.count / calibration.link
-        room = "weights" if one.why in WEIGHTS else "ring" if one.why in RING else "none"
+        # Compilers leave the sums of a layer's gradients at the end of the loop's body, where nothing is beside them.
+        room = "weights" if one.why == "weights" else "ring" if one.why in RING else "none"
         found[f"{room}/{axes}", slow] = found.get((f"{room}/{axes}", slow), 0.0) + seconds
         classes[room] = classes.get(room, 0.0) + seconds
     rooms = {"weights": calibration.weight_overlap * compute, "ring": calibration.ring_overlap * attention, "none": 0.0}
@@ -229,6 +256,11 @@ def _exposed(
         into[axes] = into.get(axes, 0.0) + seconds * share
         hidden[axes] = hidden.get(axes, 0.0) + seconds * (1 - share)
     return near, far, hidden
+
+
+@functools.lru_cache(maxsize=256)
+def _network(cluster: Cluster, mesh: MeshSpec) -> Network:
+    return Network(cluster, mesh)
 
 
 def _handled(work: DeviceWork) -> float:
@@ -272,9 +304,7 @@ def collectives(run: RunConfig, mesh: MeshSpec) -> tuple[ExpectedCollective, ...
     """Collectives of a step on a device; an estimate for layouts that the formulas were not proven for."""
     one, rest = without_stages(run, mesh)
     parallel, micro = one.parallel, run.accumulate
-    plain = replace(parallel, chunks=0, depths=(), offload=0.0, schedule="1f1b")
-    remat = "full" if run.model.remat == "full" else "none"
-    model = replace(one.model, remat=remat, unroll=1)
+    plain, model = _without_pipeline(parallel), with_remat(one.model, "full" if run.model.remat == "full" else "none")
     sent = [
         _in_micro_batches(found, micro, parallel.zero)
         for found in _of_one(model, plain, rest, run.data.batch_size, run.data.seq_len)
@@ -287,6 +317,11 @@ def collectives(run: RunConfig, mesh: MeshSpec) -> tuple[ExpectedCollective, ...
             )
         )
     return tuple(sent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_pipeline(parallel: ParallelConfig) -> ParallelConfig:
+    return replace(parallel, chunks=0, depths=(), offload=0.0, schedule="1f1b")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -319,6 +354,8 @@ def _bubble(work: DeviceWork, busy: float, forward: _Pass) -> float:
         idle = (work.stages - 1) / (chunks * micro + work.stages - 1)
     else:
         rest = (busy / micro - forward.compute) / 2
+        if plan.schedule == "zb_h1" and micro >= work.stages:
+            return (work.stages - 1) * max(forward.compute, rest)
         idle = _idle(plan.schedule, work.stages, micro, round(rest / forward.compute, 1))
     return busy * idle / (1 - idle)
 

@@ -15,7 +15,7 @@ from jaxllm.models import DecoderConfig, Functional, Segments
 from jaxllm.parallel.pipeline import schedule_executor
 from jaxllm.parallel.pipeline.pipeline_step import Pipeline
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
-from jaxllm.parallel.pipeline.schedule_generators import make
+from jaxllm.parallel.pipeline.schedule_generators import default_chunks, legal_sizes, make
 from jaxllm.parallel.pipeline.stage_layout import StageDepths, assign_units
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches
@@ -34,9 +34,23 @@ def pipeline_plan(config: RunConfig, stages: int) -> tuple[Schedule, StageDepths
     Raises:
         ScheduleError: none fits; the message says what is legal.
     """
+    parallel = config.parallel
+    return make(parallel.schedule, stages, config.accumulate, parallel.chunks), stage_depths(config, stages)
+
+
+def stage_depths(config: RunConfig, stages: int) -> StageDepths:
+    """Assignment of a run's layers to the virtual stages of its schedule, which is not built.
+
+    Args:
+        config: the run.
+        stages: size of the mesh axis ``stage``.
+
+    Raises:
+        ScheduleError: there is no such schedule of these sizes, or the layers do not divide; says what is legal.
+    """
     parallel, repeats = config.parallel, [repeats for _, repeats in config.model.segments]
-    schedule = make(parallel.schedule, stages, config.accumulate, parallel.chunks)
-    depths = assign_units(repeats, stages * schedule.chunks, parallel.depths)
+    legal_sizes(parallel.schedule, stages, config.accumulate, parallel.chunks)
+    depths = assign_units(repeats, stages * (parallel.chunks or default_chunks(parallel.schedule)), parallel.depths)
     if parallel.in_place and not depths.even:
         even = tuple(int(n) for n in depths.counts.sum(1))
         what = f"{sum(repeats)} layers" if len(repeats) == 1 else f"layers of {len(repeats)} kinds"
@@ -44,7 +58,7 @@ def pipeline_plan(config: RunConfig, stages: int) -> tuple[Schedule, StageDepths
             f"pipeline: {what} do not divide over stage={stages}: say how many each stage gets, such as "
             f"--parallel.depths {' '.join(map(str, even))}, or choose a number of stages that divides them."
         )
-    return schedule, depths
+    return depths
 
 
 def pipelined_value_and_grad(

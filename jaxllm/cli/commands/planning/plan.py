@@ -76,11 +76,12 @@ def plan(argv: list[str]) -> int:
         for number, cluster in enumerate(clusters):
             if number:
                 print()
-            layouts = _layouts(config, cluster, top, as_is, _calibration(calibrate, cluster))
+            attained = _calibration(calibrate, cluster)
+            layouts = _layouts(config, cluster, top, as_is, attained)
             if not layouts:
                 status = 1
                 continue
-            reports = _compiled(layouts, cluster) if compile else []
+            reports = _compiled(layouts, cluster, attained) if compile else []
             _shown(layouts, cluster, explain, tokens, save)
             for place, layout in enumerate(layouts):
                 report = reports[place] if place < len(reports) else None
@@ -137,7 +138,7 @@ def _layouts(
     return shown
 
 
-def _compiled(layouts: list[ParallelLayout], cluster: Cluster) -> list[CompiledLayout | str]:
+def _compiled(layouts: list[ParallelLayout], cluster: Cluster, calibration: Calibration) -> list[CompiledLayout | str]:
     """Compiles layouts and prints the results: a report for each, or the reason why it does not fit."""
     from jaxllm.plan import compiled_layout, plan_view
     from sharding.isolate import OutOfDeviceMemory
@@ -148,12 +149,13 @@ def _compiled(layouts: list[ParallelLayout], cluster: Cluster) -> list[CompiledL
     out: list[CompiledLayout | str] = []
     for number, layout in enumerate(layouts, 1):
         try:
-            out.append(compiled_layout.compile_layout(layout, cluster, progress_line(f"{number} of {len(layouts)}: ")))
+            line = progress_line(f"{number} of {len(layouts)}: ")
+            out.append(compiled_layout.compile_layout(layout, cluster, line, calibration))
         except OutOfDeviceMemory as error:
             print(f"\n{memory_overflow(layout.run, cluster.topology, error)}")
             out.append(f"{(error.need - error.limit) / 2**30:.2f} GiB too much")
-    by = "the TPU compiler's cycles" if cluster.topology.platform == "tpu" else "roofline alone, a lower bound"
-    print(f"\ncompiled; seconds by {by}")
+    by = "the TPU compiler's cycles" if cluster.topology.platform == "tpu" else "roofline"
+    print(f"\ncompiled; seconds by {by}, at the prediction's shares of the data sheet's rates")
     print(plan_view.compiled(list(zip(layouts, out, strict=True))))
     return out
 

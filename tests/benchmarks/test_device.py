@@ -1,0 +1,120 @@
+"""Device kit: slices in order, resumed and stopped in time, their tables; a tiny dry run compiles for an absent GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.device import __main__ as kit
+from benchmarks.device import report, wheels
+from benchmarks.device.slices import PARTS, slices
+
+ABOUT = {"device": "NVIDIA Test", "jax": "1.0", "python": "3.12.1 (main)"}
+CASE = "head dim 128, 2 bytes"
+ROW = {"step_seconds": 0.5, "mfu": 0.4, "peak_bytes": 2**31}
+PREDICTED = {"seconds": 0.4, "bytes": 2**30, "copies": 0.2}
+
+
+def result(name):
+    """Figures of a slice, as it would measure them."""
+    part = name.split()[0].rstrip(",")
+    took = {"offload, remat elementwise": 0.5, "offload, remat offload": 0.55}.get(name, 0.6)
+    return {
+        "verdict": {"passed": True, "why": "", "errors": {"bfloat16": 1e-3, "float32": 1e-6}},
+        "tuning": {"case": CASE, "operation": "flash_attention", "kind": "NVIDIA Test", "blocks": {"kv": 32}},
+        "training": {"setting": {"layers": 12}, "row": ROW, "predicted": PREDICTED},
+        "decoding": {"tokens_per_second": 1234.0, "roofline": 0.7, "ready": 3.0},
+        "offload": {"setting": {"layers": 4}, "row": ROW | {"step_seconds": took}, "predicted": PREDICTED},
+    }.get(part, {"rows": [{"contender": "xla", "forward_seconds": 1e-3, "forward_roofline": 0.5, "error": 1e-6}]})
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device on which each slice takes a minute of a clock of its own; the names of those that ran."""
+    ran, clock = [], [0.0]
+
+    def measured(one, tiny, seconds):
+        ran.append(one.name)
+        clock[0] += 60
+        if "fp8" in one.name:
+            return {"part": one.part, "seconds": 60.0, "failed": "no float8 here"}
+        return {"part": one.part, "seconds": 60.0, "result": result(one.name)}
+
+    monkeypatch.setattr(kit, "here", lambda: ABOUT)
+    monkeypatch.setattr(kit, "measured", measured)
+    monkeypatch.setattr(kit.time, "monotonic", lambda: clock[0])
+    return ran
+
+
+def test_slices_are_named_once_and_in_order():
+    found = slices()
+    assert len({one.name for one in found}) == len(found)
+    assert [PARTS.index(one.part) for one in found] == sorted(PARTS.index(one.part) for one in found)
+    assert {one.part for one in found} == set(PARTS)
+
+
+def test_it_stops_in_time_and_goes_on(device, tmp_path, capsys):
+    """A slice is not started with less time than it may take; the next call has those that are left."""
+    calls = 0
+    while kit.main(["--minutes", "9", "--out", str(tmp_path)]):
+        calls += 1
+        assert calls < 20
+    assert calls > 2
+    assert device == [one.name for one in slices()]
+    said = capsys.readouterr().out
+    assert "slices are left: the same command goes on." in said
+    assert said.endswith("everything is measured.\n")
+    assert "- training 8b fp8_current: no float8 here" in said
+    assert "Of 0.2000 s of copies to the host and back, 75% are hidden." in said
+
+
+def test_figures_of_another_device_are_not_mixed(device, tmp_path):
+    (tmp_path / "device.json").write_text(json.dumps({"about": ABOUT | {"device": "another"}, "slices": {}}))
+    with pytest.raises(SystemExit, match="has figures of another, and this is NVIDIA Test"):
+        kit.main(["--out", str(tmp_path)])
+
+
+def test_a_slice_that_takes_too_long_is_repeated_unless_it_had_all_the_time(device, tmp_path, monkeypatch):
+    first, second = slices()[:2]
+    quick = kit.measured
+
+    def measured(one, tiny, seconds):
+        if one.name == second.name:
+            raise TimeoutError(one.name)
+        return quick(one, tiny, seconds)
+
+    monkeypatch.setattr(kit, "measured", measured)
+    kit.main(["--out", str(tmp_path), "--parts", "verdicts"])
+    assert list(json.loads((tmp_path / "device.json").read_text())["slices"]) == [first.name]
+    kit.main(["--out", str(tmp_path), "--parts", "verdicts"])
+    assert "not done in 9 minutes" in (tmp_path / "device.json").read_text()
+
+
+def test_the_report_writes_the_page_and_the_blocks(device, tmp_path, monkeypatch):
+    while kit.main(["--out", str(tmp_path)]):
+        pass
+    page, stored = tmp_path / "page.md", []
+    page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    monkeypatch.setattr(report.tune, "store", lambda *given: stored.append(given))
+    report.write(json.loads((tmp_path / "device.json").read_text()), page)
+    text = page.read_text()
+    assert text.startswith(f"above\n{report.BEGIN}\nNVIDIA Test, jax 1.0, Python 3.12.1.")
+    assert text.endswith(f"{report.END}\nbelow\n")
+    assert "old" not in text
+    assert "| 124m bf16, 12 layers | 0.5000 | 0.4000 | 40.0% | 2.0 | 1.0 |" in text
+    assert stored == [("flash_attention", "NVIDIA Test", {CASE: {"kv": 32}})]
+    with pytest.raises(ValueError, match="has no line"):
+        report.write({"about": ABOUT, "slices": {}}, tmp_path / "device.json")
+
+
+def test_wheels_are_what_jax_does_not_bring():
+    found = wheels.needed()
+    assert {"flax", "optax", "tyro"} <= found.keys()
+    assert not {"jax", "jaxlib", "numpy", "scipy", "pytest"} & found.keys()
+
+
+@pytest.mark.drawn(0.4)
+def test_a_tiny_dry_run_compiles(capsys):
+    assert kit.main(["--dry-run", "--tiny", "--on", "h100:1x1", "--parts", "kernels"]) == 0
+    assert '"pallas_gpu": ' in capsys.readouterr().out
