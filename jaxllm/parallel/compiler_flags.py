@@ -42,6 +42,7 @@ class Flag:
         measured: effect on a compiled program.
         source: where it is recommended.
         before: first JAX version whose compiler no longer has it, or refuses programs with it; None if all take it.
+        still: device kinds for which that compiler takes it all the same.
     """
 
     name: str
@@ -52,11 +53,13 @@ class Flag:
     measured: str
     source: str
     before: tuple[int, int] | None = None
+    still: tuple[str, ...] = ()
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the compiler of the installed JAX takes the flag; with another one it would fail."""
-        return self.before is None or jax.__version_info__[:2] < self.before
+    def is_taken(self, platform: str, device_kind: str) -> bool:
+        """Whether the installed JAX's compiler for a kind of device takes the flag; with another one it would fail."""
+        if platform != self.platform or (self.kinds and device_kind not in self.kinds):
+            return False
+        return self.before is None or jax.__version_info__[:2] < self.before or device_kind in self.still
 
 
 FLAGS = (
@@ -84,8 +87,10 @@ FLAGS = (
         "tpu",
         _TPU,
         "the same for the all-gathers of FSDP",
-        _FUSED,
+        f"{_FUSED}; with xla_enable_async_all_gather the compiler of jax 0.12 refuses it except for v5e, as unsafe",
         _TPU_SOURCE,
+        before=(0, 11),
+        still=("TPU v5 lite",),
     ),
     Flag(
         "xla_tpu_enable_async_collective_fusion_multiple_steps",
@@ -139,11 +144,7 @@ def options(platform: str, device_kind: str, changes: Iterable[str] = ()) -> dic
     Raises:
         ValueError: a change does not have that form.
     """
-    chosen = {
-        flag.name: flag.value
-        for flag in FLAGS
-        if flag.is_taken and flag.platform == platform and (not flag.kinds or device_kind in flag.kinds)
-    }
+    chosen = {flag.name: flag.value for flag in FLAGS if flag.is_taken(platform, device_kind)}
     for change in changes:
         name, equals, value = change.strip().lstrip("-").partition("=")
         if not name or not equals:

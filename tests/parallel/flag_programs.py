@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ def accepted(topology: Topology) -> list[str]:
     with jax.set_mesh(mesh):
         lowered = jax.jit(lambda x: x + 1).lower(x)
         for flag in FLAGS:
-            if flag.platform == topology.platform and flag.is_taken:
+            if flag.is_taken(topology.platform, topology.device_kind):
                 lowered.compile(compiler_options={flag.name: flag.value})
                 known.append(flag.name)
         try:
@@ -32,8 +33,25 @@ def accepted(topology: Topology) -> list[str]:
     raise AssertionError("an unknown option was accepted")
 
 
-def fsdp(topology: Topology, layers: int = 3, width: int = 1024, hidden: int = 4096) -> dict[str, Any]:
+def fsdp(topology: Topology) -> dict[str, Any]:
     """Static counts of asynchronous collectives in the text, with and without the options of the table."""
+    chosen = None, options(topology.platform, topology.device_kind)
+    texts = layer_programs(topology, chosen, layers=3, width=1024, hidden=4096, rows=2048)
+    marks = {"tpu": "AsyncCollectiveStart", "gpu": "all-gather-start("}
+    return dict(zip(("without", "with"), (text.count(marks[topology.platform]) for text in texts), strict=True))
+
+
+def gathers(topology: Topology) -> dict[str, Any]:
+    """All-gathers of small layers compiled with the options of the table; a compiler may refuse options only there."""
+    chosen = options(topology.platform, topology.device_kind)
+    (text,) = layer_programs(topology, (chosen,), layers=2, width=256, hidden=512, rows=128)
+    return {"all-gathers": text.count("all-gather("), "options": chosen}
+
+
+def layer_programs(
+    topology: Topology, chosen: Sequence[dict[str, str] | None], *, layers: int, width: int, hidden: int, rows: int
+) -> list[str]:
+    """Texts of a training step of scanned layers under FSDP, compiled with each of the options."""
     mesh = MeshSpec.parse("fsdp").build(topology.devices())
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
@@ -53,12 +71,7 @@ def fsdp(topology: Topology, layers: int = 3, width: int = 1024, hidden: int = 4
         array((layers, width, hidden), jnp.float32, P(None, "fsdp")),
         array((layers, hidden, width), jnp.float32, P(None, None, "fsdp")),
     )
-    x = array((2048 * mesh.size, width), jnp.bfloat16, P("fsdp"))
+    x = array((rows * mesh.size, width), jnp.bfloat16, P("fsdp"))
     with jax.set_mesh(mesh):
         lowered = jax.jit(step, donate_argnums=0).lower(weights, x)
-        texts = [
-            lowered.compile(compiler_options=chosen).as_text()
-            for chosen in (None, options(topology.platform, topology.device_kind))
-        ]
-    marks = {"tpu": "AsyncCollectiveStart", "gpu": "all-gather-start("}
-    return dict(zip(("without", "with"), (text.count(marks[topology.platform]) for text in texts), strict=True))
+        return [lowered.compile(compiler_options=one).as_text() for one in chosen]

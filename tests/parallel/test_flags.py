@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.parallel.compiler_flags import FLAGS, described, options
+from jaxllm.parallel import compiler_flags
+from jaxllm.parallel.compiler_flags import FLAGS, Flag, described, options
 from sharding.isolate import run_isolated
-from sharding.topology import GENERATIONS
+from sharding.topology import GENERATIONS, Topology
 
 
 def test_the_table_names_known_devices_and_no_option_twice():
@@ -35,9 +36,28 @@ def test_options_of_a_device():
 @pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("on", ["v6e:2x4", "h100:1x8"])
 def test_the_compiler_knows_every_option(on):
-    platform = "tpu" if on.startswith("v") else "gpu"
+    there = Topology.parse(on)
     known = run_isolated("tests.parallel.flag_programs:accepted", on, timeout=600)
-    assert known == [flag.name for flag in FLAGS if flag.platform == platform and flag.is_taken]
+    assert known == [flag.name for flag in FLAGS if flag.is_taken(there.platform, there.device_kind)]
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("on", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4"])
+def test_gathered_weights_compile_with_the_options(on):
+    found = run_isolated("tests.parallel.flag_programs:gathers", on, timeout=600)
+    assert found["options"]
+    assert found["all-gathers"]
+
+
+def test_a_later_compiler_refuses_an_option_for_some_devices(monkeypatch):
+    flag = Flag("xla_a", "true", "tpu", (), "", "", "", before=(0, 11), still=("TPU v5 lite",))
+    monkeypatch.setattr(compiler_flags, "FLAGS", (flag,))
+    taken = {}
+    for version in ((0, 10, 2), (0, 12, 0)):
+        monkeypatch.setattr(compiler_flags.jax, "__version_info__", version)
+        taken[version[:2]] = [kind for kind in ("TPU v5 lite", "TPU v6 lite") if options("tpu", kind)]
+    assert taken == {(0, 10): ["TPU v5 lite", "TPU v6 lite"], (0, 12): ["TPU v5 lite"]}
+    assert not options("gpu", "TPU v5 lite")
 
 
 @pytest.mark.drawn(0.4)
