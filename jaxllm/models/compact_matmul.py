@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 import sharding
 from jaxllm.models.operand_specs import gradient_spec, spec_of, without_reduced

@@ -259,7 +259,7 @@ def generate(count: int, seed: int = 0) -> tuple[ProgramExample, ...]:
         arrays = [jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32) for shape in shapes]
         lowered = jax.jit(run).lower(*arrays)
         compiled = lowered.compile()
-        cost = compiled.cost_analysis()
+        cost = compiled.cost_analysis() or {}
         flops, moved = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
         if flops > 0 and moved > 0:
             costs = {"flops": flops, "bytes": moved, "seconds": timing.seconds(compiled, arrays, 3)}

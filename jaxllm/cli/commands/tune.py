@@ -11,7 +11,7 @@ from jaxllm.cli.errors import UsageError
 
 
 def tune(argv: list[str]) -> int:
-    """Tune kernels with learned cost models: `jaxllm tune flash_attention`; also `tune matmul`, `tune program`."""
+    """Tune kernels with learned cost models: `jaxllm tune flash_attention|matmul|program`."""
     others = {"matmul": tune_matmul, "program": tune_program}
     return others[argv[0]](argv[1:]) if argv and argv[0] in others else tune_kernel(argv)
 
