@@ -69,7 +69,7 @@ COMMANDS = {
     "tune": Command(
         "jaxllm.cli.commands.tune",
         "tune",
-        "Tune kernels with learned cost models: `jaxllm tune flash_attention`; also `tune matmul`, `tune program`.",
+        "Tune kernels with learned cost models: `jaxllm tune flash_attention|matmul|program`.",
     ),
     "pipeline": Command(
         "jaxllm.cli.commands.planning.pipeline",
