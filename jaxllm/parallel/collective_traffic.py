@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import BlockConfig, Functional
+from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
 
@@ -225,9 +226,15 @@ class _Step:
         if (moe := block.mlp.mixture) is None:
             return
         rows = tokens * moe.top_k
-        sent, room = (self._bytes(n, self.model.config.embed_dim) for n in (rows, rows * self.size(over)))
-        yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, sent, "tokens to experts")
-        yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
+        room = receive_rows(rows, self.size(over))
+        there, back = (self._bytes(n, self.model.config.embed_dim) for n in (rows, room))
+        scale = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
+        # One round, as with balanced routing. Whatever the remat policy, the backward pass sends rows again, and their
+        # gradients beside them.
+        yield ExpectedCollective("ragged-all-to-all", over, 3, there, "tokens to experts; the gradients of results")
+        yield ExpectedCollective("ragged-all-to-all", over, 2, rows * scale, "the tokens' combine weights")
+        yield ExpectedCollective("ragged-all-to-all", over, 2, back, "results back; the gradients of tokens")
+        yield ExpectedCollective("ragged-all-to-all", over, 1, room * scale, "the gradients of combine weights")
 
     def _arranged(self) -> Iterator[ExpectedCollective]:
         """All-gathers that bring the four arrays of a batch into the order of the layout."""

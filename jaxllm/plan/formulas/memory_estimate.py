@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, MoeConfig
+from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
@@ -43,7 +44,7 @@ class BufferCopies:
         inner: a layer's inner activations: heads and MLP width.
         streams: residual streams over the whole sequence.
         scores: an attention block's float32 scores, all heads of it.
-        expert_inner: inner activations of all rows that a device's experts may receive.
+        expert_inner: inner activations of all rows of a device's receive buffer.
         expert_rows: those rows.
         beside: pipeline slots beside the pool: the one that the forward pass fills, the one that the backward pass
             reads.
@@ -174,7 +175,9 @@ def saved_bytes(work: DeviceWork, block: BlockConfig) -> int:
         more = 4 * inner["up"] + inner["q"] + inner["k"]
         stored += 10 * work.stream_bytes() + more * work.tokens * work.width
         if block.mlp.mixture is not None:
-            stored += (3 * inner["expert"] + 2 * inner["sent"]) * work.tokens * work.width
+            is_exchanged = dict(work.mesh.axes).get("expert", 1) > 1  # keeps what went in alone
+            copies = inner["sent"] if is_exchanged else 3 * inner["expert"] + 2 * inner["sent"]
+            stored += copies * work.tokens * work.width
     return round(stored)
 
 
@@ -283,10 +286,10 @@ def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> floa
 def expert_rows(moe: MoeConfig, tokens: int, shards: int) -> int:
     """Rows of a device's expert buffer, for the tokens of one of so many expert shards (``expert_dispatch``).
 
-    Dropless, a device may receive all rows of all shards. With a capacity, each expert has a buffer of fixed size.
+    With a capacity, each expert has a buffer of fixed size.
     """
     if moe.capacity is None:
-        return tokens * moe.top_k * shards
+        return receive_rows(tokens * moe.top_k, shards)
     return moe.experts * min(tokens, math.ceil(moe.capacity * tokens * moe.top_k / moe.experts))
 
 
