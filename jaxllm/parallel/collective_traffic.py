@@ -114,6 +114,8 @@ class _Step:
         tokens = self.axes(*TOKENS) if matrix or not self.plan.sequence else self.axes("batch", "residual_seq")
         rest = tuple(a for a in tokens if a not in stored)
         dtype = self.model.config.dtype if matrix else leaf.dtype
+        if name.endswith("/router"):
+            dtype = jnp.promote_types(dtype, jnp.float32)
         whole = math.prod(leaf.shape) // self.size(used) * jnp.dtype(dtype).itemsize
         part = whole // self.size(over)
         if zero == 3:
@@ -232,9 +234,9 @@ class _Step:
         # One round, as with balanced routing. Whatever the remat policy, the backward pass sends rows again, and their
         # gradients beside them.
         yield ExpectedCollective("ragged-all-to-all", over, 3, there, "tokens to experts; the gradients of results")
-        yield ExpectedCollective("ragged-all-to-all", over, 2, rows * scale, "the tokens' combine weights")
         yield ExpectedCollective("ragged-all-to-all", over, 2, back, "results back; the gradients of tokens")
-        yield ExpectedCollective("ragged-all-to-all", over, 1, room * scale, "the gradients of combine weights")
+        slots = self.size(over) * rows * scale
+        yield ExpectedCollective("all-to-all", over, 3, slots, "the tokens' combine weights, and their gradients")
 
     def _arranged(self) -> Iterator[ExpectedCollective]:
         """All-gathers that bring the four arrays of a batch into the order of the layout."""

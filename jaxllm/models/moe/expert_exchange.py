@@ -172,15 +172,13 @@ class _Rounds(NamedTuple):
     def send(self, turn: Array, x: Float[Array, "M *D"]) -> Float[Array, "R *D"]:
         """Receive buffer of a round; undefined after the last row."""
         with jax.named_scope("dispatch"):
-            here, (begin, counts, lands) = jax.lax.axis_index(self.axis), self._pieces(turn)
-            buffer = _undefined(x, self.room)
-            return _ragged_all_to_all(x, buffer, begin[here], counts[here], lands[here], counts[:, here], self.axis)
+            return _ragged_all_to_all(x, _undefined(x, self.room), *self._pieces(turn), self.axis)
 
     def back(self, turn: Array, x: Float[Array, "R *D"], out: Float[Array, "M *D"]) -> Float[Array, "M *D"]:
         """``out`` with the results of a round in the places of the rows that were sent."""
         with jax.named_scope("combine"):
-            here, (begin, counts, lands) = jax.lax.axis_index(self.axis), self._pieces(turn)
-            return _ragged_all_to_all(x, out, lands[:, here], counts[:, here], begin[:, here], counts[here], self.axis)
+            begin, counts, lands = (table.T for table in self._pieces(turn))
+            return _ragged_all_to_all(x, out, lands, counts, begin, self.axis)
 
     def _window(self, turn: Array) -> tuple[Array, Array]:
         return turn * self.room, (turn + 1) * self.room
@@ -199,29 +197,33 @@ class _Rounds(NamedTuple):
 def _ragged_all_to_all(
     x: Float[Array, "N *D"],
     out: Float[Array, "L *D"],
-    begin: Int[Array, " P"],
-    counts: Int[Array, " P"],
-    lands: Int[Array, " P"],
-    arriving: Int[Array, " P"],
+    begin: Int[Array, "P P"],
+    counts: Int[Array, "P P"],
+    lands: Int[Array, "P P"],
     axis: str,
 ) -> Float[Array, "L *D"]:
-    """``jax.lax.ragged_all_to_all``; on CPUs, which lack it, through an all-to-all of slots of the largest size.
+    """``jax.lax.ragged_all_to_all`` by tables from each shard to each, which all shards know.
+
+    CPUs lack it, and TPUs pad single numbers to 512 bytes: there an all-to-all of slots of the largest size stands in.
 
     Args:
         out: what the result holds where nothing arrives.
-        begin: first row for each shard.
-        counts: rows for each shard.
-        lands: where they land in the result of each.
-        arriving: rows from each shard.
+        begin: first row at the sender.
+        counts: number of rows.
+        lands: where they land in the receiver's result.
     """
-    moves = [n.astype(jnp.int32) for n in (begin, counts, lands, arriving)]
-    if target_device().platform != "cpu":
-        return jax.lax.ragged_all_to_all(x, out, *moves, axis_name=axis)
-    slot = jnp.arange(min(len(x), len(out)))
-    slots = x[jnp.minimum(moves[0][:, None] + slot, len(x) - 1)]
-    slots, starts = (jax.lax.all_to_all(part, axis, 0, 0, tiled=True) for part in (slots, moves[2]))
-    place = jnp.where(slot < moves[3][:, None], starts[:, None] + slot, len(out))
-    return out.at[place.reshape(-1)].set(slots.reshape(-1, *x.shape[1:]), mode="drop")
+    here = jax.lax.axis_index(axis)
+    if x.ndim > 1 and target_device().platform != "cpu":
+        moves = (begin[here], counts[here], lands[here], counts[:, here])
+        return jax.lax.ragged_all_to_all(x, out, *(move.astype(jnp.int32) for move in moves), axis_name=axis)
+    slot = min(len(x), len(out))
+    slots = x[jnp.minimum(begin[here][:, None] + jnp.arange(slot), len(x) - 1)]
+    slots = jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)
+    place, start = jnp.arange(len(out)), lands[:, here]
+    arrives = (start <= place[:, None]) & (place[:, None] < start + counts[:, here])
+    sender = jnp.argmax(arrives, axis=1)
+    found = slots[sender, jnp.clip(place - start[sender], 0, slot - 1)]
+    return jnp.where(arrives.any(1).reshape(-1, *(1 for _ in x.shape[1:])), found, out)
 
 
 def _zeros(x: Array) -> Array:

@@ -97,7 +97,8 @@ class MoeConfig(FeedForwardLayer):
 
     def without_traffic_formula(self, tensor: int) -> list[str]:
         """Features whose collectives have no formula."""
-        return (["experts over tensor"] + ["biases of split layers"] * self.bias) if tensor > 1 else []
+        names = ["a capacity of experts"] * (self.capacity is not None)
+        return names + (["experts over tensor"] + ["biases of split layers"] * self.bias) * (tensor > 1)
 
     def describe(self) -> str:
         """One line for people."""
