@@ -46,6 +46,8 @@ class BufferCopies:
         scores: an attention block's float32 scores, all heads of it.
         expert_inner: inner activations of all rows of a device's receive buffer.
         expert_rows: those rows.
+        exchange_inner: further inner activations where experts are split over devices.
+        exchange_rows: likewise, rows.
         beside: pipeline slots beside the pool: the one that the forward pass fills, the one that the backward pass
             reads.
         inputs: whether layers' inputs are among these.
@@ -61,6 +63,8 @@ class BufferCopies:
     scores: float
     expert_inner: float
     expert_rows: float
+    exchange_inner: float
+    exchange_rows: float
     beside: float
     inputs: bool
     sums: float
@@ -68,8 +72,8 @@ class BufferCopies:
 
 
 COPIES = {
-    "tpu": BufferCopies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 2.0, False, 2.0, 1),
-    "gpu": BufferCopies(3.0, 3.0, 2.0, 1.3, 0.0, 10.0, 5.0, 9.0, 2.0, True, 1.0, 2),
+    "tpu": BufferCopies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
+    "gpu": BufferCopies(3.0, 3.0, 2.0, 1.3, 0.0, 10.0, 5.0, 9.0, 0.0, 0.0, 2.0, True, 1.0, 2),
 }
 """Buffer copies by platform."""
 
@@ -278,9 +282,11 @@ def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> floa
     moe = block.mlp.mixture
     if moe is None:
         return 0.0
-    rows = expert_rows(moe, work.tokens, dict(work.mesh.axes).get("expert", 1))
-    widths = copies.expert_inner * moe.hidden / work.tensor + copies.expert_rows * work.run.model.embed_dim
-    return rows * widths * work.width
+    shards = dict(work.mesh.axes).get("expert", 1)
+    inner = copies.expert_inner + copies.exchange_inner * (shards > 1)
+    rows = copies.expert_rows + copies.exchange_rows * (shards > 1)
+    widths = inner * moe.hidden / work.tensor + rows * work.run.model.embed_dim
+    return expert_rows(moe, work.tokens, shards) * widths * work.width
 
 
 def expert_rows(moe: MoeConfig, tokens: int, shards: int) -> int:
