@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import BlockConfig, Functional
+from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
 
@@ -113,6 +114,8 @@ class _Step:
         tokens = self.axes(*TOKENS) if matrix or not self.plan.sequence else self.axes("batch", "residual_seq")
         rest = tuple(a for a in tokens if a not in stored)
         dtype = self.model.config.dtype if matrix else leaf.dtype
+        if name.endswith("/router"):
+            dtype = jnp.promote_types(dtype, jnp.float32)
         whole = math.prod(leaf.shape) // self.size(used) * jnp.dtype(dtype).itemsize
         part = whole // self.size(over)
         if zero == 3:
@@ -225,9 +228,15 @@ class _Step:
         if (moe := block.mlp.mixture) is None:
             return
         rows = tokens * moe.top_k
-        sent, room = (self._bytes(n, self.model.config.embed_dim) for n in (rows, rows * self.size(over)))
-        yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, sent, "tokens to experts")
-        yield ExpectedCollective("ragged-all-to-all", over, 1 + self.passes, room, "results back; most of it is empty")
+        room = receive_rows(rows, self.size(over))
+        there, back = (self._bytes(n, self.model.config.embed_dim) for n in (rows, room))
+        scale = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
+        # One round, as with balanced routing. Whatever the remat policy, the backward pass sends rows again, and their
+        # gradients beside them.
+        yield ExpectedCollective("ragged-all-to-all", over, 3, there, "tokens to experts; the gradients of results")
+        yield ExpectedCollective("ragged-all-to-all", over, 2, back, "results back; the gradients of tokens")
+        slots = self.size(over) * rows * scale
+        yield ExpectedCollective("all-to-all", over, 3, slots, "the tokens' combine weights, and their gradients")
 
     def _arranged(self) -> Iterator[ExpectedCollective]:
         """All-gathers that bring the four arrays of a batch into the order of the layout."""

@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.config import ConfigError, from_dict, to_dict
 from jaxllm.models import DecoderConfig, MoeConfig, RouterConfig, Segments, functional
-from jaxllm.models.moe.expert_dispatch import _experts_of, dispatch_and_combine, dispatch_within_capacity
+from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
 from jaxllm.models.moe.router import route
 from jaxllm.train.model_flops import forward_flops_per_token
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -32,15 +32,11 @@ def loop(x, experts, weights, gate, up, down) -> np.ndarray:
     return out
 
 
-def experts_of(gate, up, down):
+def gated(matrices, rows, scales, sizes):
     """Gated layers as the dispatch runs them."""
-
-    def run(rows, sizes):
-        return grouped_matmul(
-            jax.nn.silu(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes), down, sizes
-        )
-
-    return run
+    gate, up, down = matrices
+    inner = jax.nn.silu(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes)
+    return grouped_matmul(inner if scales is None else inner * scales[:, None], down, sizes)
 
 
 def mixture(**router) -> DecoderConfig:
@@ -56,8 +52,8 @@ def test_is_the_loop(tokens, all_to_one, rng, float64):
     chosen = [np.arange(2) if all_to_one else rng.permutation(5)[:2] for _ in range(tokens)]
     x, weights = rng.normal(size=(tokens, 6)), rng.random((tokens, 2))
     matrices = rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 6, 3)), rng.normal(size=(5, 3, 6))
-    run = experts_of(*map(jnp.asarray, matrices))
-    got = dispatch_and_combine(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), run, 5)
+    x, chosen, weights = map(jnp.asarray, (x, chosen, weights))
+    got = dispatch_and_combine(x, chosen, weights, gated, list(map(jnp.asarray, matrices)), 5)
     np.testing.assert_allclose(got, loop(x, np.array(chosen), weights, *matrices), rtol=0, atol=1e-12)
 
 
@@ -102,13 +98,6 @@ def test_router(normalize, rng, float64):
     np.testing.assert_allclose(np.asarray(full - attended).reshape(-1, 6), want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("slot", [None, 4])
-def test_rows_of_a_receive_buffer(slot):
-    arrived = jnp.array([[1, 0, 2], [0, 3, 0]])
-    want = [0, 2, 2, 1, 1, 1, 3, 3] if slot is None else [0, 2, 2, 3, 1, 1, 1, 3]
-    assert _experts_of(arrived, 8, slot).tolist() == want
-
-
 def test_counts_what_a_token_meets():
     dense, sparse = tiny.decoder(embed_dim=6, vocab_size=16, mlp=3), mixture()
     more = forward_flops_per_token(sparse, lambda _: 0.0) - forward_flops_per_token(dense, lambda _: 0.0)
@@ -138,9 +127,8 @@ def test_capacity_keeps_first_choices_and_counts_what_it_drops(capacity, rng, fl
             e = chosen[t, choice]
             kept[t, choice] *= taken[e] < room
             taken[e] += 1
-    run = experts_of(*map(jnp.asarray, matrices))
     args = map(jnp.asarray, (x, chosen, weights))
-    got, dropped = dispatch_within_capacity(*args, run, experts, capacity)
+    got, dropped = dispatch_within_capacity(*args, gated, list(map(jnp.asarray, matrices)), experts, capacity)
     np.testing.assert_allclose(got, loop(x, chosen, kept, *matrices), rtol=0, atol=1e-12)
     assert int(dropped) == np.maximum(taken - room, 0).sum()
 
@@ -157,9 +145,8 @@ def test_capacity_where_experts_are_split(capacity, rng, float64):
     mesh = jax.make_mesh((shards,), ("expert",), devices=jax.devices()[:shards])
 
     def local(x, chosen, weights, *own):
-        run = experts_of(*own)
         out, dropped = dispatch_within_capacity(
-            x, chosen, weights, run, experts // shards, capacity, expert_axis="expert"
+            x, chosen, weights, gated, own, experts // shards, capacity, expert_axis="expert"
         )
         return out, dropped[None]
 
@@ -172,7 +159,7 @@ def test_capacity_where_experts_are_split(capacity, rng, float64):
     got, dropped = np.asarray(got), np.asarray(dropped)
     for shard in range(shards):
         part = [a[shard * tokens : (shard + 1) * tokens] for a in rows]
-        want, lost = dispatch_within_capacity(*part, experts_of(*matrices), experts, capacity)
+        want, lost = dispatch_within_capacity(*part, gated, matrices, experts, capacity)
         np.testing.assert_allclose(got[shard * tokens : (shard + 1) * tokens], want, rtol=0, atol=1e-12)
         assert int(dropped[shard]) == int(lost)
     assert (dropped.sum() > 0) == (capacity < 1)

@@ -201,10 +201,24 @@ MUTANTS = [
     ),
     Mutant(
         "receive_buffer_is_off_by_one",
-        "jaxllm/models/moe/expert_dispatch.py",
-        'jnp.searchsorted(end, jnp.arange(slot), side="right")',
-        'jnp.searchsorted(end, jnp.arange(slot), side="left")',
-        ("tests/models/test_moe.py::test_rows_of_a_receive_buffer",),
+        "jaxllm/models/moe/expert_exchange.py",
+        'jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")',
+        'jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="left")',
+        ("tests/models/test_expert_exchange.py::test_is_that_of_one_device[None-2-2]",),
+    ),
+    Mutant(
+        "every_round_sends_the_first_rows",
+        "jaxllm/models/moe/expert_exchange.py",
+        " + jnp.minimum(jnp.maximum(skipped, 0), self.table)",
+        "",
+        ("tests/models/test_expert_exchange.py::test_is_that_of_one_device[5-2-2]",),
+    ),
+    Mutant(
+        "bias_gradients_see_undefined_rows",
+        "jaxllm/models/moe/moe.py",
+        "        scales = None if scales is None else jnp.where(is_row, scales, 0)\n",
+        "",
+        ("tests/models/test_expert_exchange.py::test_is_that_of_one_device[16-4-1]",),
     ),
     Mutant(
         "combine_weights_divided_by_the_scale",

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "rows_of_one_shard_alone",
         MEMORY,
-        "        return tokens * moe.top_k * shards\n",
+        "        return receive_rows(tokens * moe.top_k, shards)\n",
         "        return tokens * moe.top_k\n",
         ROWS,
     ),

@@ -7,6 +7,7 @@ shard, M rows (tokens times top-k).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -97,7 +98,8 @@ class MoeConfig(FeedForwardLayer):
 
     def without_traffic_formula(self, tensor: int) -> list[str]:
         """Features whose collectives have no formula."""
-        return (["experts over tensor"] + ["biases of split layers"] * self.bias) if tensor > 1 else []
+        names = ["a capacity of experts"] * (self.capacity is not None)
+        return names + (["experts over tensor"] + ["biases of split layers"] * self.bias) * (tensor > 1)
 
     def describe(self) -> str:
         """One line for people."""
@@ -146,14 +148,14 @@ class Experts(nnx.Module):
             if width_axes and config.bias:  # the output is summed over the shards of the width, and the bias with it
                 own["down_bias"] = own["down_bias"] / jax.lax.axis_size(width_axes)
             rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
-            run = functools.partial(_feed_forward, config, own)
+            run = functools.partial(_feed_forward, config)
             axis, count = (expert_axes[0] if expert_axes else None), own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
             if config.capacity is None:
-                out = dispatch_and_combine(rows, chosen, shares, run, count, expert_axis=axis)
+                out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axis=axis)
             else:
                 out, lost = dispatch_within_capacity(
-                    rows, chosen, shares, run, count, config.capacity, expert_axis=axis
+                    rows, chosen, shares, run, own, count, config.capacity, expert_axis=axis
                 )
                 token_axes = sharding.axis_names(*TOKENS[:2])
                 dropped = (jax.lax.psum(lost, token_axes) if token_axes else lost).astype(dropped.dtype)
@@ -161,26 +163,43 @@ class Experts(nnx.Module):
             return (jax.lax.psum(out, width_axes) if width_axes else out), dropped
 
         run = sharding.shard_map(local, (TOKENS, TOKENS, TOKENS, *parts), (TOKENS, ()))
-        return run(x, experts, weights.astype(x.dtype), *flat)
+        return run(x, experts, weights.astype(at_least_f32(x.dtype)), *flat)
 
 
 def _feed_forward(
-    config: MoeConfig, own: dict[str, Array | Weight], rows: Float[Array, "M D"], sizes: Int[Array, " X"]
+    config: MoeConfig,
+    own: dict[str, Array | Weight],
+    rows: Float[Array, "M D"],
+    scales: Float[Array, " M"] | None,
+    sizes: Int[Array, " X"],
 ) -> Float[Array, "M D"]:
-    """Expert outputs of rows that are sorted by expert, by grouped matmuls; ``sizes``: rows of each expert."""
-    expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0]) if config.bias else None
+    """Expert outputs of rows that are sorted by expert, by grouped matmuls.
 
-    def project(rows: Array, name: str) -> Array:
+    Args:
+        scales: factor of each row's output; None for 1. It scales the inner activations (``expert_dispatch``).
+        sizes: rows of each expert.
+    """
+    if config.bias:
+        expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
+        is_row = jnp.arange(rows.shape[0]) < jnp.sum(sizes)  # the rows after are undefined
+        scales = None if scales is None else jnp.where(is_row, scales, 0)
+
+    def scaled(x: Array) -> Array:
+        return x if scales is None else (x * scales[:, None]).astype(x.dtype)
+
+    def project(rows: Array, name: str, scaled: Callable[[Array], Array] = lambda x: x) -> Array:
         with jax.named_scope(name):
             out = matmul_by_expert(rows, own[name], sizes)
-            return out if expert is None else out + own[f"{name}_bias"][expert]  # type: ignore[index]
+            if not config.bias:
+                return out
+            return out + jnp.where(is_row[:, None], scaled(own[f"{name}_bias"][expert]), 0)  # type: ignore[index]
 
     gate, up = project(rows, "gate"), project(rows, "up")
     if config.clamp is not None:
         gate, up = jnp.minimum(gate, config.clamp), jnp.clip(up, -config.clamp, config.clamp)
     if config.up_offset:
         up = up + config.up_offset
-    return project(ACTIVATIONS[config.activation](gate) * up, "down")
+    return project(scaled(ACTIVATIONS[config.activation](gate) * up), "down", scaled)
 
 
 class Moe(nnx.Module):

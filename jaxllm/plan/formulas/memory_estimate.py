@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, MoeConfig
+from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
@@ -39,8 +40,10 @@ class BufferCopies:
         inner: a layer's inner activations: heads and MLP width.
         streams: residual streams over the whole sequence.
         scores: a block of float32 scores, where attention is plain JAX (``DeviceWork.score_block``).
-        expert_inner: inner activations of all rows that a device's experts may receive.
+        expert_inner: inner activations of all rows of a device's receive buffer.
         expert_rows: those rows.
+        exchange_inner: further inner activations where experts are split over devices.
+        exchange_rows: likewise, rows.
         beside: pipeline slots beside the pool: the one that the forward pass fills, the one that the backward pass
             reads.
         inputs: whether layers' inputs are among these.
@@ -56,6 +59,8 @@ class BufferCopies:
     scores: float
     expert_inner: float
     expert_rows: float
+    exchange_inner: float
+    exchange_rows: float
     beside: float
     inputs: bool
     sums: float
@@ -63,8 +68,8 @@ class BufferCopies:
 
 
 COPIES = {
-    "tpu": BufferCopies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 2.0, False, 2.0, 1),
-    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.0, 0.0, 10.0, 0.7, 7.9, 2.0, True, 1.0, 2),
+    "tpu": BufferCopies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
+    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.0, 0.0, 10.0, 0.7, 7.9, 0.0, 0.0, 2.0, True, 1.0, 2),
 }
 """Buffer copies by platform."""
 
@@ -176,7 +181,9 @@ def saved_bytes(work: DeviceWork, block: BlockConfig) -> int:
         more = 4 * inner["up"] + inner["q"] + inner["k"]
         stored += 10 * work.stream_bytes() + more * work.tokens * work.width
         if block.mlp.mixture is not None:
-            stored += (3 * inner["expert"] + 2 * inner["sent"]) * work.tokens * work.width
+            is_exchanged = dict(work.mesh.axes).get("expert", 1) > 1  # keeps what went in alone
+            copies = inner["sent"] if is_exchanged else 3 * inner["expert"] + 2 * inner["sent"]
+            stored += copies * work.tokens * work.width
     return round(stored)
 
 
@@ -280,18 +287,20 @@ def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> floa
     moe = block.mlp.mixture
     if moe is None:
         return 0.0
-    rows = expert_rows(moe, work.tokens, dict(work.mesh.axes).get("expert", 1))
-    widths = copies.expert_inner * moe.hidden / work.tensor + copies.expert_rows * work.run.model.embed_dim
-    return rows * widths * work.width
+    shards = dict(work.mesh.axes).get("expert", 1)
+    inner = copies.expert_inner + copies.exchange_inner * (shards > 1)
+    rows = copies.expert_rows + copies.exchange_rows * (shards > 1)
+    widths = inner * moe.hidden / work.tensor + rows * work.run.model.embed_dim
+    return expert_rows(moe, work.tokens, shards) * widths * work.width
 
 
 def expert_rows(moe: MoeConfig, tokens: int, shards: int) -> int:
     """Rows of a device's expert buffer, for the tokens of one of so many expert shards (``expert_dispatch``).
 
-    Dropless, a device may receive all rows of all shards. With a capacity, each expert has a buffer of fixed size.
+    With a capacity, each expert has a buffer of fixed size.
     """
     if moe.capacity is None:
-        return tokens * moe.top_k * shards
+        return receive_rows(tokens * moe.top_k, shards)
     return moe.experts * min(tokens, math.ceil(moe.capacity * tokens * moe.top_k / moe.experts))
 
 

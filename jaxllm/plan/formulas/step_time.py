@@ -222,9 +222,11 @@ class _Pass:
         remat = self.work.run.model.remat
         if (share := offloaded_share(remat)) is not None and not weight.expert:
             return 0.0 if weight.name.endswith(("mlp/down", "attention/o")) else 1.0 - share
-        if remat == "none" or (remat == "elementwise" and not weight.expert):
+        is_exchanged = weight.expert and dict(self.work.mesh.axes).get("expert", 1) > 1
+        if (remat == "none" and not is_exchanged) or (remat == "elementwise" and not weight.expert):
             return 0.0
-        return 0.0 if weight.name.endswith("mlp/down") else 1.0  # the last matmul's output is not needed
+        # The last matmul's output is not needed.
+        return 0.0 if weight.name.endswith(("mlp/down", "experts/down")) else 1.0
 
     def _elementwise(self) -> float:
         return {"forward": 1.0, "backward": 2.0, "again": float(self.work.run.model.remat != "none")}[self.kind]
