@@ -21,7 +21,7 @@ from jaxllm.parallel.pipeline.schedule import OpCosts
 from jaxllm.parallel.pipeline.schedule_generators import make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.parallel.sharding_table import device_bytes
-from jaxllm.plan.formulas import memory_estimate, step_time
+from jaxllm.plan.formulas import device_work, memory_estimate, step_time
 from jaxllm.plan.formulas.calibration import DEFAULT
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Cluster
@@ -29,6 +29,7 @@ from jaxllm.plan.layout_search import REMATS, search
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import train_flops_per_token
 from jaxllm.train.run_sharding import sharding_table
+from pallas_kernels.flash_attention.blockwise import MAX_HEAD_DIM
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
 from tests import environment
@@ -260,7 +261,9 @@ def test_a_zero_bubble_is_that_of_its_timeline(stages, micro, rest):
     assert step_time._bubble(work, busy, forward) == pytest.approx(busy * idle / (1 - idle), rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 0), ("zb_h1", 0), ("interleaved", 0), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 0), ("1f1b", 0), ("zb_h1", 0), ("interleaved", 0), ("interleaved", 3)]
+)
 def test_slots_by_formula_are_those_of_the_table(schedule, chunks):
     """Fewer micro-batches than stages too: a stage holds no more activations than there are micro-batches."""
     for stages, micro in itertools.product((2, 3, 5), range(1, 8)):
@@ -315,6 +318,7 @@ def test_attention_without_a_kernel_moves_its_scores(changes, mesh, plain):
     run = llama3_8b()
     run = dataclasses.replace(run, mesh=mesh, model=dataclasses.replace(run.model, **changes))
     work, (block,) = DeviceWork.of(run, MeshSpec.parse(mesh)), set(run.model.blocks)
+    assert device_work.KERNEL_HEAD_DIM == MAX_HEAD_DIM
     assert work.has_flash_kernel(block, "gpu") is not plain
     cluster = Cluster.parse("h100:1x8")
     memory, took = memory_estimate.predict_work(work, "gpu"), step_time.predict_work(work, cluster)

@@ -226,6 +226,8 @@ class PipelineSlots(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def pipeline_slots(name: str, stages: int, micro: int, chunks: int) -> PipelineSlots:
     """Pool slots of a schedule; by formula where there is one (docs/train/pipeline.md), because tables are large."""
+    if name == "gpipe":
+        return PipelineSlots(micro, 0, micro)
     held = min(stages, micro)
     if name in ("1f1b", "zb_h1"):
         return PipelineSlots(held, held if name == "zb_h1" else 0, held)
