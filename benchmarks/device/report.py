@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tune
 from benchmarks.peers.interleaved import markdown
+from jaxllm.tune import kernel_tuning
+from jaxllm.tune.kernel_tuning import TunedCase
 from sharding.topology import GIB
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/performance.md"
@@ -33,13 +34,10 @@ def write(kept: Mapping[str, Any], page: Path = PAGE) -> None:
         raise ValueError(f"{page} has no line {BEGIN}: add it, and {END} below it, where the tables belong.")
     head, rest = text.split(BEGIN, 1)
     page.write_text(f"{head}{BEGIN}\n{tables(kept)}\n{END}{rest.split(END, 1)[1]}")
-    blocks: dict[tuple[str, str], dict[str, Any]] = {}
     for one in kept["slices"].values():
-        if one["part"] == "tuning" and one.get("result", {}).get("blocks"):
-            result = one["result"]
-            blocks.setdefault((result["operation"], result["kind"]), {})[result["case"]] = result["blocks"]
-    for (operation, kind), cases in blocks.items():
-        tune.store(operation, kind, cases)
+        if one["part"] == "tuning" and (result := one.get("result", {})).get("blocks"):
+            found = TunedCase(result["operation"], result["case"], result["blocks"], None, None, 0, 0, "s")
+            kernel_tuning.store(result["kind"], "python -m benchmarks.device", [found])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import engine_bytes, train, tune
+from benchmarks import engine_bytes, train
+from benchmarks.kernels import flash
 from benchmarks.kernels.measure import measure
 from benchmarks.peers.as_run import as_run
 from benchmarks.peers.setting import Setting
@@ -36,6 +37,7 @@ from jaxllm.plan.formulas import memory_estimate, offload_time, step_time
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train.compile_step import compile_here
+from jaxllm.tune import kernel_tuning
 from pallas_kernels import _self_check
 from pallas_kernels._compat import target_device
 from recipes.llama3 import llama3_1b
@@ -46,6 +48,10 @@ PARTS = ("verdicts", "tuning", "kernels", "training", "decoding", "offload")
 """Parts of the kit, in the order in which they are measured."""
 KERNELS = {"flash_attention": "flash", "paged_attention": "paged"}
 """Operations that are compared with others' kernels -> modules of ``benchmarks.kernels``."""
+TRIALS = 24
+"""Block sizes that a tuning slice measures at most, in each of a kernel's passes."""
+TUNED = {n: flash.Shape(batch, 8192, heads, 8, n) for n, batch, heads in ((64, 2, 32), (128, 2, 32), (256, 1, 16))}
+"""Shapes of flash attention that are tuned (``kernel_tuning.flash_cases``), by head dim."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,10 @@ def measure_tuning(head_dim: int) -> dict[str, Any]:
     """Fastest blocks of flash attention for a head dim, where they are not the default ones."""
     kind, platform = jax.devices()[0].device_kind, jax.devices()[0].platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform
-    for search in tune.flash_attention(platform, kind):
-        if str(head_dim) in search.case.replace(",", "").split():
-            return {"kind": kind, "operation": "flash_attention", "case": search.case, "blocks": tune.best(search)}
+    for case in kernel_tuning.flash_cases(platform, kind):
+        if str(head_dim) in case.case.replace(",", "").split():
+            found = kernel_tuning.tune_case(case, kernel_tuning.device_cost(), TRIALS)
+            return {"kind": kind, "operation": found.operation, "case": found.case, "blocks": found.fields}
     return {"kind": kind, "why": f"no blocks to tune for head dim {head_dim} on a {platform}"}
 
 
@@ -165,7 +172,7 @@ def compile_verdict(topology: Topology, operation: str) -> dict[str, Any]:
 def compile_tuning(topology: Topology, head_dim: int) -> dict[str, Any]:
     """Compiles the default blocks, from which the search begins."""
     name = f"pallas_{topology.platform}"
-    return {"temporaries": _kernel_on(topology, "flash", tune.SHAPES[head_dim], only=name)[name]}
+    return {"temporaries": _kernel_on(topology, "flash", TUNED[head_dim], only=name)[name]}
 
 
 def compile_kernel(topology: Topology, operation: str, shape: str, tiny: bool = False) -> dict[str, Any]:

@@ -96,14 +96,16 @@ def test_the_report_writes_the_page_and_the_blocks(device, tmp_path, monkeypatch
         pass
     page, stored = tmp_path / "page.md", []
     page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
-    monkeypatch.setattr(report.tune, "store", lambda *given: stored.append(given))
+    monkeypatch.setattr(report.kernel_tuning, "store", lambda *given: stored.append(given))
     report.write(json.loads((tmp_path / "device.json").read_text()), page)
     text = page.read_text()
     assert text.startswith(f"above\n{report.BEGIN}\nNVIDIA Test, jax 1.0, Python 3.12.1.")
     assert text.endswith(f"{report.END}\nbelow\n")
     assert "old" not in text
     assert "| 124m bf16, 12 layers | 0.5000 | 0.4000 | 40.0% | 2.0 | 1.0 |" in text
-    assert stored == [("flash_attention", "NVIDIA Test", {CASE: {"kv": 32}})]
+    assert stored
+    for kind, _, [one] in stored:
+        assert (kind, one.operation, one.case, one.fields) == ("NVIDIA Test", "flash_attention", CASE, {"kv": 32})
     with pytest.raises(ValueError, match="has no line"):
         report.write({"about": ABOUT, "slices": {}}, tmp_path / "device.json")
 

@@ -140,7 +140,7 @@ def test_limits_are_named(rng, float64, monkeypatch):
 def test_none_chooses_the_kernel_of_the_platform():
     assert explain("paged_attention", platform="cpu").startswith("paged_attention on cpu: xla")
     assert explain("paged_attention", platform="tpu").startswith("paged_attention on tpu: pallas_tpu")
-    assert explain("paged_attention", platform="gpu").startswith("paged_attention on gpu: xla")
+    assert explain("paged_attention", platform="gpu").startswith("paged_attention on gpu: pallas_gpu")
 
 
 def test_a_padded_slot_is_zeros():

@@ -113,9 +113,8 @@ def test_state_is_that_of_each_optimizer(kind, mesh):
     if not spec.passes or ("stage" in mesh and spec.why_not_staged):
         pytest.skip("no formula, or not in pipelines")
     run = drawn(1)
-    model = dataclasses.replace(
-        run.model, pattern=(BlockConfig(run.model.pattern[0].attention, MlpConfig(hidden=2048)),)
-    )
+    block = BlockConfig(AttentionConfig(heads=8, kv_heads=4, head_dim=128), MlpConfig(hidden=2048))
+    model = dataclasses.replace(run.model, pattern=(block,))
     run = dataclasses.replace(run, model=model, accumulate=4 if "stage" in mesh else 1)
     run = dataclasses.replace(run, mesh=mesh, optim=named(kind))
     found, took = on(run, mesh, "h100:1x8")
