@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
@@ -27,6 +26,8 @@ from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import MoeConfig
 from jaxllm.models.params import normal, use
 from jaxllm.models.remat import policies_by_segment
+from jaxllm.models.remat_names import name_for_remat
+from jaxllm.models.tpu_layout import materialized, row_major
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -184,14 +185,14 @@ class Block(nnx.Module):
                 return norm(x)
 
         pre, post = self.norms != "post", self.norms != "pre"
-        h = normed(self.attention_norm, x) if pre else x
+        (h,) = materialized(normed(self.attention_norm, x)) if pre else (x,)
         with jax.named_scope("attention"):
             attended, ctx = self.attention(h, positions, layer, ctx)
-        x = checkpoint_name(x + (normed(self.attention_out_norm, attended) if post else attended), "residual")
-        h = normed(self.mlp_norm, x) if pre else x
+        x = name_for_remat(x + (normed(self.attention_out_norm, attended) if post else attended), "residual")
+        (h,) = materialized(normed(self.mlp_norm, x)) if pre else (x,)
         with jax.named_scope(self.scope):
             out, ctx = self.mlp(h, layer, ctx)
-        return x + (normed(self.mlp_out_norm, out) if post else out), ctx
+        return row_major(x + (normed(self.mlp_out_norm, out) if post else out)), ctx
 
 
 class Embedding(nnx.Module):

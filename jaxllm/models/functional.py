@@ -30,6 +30,7 @@ from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
 from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of, use
+from jaxllm.models.tpu_layout import materialized
 from sharding import Rules
 
 Params = dict[str, Any]
@@ -265,6 +266,11 @@ class Functional:
         samples. The caller applies ``config.logit_softcap`` (``cap_logits``) to the logits.
         """
         with sharding.use_rules(self.rules), jax.named_scope("head"):
+            where, name = ("embedding", "table") if self.config.tied else ("head", "weight")
+            if isinstance(params[where][name], Array):
+                # The gradient of the weight is so reduced before the layers' backward pass, not alive beside it whole.
+                hidden, weight = materialized(hidden, params[where][name])
+                params = params | {where: params[where] | {name: weight}}
             head = nnx.merge(self._modules["head"][0], params["head"])
             with jax.named_scope("final_norm"):
                 normed = head.norm(hidden)

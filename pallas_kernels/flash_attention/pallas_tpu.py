@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels._compat import result_like, target_device
 from pallas_kernels._pallas import dot
 from pallas_kernels.flash_attention import blockwise, config
-from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep
+from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep, dot_queries, store_queries
 from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
 
 
@@ -51,18 +51,17 @@ class _Kernels(NamedTuple):
         blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
         layout = BlockLayout.of(q, k, blocks)
         grid = BlockGrid.over_keys(layout, mask, options)
-        operands = {"q": layout.to_rows(q), "k": layout.keys(k), "v_columns": layout.keys(v).mT}
+        operands = {"q": layout.queries(q), "k": layout.keys(k), "v_columns": layout.keys(v).mT}
         if sinks is not None:
             operands["sink"] = layout.sink_rows(sinks)
-        rows = operands["q"].shape[3]
         results = {
-            "out": result_like(q, (layout.batch, layout.heads // layout.fold, v.shape[3], rows), q.dtype),
-            "lse": result_like(q, (layout.batch, layout.heads // layout.fold, 1, rows), jnp.float32),
+            "out": result_like(q, layout.queries_shape(v.shape[3]), q.dtype),
+            "lse": result_like(q, layout.rows_shape(1), jnp.float32),
         }
         scratch = {"top": (1, layout.rows), "total": (1, layout.rows), "acc": (v.shape[3], layout.rows)}
         made = grid.call(_forward_kernel, options, blocks, operands, results, scratch, q.shape[3] + v.shape[3])
         out, lse = blockwise.name_residuals(made["out"], made["lse"])
-        return layout.from_rows(out), layout.from_rows(lse)[..., 0]
+        return layout.from_queries(out), layout.from_rows(lse)[..., 0]
 
     def backward(
         self,
@@ -77,9 +76,8 @@ class _Kernels(NamedTuple):
     ) -> tuple[Array, Array, Array]:
         blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
         layout = BlockLayout.of(q, k, blocks)
-        rows = [layout.to_rows(x) for x in (q, d_out, lse[..., None], delta[..., None])]
-        operands = dict(zip(("q", "d_out", "lse", "delta"), rows, strict=True))
-        operands |= {"k": layout.keys(k), "v": layout.keys(v)}
+        operands = {"q": layout.queries(q), "d_out": layout.queries(d_out), "k": layout.keys(k), "v": layout.keys(v)}
+        operands |= {"lse": layout.to_rows(lse[..., None]), "delta": layout.to_rows(delta[..., None])}
         d_q = BlockGrid.over_keys(layout, mask, options).call(
             _d_q_kernel,
             options,
@@ -99,7 +97,7 @@ class _Kernels(NamedTuple):
             2 * (q.shape[3] + v.shape[3]),
         )
         d_k, d_v = (d_kv[name].swapaxes(1, 2)[:, : layout.t] for name in ("d_k", "d_v"))
-        return layout.from_rows(d_q), d_k, d_v
+        return layout.from_queries(d_q), d_k, d_v
 
 
 def _forward_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
@@ -115,7 +113,7 @@ def _forward_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep)
     @pl.when(step.last)
     def _() -> None:
         safe, refs["lse"][...] = blockwise.finish_softmax(top[...], total[...])
-        refs["out"][...] = (acc[...] / safe).astype(refs["out"].dtype)
+        store_queries(refs["out"], acc[...] / safe)
 
 
 def _d_q_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
@@ -129,7 +127,7 @@ def _d_q_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> 
 
     @pl.when(step.last)
     def _() -> None:
-        refs["d_q"][...] = acc[...].astype(refs["d_q"].dtype)
+        store_queries(refs["d_q"], acc[...])
 
 
 def _d_kv_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) -> None:
@@ -152,7 +150,7 @@ def _d_kv_kernel(refs: dict[str, Any], options: ScoreOptions, step: GridStep) ->
 def attend_block(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> None:
     """Forward step of a block: updates the running maximum ``top``, the sum ``total`` and the accumulator ``acc``."""
     top, total, acc, values = refs["top"], refs["total"], refs["acc"], refs["v_columns"][...]
-    scores, _ = blockwise.masked_scores(dot(refs["k"][...], refs["q"][...], (1, 0)), seen, options)
+    scores, _ = blockwise.masked_scores(dot_queries(refs["k"][...], refs["q"], "width"), seen, options)
     top[...], total[...], weights, keep = blockwise.online_softmax_step(top[...], total[...], scores, axis=0)
     acc[...] = acc[...] * keep + dot(values, weights.astype(values.dtype), (1, 0))
 
@@ -166,14 +164,14 @@ def add_d_q(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> 
 def add_d_kv(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> None:
     """Backward step for dk and dv: adds a block's gradients to ``d_k_acc`` and ``d_v_acc``."""
     weights, d_products = _weights(refs, options, seen)
-    refs["d_k_acc"][...] += dot(d_products, refs["q"][...], (1, 1))
-    refs["d_v_acc"][...] += dot(weights, refs["d_out"][...], (1, 1))
+    refs["d_k_acc"][...] += dot_queries(d_products, refs["q"], "rows")
+    refs["d_v_acc"][...] += dot_queries(weights, refs["d_out"], "rows")
 
 
 def _weights(refs: dict[str, Any], options: ScoreOptions, seen: Array | None) -> tuple[Array, Array]:
     """(recomputed probabilities, gradient of q k^T), [keys, rows], as operands of the next matmuls."""
-    k, v, q, d_out = (refs[name][...] for name in ("k", "v", "q", "d_out"))
-    scores, slope = blockwise.masked_scores(dot(k, q, (1, 0)), seen, options)
-    d_weights = dot(v, d_out, (1, 0))
+    k, v = refs["k"][...], refs["v"][...]
+    scores, slope = blockwise.masked_scores(dot_queries(k, refs["q"], "width"), seen, options)
+    d_weights = dot_queries(v, refs["d_out"], "width")
     both = blockwise.score_gradients(scores, slope, refs["lse"][...], d_weights, refs["delta"][...])
-    return both[0].astype(q.dtype), both[1].astype(q.dtype)
+    return both[0].astype(k.dtype), both[1].astype(k.dtype)

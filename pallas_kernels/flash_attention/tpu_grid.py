@@ -1,8 +1,11 @@
 """Block layout and grid of the TPU flash attention kernels: only blocks that the mask leaves are visited.
 
 Queries lie along lanes: a block of scores is [keys, rows], where the rows are the block's queries, repeated for each
-query head that reads one kv head (GQA). So each block of keys is read once for all of these heads, a row's running
-maximum and sum are [1, rows] in memory too, and every matmul gets its operands in the orientation that the MXU takes.
+query head that reads one kv head (GQA). So each block of keys is read once for all of these heads, and a row's running
+maximum and sum are [1, rows] in memory too.
+
+In memory the vectors of queries are [B, X, F, S, H] where H fills whole lanes: the projections around attention write
+and read this order without a copy. Other head dims would be padded in it, so their rows are last, [B, X, H, W].
 
 The grid's last dimension runs over the blocks that the mask leaves; scalars prefetched to SMEM give their indices
 before a block is fetched. Steps after the last block repeat its index: it is not fetched again, and nothing is
@@ -23,12 +26,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._pallas import bytes_of, cost, interpret_tpu, pad_to_multiple
+from pallas_kernels._pallas import bytes_of, cost, dot, interpret_tpu, pad_to_multiple
 from pallas_kernels.flash_attention import blockwise, config
 from pallas_kernels.flash_attention.blockwise import PaddedMask
 from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
 
 LANES = 128
+SUBLANES = 16
+"""Rows of a tile of bfloat16: the heads of a block are joined along them."""
 
 # Names of arrays by block spec: along rows, along keys, and along keys transposed.
 _ROWS = ("q", "d_q", "d_out", "out", "lse", "delta", "top", "total", "acc")
@@ -54,7 +59,7 @@ class BlockLayout(NamedTuple):
         (b, s, n, _), (t, kv) = q.shape, k.shape[1:3]
         group = n // kv
         fold = max(f for f in range(1, group + 1) if group % f == 0 and f * LANES <= max(blocks.rows, LANES))
-        q_block = min(_power_of_two(s), 1 << (blocks.rows // fold).bit_length() - 1)
+        q_block = min(_power_of_two(max(s, SUBLANES)), 1 << (blocks.rows // fold).bit_length() - 1)
         return cls(b, s, t, n, kv, fold, q_block, min(blocks.kv, -(-t // LANES) * LANES))
 
     @property
@@ -76,6 +81,29 @@ class BlockLayout(NamedTuple):
     def splits(self) -> int:
         """Number of head blocks that share a kv head."""
         return self.heads // self.kv_heads // self.fold
+
+    def queries(self, x: Float[Array, "B S N H"]) -> Float[Array, "B X *block"]:
+        """Vectors of queries as the kernels take them: [B, X, F, S2, H], or ``to_rows`` if H does not fill lanes."""
+        if x.shape[3] % LANES:
+            return self.to_rows(x)
+        x = pad_to_multiple(x, 1, self.q_block)
+        return x.reshape(*x.shape[:2], -1, self.fold, x.shape[3]).transpose(0, 2, 3, 1, 4)
+
+    def from_queries(self, x: Float[Array, "B X *block"]) -> Float[Array, "B S N H"]:
+        """Inverse of ``queries``."""
+        if x.ndim == 4:
+            return self.from_rows(x)
+        return x.transpose(0, 3, 1, 2, 4).reshape(self.batch, -1, self.heads, x.shape[4])[:, : self.s]
+
+    def queries_shape(self, width: int) -> tuple[int, ...]:
+        """Shape of ``queries`` whose vectors have this width."""
+        if width % LANES:
+            return self.rows_shape(width)
+        return self.batch, self.heads // self.fold, self.fold, self.q_blocks * self.q_block, width
+
+    def rows_shape(self, width: int) -> tuple[int, int, int, int]:
+        """Shape of ``to_rows`` of vectors of this width."""
+        return self.batch, self.heads // self.fold, width, self.q_blocks * self.rows
 
     def to_rows(self, x: Float[Array, "B S N H"]) -> Float[Array, "B X H W"]:
         """Queries along the last dimension: block by block, and inside a block folded head by folded head."""
@@ -250,6 +278,9 @@ class BlockGrid(NamedTuple):
             return b if shape[0] > 1 else 0
 
         rows, keys = layout.rows, layout.kv_block
+        if len(shape) == 5:
+            block = None, None, layout.fold, layout.q_block, shape[4]
+            return pl.BlockSpec(block, lambda b, *i: (b, at(b, *i)[0], 0, at(b, *i)[2], 0))
         if name in _ROWS:
             return pl.BlockSpec((None, None, shape[2], rows), lambda b, *i: (b, at(b, *i)[0], 0, at(b, *i)[2]))
         if name in _KEYS:
@@ -305,6 +336,25 @@ class GridStep(NamedTuple):
 
 def _bound(row: Any, outer: Any, outer_blocks: int) -> Any:
     return (row * outer_blocks + outer) * 4
+
+
+def dot_queries(x: Array, ref: Any, over: str) -> Array:
+    """Matmul of ``x`` and a block of queries, over their vectors (``"width"``) or over its rows (``"rows"``).
+
+    Args:
+        x: operand; its second dim is contracted.
+        ref: block as ``BlockLayout.queries`` has it in memory, [F S H] or [H R].
+        over: what is contracted.
+    """
+    block, dim = ref[...], ("width", "rows").index(over)
+    if block.ndim == 3:
+        block, dim = block.reshape(-1, block.shape[2]), 1 - dim
+    return dot(x, block, (1, dim))
+
+
+def store_queries(ref: Any, rows: Float[Array, "H R"]) -> None:
+    """Writes a block of queries, given with its rows last."""
+    ref[...] = (rows if ref.ndim == 2 else rows.T.reshape(ref.shape)).astype(ref.dtype)
 
 
 def column(x: Int[Array, "1 T"]) -> Int[Array, "T 1"]:

@@ -72,13 +72,12 @@ def _forward(
 ) -> tuple[Array, Any]:
     ring_pass = _RingPass.of(ring, q, k, segments)
     layout = ring_pass.keys.layout
-    rows = layout.to_rows(q)
     sink = None if sinks is None else jnp.tile(layout.sink_rows(sinks), (1, 1, layout.q_blocks))
-    top, total = blockwise.init_softmax(sink, (*rows.shape[:2], 1, rows.shape[3]))
-    acc = jnp.zeros((*rows.shape[:2], v.shape[3], rows.shape[3]), jnp.float32)
+    top, total = blockwise.init_softmax(sink, layout.rows_shape(1))
+    acc = jnp.zeros(layout.rows_shape(v.shape[3]), jnp.float32)
     done = ring_pass.run(
         _forward_step,
-        {"q": rows},
+        {"q": layout.queries(q)},
         {"k": layout.keys(k), "v_columns": layout.keys(v).mT},
         dict(zip(_STATE, (top, total, acc), strict=True)),
         {},
@@ -95,13 +94,14 @@ def _backward(ring: RingConfig, residuals: Any, d_out: Array) -> tuple[Array | N
     ring_pass = _RingPass.of(ring, q, k, segments)
     layout = ring_pass.keys.layout
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    rows = [layout.to_rows(x) for x in (q, d_out.astype(q.dtype), lse[..., None], delta[..., None])]
+    rows = {"q": layout.queries(q), "d_out": layout.queries(d_out.astype(q.dtype))}
+    rows |= {"lse": layout.to_rows(lse[..., None]), "delta": layout.to_rows(delta[..., None])}
     keys, values = layout.keys(k), layout.keys(v)
     done = ring_pass.run(
         _backward_step,
-        dict(zip(("q", "d_out", "lse", "delta"), rows, strict=True)),
+        rows,
         {"k": keys, "v": values, "k_columns": keys.mT},
-        {"acc": jnp.zeros(rows[0].shape, jnp.float32)},
+        {"acc": jnp.zeros(layout.rows_shape(q.shape[3]), jnp.float32)},
         {"d_k_acc": keys, "d_v_acc": values},
         4 * q.shape[3] + 3 * v.shape[3],
     )

@@ -67,6 +67,8 @@ CASES = {
     "values of another size": Case(2, 15, 15, 4, 2, 6, v=4),
     "values of another size, few queries": Case(1, 2, 15, 4, 2, 4, "positions", v=6),
     "everything": Case(2, 21, 33, 6, 2, 4, "both", v=3, window=17, softcap=1.3, sinks=True),
+    "everything, heads that fill lanes": Case(2, 21, 33, 6, 2, 8, "both", v=16, window=17, softcap=1.3, sinks=True),
+    "only values fill lanes": Case(1, 23, 23, 2, 1, 12, "packed", v=8),
 }
 
 

@@ -50,7 +50,7 @@ CASES = {
     "window over shards, packed": Case(4, 4, packed=True, window=7),
     "everything": Case(4, 6, 6, 2, 3, True, 9, 1.3, True),
     "everything of three shards, contiguous": Case(3, 10, 2, 1, 3, True, 21, 1.3, True, "contiguous", 1),
-    "sinks, three shards, zigzag": Case(3, 4, 2, 1, 6, sinks=True, b=1),
+    "sinks, three shards, zigzag": Case(3, 4, 2, 1, 8, sinks=True, b=1),
     "two rings": Case(2, 4, 2, 1, packed=True, sinks=True, rings=2),
     "packed, three shards, striped": Case(3, 4, 2, 2, packed=True, layout="striped", b=1),
 }

@@ -24,6 +24,7 @@ from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
 from jaxllm.models.linear import linear, project_many
 from jaxllm.models.params import constant, use
+from jaxllm.models.tpu_layout import heads_first
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,9 @@ class Attention(nnx.Module):
         """Output of the layer and the updated attention context."""
         config = self.config
         q, k, v = self._projections(x)
+        trains = not getattr(ctx, "is_kv_cache", False)
+        if trains:
+            q, k, v = (heads_first(y) for y in (q, k, v))
         if config.bias != "none":
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
         if config.qk_norm != "none":
@@ -179,7 +183,8 @@ class Attention(nnx.Module):
         sinks = use(self.sinks, x.dtype) if config.sinks else None
         with jax.named_scope("kernel"):
             out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
-        return self.output(x, sharding.constrain(out, "batch", "seq", "act_heads", None)), ctx
+        out = sharding.constrain(out, "batch", "seq", "act_heads", None)
+        return self.output(x, heads_first(out) if trains else out), ctx
 
     def output(self, x: Float[Array, "B S D"], attended: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """Output of the layer from its input and the result of attention; variants with a gate override it."""

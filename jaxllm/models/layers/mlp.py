@@ -19,6 +19,7 @@ from jaxllm.models.layers.layer import FeedForwardLayer, MatmulInput
 from jaxllm.models.linear import linear, project_many
 from jaxllm.models.params import constant, use
 from jaxllm.models.remat_names import name_for_remat
+from jaxllm.models.tpu_layout import materialized
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -102,12 +103,13 @@ class Mlp(nnx.Module):
         """Output of the layer."""
         names = ("gate", "up") if self.config.gated else ("up",)
         inner = project_many(x, [getattr(self, name) for name in names], [INNER] * len(names), over="act_mlp")
-        first, *second = (self._named(h, name) for h, name in zip(inner, names, strict=True))
+        first, *second = materialized(*(self._named(h, name) for h, name in zip(inner, names, strict=True)))
         h = ACTIVATIONS[self.config.activation](first)
         h = h * second[0] if second else h
+        (h,) = materialized(h)
         return self.down(h, ("batch", "residual_seq", "act_embed"), self.down_bias if self.config.bias else None)
 
     def _named(self, inner: Float[Array, "B S F"], name: str) -> Float[Array, "B S F"]:
         if self.config.bias:
             inner = inner + use(getattr(self, f"{name}_bias"), inner.dtype)
-        return name_for_remat(inner, name, INNER)
+        return name_for_remat(inner, name)
