@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import BlockConfig, Functional
+from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
@@ -228,6 +229,12 @@ class _Step:
         if (moe := block.mlp.mixture) is None:
             return
         rows = tokens * moe.top_k
+        if moe.capacity is not None:
+            buffer = self._bytes(
+                moe.experts * room_of_expert(moe.capacity, tokens, moe.top_k, moe.experts), self.model.config.embed_dim
+            )
+            yield ExpectedCollective("all-to-all", over, 2 + 2 * self.passes, buffer, "rows to experts and back")
+            return
         room = receive_rows(rows, self.size(over))
         there, back = (self._bytes(n, self.model.config.embed_dim) for n in (rows, room))
         scale = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize

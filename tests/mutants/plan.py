@@ -6,6 +6,8 @@ FORMULAS = "tests/plan/test_formulas.py"
 BUBBLE = (f"{FORMULAS}::test_a_pipelines_bubble_is_that_of_its_timeline",)
 SLOTS = (f"{FORMULAS}::test_slots_by_formula_are_those_of_the_table",)
 ROWS = (f"{FORMULAS}::test_rows_of_experts_are_those_of_the_dispatch",)
+CAPACITY = ("tests/models/test_moe.py::test_capacity_keeps_first_choices_and_counts_what_it_drops",)
+DISPATCH = "jaxllm/models/moe/expert_dispatch.py"
 MEMORY = "jaxllm/plan/formulas/memory_estimate.py"
 TIME = "jaxllm/plan/formulas/step_time.py"
 
@@ -75,17 +77,24 @@ MUTANTS = [
     ),
     Mutant(
         "capacity_beyond_the_tokens",
-        MEMORY,
-        "    return moe.experts * min(tokens, math.ceil(",
-        "    return moe.experts * max(tokens, math.ceil(",
-        ROWS,
+        DISPATCH,
+        "    return min(tokens, math.ceil(",
+        "    return max(tokens, math.ceil(",
+        CAPACITY,
     ),
     Mutant(
-        "capacity_rounded_for_all_experts_together",
-        MEMORY,
-        "    return moe.experts * min(tokens, math.ceil(moe.capacity * tokens * moe.top_k / moe.experts))\n",
-        "    return min(moe.experts * tokens, math.ceil(moe.capacity * tokens * moe.top_k))\n",
-        ROWS,
+        "capacity_rounded_down",
+        DISPATCH,
+        "math.ceil(capacity * tokens * top_k / experts)",
+        "math.floor(capacity * tokens * top_k / experts)",
+        CAPACITY,
+    ),
+    Mutant(
+        "buffers_with_a_capacity_are_exchanged_in_rounds",
+        "jaxllm/plan/formulas/device_work.py",
+        "    return moe.capacity is None and shards > 1\n",
+        "    return shards > 1\n",
+        (f"{FORMULAS}::test_buffers_with_a_capacity_are_kept_where_rows_in_rounds_are_sent_again",),
     ),
     Mutant(
         "rows_of_one_shard_alone",

@@ -296,6 +296,23 @@ def test_rows_of_experts_are_those_of_the_dispatch(capacity, tokens, top_k):
         assert memory_estimate.expert_rows(moe, tokens, 4) == receive_rows(tokens * top_k, 4)
 
 
+def test_buffers_with_a_capacity_are_kept_where_rows_in_rounds_are_sent_again():
+    """Exchanged rows keep less, and their experts run again in the backward pass; over one shard nothing differs."""
+    run = drawn(0)
+    block = dataclasses.replace(run.model.pattern[0], mlp=MoeConfig(experts=8, top_k=2, hidden=4096))
+    for split in (1, 4):
+        mesh = MeshSpec.parse(f"fsdp={8 // split},expert={split}")
+        kept, again = [], []
+        for capacity in (1.25, None):
+            moe = dataclasses.replace(block.mlp, capacity=capacity)
+            model = dataclasses.replace(run.model, pattern=(dataclasses.replace(block, mlp=moe),), remat="none")
+            work = DeviceWork.of(dataclasses.replace(run, model=model), mesh)
+            kept.append(memory_estimate.kept_bytes(work))
+            again.append(any(weight.exchanged for weight in work.weights))
+        assert again == [False, split > 1]
+        assert (kept[0] > kept[1]) == (split > 1)
+
+
 def test_slow_links_cost_and_fast_ones_do_not():
     run = drawn(0)
     cluster, mesh = Cluster.parse("v6e:2x4"), MeshSpec.parse("fsdp=2,tensor=4")

@@ -67,6 +67,18 @@ def test_equals_one_device(mesh, plan, accumulate, rng, float64):
     assert tiny.leaf_error(many, one) < 1e-10
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_experts_with_room_for_all_rows_equal_one_device(remat, rng, float64):
+    """A capacity is of a shard: where it drops nothing, the shards together do what one device does."""
+    config = tiny.decoder(**SMALL | {"layers": 1}, remat=remat)
+    block = dataclasses.replace(config.pattern[0], mlp=MoeConfig(experts=4, top_k=2, hidden=4, capacity=9.0))
+    config = dataclasses.replace(config, pattern=(block,))
+    batch = tiny.batch(int(rng.integers(2**16)), 8, 8, 16, packed=True)
+    one = loss_and_grads(config, batch, "data=1", ParallelConfig())
+    many = loss_and_grads(config, batch, "expert=2,fsdp=2", ParallelConfig())
+    assert tiny.leaf_error(many, one) < 1e-10
+
+
 def test_one_kv_head_goes_to_all_head_shards_without_full_rematerialization(rng, float64, capfd, tmp_path):
     """One kv head, heads split over tensor and ulysses: XLA inverts both moves, and does not replicate the gradient."""
     config = tiny.decoder(**SMALL | {"kv_heads": 1, "layers": 1})

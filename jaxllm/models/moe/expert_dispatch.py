@@ -83,7 +83,7 @@ def dispatch_within_capacity(
     """
     shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
     (t, a), all_experts = experts.shape, shards * count
-    room = min(t, math.ceil(capacity * t * a / all_experts))
+    room = room_of_expert(capacity, t, a, all_experts)
     with jax.named_scope("dispatch"):
         flat = experts.T.reshape(-1)  # all first choices, then all second ones
         by_expert = jnp.argsort(flat, stable=True)
@@ -104,6 +104,11 @@ def dispatch_within_capacity(
             out = jax.lax.all_to_all(out, expert_axis, 0, 0).reshape(all_experts * room, -1)
         out = jnp.where(kept[:, None], out[jnp.minimum(place, all_experts * room - 1)], 0).reshape(a, t, -1)
         return jnp.einsum("atd,ta->td", out, weights.astype(x.dtype)), jnp.sum(~kept)
+
+
+def room_of_expert(capacity: float, tokens: int, top_k: int, experts: int) -> int:
+    """Rows of an expert's buffer for the tokens of one shard, with a capacity: it never takes a token twice."""
+    return min(tokens, math.ceil(capacity * tokens * top_k / experts))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

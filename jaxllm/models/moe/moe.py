@@ -98,8 +98,7 @@ class MoeConfig(FeedForwardLayer):
 
     def without_traffic_formula(self, tensor: int) -> list[str]:
         """Features whose collectives have no formula."""
-        names = ["a capacity of experts"] * (self.capacity is not None)
-        return names + (["experts over tensor"] + ["biases of split layers"] * self.bias) * (tensor > 1)
+        return (["experts over tensor"] + ["biases of split layers"] * self.bias) * (tensor > 1)
 
     def describe(self) -> str:
         """One line for people."""
@@ -128,6 +127,7 @@ class Experts(nnx.Module):
         """Weighted sum of each token's experts, and the number of dropped rows."""
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
+        token_axes = sharding.axis_names(*TOKENS[:2])
         arrays = {name: getattr(self, name).gathered(x.dtype) for name in ("gate", "up", "down")}
         if config.bias:
             arrays |= {f"{name}_bias": use(getattr(self, f"{name}_bias"), x.dtype) for name in ("gate", "up", "down")}
@@ -157,7 +157,6 @@ class Experts(nnx.Module):
                 out, lost = dispatch_within_capacity(
                     rows, chosen, shares, run, own, count, config.capacity, expert_axis=axis
                 )
-                token_axes = sharding.axis_names(*TOKENS[:2])
                 dropped = (jax.lax.psum(lost, token_axes) if token_axes else lost).astype(dropped.dtype)
             out = out.reshape(x.shape)
             return (jax.lax.psum(out, width_axes) if width_axes else out), dropped

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxllm.models import BlockConfig, DecoderConfig, Functional, functional
+from jaxllm.models import BlockConfig, DecoderConfig, Functional, MoeConfig, functional
 from jaxllm.models.param_subset import trainable_mask
 from jaxllm.models.remat import offloaded_share
 from jaxllm.optim.matrix_params import STREAM_AXES
@@ -46,6 +46,7 @@ class DeviceWeight:
             experts.
         matrix: whether it is used in matmuls.
         expert: whether it belongs to an expert.
+        exchanged: whether to one whose rows devices exchange, see ``is_exchanged``.
     """
 
     name: str
@@ -57,6 +58,7 @@ class DeviceWeight:
     share: float
     matrix: bool
     expert: bool
+    exchanged: bool
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,10 @@ class DeviceWork:
         names = trained_names(architecture(self.run.model), self.run.trainable)
         return self.weights if names is None else tuple(w for w in self.weights if w.name in names)
 
+    def exchanges_rows(self, moe: MoeConfig) -> bool:
+        """Whether devices exchange rows of a mixture, see ``is_exchanged``."""
+        return is_exchanged(moe, _ways(self.mesh.abstract(), rules_of(self.run.parallel).mesh_axes("experts")))
+
     def stream_bytes(self) -> int:
         """Bytes of the residual stream of a micro-batch."""
         return self.residual_tokens * self.run.model.embed_dim * self.width
@@ -165,6 +171,14 @@ class DeviceWork:
     def attended(self, block: BlockConfig) -> float:
         """Multiply-accumulates of a token's scores (or values) with the tokens it attends to, on one device."""
         return block.attention.attention_macs * causal_mean(self.row, block.attention.window) / self.tensor
+
+
+def is_exchanged(moe: MoeConfig, shards: int) -> bool:
+    """Whether rows go to their experts in rounds, whose backward pass runs the experts again (``expert_exchange``).
+
+    With a capacity they go in buffers of a fixed size, which are kept like other activations.
+    """
+    return moe.capacity is None and shards > 1
 
 
 class ParameterLeaf(NamedTuple):
@@ -250,11 +264,12 @@ def _weight(
     expert = "experts" in rest
     experts = rest.index("experts") if expert else None
     others = [n for i, n in enumerate(one) if i not in (stream, experts)]
-    share = 1.0
+    share, exchanged = 1.0, False
     if expert and "segments" in name:
         _, segment, place, *_ = name.split("/")
         moe = config.segments[int(segment)][0][int(place)].mlp.mixture
-        share = moe.top_k * _ways(mesh, rules.mesh_axes("experts")) / moe.experts
+        shards = _ways(mesh, rules.mesh_axes("experts"))
+        share, exchanged = moe.top_k * shards / moe.experts, is_exchanged(moe, shards)
     per_layer = whole // first if of_layers and in_place else whole // max(1, layers)
     return DeviceWeight(
         name,
@@ -266,6 +281,7 @@ def _weight(
         share,
         matrix,
         expert,
+        exchanged,
     )
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxllm.models import BlockConfig, MoeConfig
+from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
@@ -181,8 +182,10 @@ def saved_bytes(work: DeviceWork, block: BlockConfig) -> int:
         more = 4 * inner["up"] + inner["q"] + inner["k"]
         stored += 10 * work.stream_bytes() + more * work.tokens * work.width
         if block.mlp.mixture is not None:
-            is_exchanged = dict(work.mesh.axes).get("expert", 1) > 1  # keeps what went in alone
-            copies = inner["sent"] if is_exchanged else 3 * inner["expert"] + 2 * inner["sent"]
+            # Exchanged rows keep what went in alone.
+            copies = (
+                inner["sent"] if work.exchanges_rows(block.mlp.mixture) else 3 * inner["expert"] + 2 * inner["sent"]
+            )
             stored += copies * work.tokens * work.width
     return round(stored)
 
@@ -290,8 +293,9 @@ def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> floa
     if moe is None:
         return 0.0
     shards = dict(work.mesh.axes).get("expert", 1)
-    inner = copies.expert_inner + copies.exchange_inner * (shards > 1)
-    rows = copies.expert_rows + copies.exchange_rows * (shards > 1)
+    is_exchanged = work.exchanges_rows(moe)
+    inner = copies.expert_inner + copies.exchange_inner * is_exchanged
+    rows = copies.expert_rows + copies.exchange_rows * is_exchanged
     widths = inner * moe.hidden / work.tensor + rows * work.run.model.embed_dim
     return expert_rows(moe, work.tokens, shards) * widths * work.width
 
@@ -303,7 +307,7 @@ def expert_rows(moe: MoeConfig, tokens: int, shards: int) -> int:
     """
     if moe.capacity is None:
         return receive_rows(tokens * moe.top_k, shards)
-    return moe.experts * min(tokens, math.ceil(moe.capacity * tokens * moe.top_k / moe.experts))
+    return moe.experts * room_of_expert(moe.capacity, tokens, moe.top_k, moe.experts)
 
 
 def _ends(work: DeviceWork) -> int:

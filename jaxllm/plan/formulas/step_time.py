@@ -222,8 +222,7 @@ class _Pass:
         remat = self.work.run.model.remat
         if (share := offloaded_share(remat)) is not None and not weight.expert:
             return 0.0 if weight.name.endswith(("mlp/down", "attention/o")) else 1.0 - share
-        is_exchanged = weight.expert and dict(self.work.mesh.axes).get("expert", 1) > 1
-        if (remat == "none" and not is_exchanged) or (remat == "elementwise" and not weight.expert):
+        if (remat == "none" and not weight.exchanged) or (remat == "elementwise" and not weight.expert):
             return 0.0
         # The last matmul's output is not needed.
         return 0.0 if weight.name.endswith(("mlp/down", "experts/down")) else 1.0

@@ -37,6 +37,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "Ulysses": ("ulysses=8", {}, 1),
     "Ulysses in a ring": ("context=4,ulysses=2", {}, 1),
     "expert": ("expert=8", {}, 1),
+    "expert, with a capacity": ("expert=8", {}, 1),
 }
 """Mesh, plan, micro-batches."""
 AROUND = {"products in a ring": ("tensor=8", {"sequence": True, "overlap": "ring"}, 1)}
@@ -58,8 +59,9 @@ def run_of(name: str) -> RunConfig:
         dtype="float32", embed_dim=256, heads=8, kv_heads=8, head_dim=128, mlp=512, vocab_size=2048, layers=3,
         tied=False, remat="full",
     )  # fmt: skip
-    if name == "expert":
-        model = dataclasses.replace(model, pattern=(dataclasses.replace(model.pattern[0], mlp=MoeConfig(16, 2, 256)),))
+    if name.startswith("expert"):
+        moe = MoeConfig(16, 2, 256, capacity=1.25 if "capacity" in name else None)
+        model = dataclasses.replace(model, pattern=(dataclasses.replace(model.pattern[0], mlp=moe),))
     run = RunConfig(
         name=name,
         model=dataclasses.replace(model, dtype="bfloat16"),
