@@ -31,12 +31,19 @@ def heads_first(x: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
 
 
 def materialized(*arrays: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
-    """The arrays, all written to memory before any is used, and so their gradients: a bound of fusions and schedule."""
-    return jax.lax.optimization_barrier(arrays) if _on_tpu() else arrays
+    """The arrays, all written to memory before any is used, and so their gradients: a bound of fusions and schedule.
+
+    Not on TPU7x, where it saves 0.6% of the cycles of a step of Llama 3 8B and takes 8% more memory.
+    """
+    return jax.lax.optimization_barrier(arrays) if _on_tpu() and not _fuses_well() else arrays
 
 
 def _on_tpu() -> bool:
     return target_device().platform == "tpu"
+
+
+def _fuses_well() -> bool:
+    return target_device().kind == "TPU7x"
 
 
 def _laid_out(x: Array, order: tuple[int, ...]) -> Array:
