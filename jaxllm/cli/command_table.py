@@ -96,6 +96,11 @@ COMMANDS = {
         "convert",
         "Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm`.",
     ),
+    "quantise": Command(
+        "jaxllm.cli.commands.quantise",
+        "quantise",
+        "Round a model's matrices to few bits: `jaxllm quantise SOURCE OUT --format int4_g128`.",
+    ),
     "inspect": Command(
         "jaxllm.cli.commands.inspect",
         "inspect",

@@ -117,6 +117,15 @@ class Functional:
 
         return jax.tree.map_with_path(one, self._declared(), params)
 
+    def contracted(self) -> Params:
+        """Number of dimensions that a matmul with each matrix of a block sums over, in the same tree; else 0."""
+
+        def count(leaf: DeclaredParam) -> int:
+            meta = leaf.param.get_metadata()
+            return meta["contract"] if meta["role"] == "matrix" and leaf.stack else 0
+
+        return jax.tree.map(count, self._declared())
+
     def gather(self, params: Params) -> Params:
         """Parameters all-gathered over the mesh axes that only their storage is split over (FSDP, ZeRO-1 and 2).
 

@@ -56,10 +56,12 @@ class IntGrid:
         bits: bits of a code, 2 to 8.
         symmetric: the zero point is in the middle, 2^(bits - 1); else the group's smallest and largest elements have
             the first and the last code.
+        scale_dtype: dtype that scales are rounded to, because they are stored in it.
     """
 
     bits: int
     symmetric: bool = True
+    scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -69,12 +71,10 @@ class IntGrid:
         """Parameters of the group; a group of zeros has the scale 1."""
         most = 2**self.bits - 1
         if self.symmetric:
-            scale = 2 * jnp.max(jnp.abs(group), axis=-2) / most
-            scale = jnp.where(scale > 0, scale, 1)
+            scale = self._stored(2 * jnp.max(jnp.abs(group), axis=-2) / most)
             return GridParams(scale, jnp.full_like(scale, 2 ** (self.bits - 1)))
         low, high = jnp.minimum(jnp.min(group, axis=-2), 0), jnp.maximum(jnp.max(group, axis=-2), 0)
-        scale = (high - low) / most
-        scale = jnp.where(scale > 0, scale, 1)
+        scale = self._stored((high - low) / most)
         return GridParams(scale, jnp.clip(jnp.round(-low / scale), 0, most))
 
     def encode(self, x: Float[Array, "..."], params: GridParams) -> UInt8[Array, "..."]:
@@ -85,3 +85,10 @@ class IntGrid:
     def decode(self, codes: UInt8[Array, "..."], params: GridParams) -> Float[Array, "..."]:
         """Values of codes."""
         return (codes.astype(params.scale.dtype) - params.zero) * params.scale
+
+    def _stored(self, scale: Array) -> Array:
+        """Scales as they will be read: float64 ones stay, whose format is not stored."""
+        wide = scale.dtype
+        if wide != jnp.float64:
+            scale = scale.astype(self.scale_dtype).astype(wide)
+        return jnp.where(scale > 0, scale, 1)

@@ -66,7 +66,9 @@ class IntGroups:
         wide = jnp.promote_types(scales.dtype, jnp.float32)
         scale = scales[..., 0].astype(wide)
         middle = jnp.asarray(2 ** (self.grid.bits - 1), wide)
-        params = GridParams(scale, jnp.broadcast_to(middle, scale.shape) if self.grid.symmetric else scales[..., 1].astype(wide))
+        params = GridParams(
+            scale, jnp.broadcast_to(middle, scale.shape) if self.grid.symmetric else scales[..., 1].astype(wide)
+        )
         dense = self.grid.decode(codes, self.spread(params, codes.shape[self.axis]))
         return dense.reshape(shape).astype(dtype)
 
@@ -147,7 +149,9 @@ class IntGroups:
         count, size = WORDS[self.grid.bits]
         first, last = self._span(len(shape))
         inputs = math.prod(shape[first : last + 1])
-        return math.prod(shape) * size // count + self._stored * width * self.sizes(inputs)[1] * (math.prod(shape) // inputs)
+        return math.prod(shape) * size // count + self._stored * width * self.sizes(inputs)[1] * (
+            math.prod(shape) // inputs
+        )
 
     @property
     def _stored(self) -> int:

@@ -1,0 +1,93 @@
+"""``jaxllm quantise``: rounds a model's matrices to integers of few bits and writes it as other libraries read it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxllm.cli.commands.convert import ends_on_sigterm
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.model_loading import progress_bar
+
+FORMAT = re.compile(r"int([2-8])(?:_g([1-9]\d*))?(_asym|_sym)?")
+
+
+def quantise(argv: list[str]) -> int:
+    """Round a model's matrices to few bits: `jaxllm quantise SOURCE OUT --format int4_g128`."""
+
+    def run(
+        source: Annotated[str, tyro.conf.Positional],
+        out: Annotated[Path, tyro.conf.Positional],
+        /,
+        format: str = "int4_g128",
+        method: str = "gptq",
+        calibrate: tuple[Path, ...] = (),
+        rows: int = 64,
+        length: int = 512,
+    ) -> int:
+        """Rounds the matrices of a model's blocks, a block at a time, and writes it as compressed-tensors.
+
+        transformers and vLLM open the result, and so does every command here. Embeddings, norms, routers and the head
+        stay as they are. A run that was stopped goes on when the same command is given again.
+
+        Args:
+            source: a directory with config.json and safetensors, a .gguf file, smollm2 or hf:ORG/NAME. Convert a run's
+                directory first, with jaxllm convert.
+            out: directory to create.
+            format: int4_g128: integers of 4 bits, with a scale for every 128 inputs. Bits are 2 to 8; without _g, a
+                row of a matrix has one scale; _asym and _sym choose codes with and without zero points.
+            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, awq or smoothquant; rtn and hqq need no text.
+            calibrate: text files whose tokens go through the model.
+            rows: rows of that text at most.
+            length: tokens of a row.
+        """
+        found = FORMAT.fullmatch(format)
+        if found is None:
+            raise UsageError(
+                f"--format {format}: give int and 2 to 8 bits, a group size if there is one, and _asym or _sym if it "
+                "matters: int4_g128, int8, int3_g64_asym."
+            )
+        bits, group, kind = found.groups()
+        from jaxllm.convert.quantise import QuantiseConfig
+        from jaxllm.convert.quantise import quantise as quantise_model
+        from jaxllm.hub.model_source import find_model, open_source
+        from jaxllm.quant.calibration import CalibrationError
+        from jaxllm.quant.methods.method_table import METHODS
+
+        config = QuantiseConfig(
+            method, int(bits), int(group or 0), None if kind is None else kind == "_sym", rows, length
+        )
+        if METHODS[method].calibrates and not calibrate:
+            raise UsageError(f"--method {method} calibrates on text; give files with --calibrate, or choose rtn or hqq.")
+        path = find_model(source)
+        if (path / "checkpoints").is_dir():
+            raise UsageError(f"{path} is a run; convert it first: jaxllm convert {path} OUT --to hf.")
+        model = open_source(path)
+        texts = [file.read_text() for file in calibrate]
+        ids = [token for text in texts for token in model.tokenizer.encode(text)] if texts else []
+        try:
+            with ends_on_sigterm(), progress_bar("quantising", source) as progress:
+                made = quantise_model(model, out, config, ids, progress)
+        except CalibrationError as error:
+            raise UsageError(str(error)) from error
+        print(table(made.matrices))
+        print(f"{out}: {made.bytes_before / 2**20:,.1f} -> {made.bytes_after / 2**20:,.1f} MiB")
+        return 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm quantise")
+
+
+def table(matrices: list) -> str:
+    """Errors by kind of matrix: mean over layers, beside rounding to the nearest, and the worst layer."""
+    kinds: dict[str, list] = {}
+    for one in matrices:
+        kinds.setdefault(re.sub(r"^segments/\d+/\d+/|\[\d+\]$", "", one.name), []).append(one)
+    lines = [f"{'matrix':24} {'error':>10} {'to nearest':>11} {'worst layer':>12}"]
+    for kind, ones in kinds.items():
+        mean = [sum(values) / len(ones) for values in ([o.error for o in ones], [o.nearest for o in ones])]
+        lines.append(f"{kind:24} {mean[0]:>10.2e} {mean[1]:>11.2e} {max(o.error for o in ones):>12.2e}")
+    remarks = {f"{one.name}: {one.remark}" for one in matrices if one.remark}
+    return "\n".join([*lines, *sorted(remarks)])

@@ -1,0 +1,72 @@
+"""Method table: ways to choose the codes of a matrix, one row each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Array, Float, UInt8
+
+from jaxllm.quant.grids import Grid, GridParams
+from jaxllm.quant.methods.gptq import gptq_damped
+from jaxllm.quant.methods.nearest import half_quadratic, round_to_nearest
+
+
+class RoundMatrix(Protocol):
+    """Chooses the codes of a matrix."""
+
+    def __call__(
+        self, weight: Float[Array, "I O"], gram: Float[Array, "I I"] | None, grid: Grid, group: int | None
+    ) -> tuple[UInt8[Array, "I O"], GridParams, str]:
+        """Codes, parameters of groups, and a remark for the report; "" for none.
+
+        Args:
+            gram: sum of the outer products of the inputs; None for methods without calibration.
+            group: inputs that share parameters; None: all.
+        """
+        ...
+
+
+class Method(NamedTuple):
+    """Quantisation method.
+
+    Attributes:
+        round: chooses codes.
+        calibrates: whether text goes through the model.
+        smooths: how factors are moved from activations into weights first; "" for not at all.
+        symmetric: whether codes are symmetric by default.
+        source: paper.
+    """
+
+    round: RoundMatrix
+    calibrates: bool
+    smooths: str
+    symmetric: bool
+    source: str
+
+
+def _nearest(weight, gram, grid, group):
+    return *round_to_nearest(weight, grid, group), ""
+
+
+def _half_quadratic(weight, gram, grid, group):
+    return *half_quadratic(weight, grid, group), ""
+
+
+def _gptq(weight, gram, grid, group, act_order=False):
+    codes, params, damping = gptq_damped(weight, gram, grid, group, act_order=act_order)
+    return codes, params, "" if damping <= 0.01 else f"singular inputs, damping {damping:g}"
+
+
+def _gptq_act_order(weight, gram, grid, group):
+    return _gptq(weight, gram, grid, group, act_order=True)
+
+
+METHODS: dict[str, Method] = {
+    "rtn": Method(_nearest, False, "", True, "rounding to the nearest"),
+    "hqq": Method(_half_quadratic, False, "", False, "Badri and Shaji 2023"),
+    "gptq": Method(_gptq, True, "", True, "arXiv:2210.17323"),
+    "gptq_act_order": Method(_gptq_act_order, True, "", True, "arXiv:2210.17323; static groups"),
+    "awq": Method(_nearest, True, "awq", False, "arXiv:2306.00978"),
+    "smoothquant": Method(_nearest, True, "smoothquant", True, "arXiv:2211.10438"),
+}
+"""Methods by name."""
