@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -145,6 +146,14 @@ class _Quantiser:
             _, part = self.by_leaf[path][0]
             if len(part.piece.groups) != 2 or part.piece.groups[1] != tuple(range(self._inner(path))) or part.step != 1:
                 raise HubError(f"{path} is not stored as [outputs, inputs], and the format has no other order.")
+        sizes = {path: self._inputs(path) for path in self.contracted}
+        if self.group is not None and (odd := [path for path, size in sizes.items() if size % self.group]):
+            whole = math.gcd(*sizes.values())
+            legal = [str(n) for n in (16, 32, 64, 128, 256, 512) if whole % n == 0] or [str(whole)]
+            raise HubError(
+                f"{odd[0]} has {sizes[odd[0]]} inputs, which groups of {self.group} do not divide, as other libraries "
+                f"ask; groups that divide all matrices: {', '.join(legal)}."
+            )
         calibrates = self.method.calibrates
         self.tokens = calibration_rows(ids, config.rows, config.length) if calibrates else None
         self.work = out.with_name(out.name + ".partial")

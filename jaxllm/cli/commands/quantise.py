@@ -39,7 +39,8 @@ def quantise(argv: list[str]) -> int:
             out: directory to create.
             format: int4_g128: integers of 4 bits, with a scale for every 128 inputs. Bits are 2 to 8; without _g, a
                 row of a matrix has one scale; _asym and _sym choose codes with and without zero points.
-            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, awq or smoothquant; rtn and hqq need no text.
+            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, awq or smoothquant. The first two need no
+                text.
             calibrate: text files whose tokens go through the model.
             rows: rows of that text at most.
             length: tokens of a row.
@@ -61,7 +62,9 @@ def quantise(argv: list[str]) -> int:
             method, int(bits), int(group or 0), None if kind is None else kind == "_sym", rows, length
         )
         if METHODS[method].calibrates and not calibrate:
-            raise UsageError(f"--method {method} calibrates on text; give files with --calibrate, or choose rtn or hqq.")
+            raise UsageError(
+                f"--method {method} calibrates on text; give files with --calibrate, or choose rtn or hqq."
+            )
         path = find_model(source)
         if (path / "checkpoints").is_dir():
             raise UsageError(f"{path} is a run; convert it first: jaxllm convert {path} OUT --to hf.")

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxllm.models.packed_weight import WeightFormat
+from jaxllm.quant.formats.int_groups import IntGroups
 from jaxllm.quant.formats.mxfp4 import MXFP4
+from jaxllm.quant.grids import IntGrid
 
 WEIGHT_FORMATS: dict[str, Callable[[int], WeightFormat]] = {
     "mxfp4": MXFP4,
+    "int8": lambda axis: IntGroups(IntGrid(8), 32, axis),
+    "int4": lambda axis: IntGroups(IntGrid(4), 32, axis),
 }
 """Format by name, made for the dimension that values share scales along: the last one that is summed over, counted from
 the end (-2 of a matrix)."""

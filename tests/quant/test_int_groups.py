@@ -1,0 +1,97 @@
+"""Integer codes in groups: nearest values, the bytes of compressed-tensors, and shards that are packed by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+from jaxllm.hub.compressed_tensors import pack_bits, unpack_bits
+from jaxllm.models import functional
+from jaxllm.models.attention_context import Segments
+from jaxllm.models.packed_weight import PackedWeight
+from jaxllm.quant.formats.int_groups import IntGroups
+from jaxllm.quant.grids import IntGrid
+from jaxllm.quant.packing import pack_params
+from sharding import MeshSpec, abstract_params, shardings_of
+from tests import tiny
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group", "contract"), [(2, 8, 1), (3, 16, 2), (4, 24, 2), (8, None, 1), (4, 5, 1)])
+def test_every_value_is_the_nearest_of_its_group(bits, group, contract, symmetric, rng):
+    """A value is at most half a step from the weight, and the bytes are as many as the formula says."""
+    weight = rng.normal(size=(3, 4, 16, 5)[2 - contract :]).astype(np.float32) + 0.3
+    form = IntGroups(IntGrid(bits, symmetric), group, -2, contract)
+    values, scales = form.pack(jnp.asarray(weight))
+    back = np.asarray(form.unpack(values, scales, jnp.float32))
+    assert form.shape(values.shape) == weight.shape
+    assert values.nbytes + scales.nbytes == form.nbytes(weight.shape)
+    lead = weight.shape[: weight.ndim - 1 - contract]
+    flat, got = (x.reshape(*lead, -1, 5) for x in (weight, back))
+    size = group or flat.shape[-2]
+    for start in range(0, flat.shape[-2], size):
+        part, near = flat[..., start : start + size, :], got[..., start : start + size, :]
+        low, high = np.minimum(part.min(-2, keepdims=True), 0), np.maximum(part.max(-2, keepdims=True), 0)
+        step = 2 * np.maximum(-low, high) / (2**bits - 1) if symmetric else (high - low) / (2**bits - 1)
+        # The largest value of a symmetric grid is half a step below the largest weight.
+        assert (np.abs(near - part) <= step * 0.5001).all()
+        assert (np.abs(near - part) > 0).any()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_words_are_those_of_compressed_tensors(bits, rng):
+    codes = rng.integers(0, 2**bits, size=(3, 37), dtype=np.uint8)
+    words = pack_bits(codes, bits)
+    want = pack_to_int32(torch.from_numpy(codes.astype(np.int16) - 2 ** (bits - 1)).to(torch.int8), bits)
+    np.testing.assert_array_equal(words, want.numpy())
+    np.testing.assert_array_equal(unpack_bits(words, bits, 37), codes)
+    if bits in (2, 3, 4, 8):
+        form = IntGroups(IntGrid(bits))
+        whole = rng.integers(0, 2**bits, size=(32, 3), dtype=np.uint8)
+        packed = np.asarray(form.pack_codes(jnp.asarray(whole), whole.shape))
+        np.testing.assert_array_equal(packed.T, pack_bits(whole.T.copy(), bits).view(np.uint8))
+        np.testing.assert_array_equal(form.unpack_codes(jnp.asarray(packed)), whole)
+
+
+def test_a_sharded_model_is_that_of_one_device(rng, float64):
+    """Packed by shard, and multiplied by shard: the logits of one device."""
+    config = tiny.decoder(embed_dim=64, heads=4, kv_heads=2, head_dim=8, mlp=64, layers=1)
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (4, 8)))
+    outs = []
+    for name, count in (("data=1", 1), ("fsdp=2,tensor=2", 4)):
+        built = MeshSpec.parse(name).build(jax.devices()[:count])
+        model = functional(config)
+        with jax.set_mesh(built):
+            abstract = abstract_params(model.abstract(), model.logical_axes(), built, model.rules)
+            params = model.init(jax.random.key(1), shardings_of(abstract))
+            packed = pack_params(model, params, "int4")
+            leaves = jax.tree.leaves(packed, is_leaf=lambda x: isinstance(x, PackedWeight))
+            assert sum(isinstance(leaf, PackedWeight) for leaf in leaves) == 7
+            placed = jax.device_put(tokens, jax.NamedSharding(built, model.rules.spec(("batch", "seq"), built)))
+
+            def logits(params, tokens, model=model):
+                hidden, _ = model.forward(params, tokens, jnp.broadcast_to(jnp.arange(8), tokens.shape), Segments())
+                return model.head(params, hidden)
+
+            outs.append(np.asarray(jax.jit(logits)(packed, placed)))
+    np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=1e-10)
+
+
+def test_errors_name_what_would_be_legal():
+    with pytest.raises(ValueError, match="int4: 2 codes share bytes, and 7 is no multiple of 2"):
+        IntGroups(IntGrid(4)).pack(jnp.zeros((7, 3)))
+    with pytest.raises(ValueError, match="bits = 9: integer codes have 2 to 8 bits"):
+        IntGrid(9)
+    with pytest.raises(ValueError, match="5 bits: codes are packed in 2, 3, 4, 8 bits"):
+        IntGroups(IntGrid(5))
+    form = IntGroups(IntGrid(4), 8)
+    values, scales = form.pack(jnp.ones((16, 3)))
+    with pytest.raises(ValueError, match="8 inputs in groups of 8 have 1 scales, not 2: the mesh splits a group"):
+        form.unpack(values[:4], scales, jnp.float32)
+    assert dataclasses.replace(form, group=None).scale_axes(("embed", "mlp")) == ("embed", "mlp", None)

@@ -1,0 +1,182 @@
+"""Quantised models: those of other libraries' code, plain or packed, whatever the method; stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from jaxllm.convert import quantise as quantising
+from jaxllm.convert.quantise import QuantiseConfig, quantise
+from jaxllm.hub import HubError, load_hf, open_source
+from jaxllm.hub.huggingface import leaves_by_path, load_tensors, read_model
+from jaxllm.models import functional
+from jaxllm.models.attention_context import Segments
+from jaxllm.models.packed_weight import is_packed
+from jaxllm.quant import smoothing
+from jaxllm.quant.calibration import CalibrationError
+from tests import tiny
+
+ROWS, LENGTH = 6, 24
+IDS = np.random.default_rng(5).integers(0, 64, ROWS * LENGTH).tolist()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A small model as transformers writes it."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model") / "plain"
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def without_tokenizer(monkeypatch):
+    monkeypatch.setattr(quantising, "copy_tokenizer_files", lambda folder, out: None)
+
+
+def logits(model) -> np.ndarray:
+    tokens = jnp.asarray(IDS[:LENGTH])[None]
+    run = functional(model.config)
+    hidden, _ = run.forward(model.params, tokens, jnp.arange(LENGTH)[None], Segments())
+    return np.asarray(run.head(model.params, hidden))
+
+
+def theirs(path: Path) -> np.ndarray:
+    """Logits by compressed-tensors' and transformers' code.
+
+    transformers of today cannot open asymmetric codes of this format, so that matrices are decompressed one by one.
+    """
+    given = json.loads((path / "config.json").read_text())
+    scheme = QuantizationScheme.model_validate(given.pop("quantization_config")["config_groups"]["group_0"])
+    stored = load_file(path / "model.safetensors")
+    plain = {}
+    for name, tensor in stored.items():
+        whole = name.removesuffix("_packed")
+        if name.endswith("weight_packed"):
+            parts = {n.rpartition(".")[2]: t for n, t in stored.items() if n.startswith(whole)}
+            plain[whole] = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        elif not name.endswith(("_scale", "_shape", "_zero_point")):
+            plain[name] = tensor
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(given))
+    model.load_state_dict(plain)
+    with torch.no_grad():
+        return model(torch.tensor([IDS[:LENGTH]])).logits.numpy()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [QuantiseConfig("gptq", 4, 16), QuantiseConfig("awq", 4, 16), QuantiseConfig("smoothquant", 8, 0),
+     QuantiseConfig("gptq_act_order", 3, 32), QuantiseConfig("hqq", 2, 16)],
+    ids=lambda config: config.method,
+)  # fmt: skip
+def test_is_that_of_compressed_tensors(config, source, tmp_path):
+    config = QuantiseConfig(config.method, config.bits, config.group, None, ROWS, LENGTH)
+    report = quantise(open_source(source), tmp_path / "out", config, IDS)
+    want, plain = theirs(tmp_path / "out"), logits(load_hf(tmp_path / "out"))
+    np.testing.assert_allclose(plain, want, rtol=0, atol=1e-5)
+    packed = load_tensors(*read_model(tmp_path / "out"), weights="packed")
+    assert sum(map(is_packed, jax.tree.leaves(packed.params, is_leaf=is_packed))) == 7
+    np.testing.assert_allclose(logits(packed), plain, rtol=0, atol=1e-5)
+    far = np.abs(plain - logits(load_hf(source))).max()
+    assert 1e-4 < far < 0.3 * 2 ** (4 - config.bits)
+    assert len(report.matrices) == 14
+    if config.method.startswith("gptq"):
+        assert sum(one.error for one in report.matrices) < 0.9 * sum(one.nearest for one in report.matrices)
+
+
+def test_transformers_opens_it(source, tmp_path):
+    quantise(open_source(source), tmp_path / "out", QuantiseConfig("rtn", 4, 16))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        want = model(torch.tensor([IDS[:LENGTH]])).logits.numpy()
+    np.testing.assert_allclose(logits(load_hf(tmp_path / "out")), want, rtol=0, atol=1e-5)
+
+
+def test_a_run_that_was_stopped_goes_on(source, tmp_path, monkeypatch):
+    """Stopped after the first layer, the second run rounds the second alone, to the same bytes."""
+    config = QuantiseConfig("gptq", 4, 16, rows=ROWS, length=LENGTH)
+    quantise(open_source(source), tmp_path / "whole", config, IDS)
+
+    def stop(name: str, done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantise(open_source(source), tmp_path / "out", config, IDS, stop)
+    with pytest.raises(HubError, match=r"out\.partial is of another model, text or setting"):
+        quantise(open_source(source), tmp_path / "out", config, IDS[::-1])
+    rounded = []
+    whole = quantising._Quantiser._quantise_matrix
+    monkeypatch.setattr(
+        quantising._Quantiser,
+        "_quantise_matrix",
+        lambda self, path, weight, seen, row: rounded.append(row) or whole(self, path, weight, seen, row),
+    )
+    report = quantise(open_source(source), tmp_path / "out", config, IDS)
+    assert rounded == [1] * 7
+    assert len(report.matrices) == 14
+    for name in ("model.safetensors", "config.json", quantising.REPORT):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("norms", ["pre", "sandwich"])
+def test_smoothing_changes_no_result(norms, rng, float64):
+    """Exact before rounding, for any factors."""
+    config = tiny.decoder(heads=4, kv_heads=2, head_dim=8, layers=1, norms=norms, bias="all", norm="layer")
+    model = functional(config)
+    params = model.init(jax.random.key(2))
+    group = jax.tree.map(lambda leaf: leaf[0] + 0.1, params["segments"]["0"])
+    x = jnp.asarray(rng.normal(size=(1, 6, config.embed_dim)))
+    run = lambda group: model.group(0, group, x, jnp.arange(6)[None], jnp.int32(0), Segments())[0]  # noqa: E731
+    flat = leaves_by_path(group["0"])
+    found = smoothing.smoothed_inputs(config.pattern[0], config.norm, tuple(flat))
+    assert [one.used for one in found] == [
+        ("attention/q", "attention/k", "attention/v"), ("mlp/gate", "mlp/up"), ("mlp/down",), ("attention/o",)
+    ]  # fmt: skip
+    for one in found:
+        first = flat[one.used[0]]
+        channels = first.shape[0] * (first.shape[1] if one.repeats > 1 else 1) // one.repeats
+        flat = smoothing.smooth(flat, one, rng.uniform(0.3, 3, channels))
+    changed = jax.tree.unflatten(jax.tree.structure(group), list(flat.values()))
+    assert float(jnp.abs(flat["attention/o"] - group["0"]["attention"]["o"]).max()) > 0.01
+    np.testing.assert_allclose(run(changed), run(group), rtol=0, atol=1e-12)
+
+
+def test_bad_input_is_refused_by_name(source, tmp_path):
+    model = open_source(source)
+    with pytest.raises(CalibrationError, match="has 10 tokens, and a row has 24; give more text or a smaller --length"):
+        quantise(model, tmp_path / "out", QuantiseConfig("gptq", rows=2, length=LENGTH), IDS[:10])
+    with pytest.raises(HubError, match="exists; give a new directory"):
+        quantise(model, source, QuantiseConfig("rtn"))
+    with pytest.raises(HubError, match=r"method 'gtpq': give one of .*gptq.*Did you mean"):
+        QuantiseConfig("gtpq")
+    assert list(tmp_path.iterdir()) == []
+    damaged = load_file(source / "model.safetensors")
+    damaged["model.layers.1.mlp.up_proj.weight"][2, 3] = float("nan")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    save_file(damaged, broken / "model.safetensors")
+    (broken / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(HubError, match="mlp/up holds values that are not finite"):
+        quantise(open_source(broken), tmp_path / "out", QuantiseConfig("rtn"))
+    quantise(model, tmp_path / "cut", QuantiseConfig("rtn", 4, 16))
+    given = json.loads((tmp_path / "cut/config.json").read_text())
+    given["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 8
+    (tmp_path / "cut/config.json").write_text(json.dumps(given))
+    with pytest.raises(HubError, match=r"4 bits in groups of 8 of \[\d+, \d+\] are int32"):
+        load_hf(tmp_path / "cut")
