@@ -161,7 +161,7 @@ def schemes(given: Mapping[str, Any]) -> list[IntScheme]:
             )
         if weights.get("strategy") not in ("group", "channel"):
             raise HubError(
-                f"config.json: {label} of {METHOD} has scales by {weights.get('strategy')!r}; read are group and channel."
+                f"config.json: {label} of {METHOD} has scales by {weights.get('strategy')!r}; read: group, channel."
             )
         if group.get("input_activations") is not None:
             raise HubError(f"config.json: {label} of {METHOD} quantises activations too; read are weights alone.")
@@ -215,8 +215,8 @@ def _matrix(name: str, scheme: IntScheme, tensors: Mapping[str, Any]) -> PackedM
     if packed.dtype != np.int32 or tuple(packed.shape) != wanted or tuple(scale.shape) != (rows, groups):
         raise HubError(
             f"{name}{PACKED} is {packed.dtype}{list(packed.shape)} and {name}{SCALE} {list(scale.shape)}; "
-            f"{scheme.bits} bits in groups of {scheme.group or columns} of [{rows}, {columns}] are int32{list(wanted)} and "
-            f"{[rows, groups]}."
+            f"{scheme.bits} bits in groups of {scheme.group or columns} of [{rows}, {columns}] are int32{list(wanted)} "
+            f"and {[rows, groups]}."
         )
     zero = tensors.get(name + ZERO)
     if zero is not None and tuple(zero.shape) != (math.ceil(rows * scheme.bits / 32), groups):

@@ -140,8 +140,8 @@ def _place_integers(
     inputs = math.prod(leaf.shape[first : first + contract])
     if split > 1 and inputs % (split * (scheme.group or inputs)):
         raise HubError(
-            f"{path}: the mesh splits {inputs} inputs {split} ways, but {scheme.group or inputs} of them share a scale; "
-            "split them over fewer devices, or load the model plain."
+            f"{path}: the mesh splits {inputs} inputs {split} ways, but {scheme.group or inputs} of them share a "
+            "scale; split them over fewer devices, or load the model plain."
         )
     return PackedWeight(
         jax.make_array_from_callback(values.shape, leaf.sharding, values.__getitem__),

@@ -1,4 +1,4 @@
-"""Integer codes in groups: nearest values, the bytes of compressed-tensors, and shards that are packed by themselves."""
+"""Integer codes in groups: nearest values, the bytes of compressed-tensors, and shards packed by themselves."""
 
 from __future__ import annotations
 

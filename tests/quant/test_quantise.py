@@ -80,7 +80,7 @@ def theirs(path: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     "config",
     [QuantiseConfig("gptq", 4, 16), QuantiseConfig("awq", 4, 16), QuantiseConfig("smoothquant", 8, 0),
-     QuantiseConfig("gptq_act_order", 3, 32), QuantiseConfig("hqq", 2, 16)],
+     QuantiseConfig("gptq_act_order", 3, 16), QuantiseConfig("hqq", 2, 16)],
     ids=lambda config: config.method,
 )  # fmt: skip
 def test_is_that_of_compressed_tensors(config, source, tmp_path):
@@ -160,11 +160,13 @@ def test_smoothing_changes_no_result(norms, rng, float64):
 def test_bad_input_is_refused_by_name(source, tmp_path):
     model = open_source(source)
     with pytest.raises(CalibrationError, match="has 10 tokens, and a row has 24; give more text or a smaller --length"):
-        quantise(model, tmp_path / "out", QuantiseConfig("gptq", rows=2, length=LENGTH), IDS[:10])
+        quantise(model, tmp_path / "out", QuantiseConfig("gptq", 4, 16, rows=2, length=LENGTH), IDS[:10])
     with pytest.raises(HubError, match="exists; give a new directory"):
         quantise(model, source, QuantiseConfig("rtn"))
     with pytest.raises(HubError, match=r"method 'gtpq': give one of .*gptq.*Did you mean"):
         QuantiseConfig("gtpq")
+    with pytest.raises(HubError, match="which groups of 32 do not divide.*all matrices: 16"):
+        quantise(model, tmp_path / "out", QuantiseConfig("rtn", 4, 32))
     assert list(tmp_path.iterdir()) == []
     damaged = load_file(source / "model.safetensors")
     damaged["model.layers.1.mlp.up_proj.weight"][2, 3] = float("nan")
@@ -173,7 +175,7 @@ def test_bad_input_is_refused_by_name(source, tmp_path):
     save_file(damaged, broken / "model.safetensors")
     (broken / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(HubError, match="mlp/up holds values that are not finite"):
-        quantise(open_source(broken), tmp_path / "out", QuantiseConfig("rtn"))
+        quantise(open_source(broken), tmp_path / "out", QuantiseConfig("rtn", 4, 16))
     quantise(model, tmp_path / "cut", QuantiseConfig("rtn", 4, 16))
     given = json.loads((tmp_path / "cut/config.json").read_text())
     given["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 8

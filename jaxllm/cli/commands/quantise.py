@@ -62,9 +62,7 @@ def quantise(argv: list[str]) -> int:
             method, int(bits), int(group or 0), None if kind is None else kind == "_sym", rows, length
         )
         if METHODS[method].calibrates and not calibrate:
-            raise UsageError(
-                f"--method {method} calibrates on text; give files with --calibrate, or choose rtn or hqq."
-            )
+            raise UsageError(f"--method {method} wants text: give files with --calibrate, or choose rtn or hqq.")
         path = find_model(source)
         if (path / "checkpoints").is_dir():
             raise UsageError(f"{path} is a run; convert it first: jaxllm convert {path} OUT --to hf.")
