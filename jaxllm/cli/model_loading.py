@@ -15,6 +15,7 @@ def load_with_progress(
     dtype: Literal["float32", "bfloat16"] | None,
     layers: Literal["stacked", "apart"] = "stacked",
     mesh: str | None = None,
+    weights: str = "plain",
 ) -> LoadedModel:
     """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default."""
     from jaxllm.infer import load_model
@@ -22,7 +23,7 @@ def load_with_progress(
 
     over = None if mesh is None else mesh_of(mesh)
     with progress_bar("loading", name) as progress:
-        return load_model(name, mesh=over, dtype=dtype, layers=layers, progress=progress)
+        return load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=progress)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def fit(rows, bits, symmetric):
 
 
 def by_column(weight, gram, bits, symmetric, size, act_order=False, damping=0.01):
-    """The recurrence with whole inverses: no Cholesky factor, no blocks. Returns codes, the dense matrix, parameters."""
+    """The recurrence with whole inverses: no Cholesky factor, no blocks. Returns codes, matrix, parameters."""
     weight, diagonal = weight.copy(), np.diag(gram)
     dead = diagonal == 0
     weight[dead] = 0

@@ -165,7 +165,7 @@ def test_bad_input_is_refused_by_name(source, tmp_path):
         quantise(model, source, QuantiseConfig("rtn"))
     with pytest.raises(HubError, match=r"method 'gtpq': give one of .*gptq.*Did you mean"):
         QuantiseConfig("gtpq")
-    with pytest.raises(HubError, match="which groups of 32 do not divide.*all matrices: 16"):
+    with pytest.raises(HubError, match=r"which groups of 32 do not divide.*all matrices: 16"):
         quantise(model, tmp_path / "out", QuantiseConfig("rtn", 4, 32))
     assert list(tmp_path.iterdir()) == []
     damaged = load_file(source / "model.safetensors")

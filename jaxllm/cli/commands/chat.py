@@ -26,6 +26,7 @@ def chat(argv: list[str]) -> int:
         temperature: float = 0.7,
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        weights: str = "plain",
         mesh: str | None = None,
     ) -> int:
         """Holds a conversation, one message per line, or answers a single --message.
@@ -40,6 +41,8 @@ def chat(argv: list[str]) -> int:
             seed: sampling seed.
             dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
                 their own.
+            weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
+                mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
         """
         use_compilation_cache()
@@ -47,7 +50,7 @@ def chat(argv: list[str]) -> int:
         from jaxllm.infer import Chat
 
         opening = [{"role": "system", "content": system}] if system else []
-        loaded = load_with_progress(model, dtype, mesh=mesh)
+        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
         talk = Chat(loaded, list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed)
         if message:
             speak(talk, message)

@@ -21,6 +21,7 @@ def generate(argv: list[str]) -> int:
         temperature: float = 0.8,
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        weights: str = "plain",
         mesh: str | None = None,
     ) -> int:
         """Generates a completion of a prompt and streams it to the terminal.
@@ -34,13 +35,15 @@ def generate(argv: list[str]) -> int:
             seed: sampling seed.
             dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
                 their own.
+            weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
+                mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
         """
         use_compilation_cache()
         from jaxllm.infer import LLM, SamplingParams, single_user_config
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-        loaded = load_with_progress(model, dtype, mesh=mesh)
+        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
         llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens))
         stream = llm.stream(prompt, params)

@@ -41,6 +41,7 @@ def serve(argv: list[str]) -> int:
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        weights: str = "plain",
         kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
         layers: Literal["stacked", "apart"] = "stacked",
         mesh: str | None = None,
@@ -67,6 +68,8 @@ def serve(argv: list[str]) -> int:
             grace_seconds: time that running requests have to end after SIGTERM.
             log_prompts: write prompts to the log too.
             dtype: compute dtype of a model from another library, float32 by default.
+            weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
+                mxfp4: matrices are rounded to that format after loading.
             kv_dtype: dtype of the KV cache: auto (the compute dtype), bfloat16, or 8 bits with scales (accuracy and
                 memory: docs/serve/serving.md).
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
@@ -98,7 +101,8 @@ def serve(argv: list[str]) -> int:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
         run_server(
-            config, backend_factory(lambda: LLM(load_with_progress(model, dtype, layers, mesh), sizes, policy=order))
+            config,
+            backend_factory(lambda: LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, policy=order)),
         )
         return 0
 
