@@ -14,7 +14,7 @@ def predicted(name: str) -> memory_estimate.MemoryEstimate:
     point = POINTS[name]
     cluster = Cluster.parse(point.on)
     mesh = MeshSpec.parse(point.run.mesh).resolve(cluster.devices)
-    return memory_estimate.predict(point.run, mesh, cluster.topology.platform)
+    return memory_estimate.predict(point.run, mesh, cluster.topology)
 
 
 QUICK = ("8b elementwise h100", "8b zero2 h200", "llama3_8b h100:8x8", "8b accumulate h100", "8b data h100")
