@@ -3,7 +3,7 @@
     python -m benchmarks.recipes [--write]    prints the recipes whose table is stale; writes them anew
 
 A table's rows name its topologies; figures are those of `jaxllm plan RECIPE --on TOPOLOGY --as-is --no-compile`, and
-"compiled" those of the records of proofs in docs/proofs. A test holds tables to this command.
+"compiled" those of the stored programs of proofs. A test holds tables to this command.
 """
 
 from __future__ import annotations
@@ -69,21 +69,32 @@ def predicted(recipe: Callable[[], RunConfig], on: str) -> Row:
     run, cluster = recipe(), Cluster.parse(on)
     mesh = fitting_mesh(run, functional(run.model, run.parallel.rules()), cluster.devices)
     layout = layout_search.predict_layout(run, mesh, cluster)
-    share = compiled().get((recipe.__name__, on))
-    hbm = cluster.hardware.hbm_bytes
+    size = compiled().get((recipe.__name__, on))
     return Row(
         on,
         layout.time.seconds,
         100 * layout.time.mfu(cluster.hardware.flops),
         layout.memory.total / GIB,
-        None if share is None else share * hbm / GIB,
-        hbm / GIB,
+        None if size is None else size / GIB,
+        cluster.hardware.hbm_bytes / GIB,
     )
 
 
-def compiled() -> dict[tuple[str, str], float]:
-    """(recipe, topology) -> share of a device's memory, of recipes as they are, from the stored proofs ``pods``."""
-    return {(recipe, on): errors["of_memory"] for recipe, on, errors in _records()}
+def compiled() -> dict[tuple[str, str], int]:
+    """(recipe, topology) -> bytes of a device, of recipes as they are.
+
+    From the stored programs of the proof ``hbm``, and of ``pods`` where there is none.
+    """
+    found = {(recipe, on): round(errors["of_memory"] * _hbm(on)) for recipe, on, errors in _records()}
+    for name, said in json.loads((ROOT / "tests/proofs/plan/points.json").read_text()).items():
+        recipe, _, on = name.rpartition(" ")
+        if ":" in on:
+            found[recipe, on] = said["total"]
+    return found
+
+
+def _hbm(on: str) -> int:
+    return Cluster.parse(on).hardware.hbm_bytes
 
 
 def _records() -> Iterator[tuple[str, str, dict[str, float]]]:

@@ -279,7 +279,7 @@ def _predicted(setting: Mapping[str, Any], on: str) -> dict[str, float] | None:
     work = DeviceWork.of(run, MeshSpec.parse(run.mesh))
     return {
         "seconds": step_time.predict_work(work, cluster).seconds,
-        "bytes": memory_estimate.predict_work(work, cluster.topology.platform).total,
+        "bytes": memory_estimate.predict_work(work, cluster.topology).total,
         "copies": offload_time.copy_seconds(work, cluster.hardware),
     }
 

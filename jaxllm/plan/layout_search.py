@@ -107,7 +107,7 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
                     continue
                 tried += 1
                 work = DeviceWork.of(laid, mesh)
-                taken = memory.predict_work(work, cluster.topology.platform)
+                taken = memory.predict_work(work, cluster.topology)
                 over = taken.total - limit
                 if over <= 0:
                     took = time.predict_work(work, cluster, calibration)
@@ -130,7 +130,7 @@ def predict_layout(
     return ParallelLayout(
         run,
         mesh,
-        memory.predict(run, mesh, cluster.topology.platform),
+        memory.predict(run, mesh, cluster.topology),
         time.predict(run, cluster, mesh, calibration),
         memory_limit(cluster) if limit is None else limit,
     )

@@ -32,8 +32,11 @@ from jaxllm.train.run_sharding import sharding_table
 from pallas_kernels.flash_attention.blockwise import MAX_HEAD_DIM
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
+from sharding.topology import Topology
 from tests import environment
 from tests.optim.kinds import KINDS, named
+
+H100, V6E = Topology.parse("h100:1x8"), Topology.parse("v6e:2x4")
 
 
 def drawn(trial: int) -> RunConfig:
@@ -70,7 +73,7 @@ def on(
     cluster, spec = Cluster.parse(topology), MeshSpec.parse(mesh)
     model = dataclasses.replace(run.model, **changes)
     run = dataclasses.replace(run, model=model, mesh=mesh)
-    return memory_estimate.predict(run, spec, cluster.topology.platform), step_time.predict(run, cluster, spec)
+    return memory_estimate.predict(run, spec, cluster.topology), step_time.predict(run, cluster, spec)
 
 
 TOPOLOGIES = {4: ("v6e:2x2", "h100:1x4"), 8: ("v6e:2x4", "h100:1x8"), 16: ("v6e:4x4", "h100:2x8")}
@@ -138,7 +141,7 @@ def test_plans_are_what_an_optimizer_can_do():
         assert (layout.run.accumulate, layout.run.model.remat, layout.run.parallel.zero) == (1, "full", 3)
         assert "stage" not in layout.run.mesh
         same = dataclasses.replace(layout.run, optim=OptimConfig())
-        assert layout.memory.gradients < memory_estimate.predict(same, layout.mesh, "tpu").gradients
+        assert layout.memory.gradients < memory_estimate.predict(same, layout.mesh, V6E).gradients
     with pytest.raises(ConfigError, match='"mezo" has no backward pass'):
         search(dataclasses.replace(run, optim=named("mezo")), Cluster.parse("v6e:2x4"))
 
@@ -337,10 +340,13 @@ def test_attention_without_a_kernel_moves_its_scores(changes, mesh, plain):
     assert device_work.KERNEL_HEAD_DIM == MAX_HEAD_DIM
     assert work.has_flash_kernel(block, "gpu") is not plain
     cluster = Cluster.parse("h100:1x8")
-    memory, took = memory_estimate.predict_work(work, "gpu"), step_time.predict_work(work, cluster)
+    memory, took = memory_estimate.predict_work(work, H100), step_time.predict_work(work, cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceWork, "has_flash_kernel", lambda *_: True)
-        less, faster = memory_estimate.predict_work(work, "gpu"), step_time.predict_work(work, cluster)
+        less, faster = (
+            memory_estimate.predict_work(work, H100),
+            step_time.predict_work(work, cluster),
+        )
     length = 8192 // (4 if "context" in mesh else 1)
     rows = work.tokens // length
     scores = 10 * 4 * rows * 32 * (length // 8) * 1024

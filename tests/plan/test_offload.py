@@ -19,6 +19,7 @@ from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import fitting_mesh
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec
+from sharding.topology import Topology
 
 MESH = "fsdp=8"
 
@@ -97,7 +98,8 @@ def test_the_share_is_what_a_forward_pass_hides():
 
 def test_state_on_the_host_is_not_on_the_device():
     here, there = (
-        memory_estimate.predict(run(host=HostConfig(optimizer=o)), MeshSpec.parse(MESH), "gpu") for o in (False, True)
+        memory_estimate.predict(run(host=HostConfig(optimizer=o)), MeshSpec.parse(MESH), Topology.parse("h100:1x8"))
+        for o in (False, True)
     )
     layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096)
     assert there.host == pytest.approx(2 * 4 * layers / 8, rel=1e-3)
@@ -107,10 +109,10 @@ def test_state_on_the_host_is_not_on_the_device():
 
 def test_activations_on_the_host_are_what_the_formula_says():
     """Per device 4,096 tokens: two streams, attention's output and sums; q, k, v, gate and up."""
-    found = memory_estimate.predict(run(remat="offload"), MeshSpec.parse(MESH), "gpu")
+    found = memory_estimate.predict(run(remat="offload"), MeshSpec.parse(MESH), Topology.parse("h100:1x8"))
     numbers = 3 * 4096 + 4096 + 2 * 1024 + 2 * 14336
     assert found.host == 32 * 4096 * (2 * numbers + 4 * 32)
-    half = memory_estimate.predict(run(remat="offload:0.5"), MeshSpec.parse(MESH), "gpu")
+    half = memory_estimate.predict(run(remat="offload:0.5"), MeshSpec.parse(MESH), Topology.parse("h100:1x8"))
     assert found.host - half.host == pytest.approx(32 * 4096 * (4096 + 2 * 1024 + 2 * 14336))
     work = DeviceWork.of(run(remat="offload"), MeshSpec.parse(MESH))
     ((block, count),) = work.blocks.items()

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from tests.proofs.plan import mfu, points, ranking, unseen
-from tests.proofs.plan.hbm import predicted
+from tests.proofs.plan.points import predicted
 
 STORED = points.stored()
 
@@ -21,6 +21,11 @@ def test_a_points_memory_is_predicted(name):
     said, found = STORED[name], predicted(name)
     assert found.total == pytest.approx(said.total, rel=0.10)
     assert found.arguments == pytest.approx(said.arguments, rel=1e-3)
+
+
+def test_the_page_has_the_points():
+    page = points.PAGE.read_text()
+    assert page == points.with_table(page), "docs/train/plan.md is stale: python -m tests.proofs.plan.points table"
 
 
 def test_the_median_error_of_memory_is_small():

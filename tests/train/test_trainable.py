@@ -24,6 +24,7 @@ from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.step.routing_losses import RoutingConfig
 from jaxllm.train.step.step_builder import build_optimizer, build_step
 from jaxllm.train.step.training_step import jit_step
+from sharding.topology import Topology
 from tests import environment, tiny
 
 MODEL = tiny.decoder(dtype="float32", kv_heads=4, layers=2, remat="full", tied=False, norms="pre")
@@ -178,7 +179,7 @@ def test_select_and_merge():
 def test_the_plan_knows_the_subset():
     spec = fitting_mesh(run_of("fsdp=4,tensor=2"), functional(MODEL), 8)
     whole, part = (
-        memory_estimate.predict(run_of("fsdp=4,tensor=2", subset, accumulate=1), spec, "gpu")
+        memory_estimate.predict(run_of("fsdp=4,tensor=2", subset, accumulate=1), spec, Topology.parse("h100:1x8"))
         for subset in ((), ("attention",))
     )
     one, other = (made("fsdp=4,tensor=2", subset).abstract for subset in ((), ("attention",)))

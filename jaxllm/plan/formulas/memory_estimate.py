@@ -25,6 +25,7 @@ from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.optimizer_memory import average_bytes, check_optimizer, state_bytes
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
+from sharding.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class BufferCopies:
         heads_split: likewise with tensor parallelism.
         weights: one layer's gathered weights and their gradients (ZeRO-3, pipelines).
         inner: a layer's inner activations: heads and MLP width.
-        streams: residual streams over the whole sequence.
+        streams: residual streams over the whole sequence; without tensor parallelism.
+        streams_split: likewise with tensor parallelism, where shards of the sequence are all-gathered.
         scores: a block of float32 scores, where attention is plain JAX (``DeviceWork.score_block``).
         expert_inner: inner activations of all rows of a device's receive buffer.
         expert_rows: those rows.
@@ -57,6 +59,7 @@ class BufferCopies:
     weights: float
     inner: float
     streams: float
+    streams_split: float
     scores: float
     expert_inner: float
     expert_rows: float
@@ -69,10 +72,17 @@ class BufferCopies:
 
 
 COPIES = {
-    "tpu": BufferCopies(1.0, 5.0, 3.0, 3.0, 4.0, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
-    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.0, 0.0, 10.0, 0.7, 7.9, 0.0, 0.0, 2.0, True, 1.0, 2),
+    "tpu": BufferCopies(0.0, 0.0, 3.0, 2.0, 2.0, 13.5, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
+    "tpu7x": BufferCopies(1.0, 3.0, 3.0, 3.5, 4.0, 10.0, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
+    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.0, 0.0, 0.0, 10.0, 0.7, 7.9, 0.0, 0.0, 2.0, True, 1.0, 2),
 }
-"""Buffer copies by platform."""
+"""Buffer copies by platform; those of a TPU7x differ, where the bounds of fusions are left out
+(``jaxllm.models.tpu_layout``)."""
+
+
+def copies_on(topology: Topology) -> BufferCopies:
+    """Buffer copies of the programs for a topology."""
+    return COPIES.get(topology.generation, COPIES[topology.platform])
 
 
 @dataclass(frozen=True)
@@ -115,19 +125,19 @@ class MemoryEstimate:
         return {name: getattr(self, name) for name in names}
 
 
-def predict(run: RunConfig, mesh: MeshSpec, platform: str) -> MemoryEstimate:
-    """Memory estimate of a run whose mesh is legal, on ``"tpu"`` or ``"gpu"``."""
-    return predict_work(DeviceWork.of(run, mesh), platform)
+def predict(run: RunConfig, mesh: MeshSpec, topology: Topology) -> MemoryEstimate:
+    """Memory estimate of a run whose mesh is legal, on TPUs or GPUs."""
+    return predict_work(DeviceWork.of(run, mesh), topology)
 
 
-def predict_work(work: DeviceWork, platform: str) -> MemoryEstimate:
+def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     """Memory estimate of a device's work, see ``predict``."""
     run, mesh = work.run, work.mesh
     check_optimizer(run)
     wide = jnp.dtype(run.model.param_dtype).itemsize
-    laid = tiled if platform == "tpu" else math.prod
+    laid = tiled if topology.platform == "tpu" else math.prod
     parameters = sum(laid(w.shape) for w in work.weights) * wide
-    copies = COPIES[platform]
+    copies = copies_on(topology)
     kept, host = _activations(work, copies)
     state = state_bytes(work, sum(laid(w.shape) for w in work.trained) * wide, laid)
     of_layers = offload_time.layer_share(work)
@@ -142,7 +152,7 @@ def predict_work(work: DeviceWork, platform: str) -> MemoryEstimate:
         round(sums * _gradients(work)) + _ends(work),
         _gathered(work),
         kept * at_once,
-        round(_working(work, platform) + rows * sum(away)),
+        round(_working(work, topology) + rows * sum(away)),
         host + sum(away),
     )
 
@@ -266,9 +276,9 @@ def _gathered(work: DeviceWork) -> int:
     return sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
 
 
-def _working(work: DeviceWork, platform: str) -> float:
+def _working(work: DeviceWork, topology: Topology) -> float:
     """Peak working memory of a layer's backward pass, beside the saved activations."""
-    config, copies = work.run.model, COPIES[platform]
+    config, copies = work.run.model, copies_on(topology)
     of_layers = sum(w.used for w in work.weights if w.matrix and w.name.startswith("segments/"))
     weights = of_layers / len(config.segments) * work.width
     vocabulary = config.vocab_size // work.tensor * config.embed_dim * work.width
@@ -276,12 +286,13 @@ def _working(work: DeviceWork, platform: str) -> float:
     if work.stages == 1 and work.run.parallel.zero < 3:
         heads = max(0.0, heads - 2)  # the matrix and its gradient are counted with the others
     inner = max(sum(work.inner_widths(b).values()) for b in work.blocks)
-    plain = [b for b in work.blocks if not work.has_flash_kernel(b, platform)]
+    plain = [b for b in work.blocks if not work.has_flash_kernel(b, topology.platform)]
+    streams = copies.streams_split if work.tensor > 1 else copies.streams
     return (
         heads * vocabulary
         + copies.weights * weights * (work.run.parallel.zero == 3 or work.stages > 1)
         + copies.inner * inner * work.tokens * work.width
-        + copies.streams * work.tokens * config.embed_dim * work.width
+        + streams * work.tokens * config.embed_dim * work.width
         + copies.scores * max((work.score_block(b) for b in plain), default=0.0) * 4
         + max(_experts(work, b, copies) for b in work.blocks)
     )

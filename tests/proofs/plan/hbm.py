@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from jaxllm.plan.formulas import memory_estimate
-from jaxllm.plan.hardware import Cluster
-from sharding import MeshSpec
 from tests.proofs.harness import proof
-from tests.proofs.plan.points import POINTS, compile_point, stored
-
-
-def predicted(name: str) -> memory_estimate.MemoryEstimate:
-    """Predicted memory of a point."""
-    point = POINTS[name]
-    cluster = Cluster.parse(point.on)
-    mesh = MeshSpec.parse(point.run.mesh).resolve(cluster.devices)
-    return memory_estimate.predict(point.run, mesh, cluster.topology.platform)
-
+from tests.proofs.plan.points import POINTS, compile_point, predicted, stored
 
 QUICK = ("8b elementwise h100", "8b zero2 h200", "llama3_8b h100:8x8", "8b accumulate h100", "8b data h100")
 """Compiled in about a minute each; a test run compiles one of them."""

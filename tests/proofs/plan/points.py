@@ -1,6 +1,7 @@
 """Thirty runs on topologies, dense, mixtures, long rows; points.json has the compilers' figures.
 
     python -m tests.proofs.plan.points [NAME ...]    compiles those that are not stored, or the named ones again
+    python -m tests.proofs.plan.points table         writes the table of PAGE
 
 This is also the list of what each recipe's step takes, in memory and in time to compile: compiling a point again says
 what has become more, and its difference in git is the regression.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,17 +22,22 @@ import jax
 from jaxllm.compiler.aot import CompileReport
 from jaxllm.config import from_dict, to_dict
 from jaxllm.files import write_json
+from jaxllm.plan.formulas import memory_estimate
+from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import compile_for, step_on
 from recipes.llama3 import llama3_8b
+from sharding import MeshSpec
 from sharding.isolate import run_isolated
-from sharding.topology import Topology
+from sharding.topology import GIB, Topology
 from tests.proofs.moe_models.pods import RECIPES
 from tests.proofs.parallelism.pods import CASES, run_of
 from tests.proofs.pipeline.programs import PODS as STAGED
 
 STORED = Path(__file__).with_suffix(".json")
 RECORDS = Path(__file__).parents[3] / "docs/proofs"
+PAGE = Path(__file__).parents[3] / "docs/train/plan.md"
+BEGIN, END = "<!-- points: generated -->\n", "<!-- end of points -->\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +176,52 @@ def _read() -> dict[str, Any]:
     return json.loads(STORED.read_text()) if STORED.is_file() else {}
 
 
+def predicted(name: str) -> memory_estimate.MemoryEstimate:
+    """Predicted memory of a point."""
+    point = POINTS[name]
+    cluster = Cluster.parse(point.on)
+    mesh = MeshSpec.parse(point.run.mesh).resolve(cluster.devices)
+    return memory_estimate.predict(point.run, mesh, cluster.topology)
+
+
+def table() -> str:
+    """Markdown table of all points by formula and by the compiler, and their errors."""
+    rows = [
+        "| run | mesh | on | arguments, GiB | predicted | total, GiB | predicted | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    errors = []
+    for name, said in stored().items():
+        point, found = POINTS[name], predicted(name)
+        errors.append(found.total / said.total - 1)
+        sizes = [f"{size / GIB:.3f}" for size in (said.arguments, found.arguments)]
+        sizes += [f"{size / GIB:.2f}" for size in (said.total, found.total)]
+        cells = (
+            name.removesuffix(f" {point.on}"),
+            f"`{point.run.mesh}`",
+            f"`{point.on}`",
+            *sizes,
+            f"{errors[-1]:+.1%}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    rows += [
+        "",
+        f"The median error is {statistics.median(map(abs, errors)):.1%}, the largest {max(map(abs, errors)):.1%}.",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def with_table(page: str) -> str:
+    """The page with the table in its place."""
+    start = page.index(BEGIN) + len(BEGIN)
+    return page[:start] + table() + page[page.index(END, start) :]
+
+
 def main(names: list[str]) -> None:
     """Compiles points and stores each report as it comes."""
+    if names == ["table"]:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return
     if names == ["records"]:
         found = {name: dataclasses.asdict(said) for name, said in _records().items()}
         write_json(STORED, dict(sorted({**found, **_read()}.items())))
