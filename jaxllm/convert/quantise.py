@@ -34,8 +34,8 @@ from jaxllm.hub.model_source import ModelSource
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart
 from jaxllm.models import BlockConfig, functional
 from jaxllm.quant import smoothing
-from jaxllm.quant.calibration import BlockRecorder, InputStatistics, calibration_rows, leaf_path
 from jaxllm.quant.grids import GridParams, IntGrid
+from jaxllm.quant.input_statistics import BlockRecorder, InputStatistics, calibration_rows, leaf_path
 from jaxllm.quant.methods.method_table import METHODS
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
 
@@ -44,7 +44,7 @@ REPORT = "quantisation.json"
 
 @dataclass(frozen=True)
 class QuantiseConfig:
-    """What to round to, and how.
+    """Method and codes of a quantisation.
 
     Attributes:
         method: row of ``METHODS``.
@@ -78,7 +78,7 @@ class QuantiseConfig:
 
 
 class MatrixReport(NamedTuple):
-    """How well a matrix was rounded.
+    """Errors of a matrix after rounding.
 
     Attributes:
         name: path within the model.

@@ -9,7 +9,7 @@ Legend: G elements of a group, O columns of a matrix, each of which is fitted by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
@@ -27,6 +27,7 @@ class GridParams(NamedTuple):
     zero: Float[Array, "..."]
 
 
+@runtime_checkable
 class Grid(Protocol):
     """Values that elements are rounded to, static and hashable."""
 

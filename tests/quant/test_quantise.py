@@ -23,7 +23,7 @@ from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import is_packed
 from jaxllm.quant import smoothing
-from jaxllm.quant.calibration import CalibrationError
+from jaxllm.quant.input_statistics import CalibrationError
 from tests import tiny
 
 ROWS, LENGTH = 6, 24

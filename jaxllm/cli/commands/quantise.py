@@ -55,7 +55,7 @@ def quantise(argv: list[str]) -> int:
         from jaxllm.convert.quantise import QuantiseConfig
         from jaxllm.convert.quantise import quantise as quantise_model
         from jaxllm.hub.model_source import find_model, open_source
-        from jaxllm.quant.calibration import CalibrationError
+        from jaxllm.quant.input_statistics import CalibrationError
         from jaxllm.quant.methods.method_table import METHODS
 
         config = QuantiseConfig(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, UInt8
 
@@ -11,6 +11,7 @@ from jaxllm.quant.methods.gptq import gptq_damped
 from jaxllm.quant.methods.nearest import half_quadratic, round_to_nearest
 
 
+@runtime_checkable
 class RoundMatrix(Protocol):
     """Chooses the codes of a matrix."""
 

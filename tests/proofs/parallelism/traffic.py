@@ -37,10 +37,10 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "Ulysses": ("ulysses=8", {}, 1),
     "Ulysses in a ring": ("context=4,ulysses=2", {}, 1),
     "expert": ("expert=8", {}, 1),
-    "expert, with a capacity": ("expert=8", {}, 1),
 }
 """Mesh, plan, micro-batches."""
 AROUND = {"products in a ring": ("tensor=8", {"sequence": True, "overlap": "ring"}, 1)}
+BUFFERS = {"expert, with a capacity": ("expert=8", {}, 1)}
 GPUS, TPUS = "h100:1x8", "v6e:2x4"
 OPTIONS = ("xla_gpu_enable_while_loop_double_buffering=", "xla_gpu_enable_pipelined_all_gather=")
 """Left to the compiler: two layers in a turn of the loop hide from it that a recomputed sum is not needed."""
@@ -54,7 +54,7 @@ IN_KERNELS = ("collective-permute",)
 
 def run_of(name: str) -> RunConfig:
     """Every dimension is whole tiles of a TPU also when split; weights, activations and keys differ in size."""
-    mesh, plan, accumulate = {**PLANS, **AROUND}[name]
+    mesh, plan, accumulate = {**PLANS, **AROUND, **BUFFERS}[name]
     model = tiny.decoder(
         dtype="float32", embed_dim=256, heads=8, kv_heads=8, head_dim=128, mlp=512, vocab_size=2048, layers=3,
         tied=False, remat="full",
@@ -114,6 +114,13 @@ def traffic(case: tuple[str, str]) -> float:
 def traffic_of_products_in_a_ring(on: str) -> float:
     """The same for collective matmuls."""
     run = run_of(*AROUND)
+    return difference(run, compile_for(run, on))
+
+
+@proof("parallelism", cases=(GPUS, TPUS), sample=1, bound=1e-3)
+def traffic_of_experts_with_a_capacity(on: str) -> float:
+    """The same for experts whose buffers have a fixed size."""
+    run = run_of(*BUFFERS)
     return difference(run, compile_for(run, on))
 
 
