@@ -27,14 +27,14 @@ from tests.seams.int4_format import Int4
 from tests.seams.seam_files import files_that_name
 from tests.train import runs
 
-WEIGHT_FORMATS["int4"] = Int4  # the row
+WEIGHT_FORMATS["nibbles"] = Int4  # the row
 
 CONFIG = tiny.decoder(vocab_size=engines.VOCAB, embed_dim=32, heads=4, kv_heads=2, head_dim=16, mlp=64, tied=False)
 MODEL = functional(CONFIG)
 
 
 def packed() -> Any:
-    return pack_params(MODEL, jax.tree.map(jnp.asarray, quick.params(CONFIG, scale=0.5)), "int4")
+    return pack_params(MODEL, jax.tree.map(jnp.asarray, quick.params(CONFIG, scale=0.5)), "nibbles")
 
 
 def dense(params: Any) -> Any:
@@ -44,10 +44,10 @@ def dense(params: Any) -> Any:
 
 def test_matrices_are_rounded_by_half_a_step_at_most(float64):
     params = quick.params(CONFIG, scale=0.5)
-    kept = pack_params(MODEL, jax.tree.map(jnp.asarray, params), "int4")
+    kept = pack_params(MODEL, jax.tree.map(jnp.asarray, params), "nibbles")
     names = jax.tree_util.tree_leaves_with_path(kept, is_leaf=is_packed)
     assert sum(is_packed(leaf) for _, leaf in names) == 7
-    assert jax.tree.structure(kept) == jax.tree.structure(packed_shapes(MODEL, "int4"))
+    assert jax.tree.structure(kept) == jax.tree.structure(packed_shapes(MODEL, "nibbles"))
     for whole, few in zip(jax.tree.leaves(params), jax.tree.leaves(kept, is_leaf=is_packed), strict=True):
         if not is_packed(few):
             np.testing.assert_array_equal(few, whole)
@@ -115,18 +115,18 @@ def test_a_run_is_loaded_in_it_and_neither_trained_nor_exported(tmp_path):
     run = runs.run_config(tmp_path, steps=2)
     model = tiny.decoder(vocab_size=280, head_dim=16, layers=1, dtype="float32")
     directory = train(dataclasses.replace(run, model=model)).directory
-    loaded = load_model(directory, weights="int4")
+    loaded = load_model(directory, weights="nibbles")
     plain = load_model(directory)
     gate, whole = (m.params["segments"]["0"]["0"]["mlp"]["gate"] for m in (loaded, plain))
     assert isinstance(gate.format, Int4)
     assert np.abs(np.asarray(gate.dense(np.float32)) - whole).max() <= np.abs(whole).max() / 13
     with pytest.raises(NotImplementedError, match=r"packed \(quantised\) and have no gradients"):
         value_and_grad(loaded.model)(loaded.params, tiny.batch(0, 2, 8, 40, packed=False))
-    with pytest.raises(HubError, match=r"give one of plain, packed, mxfp4, int4\. Did you mean 'int4'"):
-        load_model(directory, weights="int5")
+    with pytest.raises(HubError, match=r"give one of plain, packed, .*nibbles\. Did you mean 'nibbles'"):
+        load_model(directory, weights="nibble")
     narrow = functional(dataclasses.replace(CONFIG, embed_dim=24))
     with pytest.raises(ValueError, match=r"attention/k: int4: 16 values share a scale, but 24 is no multiple of 16\."):
-        packed_shapes(narrow, "int4")
+        packed_shapes(narrow, "nibbles")
 
 
 def test_saved_as_it_is_and_restored_over_a_mesh(tmp_path):

@@ -152,7 +152,7 @@ def test_the_planner_counts_its_state_and_says_that_it_cannot_time_it():
     want = sum(int(np.prod(shape)) * width for shape, width in shards)
     assert state_bytes(DeviceWork.of(run, mesh), bytes_of_params) == want
     with pytest.raises(ConfigError, match="2 forward and backward passes a step"):
-        predict(run, mesh, "tpu")
+        predict(run, mesh, Topology.parse("v6e:2x4"))
 
 
 @pytest.mark.drawn(0.4)
