@@ -43,6 +43,25 @@ class DeclaredParam:
     stack: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class LinearShape:
+    """Shape of a ``Linear`` of the model: what an adapter of it must fit.
+
+    Attributes:
+        stack: leading dimensions that it is stacked over (layers).
+        shape: ``[*in, *out]`` without them.
+        axes: logical axes of ``shape``.
+        contract: number of dimensions in ``*in``.
+        dtype: of the parameter.
+    """
+
+    stack: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: sharding.LogicalAxes
+    contract: int
+    dtype: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Functional:
     """Decoder as pure functions: ``embed``, ``blocks``, ``head`` and their composition ``forward``.
@@ -100,6 +119,19 @@ class Functional:
     def roles(self) -> Params:
         """Role of every parameter (``jaxllm.models.params.Role``), in the same tree."""
         return jax.tree.map(lambda leaf: role_of(leaf.param), self._declared())
+
+    def linears(self) -> dict[str, LinearShape]:
+        """Every ``Linear`` of a block by the path of its parameter ("segments/0/0/attention/q"), without experts'."""
+        found: dict[str, LinearShape] = {}
+        for s, group in enumerate(self._modules["segments"]):
+            for b, (graphdef, state) in enumerate(group):
+                block = nnx.merge(graphdef, state)
+                for path in self._modules["linears"][s][b]:
+                    one = functools.reduce(getattr, path, block)
+                    meta, value = one.get_metadata(), one.get_value()
+                    stack, name = (self.config.segments[s][1],), "/".join(("segments", str(s), str(b), *path))
+                    found[name] = LinearShape(stack, value.shape, meta["logical_axes"], meta["contract"], value.dtype)
+        return found
 
     def map_matrices(self, params: Params, fn: Callable[[str, Any, int], Any]) -> Params:
         """Parameter tree with ``fn(path, weight, axis)`` in place of every matrix of a block.

@@ -1,0 +1,13 @@
+"""Adapters: LoRA and its family, trained beside a frozen base, in the file format of the library ``peft``."""
+
+from jaxllm.lazy import lazy_exports
+
+__getattr__, __all__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.peft.adapter": ("Adapter", "AdapterError", "adapted_params", "check_adapter", "merged_params"),
+        "jaxllm.peft.dora": ("DoraWeight",),
+        "jaxllm.peft.low_rank": ("LoraWeight", "LowRank"),
+        "jaxllm.peft.peft_files": ("read_peft", "write_peft"),
+    },
+)
