@@ -1,4 +1,4 @@
-"""Samples on which the kernels of the grouped low-rank matmul are compared with the reference before their first use."""
+"""Samples on which the kernels of the grouped low-rank matmul are compared with the reference before first use."""
 
 from __future__ import annotations
 

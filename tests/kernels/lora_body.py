@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import interpreting
-from pallas_kernels.grouped_lora import PAGE_RANKS, AdapterTiles, grouped_lora, schedule_tiles
+from pallas_kernels.grouped_lora import PAGE_RANKS, AdapterTiles, grouped_lora
 
 PACKAGE = "pallas_kernels.grouped_lora"
 PALLAS = ("pallas_tpu", "pallas_gpu")
@@ -62,7 +62,7 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("pallas_tpu", "not begun at zero"): ("pallas_tpu", "@pl.when((i == 0) |", "@pl.when((i == 0) & "),
     ("pallas_tpu", "not added up"): ("pallas_tpu", "acc[...] += dot(inner", "acc[...] = dot(inner"),
     ("pallas_tpu", "scale of another"): ("pallas_tpu", "* scales[jnp.minimum(slot, slots - 1)]", "* scales[0]"),
-    ("pallas_tpu", "page of no adapter"): ("pallas_tpu", "@pl.when(slot < slots)", "@pl.when(slot <= slots)"),
+    ("pallas_tpu", "another page"): ("pallas_tpu", "slots - 1) * columns + column]", "slots - 1) * columns]"),
     ("pallas_tpu", "grid ends early"): ("pallas_tpu", "grid=(rows.first[-1],)", "grid=(rows.first[-1] - 1,)"),
     ("pallas_gpu", "scale of another"): ("pallas_gpu", "acc * scales[slot]", "acc * scales[0]"),
     ("pallas_gpu", "another page"): ("pallas_gpu", "tables[slot * columns + column]", "tables[slot * columns]"),

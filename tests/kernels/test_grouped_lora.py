@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused(rng, monkeypatch):
         monkeypatch.setattr(pallas_gpu, "MAX_ELEMENTS", 20)
         with pytest.raises(NotImplementedError, match=r"fewer than 2\^31 elements: x \[11, 70\]"):
             grouped_lora(x, a, b, rows, implementation="pallas_gpu")
-        with pytest.raises(NotImplementedError, match="pages of 16, 32, 64, ... ranks, not 8"):
+        with pytest.raises(NotImplementedError, match=r"pages of 16, 32, 64, \.\.\. ranks, not 8"):
             grouped_lora(x, a[:, :8], b[:, :8], rows, implementation="pallas_gpu")
 
 
