@@ -1,8 +1,8 @@
 """Adapter catalogue: the names of all adapters that an engine can serve, and their revisions.
 
 A name is cheap: its adapter stays on disk until a request needs it (MinT keeps catalogues of a million adapters beside
-small working sets). A name has revisions; the newest is served to new requests, and ``rollback`` makes the one before it
-the newest again. A request keeps the revision that it began with.
+small working sets). A name has revisions; the newest is served to new requests, and ``rollback`` makes the one before
+it the newest again. A request keeps the revision that it began with.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class AdapterCatalogue:
 
     def __len__(self) -> int:
         return len(self._revisions)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._revisions
 
     def add(self, name: str, source: Source) -> AdapterRevision:
         """Adds an adapter, or a revision of one; new requests get it. Its factors are not read.

@@ -54,6 +54,7 @@ class AsyncEngine:
         *,
         salt: str = "",
         service: Service | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams the output deltas of a request until all its completions have ended.
 
@@ -70,7 +71,7 @@ class AsyncEngine:
         if params is not None and params.grammar is not None:
             # A new grammar takes milliseconds to compile, which the engine's thread does not wait for.
             await asyncio.to_thread(self.engine.check, list(prompt), params)
-        self._inbox.put(("submit", (list(prompt), params, salt, service, loop, out)))
+        self._inbox.put(("submit", (list(prompt), params, salt, service, adapter, loop, out)))
         left = 1
         try:
             while left:
@@ -142,11 +143,12 @@ class AsyncEngine:
         params: SamplingParams | None,
         salt: str,
         service: Service | None,
+        adapter: str | None,
         loop: Any,
         out: Any,
     ) -> None:
         try:
-            request = self.engine.submit(prompt, params, salt=salt, service=service)
+            request = self.engine.submit(prompt, params, salt=salt, service=service, adapter=adapter)
         except ValueError as error:
             _post(loop, out, error)
             return
