@@ -90,6 +90,15 @@ class AdapterSlots:
         """Why an adapter could not be read; None while it is not known to be unreadable."""
         return self._failed.get(revision.id)
 
+    def collect(self) -> None:
+        """Takes over what the thread has read, or why it could not; the engine does so before each step."""
+        for number, future in [item for item in self._reading.items() if item[1].done()]:
+            del self._reading[number]
+            if (error := future.exception()) is not None:
+                self._failed[number] = str(error)
+                continue
+            self._keep(number, future.result())
+
     def prepare(self, revisions: Iterable[AdapterRevision]) -> None:
         """Reads the adapters of waiting sequences, in their order, and writes those for which there are slots."""
         wanted: dict[int, AdapterRevision] = {}
@@ -97,7 +106,6 @@ class AdapterSlots:
             if len(wanted) == len(self.scales):
                 break
             wanted[revision.id] = revision
-        self._collect()
         for n, revision in enumerate(wanted.values()):
             if self.is_ready(revision):
                 self._place(revision, list(wanted)[:n])
@@ -143,15 +151,6 @@ class AdapterSlots:
             self._host[number] = packed
             while len(self._host) > HOST_ADAPTERS_PER_SLOT * len(self.scales):
                 self._host.popitem(last=False)
-
-    def _collect(self) -> None:
-        """Takes over what the thread has read."""
-        for number, future in [item for item in self._reading.items() if item[1].done()]:
-            del self._reading[number]
-            if (error := future.exception()) is not None:
-                self._failed[number] = str(error)
-                continue
-            self._keep(number, future.result())
 
     def _place(self, revision: AdapterRevision, keep: Iterable[int]) -> bool:
         """Puts an adapter that is ready into a slot; False if others are in use, or in ``keep``, in too many."""

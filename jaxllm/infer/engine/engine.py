@@ -104,7 +104,7 @@ class Engine:
         self.max_len = spec.max_len
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
-        self.adapters = adapters or AdapterCatalogue()
+        self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
         one = functools.partial(
@@ -336,10 +336,12 @@ class Engine:
 
     def _end_unreadable(self) -> None:
         """Ends the sequences whose adapter could not be read, with "error"."""
-        slots = self.adapter_slots
-        for sequence in () if slots is None else [*self.scheduler.waiting, *self.scheduler.forks]:
+        if (slots := self.adapter_slots) is None:
+            return
+        slots.collect()
+        for sequence in [*self.scheduler.waiting, *self.scheduler.forks]:
             revision, request = sequence.request.adapter, self._selector.owner(sequence.request)
-            if revision is None or slots is None or (why := slots.failure(revision)) is None:
+            if revision is None or (why := slots.failure(revision)) is None:
                 continue
             request.failure = f"the adapter {revision.name!r} cannot be loaded: {why}"
             self._selector.forget(request)

@@ -403,7 +403,8 @@ class Scheduler:
         adapters.prepare(s.request.adapter for s in admissible if s.request.adapter is not None)
         ready = [s for s in admissible if s.request.adapter is None or adapters.is_ready(s.request.adapter)]
         if len(ready) < len(admissible):
-            rest = [s for s in self.waiting if s not in ready]
+            passed = {id(s) for s in ready}
+            rest = [s for s in self.waiting if id(s) not in passed]
             self.waiting, self._admissible = deque([*ready, *rest]), len(ready)
 
     def _admit_pinned(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
