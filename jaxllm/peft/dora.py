@@ -8,15 +8,18 @@ Legend: B batch, S sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.linear import dense, gather, project
-from jaxllm.models.params import at_least_f32, gathered
+from jaxllm.models.functional import DeclaredParam, LinearShape
+from jaxllm.models.linear import gather, project
+from jaxllm.models.operand_specs import without_reduced
+from jaxllm.models.params import at_least_f32, constant, gathered
+from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_factors, lora_scale, stacked
 from jaxllm.peft.low_rank import LoraWeight, LowRank
 from sharding import LogicalAxes
 
@@ -50,7 +53,7 @@ class DoraWeight:
     def dense(self, dtype: jnp.dtype) -> Float[Array, "*in *out"]:
         """Merged weight."""
         merged = LoraWeight(self.base, self.low_rank).dense(dtype)
-        return merged * self._ratio().astype(dtype)
+        return without_reduced(merged) * self._ratio().astype(dtype)
 
     def project(self, x: Float[Array, "B S *in"], out: LogicalAxes, contract: int) -> Float[Array, "B S *out"]:
         """Matmul with the base and the factors, scaled by magnitude over norm."""
@@ -63,10 +66,10 @@ class DoraWeight:
 
     def _ratio(self) -> Float[Array, "*out"]:
         """Magnitude over norm of each output."""
-        wide = at_least_f32(self.magnitude.dtype)
-        return self.magnitude / jax.lax.stop_gradient(
-            output_norms(LoraWeight(self.base, self.low_rank).dense(wide), self.low_rank.a.ndim - 1)
-        ).astype(self.magnitude.dtype)
+        constants = jax.tree.map(lambda x: jax.lax.stop_gradient(without_reduced(x)), (self.base, self.low_rank))
+        merged = LoraWeight(*constants).dense(at_least_f32(self.magnitude.dtype))
+        norms = output_norms(merged, self.low_rank.a.ndim - 1)
+        return self.magnitude / norms.astype(self.magnitude.dtype)
 
 
 def output_norms(weight: Float[Array, "*in *out"], contract: int) -> Float[Array, "*out"]:
@@ -74,7 +77,24 @@ def output_norms(weight: Float[Array, "*in *out"], contract: int) -> Float[Array
     return jnp.sqrt(jnp.sum(jnp.square(weight), axis=tuple(range(contract))))
 
 
-def initial_magnitude(base: Any, contract: int, lead: int, dtype: jnp.dtype) -> Float[Array, "*lead *out"]:
-    """Magnitudes at which a DoRA weight equals its base; ``lead`` is the number of leading dimensions (layers)."""
-    norms = jnp.sqrt(jnp.sum(jnp.square(dense(base, at_least_f32(dtype))), axis=tuple(range(lead, lead + contract))))
-    return norms.astype(dtype)
+def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) -> DoraWeight:
+    outputs = linear.contract
+    magnitude = constant(0.0, linear.shape[outputs:], linear.axes[outputs:], linear.dtype, role="gain")
+    factors = declare_factors(config, linear, lora_scale(config))
+    return DoraWeight(base, factors, DeclaredParam(magnitude, linear.stack))
+
+
+def _start(config: AdapterConfig, weight: DoraWeight, linear: LinearShape) -> DoraWeight:
+    """The weight with the norms of its base as magnitudes: it equals the base."""
+
+    def norms(base: Array, magnitude: Array) -> Array:
+        found = output_norms(base.astype(at_least_f32(base.dtype)), linear.contract)
+        return found.astype(magnitude.dtype)
+
+    there = weight.magnitude.sharding
+    return replace(
+        weight, magnitude=jax.jit(stacked(norms, linear), out_shardings=there)(weight.base, weight.magnitude)
+    )
+
+
+DORA = AdapterMethod(_declare, _start, trained=("adapter", "magnitude"))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.linear import dense, gather, matmul_by_expert, project
+from jaxllm.models.operand_specs import without_reduced
 from jaxllm.models.params import gathered
 from pallas_kernels.grouped_matmul import grouped_matmul
 from sharding import LogicalAxes
@@ -70,7 +71,8 @@ class LowRank:
 
     def project(self, x: Float[Array, "B S *in"], out: LogicalAxes) -> Float[Array, "B S *out"]:
         """Activations through both factors, scaled."""
-        inner = sharding.project(x, self.a, (*out[:2], None), contract=self.a.ndim - 1)
+        # The gradient of x is that of one device here, not partial sums over the devices that split the outputs.
+        inner = sharding.project(without_reduced(x), self.a, (*out[:2], None), contract=self.a.ndim - 1)
         return sharding.project(inner * jnp.asarray(self.scale, x.dtype), self.b, out)
 
     def dense(self, dtype: jnp.dtype, lead: int = 0) -> Float[Array, "*lead *in *out"]:

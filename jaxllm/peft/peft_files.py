@@ -29,6 +29,7 @@ from jaxllm.hub.weight_mapping import HFTensor, TensorPart, hf_layout
 from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape
 from jaxllm.peft.adapter import Adapter, AdapterError, AdapterKind
+from jaxllm.peft.base_hash import is_other_base
 from jaxllm.peft.low_rank import LowRank
 from jaxllm.peft.peft_targets import module_targets, pattern_value
 
@@ -101,7 +102,8 @@ def read_peft(folder: Path | str, model: Functional, source: Mapping[str, Any], 
         folder: has ``adapter_config.json`` and ``adapter_model.safetensors``.
         model: the base.
         source: ``config.json`` of the base, which says its family.
-        base_hash: hash of the base, which the adapter's must equal if it has one; "": not compared.
+        base_hash: hash of the base (``jaxllm.peft.base_hash``), which the adapter's must equal if it has one in the
+            same dtype; "": not compared.
 
     Raises:
         AdapterError: not an adapter of this base, of another kind, incomplete, damaged; says what and where.
@@ -240,7 +242,7 @@ def _check_base(folder: Path, base_hash: str) -> dict[str, str]:
         name, found = base["base"], base["hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"{BASE} is damaged: {error!r}; the adapter was not written completely.") from error
-    if base_hash and found != base_hash:
+    if is_other_base(found, base_hash):
         raise AdapterError(
             f"the adapter was trained on another base: {name or 'a model'} with the hash {found}, this one has "
             f"{base_hash}. Load it on its own base, or delete {BASE} to use it on this one."

@@ -1,0 +1,14 @@
+"""Method table: ways to adapt a frozen model, one row each. The names are ``AdapterName``."""
+
+from __future__ import annotations
+
+from jaxllm.peft.adapter_method import AdapterMethod
+from jaxllm.peft.dora import DORA
+from jaxllm.peft.lora import LORA
+from jaxllm.peft.rslora import RSLORA
+
+ADAPTER_METHODS: dict[str, AdapterMethod] = {
+    "lora": LORA,
+    "rslora": RSLORA,
+    "dora": DORA,
+}
