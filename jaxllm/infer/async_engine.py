@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Request
@@ -54,7 +55,7 @@ class AsyncEngine:
         *,
         salt: str = "",
         service: Service | None = None,
-        adapter: str | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams the output deltas of a request until all its completions have ended.
 
@@ -143,7 +144,7 @@ class AsyncEngine:
         params: SamplingParams | None,
         salt: str,
         service: Service | None,
-        adapter: str | None,
+        adapter: str | AdapterRevision | None,
         loop: Any,
         out: Any,
     ) -> None:

@@ -10,6 +10,7 @@ Routes exist before the engine is loaded; until it is ready they answer 503, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import importlib.metadata
@@ -26,6 +27,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from jaxllm.infer.adapter_catalogue import AdapterNotFoundError, AdapterRevision
 from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
@@ -105,8 +107,8 @@ class ApiService:
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
         return self.dispatcher
 
-    def check_model(self, name: str | None) -> str | None:
-        """Name of the adapter that a request's model name means; None for the base.
+    def check_model(self, name: str | None) -> AdapterRevision | None:
+        """Adapter that a request's model name means, in its newest revision; None for the base.
 
         Raises:
             ApiError: 404; it is another model's.
@@ -114,8 +116,9 @@ class ApiService:
         if name is None or name == self.name:
             return None
         host = None if self.dispatcher is None else self.dispatcher.backend.adapter_host
-        if host is not None and name in host.adapters:
-            return name
+        with contextlib.suppress(AdapterNotFoundError):
+            if host is not None:
+                return host.adapters.find(name)
         also = "" if host is None else f" and {len(host.adapters)} adapters, which /v1/models lists"
         raise ApiError(
             404, f"there is no model {name[:100]!r}; this server serves {self.name!r}{also}.", param="model",
@@ -152,9 +155,13 @@ class ApiService:
         dispatcher = self.ready()
         adapter = self.check_model(body.model)
         record = request.scope["jaxllm.record"]
-        record.update({} if adapter is None else {"adapter": adapter})
+        record.update({} if adapter is None else {"adapter": adapter.name, "revision": adapter.number})
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
-        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": adapter or self.name}
+        head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model or self.name,
+        }
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter) for job in handler.jobs]
@@ -259,7 +266,8 @@ def _add_status_routes(app: FastAPI, service: ApiService) -> None:
     @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=_errors(404, 503))
     async def model(name: str) -> Response:
         """Model by name."""
-        return _json(service.card(service.check_model(name)))
+        adapter = service.check_model(name)
+        return _json(service.card(None if adapter is None else adapter.name))
 
     @app.get("/health", response_model=shapes.Status, responses=_errors(503))
     async def health() -> Response:

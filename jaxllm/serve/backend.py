@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
@@ -71,7 +72,7 @@ class Backend(Protocol):
         *,
         salt: str = "",
         service: Service | None = None,
-        adapter: str | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Output of a request as it is generated; closing the generator cancels the request."""
         ...
@@ -118,7 +119,7 @@ class EngineBackend:
         *,
         salt: str = "",
         service: Service | None = None,
-        adapter: str | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams a request's output, see ``AsyncEngine.stream``."""
         return self._async.stream(prompt, params, salt=salt, service=service, adapter=adapter)

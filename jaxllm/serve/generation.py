@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import EngineStopped
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
@@ -31,7 +32,7 @@ class GenerationJob:
         salt: only requests of the same salt share prefix-cache pages.
         service: scheduling hints.
         grammar_field: request field that the grammar comes from, for errors.
-        adapter: name of the adapter that serves it; None: the base.
+        adapter: adapter that serves it; None: the base.
     """
 
     prompt: list[int]
@@ -39,7 +40,7 @@ class GenerationJob:
     salt: str = ""
     service: Service = field(default_factory=Service)
     grammar_field: str = "structured_outputs"
-    adapter: str | None = None
+    adapter: AdapterRevision | None = None
 
     @property
     def sequences(self) -> int:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxllm.infer import EngineConfig
@@ -39,23 +38,6 @@ def merged(model: str, dtype: str, seed: int, rank: int, only: tuple[str, ...] =
     """The base's parameters with the adapter added."""
     made = functional(engines.model_of(model, dtype))
     return merged_params(made, engines.params_of(model, dtype), drawn(model, seed, rank, only))
-
-
-def logprobs(model: str, dtype: str, params: Any, tokens: list[int]) -> np.ndarray:
-    """Float[S V] by the training forward of merged parameters."""
-    padded = np.zeros((1, engines.LONGEST), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(engines._forward(model, dtype)(params, jax.numpy.asarray(padded)))
-
-
-def error(model: str, dtype: str, request: Any, params: Any) -> float:
-    """The largest difference of a served log-probability from the training forward's with merged parameters."""
-    worst = 0.0
-    for s in request.sequences:
-        want, begin = logprobs(model, dtype, params, s.tokens), len(request.prompt)
-        own = [want[i - 1, s.tokens[i]] for i in range(begin, len(s.tokens))]
-        worst = max(worst, float(np.abs(np.subtract(own, s.logprobs)).max(initial=0)))
-    return worst
 
 
 def check_slots(engine: Any) -> None:

@@ -67,7 +67,7 @@ def test_a_mixed_batch_is_each_adapter_alone(engine, rng):
     requests = run(engine, *(([*prompt, i], None if n is None else f"a{n}") for i, n in enumerate(order)))
     for n, request in zip(order, requests, strict=True):
         params = engines.params_of("llama", "float64") if n is None else merged("llama", "float64", n, RANKS[n])
-        assert adapters.error("llama", "float64", request, params) < 1e-10
+        assert engines.error("llama", "float64", [request], params) < 1e-10
     assert engine.adapter_slots.evictions >= before + 3
 
 
@@ -82,7 +82,7 @@ def test_the_prefix_cache_knows_adapters(engine, rng):
         params = merged("llama", "float64", int(name[1]), RANKS[int(name[1])]) if name else engines.params_of(
             "llama", "float64"
         )  # fmt: skip
-        assert adapters.error("llama", "float64", request, params) < 1e-10
+        assert engines.error("llama", "float64", [request], params) < 1e-10
 
 
 def test_revisions_are_swapped_in_and_rolled_back(engine, rng):
@@ -98,8 +98,8 @@ def test_revisions_are_swapped_in_and_rolled_back(engine, rng):
         engine.step()
     engine.swap(adapter={"policy": drawn("llama", 11, 16)})
     second = run(engine, (prompt, "policy"))[0]
-    assert adapters.error("llama", "float64", running, merged("llama", "float64", 10, 8)) < 1e-10
-    assert adapters.error("llama", "float64", second, merged("llama", "float64", 11, 16)) < 1e-10
+    assert engines.error("llama", "float64", [running], merged("llama", "float64", 10, 8)) < 1e-10
+    assert engines.error("llama", "float64", [second], merged("llama", "float64", 11, 16)) < 1e-10
     assert engine.rollback_adapter("policy").number == 1
     third = run(engine, (prompt, "policy"))[0]
     assert tokens(third) == tokens(first) == tokens(running)[: len(prompt) + 8]

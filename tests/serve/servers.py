@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
@@ -103,7 +104,7 @@ class FixedRate:
         *,
         salt: str = "",
         service: Service | None = None,
-        adapter: str | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams letters."""
         self._places = self._places or asyncio.Semaphore(self.max_sequences)

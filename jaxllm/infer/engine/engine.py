@@ -197,8 +197,8 @@ class Engine:
             params: sampling parameters.
             salt: requests share the prefix cache only with requests of the same salt.
             service: service level, for the engine's scheduling policy.
-            adapter: name of an adapter of ``adapters``: the request is served by its newest revision, to its end; None:
-                by the base.
+            adapter: name of an adapter of ``adapters``: the request is served by its newest revision, to its end; or a
+                revision; None: the base.
             internal: part of another request (a beam search round); it has no output of its own.
 
         Raises:
