@@ -3,7 +3,8 @@
 An adapter is read from disk by a thread, waits on the host, is written into a slot before a sequence that needs it is
 admitted, stays while a running sequence uses it, and afterwards until its slot or pages are needed: the least recently
 used is evicted first. The scheduler asks ahead for the adapters of waiting sequences, so reading overlaps with steps
-(loading as scheduled work, MinT). Only writes touch the device; each writes a page of ranks, by one compiled program.
+(loading as scheduled work: MinT, arXiv:2605.13779). Only writes touch the device; each writes a page of ranks, by one
+compiled program.
 """
 
 from __future__ import annotations

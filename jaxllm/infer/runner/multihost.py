@@ -176,7 +176,8 @@ class MultihostRunner:
             elif name == "seat":
                 runner.seat(*values, *arrays)
             elif name == "adapter":
-                runner.write_adapter(*values, tuple(arrays))
+                (page,) = values
+                runner.write_adapter(page, tuple(arrays))
             elif name == "read":
                 runner.read(*values)
             else:

@@ -82,7 +82,7 @@ def collectives_of(engine: Engine) -> Counter[tuple[str, str, int]]:
     return found
 
 
-@proof("adapters_served", cases=[w for w in WAYS if "tensor" in w[0]], sample=1)
+@proof("adapters_served", cases=[w for w in WAYS if "tensor" in w[0]], sample=1, float64=True)
 def adapters_add_no_collective(case: tuple[str, str, str]) -> None:
     """Steps of an engine with slots have the collectives of one without, byte for byte.
 

@@ -20,6 +20,7 @@ from tests.proofs.harness import proof
 from tests.serve import adapter_servers, servers
 
 STREAMS = 64
+OTHERS = ("a0", "a1", "a2", "a3", None)
 
 
 @proof("adapters_served", count=20, sample=1, float64=True)
@@ -43,13 +44,13 @@ def rollback_is_exact(seed: int) -> None:
     for _ in range(4):
         engine.swap(adapter={"policy": adapters.drawn("llama", int(rng.integers(30)), int(rng.choice([4, 17, 40])))})
         seen.append(rollout("policy"))
-        for name in rng.permutation(["a0", "a1", "a2", "a3", None])[:4]:
-            rollout(name)
+        for n in rng.permutation(5)[:4]:
+            rollout(OTHERS[n])
     for want in seen[-2::-1]:
         engine.rollback_adapter("policy")
         assert rollout("policy") == want
-        for name in rng.permutation(["a0", "a1", "a2", "a3", None])[:3]:
-            rollout(name)
+        for n in rng.permutation(5)[:3]:
+            rollout(OTHERS[n])
     engine.unload_adapter("policy")
     adapters.check_slots(engine)
 
