@@ -142,7 +142,7 @@ def merged_weight(weight: Any, lead: int) -> Any:
     def merge(one: Any) -> Any:
         return dense(one, one.low_rank.a.dtype)
 
-    for _ in range(lead):
+    for _ in range(0 if isinstance(weight, LoraWeight) else lead):  # factors and packed bases take leading dimensions
         merge = jax.vmap(merge)
     return jax.jit(merge)(weight)
 

@@ -14,7 +14,7 @@ from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.models.params import Role, declare
 from jaxllm.peft.low_rank import LowRank, factor_axes
 
-AdapterName = Literal["none", "lora", "rslora", "dora"]
+AdapterName = Literal["none", "lora", "rslora", "dora", "qlora"]
 
 
 @dataclass(frozen=True)

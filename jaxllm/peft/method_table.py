@@ -5,10 +5,12 @@ from __future__ import annotations
 from jaxllm.peft.adapter_method import AdapterMethod
 from jaxllm.peft.dora import DORA
 from jaxllm.peft.lora import LORA
+from jaxllm.peft.qlora import QLORA
 from jaxllm.peft.rslora import RSLORA
 
 ADAPTER_METHODS: dict[str, AdapterMethod] = {
     "lora": LORA,
     "rslora": RSLORA,
     "dora": DORA,
+    "qlora": QLORA,
 }
