@@ -84,7 +84,7 @@ def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) ->
     return DoraWeight(base, factors, DeclaredParam(magnitude, linear.stack))
 
 
-def _start(config: AdapterConfig, weight: DoraWeight, linear: LinearShape) -> DoraWeight:
+def _start(config: AdapterConfig, weight: DoraWeight, linear: LinearShape, gradient: Any) -> DoraWeight:
     """The weight with the norms of its base as magnitudes: it equals the base."""
 
     def norms(base: Array, magnitude: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxllm.peft.adapter_method import AdapterMethod
 from jaxllm.peft.dora import DORA
 from jaxllm.peft.lora import LORA
+from jaxllm.peft.lora_ga import LORA_GA
 from jaxllm.peft.qlora import QLORA
 from jaxllm.peft.rslora import RSLORA
 
@@ -13,4 +14,5 @@ ADAPTER_METHODS: dict[str, AdapterMethod] = {
     "rslora": RSLORA,
     "dora": DORA,
     "qlora": QLORA,
+    "lora_ga": LORA_GA,
 }

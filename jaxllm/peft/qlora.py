@@ -7,6 +7,7 @@ that no dense weight is saved for it, and has no gradient itself.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 from flax import nnx
@@ -42,7 +43,7 @@ def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) ->
     return LoraWeight(PackedWeight(*declared, form), declare_factors(config, linear, lora_scale(config)))
 
 
-def _start(config: AdapterConfig, weight: LoraWeight, linear: LinearShape) -> LoraWeight:
+def _start(config: AdapterConfig, weight: LoraWeight, linear: LinearShape, gradient: Any) -> LoraWeight:
     form = _format(linear)
     try:
         packed = packed_weight(form, weight.base)
