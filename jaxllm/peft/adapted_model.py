@@ -25,7 +25,7 @@ from jaxllm.models.param_subset import is_frozen
 from jaxllm.models.params import draw
 from jaxllm.peft.adapter import Adapter, merged_weight
 from jaxllm.peft.adapter_method import AdapterConfig, is_declared
-from jaxllm.peft.low_rank import LowRank
+from jaxllm.peft.low_rank_factors import LowRank
 from jaxllm.peft.method_table import ADAPTER_METHODS
 
 

@@ -21,7 +21,7 @@ from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape, Params
 from jaxllm.models.linear import dense
 from jaxllm.peft.dora import DoraWeight
-from jaxllm.peft.low_rank import LoraWeight, LowRank, factor_axes
+from jaxllm.peft.low_rank_factors import LoraWeight, LowRank, factor_axes
 
 AdapterKind = Literal["lora", "rslora", "dora"]
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.models.params import Role, declare
-from jaxllm.peft.low_rank import LowRank, factor_axes
+from jaxllm.peft.low_rank_factors import LowRank, factor_axes
 
 AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga"]
 

@@ -20,7 +20,7 @@ from jaxllm.models.linear import gather, project
 from jaxllm.models.operand_specs import without_reduced
 from jaxllm.models.params import at_least_f32, constant, gathered
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_factors, lora_scale, stacked
-from jaxllm.peft.low_rank import LoraWeight, LowRank
+from jaxllm.peft.low_rank_factors import LoraWeight, LowRank
 from sharding import LogicalAxes
 
 

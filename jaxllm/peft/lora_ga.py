@@ -22,7 +22,7 @@ from jaxllm.config import ConfigError
 from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.models.linear import gather
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_factors
-from jaxllm.peft.low_rank import LoraWeight, LowRank
+from jaxllm.peft.low_rank_factors import LoraWeight, LowRank
 from sharding import LogicalAxes
 
 GAMMA = 16

@@ -30,7 +30,7 @@ from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape
 from jaxllm.peft.adapter import Adapter, AdapterError, AdapterKind
 from jaxllm.peft.base_hash import is_other_base
-from jaxllm.peft.low_rank import LowRank
+from jaxllm.peft.low_rank_factors import LowRank
 from jaxllm.peft.peft_targets import module_targets, pattern_value
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"

@@ -17,7 +17,7 @@ from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.models.packed_weight import PackedWeight
 from jaxllm.models.params import declare
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_factors, lora_scale
-from jaxllm.peft.low_rank import LoraWeight
+from jaxllm.peft.low_rank_factors import LoraWeight
 from jaxllm.quant.formats.nf4 import NF4, block_of_scales
 from jaxllm.quant.packing import packed_weight
 
