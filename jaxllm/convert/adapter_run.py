@@ -81,7 +81,8 @@ class AdapterRun:
             return merge_adapters(model, merge(trained, start))
 
     def _trained(self, tree: Any) -> Any:
-        patterns = (*ADAPTER_METHODS[self.config.kind].trained, *self.trainable)
+        method = ADAPTER_METHODS[self.config.kind]
+        patterns = (*method.trained, *method.kept, *self.trainable)
         return select(trainable_mask(self.model, patterns), tree)
 
 

@@ -6,11 +6,10 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "jaxllm.peft.adapter": ("Adapter", "AdapterError", "adapted_params", "check_adapter", "merged_params"),
-        "jaxllm.peft.adapted_model": ("adapted_model", "merge_adapters", "start_params"),
+        "jaxllm.peft.adapted_model": ("merge_adapters", "start_params"),
         "jaxllm.peft.adapter_method": ("AdapterConfig",),
-        "jaxllm.peft.base_hash": ("base_hash",),
         "jaxllm.peft.dora": ("DoraWeight",),
-        "jaxllm.peft.low_rank": ("LoraWeight", "LowRank"),
+        "jaxllm.peft.low_rank_factors": ("LoraWeight", "LowRank"),
         "jaxllm.peft.peft_files": ("read_peft", "write_peft"),
     },
 )

@@ -25,7 +25,7 @@ from jaxllm.models.param_subset import is_frozen
 from jaxllm.models.params import draw
 from jaxllm.peft.adapter import Adapter, merged_weight
 from jaxllm.peft.adapter_method import AdapterConfig, is_declared
-from jaxllm.peft.low_rank import LowRank
+from jaxllm.peft.low_rank_factors import LowRank
 from jaxllm.peft.method_table import ADAPTER_METHODS
 
 
@@ -71,7 +71,9 @@ def targeted(base: Functional, targets: Sequence[str]) -> list[str]:
     return [path for path in paths if any(matches(target, path) for target in targets)]
 
 
-def start_params(model: Functional, config: AdapterConfig, base: Params, mesh: Mesh, seed: int) -> Params:
+def start_params(
+    model: Functional, config: AdapterConfig, base: Params, mesh: Mesh, seed: int, gradients: Any = None
+) -> Params:
     """Parameters of an adapted model before training: the base's, and fresh adapters, with which it equals the base.
 
     Args:
@@ -79,9 +81,10 @@ def start_params(model: Functional, config: AdapterConfig, base: Params, mesh: M
         base: parameters of the base on the mesh; they are not copied.
         mesh: of the parameters.
         seed: of the adapters; the value of each depends on the seed and its name alone.
+        gradients: of the base, with None where there are none; for methods that start from them.
     """
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-    there, given = _by_path(abstract), _by_path(base)
+    there, given, grads = _by_path(abstract), _by_path(base), _by_path(gradients)
     linears, start = model.linears(), ADAPTER_METHODS[config.kind].start
     key = jax.random.key(seed)
 
@@ -97,7 +100,7 @@ def start_params(model: Functional, config: AdapterConfig, base: Params, mesh: M
             return draw(leaf.param, jax.random.fold_in(key, zlib.crc32(own.encode())), leaf.stack, there[own].sharding)
 
         weight = jax.tree.map_with_path(fresh, replace(node, base=given[name]))
-        return start(config, weight, linears[name])
+        return start(config, weight, linears[name], grads.get(name))
 
     with jax.set_mesh(mesh):
         return jax.tree.map_with_path(one, model.declared(), is_leaf=_is_node)
@@ -134,8 +137,9 @@ def adapter_of(config: AdapterConfig, trained: Params) -> Adapter:
     for path, node in nodes:
         name = _name(path)
         if _is_adapted(node):
-            factors[name] = jax.tree.map(np.asarray, node.low_rank)
-            ranks[name] = (config.rank,) * node.low_rank.a.shape[0]
+            # LoRA-GA's have those that are subtracted too.
+            factors[name] = jax.tree.map(np.asarray, getattr(node, "factors", node.low_rank))
+            ranks[name] = (factors[name].rank,) * factors[name].a.shape[0]
             if hasattr(node, "magnitude"):
                 magnitudes[name] = np.asarray(node.magnitude)
         elif node is not None:

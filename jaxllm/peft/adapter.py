@@ -21,7 +21,7 @@ from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape, Params
 from jaxllm.models.linear import dense
 from jaxllm.peft.dora import DoraWeight
-from jaxllm.peft.low_rank import LoraWeight, LowRank, factor_axes
+from jaxllm.peft.low_rank_factors import LoraWeight, LowRank, factor_axes
 
 AdapterKind = Literal["lora", "rslora", "dora"]
 
@@ -142,7 +142,7 @@ def merged_weight(weight: Any, lead: int) -> Any:
     def merge(one: Any) -> Any:
         return dense(one, one.low_rank.a.dtype)
 
-    for _ in range(lead):
+    for _ in range(0 if isinstance(weight, LoraWeight) else lead):  # factors and packed bases take leading dimensions
         merge = jax.vmap(merge)
     return jax.jit(merge)(weight)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.models.params import Role, declare
-from jaxllm.peft.low_rank import LowRank, factor_axes
+from jaxllm.peft.low_rank_factors import LowRank, factor_axes
 
-AdapterName = Literal["none", "lora", "rslora", "dora"]
+AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,19 @@ class AdapterMethod:
 
     Attributes:
         declare: ``(config, base, linear) -> weight``: the adapted weight, with declarations in place of arrays.
-        start: ``(config, weight, linear) -> weight``: the weight before training, from one with a dense base and the
-            drawn factors; run under the mesh.
+        start: ``(config, weight, linear, gradient) -> weight``: the weight before training, from one with a dense base
+            and the drawn factors; run under the mesh. The gradient of the base is None where it is not needed, or where
+            a checkpoint will replace the adapter.
         trained: patterns of the parameters that are trained (``jaxllm.models.param_subset``).
+        kept: patterns of further parameters that are no part of the base, and saved.
+        needs_gradients: whether ``start`` needs the base's gradient on the first batch.
     """
 
     declare: Callable[[AdapterConfig, DeclaredParam, LinearShape], Any]
-    start: Callable[[AdapterConfig, Any, LinearShape], Any] = field(default=lambda config, weight, linear: weight)
+    start: Callable[[AdapterConfig, Any, LinearShape, Any], Any] = lambda config, weight, linear, gradient: weight
     trained: tuple[str, ...] = ("adapter",)
+    kept: tuple[str, ...] = ()
+    needs_gradients: bool = False
 
 
 def lora_scale(config: AdapterConfig) -> float:

@@ -20,7 +20,7 @@ from jaxllm.models.linear import gather, project
 from jaxllm.models.operand_specs import without_reduced
 from jaxllm.models.params import at_least_f32, constant, gathered
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_factors, lora_scale, stacked
-from jaxllm.peft.low_rank import LoraWeight, LowRank
+from jaxllm.peft.low_rank_factors import LoraWeight, LowRank
 from sharding import LogicalAxes
 
 
@@ -84,7 +84,7 @@ def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) ->
     return DoraWeight(base, factors, DeclaredParam(magnitude, linear.stack))
 
 
-def _start(config: AdapterConfig, weight: DoraWeight, linear: LinearShape) -> DoraWeight:
+def _start(config: AdapterConfig, weight: DoraWeight, linear: LinearShape, gradient: Any) -> DoraWeight:
     """The weight with the norms of its base as magnitudes: it equals the base."""
 
     def norms(base: Array, magnitude: Array) -> Array:

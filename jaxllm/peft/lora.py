@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_factors, lora_scale
-from jaxllm.peft.low_rank import LoraWeight
+from jaxllm.peft.low_rank_factors import LoraWeight
 
 
 def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) -> LoraWeight:

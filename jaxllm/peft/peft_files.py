@@ -30,7 +30,7 @@ from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape
 from jaxllm.peft.adapter import Adapter, AdapterError, AdapterKind
 from jaxllm.peft.base_hash import is_other_base
-from jaxllm.peft.low_rank import LowRank
+from jaxllm.peft.low_rank_factors import LowRank
 from jaxllm.peft.peft_targets import module_targets, pattern_value
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -180,8 +180,8 @@ def peft_modules(
 def _read(
     folder: Path, config: Mapping[str, Any], model: Functional, source: Mapping[str, Any], base_hash: str
 ) -> Adapter:
-    _check_config(config)
-    base = _check_base(folder, base_hash)
+    check_config(config)
+    base = read_base(folder, base_hash)
     if not (folder / WEIGHTS).is_file():
         bin_file = (folder / "adapter_model.bin").exists()
         hint = (
@@ -214,8 +214,8 @@ def _read(
     )
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
-    """Checks that the adapter is of a kind that is read; raises AdapterError."""
+def check_config(config: Mapping[str, Any]) -> None:
+    """Checks that an adapter is of a kind that is read; raises AdapterError."""
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"peft_type is {config.get('peft_type')!r}; LORA (with rslora and dora) is read here.")
     for name, value in config.items():
@@ -232,8 +232,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise AdapterError(f"{CONFIG}: use_dora and use_rslora together are not supported.")
 
 
-def _check_base(folder: Path, base_hash: str) -> dict[str, str]:
-    """Name and hash of the adapter's base, if they are known; raises AdapterError if the hash is another one."""
+def read_base(folder: Path, base_hash: str = "") -> dict[str, str]:
+    """Name and hash of an adapter's base, if they are known; raises AdapterError if the hash is not ``base_hash``."""
     file = folder / BASE
     if not file.exists():
         return {}

@@ -178,6 +178,17 @@ class Run:
         saved = trained_only(self.base, saved_state(state, self.links))
         saver.save(place, step, state_providers.with_provider_arrays(saved, self.also), meta)
 
+    def first_gradients(self, config: RunConfig, params: Any) -> Any:
+        """Gradients of a run's trainable parameters on this run's first batch.
+
+        Args:
+            config: this run with other trainable parameters.
+            params: of ``config``'s model.
+        """
+        grads = build_value_and_grad(config, run_model(config), self.mesh)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(grads)(params, self.put_batch(self.data.train.batch_at(0)))[1]
+
     def settled(self, state: TrainState) -> TrainState:
         """The state with its pending update applied, as saves and evaluations need; its buffers are donated."""
         if self._settle is None:

@@ -25,6 +25,12 @@ def base_model(config: RunConfig) -> Functional:
     return functional(config.model, config.parallel.rules())
 
 
+def saved_params(config: RunConfig, model: Functional) -> Any:
+    """Tree of booleans, True for the parameters that checkpoints of a run with an adapter have: all but its base's."""
+    method = ADAPTER_METHODS[config.adapter.kind]
+    return trainable_mask(model, (*method.trained, *method.kept, *config.trainable))
+
+
 def trained_params(config: RunConfig, model: Functional) -> Any:
     """Tree of booleans, True for the parameters that a run trains; None for all.
 

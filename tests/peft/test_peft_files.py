@@ -123,7 +123,7 @@ def damaged(folder: Path, **changes: Any) -> None:
         (lambda f: (f / "adapter_model.safetensors").unlink(), "not written completely"),
         (lambda f: (f / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 99), "not a safetensors file"),
-        (lambda f: (f / "base.json").write_text('{"base": "a", "hash": "other"}'), "another base"),
+        (lambda f: (f / "base.json").write_text('{"base": "a", "hash": "float64:other"}'), "another base"),
     ],
 )  # fmt: skip
 def test_a_damaged_adapter_is_named(tmp_path: Path, change: Any, says: str) -> None:
@@ -131,7 +131,7 @@ def test_a_damaged_adapter_is_named(tmp_path: Path, change: Any, says: str) -> N
     write_peft(tmp_path / "one", drawn(model, only=("q",)), model, LLAMA)
     change(tmp_path / "one")
     with pytest.raises(AdapterError, match=says) as error:
-        read_peft(tmp_path / "one", model, LLAMA, base_hash="mine")
+        read_peft(tmp_path / "one", model, LLAMA, base_hash="float64:mine")
     assert str(tmp_path / "one") in str(error.value)
 
 

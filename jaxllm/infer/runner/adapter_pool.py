@@ -2,7 +2,7 @@
 
 An adapter of rank r takes ceil(r / PAGE_RANKS) pages. A page has the same number in every matrix and layer, so one
 page table serves all of them, and one program writes a page. The pool is beside the pools of the KV cache and not in
-them, see docs/decisions/0014-served-adapters.md.
+them, see docs/decisions/0015-served-adapters.md.
 
 Legend: L layers, P pages, R ranks of a page.
 """

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from jaxllm.models.packed_weight import WeightFormat
 from jaxllm.quant.formats.mxfp4 import MXFP4
+from jaxllm.quant.formats.nf4 import NF4
 
 WEIGHT_FORMATS: dict[str, Callable[[int], WeightFormat]] = {
     "mxfp4": MXFP4,
+    "nf4": NF4,
 }
 """Format by name, made for the dimension that values share scales along: the last one that is summed over, counted from
 the end (-2 of a matrix)."""

@@ -32,7 +32,7 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
     if saver.latest() is None:
         params = None
         if run.base is not None:
-            params = run.base.start_params()
+            params = run.base.start_params(run.first_gradients)
         elif run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
         extras = link_states(run.links)

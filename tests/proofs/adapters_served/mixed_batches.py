@@ -109,7 +109,7 @@ def small_adapter(llm: LLM, seed: int, rank: int) -> Adapter:
     for path, linear in llm.loaded.model.linears().items():
         a, b = (rng.normal(size=shape).astype(np.float32) for shape in factor_shapes(linear, rank))
         inputs = np.prod(linear.shape[: linear.contract])
-        factors[path] = LowRank(a / np.sqrt(inputs), b * 0.02 / np.sqrt(rank), 1.0)
+        factors[path] = LowRank(a / np.sqrt(inputs), b * 0.3 / np.sqrt(rank), 1.0)
     return Adapter("lora", factors, {path: (rank,) * one.a.shape[0] for path, one in factors.items()})
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models.linear import dense, gather, matmul_by_expert, project
 from jaxllm.models.operand_specs import without_reduced
+from jaxllm.models.packed_weight import is_packed
 from jaxllm.models.params import gathered
 from pallas_kernels.grouped_matmul import grouped_matmul
 from sharding import LogicalAxes
@@ -121,7 +122,13 @@ class LoraWeight:
 
     def project(self, x: Float[Array, "B S *in"], out: LogicalAxes, contract: int) -> Float[Array, "B S *out"]:
         """Matmul with the base, plus the activations through the factors."""
-        return project(x, self.base, out, contract) + self.low_rank.project(x, out)
+
+        def through(x: Array, base: Any) -> Array:
+            return project(x, base, out, contract)
+
+        # A packed base is dequantised again for the backward pass instead of saving the dense one of every layer.
+        base = jax.checkpoint(through) if is_packed(self.base) else through
+        return base(x, self.base) + self.low_rank.project(x, out)
 
     def grouped_matmul(self, rows: Float[Array, "M D"], sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
         """Grouped matmul with the base, plus the rows through the factors of their experts."""
