@@ -26,7 +26,9 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
+from jaxllm.peft.base_hash import base_hash
 
 DEFAULT_ADAPTER_SLOTS = 32
 """Adapters on the device at a time where adapters are given and the number of slots is not."""
@@ -102,11 +104,13 @@ class LLM:
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, mesh=over)
         self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
-        sizes, catalogue = config or EngineConfig(), AdapterCatalogue(functools.partial(read_adapter, self.loaded))
-        for name, source in (adapters or {}).items():
-            catalogue.add(name, source)
+        sizes = config or EngineConfig()
         if adapters and not sizes.adapter_slots:
             sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
+        own = _hash_of(self.loaded) if sizes.adapter_slots else ""
+        catalogue = AdapterCatalogue(functools.partial(read_adapter, self.loaded, base_hash=own))
+        for name, source in (adapters or {}).items():
+            catalogue.add(name, source)
         self.engine = Engine.of(
             self.loaded.model,
             self.loaded.params,
@@ -198,15 +202,26 @@ class LLM:
         return ids
 
 
-def read_adapter(loaded: LoadedModel, folder: Path) -> Adapter:
+def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> Adapter:
     """Adapter of a loaded model in a directory of PEFT's format.
+
+    Args:
+        base_hash: hash of the model's parameters, which an adapter that was trained here must name; "": not compared.
 
     Raises:
         AdapterError: it is not an adapter of this model; or the model is of no family that PEFT's files are known for.
     """
     if loaded.source is None:
         raise AdapterError(f"{folder}: this model is of no family of Hugging Face, whose names PEFT's files have.")
-    return read_peft(folder, loaded.model, loaded.source)
+    return read_peft(folder, loaded.model, loaded.source, base_hash=base_hash)
+
+
+def _hash_of(loaded: LoadedModel) -> str:
+    """Hash of a model's parameters; "" where they are in another form than training has them in."""
+    leaves = jax.tree.leaves(loaded.params)
+    apart = any(isinstance(segment, tuple) for segment in loaded.params["segments"].values())
+    whole = all(isinstance(leaf.sharding, jax.NamedSharding) for leaf in leaves)
+    return "" if apart or not whole or has_packed(loaded.params) else base_hash(loaded.params)
 
 
 def single_user_config(loaded: LoadedModel, tokens: int) -> EngineConfig:

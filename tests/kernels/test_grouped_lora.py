@@ -28,7 +28,7 @@ def test_is_the_loop(implementation, case, rng, float64):
     lora_body.check(implementation, case, rng, np.float64, 1e-14)
 
 
-@pytest.mark.drawn(0.3)
+@pytest.mark.drawn(0.2)
 @pytest.mark.parametrize("implementation", PALLAS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernels_are_the_loop(implementation, case, rng):

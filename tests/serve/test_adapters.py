@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import openai
 import pytest
 
 from jaxllm.cli.commands.serve import find_adapters
 from jaxllm.cli.errors import UsageError
+from jaxllm.infer import LoadedModel
+from jaxllm.infer.llm import read_adapter
+from jaxllm.peft import AdapterError, write_peft
 from jaxllm.serve import ServeConfig
+from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests.serve import adapter_servers, servers
 from tests.serve.adapter_servers import ADMIN
 
@@ -110,6 +116,21 @@ def test_others_may_not_and_nothing_is_half_loaded(client, folder, tmp_path):
     answer = client.post("/v1/completions", json={"model": "cut", "prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_unreadable")
     adapter_servers.engine().unload_adapter("cut")
+
+
+MESH = jax.make_mesh((1,), ("data",))
+
+
+def test_an_adapter_of_another_base_is_named(tmp_path):
+    """By the hash that is beside adapters that were trained here."""
+    own = dataclasses.replace(adapter_servers.adapter(1), base="mine", base_hash="float32:1")
+    write_peft(tmp_path / "own", own, adapter_servers.model(), adapter_servers.SOURCE)
+    loaded = LoadedModel(adapter_servers.model(), {}, ByteTokenizer(), None, MESH, 0, {}, adapter_servers.SOURCE)
+    assert read_adapter(loaded, tmp_path / "own", base_hash="float32:1").base == "mine"
+    with pytest.raises(AdapterError, match=r"own: .*mine"):
+        read_adapter(loaded, tmp_path / "own", base_hash="float32:2")
+    with pytest.raises(AdapterError, match="of no family"):
+        read_adapter(dataclasses.replace(loaded, source=None), tmp_path / "own")
 
 
 def test_without_admin_keys_nobody_may():
