@@ -26,7 +26,7 @@ import numpy as np
 class HostStub:
     """Runner whose steps take a given time and generate the token 1, to measure the host alone; see ``Runner``."""
 
-    model = params = mesh = program_cache = None
+    model = params = mesh = program_cache = adapter_pool = None
     pools: Any = ()
     token_bytes = 0
     follows = False
@@ -68,6 +68,10 @@ class HostStub:
     def write(self, replica: int, group: int, pages: list[int], content: np.ndarray) -> None:
         """Refused: the stub has no pages."""
         raise NotImplementedError("the stub has no pages; give the engine enough of them.")
+
+    def write_adapter(self, page: int, content: Any) -> None:
+        """Refused: the stub has no adapters."""
+        raise NotImplementedError("the stub has no adapters.")
 
     def swap(self, params: Any) -> None:
         """Refused: the stub has no weights."""

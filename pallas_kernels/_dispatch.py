@@ -25,6 +25,7 @@ OPERATIONS = {
     "flash_attention": "pallas_kernels.flash_attention.api",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.api",
     "grouped_matmul": "pallas_kernels.grouped_matmul.api",
+    "grouped_lora": "pallas_kernels.grouped_lora.api",
     "rms_norm": "pallas_kernels.rms_norm.api",
     "ring_attention": "pallas_kernels.ring_attention.api",
     "paged_attention": "pallas_kernels.paged_attention.api",

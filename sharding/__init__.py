@@ -31,6 +31,7 @@ from sharding.ops import ring_axis as ring_axis
 from sharding.ops import shard_map as shard_map
 from sharding.ops import spec as spec
 from sharding.ops import split_tokens as split_tokens
+from sharding.ops import summed_axes as summed_axes
 from sharding.ops import take as take
 from sharding.ops import use_mesh as use_mesh
 from sharding.ops import use_rules as use_rules

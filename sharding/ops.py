@@ -203,7 +203,7 @@ def project(
         return y.reshape(*tokens, *w.shape[contract:])
     matmul = multiply or _dot
     there = current_rules().spec(out, mesh, what=what)
-    if not (summed := _summed_axes(w, contract)) & _mesh_axes(there):
+    if not (summed := summed_axes(w, contract)) & _mesh_axes(there):
         return matmul(x, w, contract, there)
     if summed <= set(current_rules().rings):
         if multiply is not None:
@@ -221,10 +221,10 @@ def project(
 def is_scattered(w: Array, out: LogicalAxes, *, contract: int = 1) -> bool:
     """Whether the results of ``project`` with this weight are partial sums that are reduce-scattered."""
     mesh = current_mesh()
-    return mesh is not None and bool(_summed_axes(w, contract) & _mesh_axes(current_rules().spec(out, mesh)))
+    return mesh is not None and bool(summed_axes(w, contract) & _mesh_axes(current_rules().spec(out, mesh)))
 
 
-def _summed_axes(w: Array, contract: int) -> frozenset[str]:
+def summed_axes(w: Array, contract: int) -> frozenset[str]:
     """Mesh axes that the sums of a matmul with this weight run over."""
     return frozenset(_mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract]))
 

@@ -94,7 +94,12 @@ COMMANDS = {
     "convert": Command(
         "jaxllm.cli.commands.convert",
         "convert",
-        "Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm`.",
+        "Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm|peft`.",
+    ),
+    "adapters": Command(
+        "jaxllm.cli.commands.adapters",
+        "adapters",
+        "List, compare, add and merge adapters: `jaxllm adapters ls|diff|add|merge`.",
     ),
     "quantise": Command(
         "jaxllm.cli.commands.quantise",

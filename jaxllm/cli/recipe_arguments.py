@@ -37,7 +37,7 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
     if not isinstance(default, RunConfig):
         what = getattr(recipe, "__name__", recipe)
         raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
-    argv, default = with_precision(with_current_names(argv, default), default)
+    argv, default = with_precision(with_current_names(with_adapter_kind(argv), default), default)
     check_settings(argv, default)
     return tyro.cli(
         tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
@@ -61,6 +61,12 @@ def with_current_names(argv: list[str], default: RunConfig) -> list[str]:
                 word = current + equals + value
         out.append(word)
     return out
+
+
+def with_adapter_kind(argv: list[str]) -> list[str]:
+    """The arguments with ``--adapter NAME`` as ``--adapter.kind NAME``."""
+    name, short = "--adapter.kind", "--adapter"
+    return [name + word.removeprefix(short) if word.partition("=")[0] == short else word for word in argv]
 
 
 def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:

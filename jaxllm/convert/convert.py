@@ -14,13 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+import sharding
 from jaxllm.checkpoint import Checkpointer, CheckpointError, StreamedLeaf
 from jaxllm.checkpoint.foreign.foreign_checkpoint import is_foreign, open_foreign
 from jaxllm.checkpoint.foreign.fragment_rules import AttentionHeads
 from jaxllm.config import to_dict
+from jaxllm.convert.adapter_run import AdapterRun, adapter_run
+from jaxllm.convert.load import load_params
 from jaxllm.convert.run_files import checked_tokenizer, open_checkpoints, params_prefix, read_run
 from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.files import release
@@ -40,6 +44,7 @@ from jaxllm.hub.huggingface import (
 )
 from jaxllm.hub.safetensors import Progress, hub_directory, write_shards
 from jaxllm.models import DecoderConfig, functional
+from jaxllm.peft.peft_files import write_peft
 from jaxllm.text import Tokenizer
 from jaxllm.text.tokenizer_files import write_stop_ids
 
@@ -113,13 +118,14 @@ class ConversionResult:
 def convert(
     source: Path | str,
     out: Path | str,
-    to: Literal["hf", "jaxllm"],
+    to: Literal["hf", "jaxllm", "peft"] | None,
     *,
     dtype: DType | None = None,
     step: int | None = None,
     upcycle: int | None = None,
     top_k: int | None = None,
     ema: bool = False,
+    merge: bool = False,
     like: Path | str | None = None,
     fragments: str | None = None,
     shard_bytes: int = 5 * 2**30,
@@ -131,7 +137,8 @@ def convert(
         source: as in ``load_model``; or a checkpoint of Megatron or of torch.distributed.checkpoint, with ``like``.
         out: directory to create; it must not exist.
         to: "hf": config.json, safetensors and tokenizer files for transformers; "jaxllm": a checkpoint and a tokenizer
-            for ``load_model``.
+            for ``load_model``; "peft": the adapter of a run, for the library peft. None: "peft" for a run with an
+            adapter, or "hf" with ``merge``.
         dtype: dtype of the written parameters. By default values are preserved: an export of a Hugging Face directory
             has the same bytes; elsewhere weights of several dtypes, or quantised ones, become float32.
         step: step of a run's checkpoint; the newest by default.
@@ -139,6 +146,7 @@ def convert(
             same.
         top_k: experts per token, 2 by default; for ``upcycle``.
         ema: write the average of a run's parameters (``RunConfig.ema``) in their place; by default in float32.
+        merge: write the model of a run with an adapter, merged into its base.
         like: directory with the ``config.json`` of a foreign checkpoint's model, and its tokenizer if there is one.
         fragments: text of the rules by which a foreign checkpoint's fragments become the tensors of that model
             (``jaxllm.checkpoint.foreign.fragment_rules``); by default those of its framework.
@@ -156,7 +164,14 @@ def convert(
         raise HubError(f"{out} exists; choose another name, or move it away.")
     if top_k is not None and upcycle is None:
         raise HubError(f"top_k = {top_k} is for upcycle: give upcycle, the number of experts, too, or leave it out.")
-    model = _open(find_model(source), step, ema, None if like is None else Path(like), fragments)
+    path = find_model(source)
+    adapted = _adapter_run(path, step)
+    to = _format(path, to, adapted is not None, merge)
+    if to == "peft" and adapted is not None:
+        if dtype is not None or upcycle is not None or ema:
+            raise HubError('to = "peft" writes an adapter as it is: leave dtype, upcycle and ema out.')
+        return _write_adapter(adapted, out, step)
+    model = _open(path, step, ema, None if like is None else Path(like), fragments)
     write = _write_hf if to == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
         if upcycle is not None:
@@ -171,6 +186,42 @@ def convert(
             shutil.rmtree(way)
             return replace(made, path=out)
         return replace(write(model, temporary, dtype, shard_bytes, progress), path=out)
+
+
+def _adapter_run(path: Path, step: int | None) -> AdapterRun | None:
+    """The run with an adapter in a directory; None if it is something else."""
+    if not (path / "checkpoints").is_dir() or is_foreign(path):
+        return None
+    with open_checkpoints(path) as checkpointer:
+        return adapter_run(read_run(path, checkpointer, step))
+
+
+def _format(path: Path, to: str | None, adapted: bool, merge: bool) -> str:
+    """Format to write; raises HubError where it is not said, or does not fit the source."""
+    if not adapted and (merge or to in (None, "peft")):
+        why = "so there is nothing to merge" if merge else 'so give to: "hf" or "jaxllm"'
+        raise HubError(f"{path} is not a run with an adapter, {why}.")
+    if adapted and merge and to == "peft":
+        raise HubError('merge writes a whole model, to "hf" or "jaxllm"; leave merge out to write the adapter.')
+    if adapted and not merge and to in ("hf", "jaxllm"):
+        raise HubError(
+            f"{path} has an adapter beside its base: give merge to write the merged model to {to!r}, or to = 'peft' "
+            "for the adapter alone."
+        )
+    return to or ("hf" if merge else "peft")
+
+
+def _write_adapter(adapted: AdapterRun, out: Path, step: int | None) -> ConversionResult:
+    run = adapted.run
+    with open_checkpoints(run.path) as checkpointer:
+        adapter = adapted.adapter(checkpointer, step)
+    base = functional(run.config)
+    write_peft(out, adapter, base, run.source or config_json(run.config, None, {}))
+    arrays = jax.tree.leaves((dict(adapter.factors), dict(adapter.magnitudes), dict(adapter.modules)))
+    has_tokens = run.fingerprint is not None
+    if has_tokens:
+        copy_tokenizer_files(run.path / "tokenizer", out)
+    return ConversionResult(out, len(arrays), adapter.nbytes, str(arrays[0].dtype), has_tokens)
 
 
 def _upcycled(model: ConvertibleModel, experts: int, top_k: int, *, named: bool) -> ConvertibleModel:
@@ -282,6 +333,10 @@ def _open_run(path: Path, step: int | None, ema: bool = False) -> ConvertibleMod
         run = read_run(path, checkpointer, step)
         arrays = checkpointer.map_leaves(step, prefix=params_prefix(path, checkpointer, step, ema))
         kept = checkpointer.map_leaves(step, prefix="carried")
+        if (adapted := adapter_run(run)) is not None:
+            mesh = sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
+            merged = adapted.merged_params(checkpointer, step, mesh, load_params)
+            arrays = leaves_by_path(jax.device_get(merged))
     config, meta = run.config, run.meta
     if ema and config.param_dtype == "bfloat16":
         config = replace(config, param_dtype="float32")

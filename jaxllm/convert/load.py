@@ -14,6 +14,7 @@ import sharding
 from jaxllm.checkpoint import CheckpointNotFoundError
 from jaxllm.checkpoint.restore import RestoreOptions
 from jaxllm.config import closest
+from jaxllm.convert.adapter_run import adapter_run
 from jaxllm.convert.run_files import open_checkpoints, params_prefix, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
@@ -150,11 +151,19 @@ def _load(
                 f"`jaxllm convert {path} OUT --to hf --dtype {dtype}`."
             )
         model = functional(run.config)
+        if (adapted := adapter_run(run)) is not None:
+            params = adapted.merged_params(checkpointer, step, mesh, load_params)
+            return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         prefix = params_prefix(path, checkpointer, step, ema)
         reading = RestoreOptions(cast=ema)  # an average is at least float32
         params, _ = checkpointer.restore_params(abstract, step=step, prefix=prefix, reading=reading)
     return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
+
+
+def load_params(name: str, mesh: Mesh) -> Any:
+    """Parameters of a model, see ``load_model``."""
+    return load_model(name, mesh=mesh).params
 
 
 def _load_from_elsewhere(

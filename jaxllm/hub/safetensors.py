@@ -250,6 +250,15 @@ def write_shards(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def write_file(file: Path, tensors: Mapping[str, Any]) -> None:
+    """Writes tensors to one file, in the order of the library safetensors: wider dtypes first, then by name."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    with file.open("wb") as out:
+        out.write(_header({name: tensors[name] for name in order}))
+        for name in order:
+            _write(out, np.asarray(tensors[name]), tensors[name])
+
+
 def _header(tensors: Mapping[str, Any]) -> bytes:
     """The header of a file with these tensors, in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

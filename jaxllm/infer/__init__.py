@@ -6,6 +6,7 @@ from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.convert.load import LoadedModel, ModelNotFoundError, load_model
+    from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterNotFoundError
     from jaxllm.infer.async_engine import AsyncEngine, EngineStopped
     from jaxllm.infer.chat_session import Chat
     from jaxllm.infer.engine.engine import Engine
@@ -26,6 +27,10 @@ __getattr__, __dir__ = lazy_exports(
             "LoadedModel",
             "ModelNotFoundError",
             "load_model",
+        ),
+        "jaxllm.infer.adapter_catalogue": (
+            "AdapterCatalogue",
+            "AdapterNotFoundError",
         ),
         "jaxllm.infer.async_engine": (
             "AsyncEngine",
@@ -56,6 +61,8 @@ __getattr__, __dir__ = lazy_exports(
 
 __all__ = [
     "LLM",
+    "AdapterCatalogue",
+    "AdapterNotFoundError",
     "AsyncEngine",
     "Chat",
     "Completion",

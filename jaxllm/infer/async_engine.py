@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Request
@@ -54,6 +55,7 @@ class AsyncEngine:
         *,
         salt: str = "",
         service: Service | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams the output deltas of a request until all its completions have ended.
 
@@ -70,7 +72,7 @@ class AsyncEngine:
         if params is not None and params.grammar is not None:
             # A new grammar takes milliseconds to compile, which the engine's thread does not wait for.
             await asyncio.to_thread(self.engine.check, list(prompt), params)
-        self._inbox.put(("submit", (list(prompt), params, salt, service, loop, out)))
+        self._inbox.put(("submit", (list(prompt), params, salt, service, adapter, loop, out)))
         left = 1
         try:
             while left:
@@ -142,11 +144,12 @@ class AsyncEngine:
         params: SamplingParams | None,
         salt: str,
         service: Service | None,
+        adapter: str | AdapterRevision | None,
         loop: Any,
         out: Any,
     ) -> None:
         try:
-            request = self.engine.submit(prompt, params, salt=salt, service=service)
+            request = self.engine.submit(prompt, params, salt=salt, service=service, adapter=adapter)
         except ValueError as error:
             _post(loop, out, error)
             return

@@ -42,6 +42,11 @@ class EngineConfig:
             the KV cache of the layers without a sliding window; None: all stay.
         verify_tokens: most proposed tokens of a sequence that one step verifies, see ``Engine(proposer=)``; steps with
             prefill compute the logits of one row more than these.
+        adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
+            none, and programs are those of an engine that knows no adapters.
+        adapter_rank: largest rank of an adapter.
+        adapter_pages: pages of ``PAGE_RANKS`` (16) ranks in the pool of adapters; None: as many as all slots take with
+            the largest rank.
     """
 
     max_sequences: int = 16
@@ -59,8 +64,12 @@ class EngineConfig:
     kv_dtype: KvDtype = "auto"
     retention: str | None = None
     verify_tokens: int = 0
+    adapter_slots: int = 0
+    adapter_rank: int = 64
+    adapter_pages: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_adapters()
         for name in ("max_sequences", "max_batched_tokens", "max_len", "page_size", "pages", "decode_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -100,6 +109,27 @@ class EngineConfig:
             )
         if self.batch_invariant:
             self._check_invariant()
+
+    def _check_adapters(self) -> None:
+        if self.adapter_slots < 0:
+            raise ValueError(f"engine: adapter_slots = {self.adapter_slots}; give 0 (no adapters) or more.")
+        if not 1 <= self.adapter_rank <= 256:
+            raise ValueError(f"engine: adapter_rank = {self.adapter_rank}; give the largest rank served, 1 to 256.")
+        if self.adapter_pages is not None and (not self.adapter_slots or self.adapter_pages < self.adapter_columns):
+            raise ValueError(
+                f"engine: adapter_pages = {self.adapter_pages} with adapter_slots = {self.adapter_slots}; give slots, "
+                f"and at least the {self.adapter_columns} pages that one adapter of rank {self.adapter_rank} takes."
+            )
+
+    @property
+    def adapter_columns(self) -> int:
+        """Pages that an adapter of the largest rank takes."""
+        return -(-self.adapter_rank // 16)
+
+    @property
+    def pages_of_adapters(self) -> int:
+        """Pages of the pool of adapters."""
+        return self.adapter_slots * self.adapter_columns if self.adapter_pages is None else self.adapter_pages
 
     def _check_invariant(self) -> None:
         for name in ("retention", "verify_tokens"):

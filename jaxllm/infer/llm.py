@@ -7,7 +7,8 @@ for completion in llm.generate(["Once upon a time", "The sea"], SamplingParams(m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.files import DataError, cache_root
+from jaxllm.infer.adapter_catalogue import AdapterCatalogue, Source
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Policy
 from jaxllm.infer.engine.sequence import Request
@@ -24,7 +26,12 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.models.packed_weight import has_packed
+from jaxllm.peft import Adapter, AdapterError, read_peft
+from jaxllm.peft.base_hash import base_hash
 
+DEFAULT_ADAPTER_SLOTS = 32
+"""Adapters on the device at a time where adapters are given and the number of slots is not."""
 Prompt = str | Sequence[int]
 
 
@@ -77,6 +84,8 @@ class LLM:
             device.
         manifest: folder that compiled programs are kept in; None: nowhere. By default in the cache folder.
         strict, policy: see ``Engine``.
+        adapters: LoRA adapters by the names that requests may give: directories in PEFT's format, read when they are
+            needed, or adapters in memory. ``engine.load_adapter`` adds others.
     """
 
     def __init__(
@@ -89,21 +98,30 @@ class LLM:
         manifest: Path | str | None = "",
         strict: bool = False,
         policy: Policy | None = None,
+        adapters: Mapping[str, Source] | None = None,
     ):
         over = None if mesh is None else mesh_of(mesh)
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, mesh=over)
         self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
+        sizes = config or EngineConfig()
+        if adapters and not sizes.adapter_slots:
+            sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
+        own = _hash_of(self.loaded) if sizes.adapter_slots else ""
+        catalogue = AdapterCatalogue(functools.partial(read_adapter, self.loaded, base_hash=own))
+        for name, source in (adapters or {}).items():
+            catalogue.add(name, source)
         self.engine = Engine.of(
             self.loaded.model,
             self.loaded.params,
-            config,
+            sizes,
             tokenizer=self.tokenizer,
             longest=self.loaded.longest,
             mesh=over or self.loaded.mesh,
             manifest=None if folder is None else Path(folder),
             strict=strict,
             policy=policy,
+            adapters=catalogue,
         )
         if self.engine.runner.mesh is not None:
             # Keep only the engine's copy of the weights.
@@ -115,6 +133,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         salt: str = "",
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Generates completions of prompts, batched by the engine; results are in the order of the prompts.
 
@@ -122,31 +141,38 @@ class LLM:
             prompts: text, token ids, or a list of either.
             params: sampling parameters for all prompts, or one for each.
             salt: see ``Engine.submit``.
+            adapter: name of the adapter for all prompts, or one for each; None: the base.
 
         Raises:
             ValueError: see ``Engine.submit``; no prompt is started then.
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise ValueError(
-                f"{len(each)} params are given for {len(many)} prompts; give one for all, or one for each."
-            )
+        names = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
+        for what, given in (("params", each), ("adapters", names)):
+            if len(given) != len(many):
+                raise ValueError(
+                    f"{len(given)} {what} are given for {len(many)} prompts; give one for all, or one for each."
+                )
         requests: list[Request] = []
         try:
-            for prompt, one in zip(many, each, strict=True):
-                requests.append(self.engine.submit(self.ids(prompt), one, salt=salt))
+            for prompt, one, name in zip(many, each, names, strict=True):
+                requests.append(self.engine.submit(self.ids(prompt), one, salt=salt, adapter=name))
             while any(s.finish is None for r in requests for s in r.sequences):
                 self.engine.step()
         except BaseException:
             for request in requests:
                 self.engine.cancel(request)
             raise
+        if failed := next((request.failure for request in requests if request.failure), ""):
+            raise AdapterError(failed)
         return [completion(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> Iterator[OutputDelta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", adapter: str | None = None
+    ) -> Iterator[OutputDelta]:
         """Streams the completions of one prompt; closing the stream cancels the request."""
-        request = self.engine.submit(self.ids(prompt), params, salt=salt)
+        request = self.engine.submit(self.ids(prompt), params, salt=salt, adapter=adapter)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[OutputDelta]:
@@ -174,6 +200,28 @@ class LLM:
         if not ids:
             raise DataError("the prompt is empty, and this tokenizer has no token to begin a document with.")
         return ids
+
+
+def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> Adapter:
+    """Adapter of a loaded model in a directory of PEFT's format.
+
+    Args:
+        base_hash: hash of the model's parameters, which an adapter that was trained here must name; "": not compared.
+
+    Raises:
+        AdapterError: it is not an adapter of this model; or the model is of no family that PEFT's files are known for.
+    """
+    if loaded.source is None:
+        raise AdapterError(f"{folder}: this model is of no family of Hugging Face, whose names PEFT's files have.")
+    return read_peft(folder, loaded.model, loaded.source, base_hash=base_hash)
+
+
+def _hash_of(loaded: LoadedModel) -> str:
+    """Hash of a model's parameters; "" where they are in another form than training has them in."""
+    leaves = jax.tree.leaves(loaded.params)
+    apart = any(isinstance(segment, tuple) for segment in loaded.params["segments"].values())
+    whole = all(isinstance(leaf.sharding, jax.NamedSharding) for leaf in leaves)
+    return "" if apart or not whole or has_packed(loaded.params) else base_hash(loaded.params)
 
 
 def single_user_config(loaded: LoadedModel, tokens: int) -> EngineConfig:

@@ -44,6 +44,25 @@ class DeclaredParam:
     stack: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class LinearShape:
+    """Shape of a ``Linear`` of the model: what an adapter of it must fit.
+
+    Attributes:
+        stack: leading dimensions that it is stacked over (layers).
+        shape: ``[*in, *out]`` without them.
+        axes: logical axes of ``shape``.
+        contract: number of dimensions in ``*in``.
+        dtype: of the parameter.
+    """
+
+    stack: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: sharding.LogicalAxes
+    contract: int
+    dtype: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Functional:
     """Decoder as pure functions: ``embed``, ``blocks``, ``head`` and their composition ``forward``.
@@ -54,6 +73,8 @@ class Functional:
     Attributes:
         config: architecture.
         rules: sharding rules (logical axes to mesh axes) of parameters and activations.
+        adapt: changes the declared parameters: puts adapted or packed weights in the place of arrays
+            (``jaxllm.peft.adapted_model``); None: nothing.
     """
 
     config: DecoderConfig
@@ -61,6 +82,7 @@ class Functional:
     # The declared parts with abstract values, {"embedding", "segments", "head"} -> (graphdef, state), and the paths of
     # each block's weights of matmuls, "linears".
     _modules: Any
+    adapt: Callable[[Params], Params] | None = None
 
     def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
         """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.
@@ -72,7 +94,7 @@ class Functional:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             return draw(leaf.param, jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.stack, out)
 
-        declared = self._declared()
+        declared = self.declared()
         if shardings is None:
             return jax.tree.map_with_path(draw_leaf, declared)
         return jax.tree.map_with_path(draw_leaf, declared, shardings)
@@ -84,7 +106,7 @@ class Functional:
             value = leaf.param.get_value()
             return jax.ShapeDtypeStruct((*leaf.stack, *value.shape), value.dtype)
 
-        return jax.tree.map(shape, self._declared())
+        return jax.tree.map(shape, self.declared())
 
     def logical_axes(self) -> Params:
         """Logical axes of every parameter, in the same tree; those of stacked parameters begin with ``layers``."""
@@ -92,15 +114,28 @@ class Functional:
         def axes(leaf: DeclaredParam) -> sharding.LogicalAxes:
             return ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
 
-        return jax.tree.map(axes, self._declared())
+        return jax.tree.map(axes, self.declared())
 
     def matrices(self) -> Params:
         """Tree of booleans: True for parameters used in matmuls and lookups, False for gains and biases."""
-        return jax.tree.map(lambda leaf: allows_unreduced_grad(leaf.param), self._declared())
+        return jax.tree.map(lambda leaf: allows_unreduced_grad(leaf.param), self.declared())
 
     def roles(self) -> Params:
         """Role of every parameter (``jaxllm.models.params.Role``), in the same tree."""
-        return jax.tree.map(lambda leaf: role_of(leaf.param), self._declared())
+        return jax.tree.map(lambda leaf: role_of(leaf.param), self.declared())
+
+    def linears(self) -> dict[str, LinearShape]:
+        """Every ``Linear`` of a block by the path of its parameter ("segments/0/0/attention/q"), without experts'."""
+        found: dict[str, LinearShape] = {}
+        for s, group in enumerate(self._modules["segments"]):
+            for b, (graphdef, state) in enumerate(group):
+                block = nnx.merge(graphdef, state)
+                for path in self._modules["linears"][s][b]:
+                    one = functools.reduce(getattr, path, block)
+                    meta, value = one.get_metadata(), one.get_value()
+                    stack, name = (self.config.segments[s][1],), "/".join(("segments", str(s), str(b), *path))
+                    found[name] = LinearShape(stack, value.shape, meta["logical_axes"], meta["contract"], value.dtype)
+        return found
 
     def map_matrices(self, params: Params, fn: Callable[[str, Any, int], Any]) -> Params:
         """Parameter tree with ``fn(path, weight, axis)`` in place of every matrix of a block.
@@ -115,7 +150,7 @@ class Functional:
             axis = ("experts" in axes) + meta["contract"] - 1 - len(axes)
             return fn(jax.tree_util.keystr(path, simple=True, separator="/"), value, axis)
 
-        return jax.tree.map_with_path(one, self._declared(), params)
+        return jax.tree.map_with_path(one, self.declared(), params)
 
     def contracted(self) -> Params:
         """Number of dimensions that a matmul with each matrix of a block sums over, in the same tree; else 0."""
@@ -142,16 +177,16 @@ class Functional:
             return sharding.gather_weight(value, *axes, unreduced_grad=matrix)
 
         with sharding.use_rules(self.rules):
-            return jax.tree.map(one, self._declared(), params)
+            return jax.tree.map(one, self.declared(), params)
 
-    def _declared(self) -> Params:
+    def declared(self) -> Params:
         """Parameter tree of declarations, each with the dimensions it is stacked over."""
 
         def tree(state: Any, *stack: int) -> Params:
             is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
             return nnx.to_pure_dict(jax.tree.map(lambda v: DeclaredParam(v, stack), state, is_leaf=is_variable))
 
-        return {
+        declared = {
             "embedding": tree(self._modules["embedding"][1]),
             "segments": {
                 str(s): {str(b): tree(state, self.config.segments[s][1]) for b, (_, state) in enumerate(group)}
@@ -159,6 +194,7 @@ class Functional:
             },
             "head": tree(self._modules["head"][1]),
         }
+        return declared if self.adapt is None else self.adapt(declared)
 
     def embed(self, params: Params, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Token embeddings in compute dtype, plus position embeddings where the model learns them."""

@@ -134,5 +134,5 @@ def is_packed(x: Any) -> bool:
 
 
 def has_packed(params: Any) -> bool:
-    """Whether a parameter tree contains packed weights."""
-    return any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
+    """Whether a parameter tree contains packed weights; those whose arrays were left out (None) do not count."""
+    return any(is_packed(node) and jax.tree.leaves(node) for node in jax.tree.leaves(params, is_leaf=is_packed))

@@ -34,13 +34,18 @@ def pack_params(model: Functional, params: Any, name: str) -> Any:
     def pack(path: str, weight: Any, axis: int) -> PackedWeight:
         form = make(axis)
         try:
-            values, scales = _packed(form, weight)
-            return PackedWeight(values, scales, form)
+            return packed_weight(form, weight)
         except ValueError as error:
             reason = str(error).partition("\n")[0]  # jax appends a note on its traceback
             raise ValueError(f"{path}: {reason}") from error
 
     return model.map_matrices(params, pack)
+
+
+def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:
+    """A dense weight packed in a format, shard by shard; raises ValueError where it does not fit."""
+    values, scales = _packed(form, weight)
+    return PackedWeight(values, scales, form)
 
 
 @functools.partial(jax.jit, static_argnums=0)

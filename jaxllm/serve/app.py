@@ -10,6 +10,7 @@ Routes exist before the engine is loaded; until it is ready they answer 503, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import importlib.metadata
@@ -26,6 +27,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from jaxllm.infer.adapter_catalogue import AdapterNotFoundError, AdapterRevision
+from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
@@ -104,22 +107,37 @@ class ApiService:
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
         return self.dispatcher
 
-    def check_model(self, name: str | None) -> None:
-        """Checks the model name of a request.
+    def check_model(self, name: str | None) -> AdapterRevision | None:
+        """Adapter that a request's model name means, in its newest revision; None for the base.
 
         Raises:
             ApiError: 404; it is another model's.
         """
-        if name is not None and name != self.name:
-            raise ApiError(
-                404, f"there is no model {name[:100]!r}; this server serves {self.name!r}.", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+        if name is None or name == self.name:
+            return None
+        host = None if self.dispatcher is None else self.dispatcher.backend.adapter_host
+        with contextlib.suppress(AdapterNotFoundError):
+            if host is not None:
+                return host.adapters.find(name)
+        also = "" if host is None else f" and {len(host.adapters)} adapters, which /v1/models lists"
+        raise ApiError(
+            404, f"there is no model {name[:100]!r}; this server serves {self.name!r}{also}.", param="model",
+            code="model_not_found",
+        )  # fmt: skip
 
-    def card(self) -> dict[str, Any]:
-        """Entry of the model for ``/v1/models``."""
-        return {
-            "id": self.name,
+    def check_base(self, name: str | None) -> None:
+        """Checks that a request's model name is the base's.
+
+        Raises:
+            ApiError: 404; it is another model's, or an adapter's.
+        """
+        if self.check_model(name) is not None:
+            raise ApiError(404, f"{name!r} is an adapter; embeddings are of {self.name!r} alone.", param="model")
+
+    def card(self, adapter: str | None = None) -> dict[str, Any]:
+        """Entry of the model, or of an adapter, for ``/v1/models``."""
+        own = {"id": self.name} if adapter is None else {"id": adapter, "parent": self.name}
+        return own | {
             "object": "model",
             "created": self._began,
             "owned_by": "jaxllm",
@@ -135,12 +153,18 @@ class ApiService:
     ) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
         dispatcher = self.ready()
-        self.check_model(body.model)
+        adapter = self.check_model(body.model)
         record = request.scope["jaxllm.record"]
+        record.update({} if adapter is None else {"adapter": adapter.name, "revision": adapter.number})
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
-        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model or self.name,
+        }
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
+        handler.jobs = [dataclasses.replace(job, adapter=adapter) for job in handler.jobs]
         if self.config.log_prompts:
             record["prompts"] = [dispatcher.backend.tokenizer.decode(job.prompt, specials=True) for job in handler.jobs]
         release = dispatcher.admit(sum(job.sequences for job in handler.jobs))
@@ -164,6 +188,8 @@ def create_app(
     _add_error_handlers(app)
     _add_inference_routes(app, service)
     _add_status_routes(app, service)
+    if config.adapter_dirs:
+        add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
@@ -195,7 +221,7 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
-        service.check_model(body.model)
+        service.check_base(body.model)
         record = request.scope["jaxllm.record"]
         record["user"] = body.user
         prompts = await asyncio.to_thread(encode_prompts, dispatcher.backend.tokenizer, body.input, "input")
@@ -232,14 +258,16 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
 def _add_status_routes(app: FastAPI, service: ApiService) -> None:
     @app.get("/v1/models", response_model=shapes.ModelList, responses=_errors(503))
     async def models() -> Response:
-        """List of models: the one that this server serves."""
-        return _json({"object": "list", "data": [service.card()]})
+        """List of models: the one that this server serves, and its adapters, whose parent it is."""
+        host = service.ready().backend.adapter_host
+        names = [] if host is None else host.adapters.names
+        return _json({"object": "list", "data": [service.card(), *map(service.card, names)]})
 
     @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=_errors(404, 503))
     async def model(name: str) -> Response:
         """Model by name."""
-        service.check_model(name)
-        return _json(service.card())
+        adapter = service.check_model(name)
+        return _json(service.card(None if adapter is None else adapter.name))
 
     @app.get("/health", response_model=shapes.Status, responses=_errors(503))
     async def health() -> Response:
@@ -263,7 +291,8 @@ def _add_status_routes(app: FastAPI, service: ApiService) -> None:
     async def settings() -> Response:
         """Effective settings: sizes, dtypes, devices, bytes of weights and cache; no keys."""
         backend = service.ready().backend
-        own = {**dataclasses.asdict(service.config), "name": service.name, "api_keys": len(service.config.api_keys)}
+        own = {**dataclasses.asdict(service.config), "name": service.name}
+        own |= {name: len(own[name]) for name in ("api_keys", "admin_keys")}
         return _json({"server": own, "backend": await asyncio.to_thread(backend.describe)})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_errors())
@@ -324,12 +353,15 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
         shapes = schema["components"]["schemas"]
         for foreign in ("HTTPValidationError", "ValidationError"):
             shapes.pop(foreign, None)
-        for request in ("ChatRequest", "CompletionRequest", "EmbeddingRequest"):
-            shapes[request]["properties"]["model"] = {"enum": [service.name]}
+        host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
+        names = [service.name, *([] if host is None else host.adapters.names)]
+        shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
+        for request in ("ChatRequest", "CompletionRequest"):
+            shapes[request]["properties"]["model"] = {"enum": names}
         for request in ("TokenizeRequest", "DetokenizeRequest"):
-            shapes[request]["properties"]["model"] = {"enum": [service.name, None]}
+            shapes[request]["properties"]["model"] = {"enum": [*names, None]}
         (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
-        name["schema"] = {"enum": [service.name]}
+        name["schema"] = {"enum": names}
         if service.dispatcher is not None:
             _bound_by_backend(shapes, service.dispatcher.backend)
         return schema

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
@@ -27,6 +28,7 @@ class EngineLoad:
         pages_held, pages: pages of the KV cache in use, and in total.
         counters: cumulative counters by name.
         programs: FLOPs, bytes and utilisation by the name of the compiled program.
+        gauges: further values of now, by name; those of adapters.
     """
 
     running: int = 0
@@ -35,6 +37,7 @@ class EngineLoad:
     pages: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     programs: dict[str, ProgramUtilisation] = field(default_factory=dict)
+    gauges: dict[str, int] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -51,6 +54,8 @@ class Backend(Protocol):
     """Whether the scheduling policy honours priorities."""
     embedding_dim: int
     """Elements of an embedding."""
+    adapter_host: Engine | None
+    """Engine that adapters are loaded into; None: it serves none."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Checks a request without submitting it.
@@ -61,7 +66,13 @@ class Backend(Protocol):
         ...
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        service: Service | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Output of a request as it is generated; closing the generator cancels the request."""
         ...
@@ -95,16 +106,23 @@ class EngineBackend:
         self.max_len, self.max_sequences = self._engine.max_len, self._engine.config.max_sequences
         self.supports_priority = isinstance(self._engine.scheduler.policy_state.policy, Priority)
         self.embedding_dim = embedder.dim
+        self.adapter_host = self._engine if self._engine.adapter_slots is not None else None
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Checks a request, see ``Engine.check``."""
         self._engine.check(list(prompt), params)
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        service: Service | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams a request's output, see ``AsyncEngine.stream``."""
-        return self._async.stream(prompt, params, salt=salt, service=service)
+        return self._async.stream(prompt, params, salt=salt, service=service, adapter=adapter)
 
     def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
         """Embedding of a text, see ``Embedder``."""
@@ -114,6 +132,19 @@ class EngineBackend:
         """Load, read while the engine's thread runs: every value is exact, but they may be of different steps."""
         scheduler, metrics = self._engine.scheduler, self._engine.metrics
         held = sum(pages.count - pages.available for pages in scheduler.pages)
+        slots = self._engine.adapter_slots
+        counters, gauges = dict[str, int](), dict[str, int]()
+        if slots is not None:
+            counters = {
+                "adapter_reads": slots.reads,
+                "adapter_loads": slots.loads,
+                "adapter_evictions": slots.evictions,
+            }
+            gauges = {
+                "adapters_catalogued": len(self._engine.adapters),
+                "adapters_on_host": slots.on_host,
+                "adapters_on_device": slots.resident,
+            }
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.forks),
@@ -126,8 +157,10 @@ class EngineBackend:
                 "padding_tokens": metrics.padding_tokens,
                 "prefix_cache_hit_tokens": scheduler.hit_tokens,
                 "preemptions": scheduler.preemptions,
-            },
+            }
+            | counters,
             programs=program_utilisation(self._engine),
+            gauges=gauges,
         )
 
     def describe(self) -> dict[str, Any]:

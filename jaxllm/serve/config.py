@@ -27,6 +27,8 @@ class ServeConfig:
         write_seconds: time that a client may leave a chunk of its stream unread before it is disconnected.
         grace_seconds: time that running requests have to end after SIGTERM.
         log_prompts: write prompts to the log too.
+        adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
+        admin_keys: API keys that may load and unload adapters; empty: nobody may.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +45,8 @@ class ServeConfig:
     write_seconds: float = 60.0
     grace_seconds: float = 30.0
     log_prompts: bool = False
+    adapter_dirs: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -58,5 +62,6 @@ class ServeConfig:
             raise ValueError(
                 f"serve: tool_parser = {self.tool_parser!r}; give one of {', '.join(TOOL_CALL_FORMATS)}, or None."
             )
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+        keys = (*self.api_keys, *self.admin_keys)
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
             raise ValueError("serve: an API key is empty or has characters that are illegal in a header; give ASCII.")

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import EngineStopped
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
@@ -31,6 +32,7 @@ class GenerationJob:
         salt: only requests of the same salt share prefix-cache pages.
         service: scheduling hints.
         grammar_field: request field that the grammar comes from, for errors.
+        adapter: adapter that serves it; None: the base.
     """
 
     prompt: list[int]
@@ -38,6 +40,7 @@ class GenerationJob:
     salt: str = ""
     service: Service = field(default_factory=Service)
     grammar_field: str = "structured_outputs"
+    adapter: AdapterRevision | None = None
 
     @property
     def sequences(self) -> int:
@@ -168,6 +171,8 @@ class RequestDispatcher:
                     number, output = found
                     usage.completion += len(output.tokens)
                     timer.output((number, output.number), len(output.tokens), output.finish)
+                    if output.finish == "error" and output.request.failure:
+                        raise ApiError(400, output.request.failure, param="model", code="adapter_unreadable")
                     if output.finish == "error":
                         raise ApiError(
                             400, "the grammar takes too long to evaluate; give a simpler one.", code="form_too_costly"
@@ -189,7 +194,7 @@ class RequestDispatcher:
 
     async def _one(self, job: GenerationJob) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         async with contextlib.aclosing(
-            self.backend.stream(job.prompt, job.params, salt=job.salt, service=job.service)
+            self.backend.stream(job.prompt, job.params, salt=job.salt, service=job.service, adapter=job.adapter)
         ) as outputs:
             async for output in outputs:
                 yield 0, output

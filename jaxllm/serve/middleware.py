@@ -20,6 +20,8 @@ from jaxllm.serve.config import ServeConfig
 
 PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/openapi.json")
 """Paths that need no API key."""
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/rollback_lora_adapter")
+"""Paths that need one of ``ServeConfig.admin_keys``."""
 MAX_HEADERS = 32 * 1024
 _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
@@ -40,7 +42,9 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, config: ServeConfig):
         self._app, self._config = app, config
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._keys, self._admin_keys = (
+            [hashlib.sha256(key.encode()).digest() for key in keys] for keys in (config.api_keys, config.admin_keys)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,17 +97,23 @@ class RequestMiddleware:
             b"transfer-encoding" in headers and b"content-length" in headers
         ):
             raise ApiError(400, "the request states its length more than once.", headers={"Connection": "close"})
-        if scope["path"] not in PUBLIC_PATHS and self._keys and scope["method"] != "OPTIONS":
-            record["key"] = self._key(headers.get(b"authorization", ()))
+        if scope["path"] in ADMIN_PATHS and scope["method"] != "OPTIONS":
+            if not self._admin_keys:
+                raise ApiError(
+                    403, "this server loads no adapters on request; start it with --admin-key-file.", code="forbidden"
+                )
+            record["admin_key"] = self._key(headers.get(b"authorization", ()), self._admin_keys)
+        elif scope["path"] not in PUBLIC_PATHS and self._keys and scope["method"] != "OPTIONS":
+            record["key"] = self._key(headers.get(b"authorization", ()), self._keys)
         length = headers.get(b"content-length", [b"0"])[0]
         if not length.isdigit() or int(length) > self._config.max_body:
             raise self._too_long()
 
-    def _key(self, given: Any) -> int:
+    def _key(self, given: Any, keys: list[bytes]) -> int:
         """Index of a request's API key. All keys are compared, each in constant time, so timing reveals nothing."""
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, own) for own in self._keys]
+        matches = [hmac.compare_digest(digest, own) for own in keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,

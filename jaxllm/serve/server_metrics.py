@@ -71,6 +71,7 @@ class ServerMetrics:
             "num_requests_waiting": ("Queued sequences.", load.waiting),
             "kv_cache_usage_perc": ("Share of KV cache pages in use, 0 to 1.", load.pages_held / max(1, load.pages)),
         }
+        gauges |= {name: (f"The engine's {name.replace('_', ' ')}.", value) for name, value in load.gauges.items()}
         for name, (help_, value) in gauges.items():
             family = GaugeMetricFamily(PREFIX + name, help_, labels=["model_name"])
             family.add_metric([self.name], value)

@@ -203,6 +203,7 @@ FEATURES: dict[str, Feature] = {
     "trainable subset": Feature(
         lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
     ),
+    "adapter": Feature(lambda run, _: bool(run.adapter), lambda run: f'adapter.kind = "{run.adapter.kind}"'),
     "frozen balance biases": Feature(
         lambda run, _: bool(run.trainable) and any(path.endswith("balance_bias") for path in _frozen(run)),
         lambda run: f"trainable = {', '.join(run.trainable)}",
@@ -345,6 +346,37 @@ REFUSALS: tuple[Refusal, ...] = (
         "the optimizer updates all parameters",
         "choose another optimizer",
     ),
+    Refusal("optimizer with its own step", "adapter", "the optimizer updates the base too", "choose another optimizer"),
+    Refusal(
+        "adapter",
+        "low-precision matmuls",
+        "matmuls with an adapted weight run in compute dtype",
+        'choose model.matmul_precision = "plain"',
+    ),
+    Refusal(
+        "adapter",
+        "compact activations",
+        "matmuls with an adapted weight have no compact form",
+        'choose model.remat = "none" or "elementwise"',
+    ),
+    Refusal(
+        "adapter",
+        "ring matmuls",
+        "ring collective matmuls multiply plain weights only",
+        'give parallel.overlap = "compiler"',
+    ),
+    Refusal(
+        "adapter",
+        "parameter average",
+        "the average would hold a copy of the frozen base",
+        "set ema.decay to 0",
+    ),
+    Refusal(
+        "adapter",
+        "balance biases that move",
+        "the routers' balance biases are part of the frozen base",
+        "set routing.bias_rate to 0",
+    ),
     Refusal(
         "balance biases that move",
         "frozen balance biases",
@@ -396,6 +428,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "optimizer offload", "trainable subset", "the state of all layers is streamed", "set host.optimizer to false"
     ),
+    Refusal("optimizer offload", "adapter", "the state of all layers is streamed", "set host.optimizer to false"),
     Refusal(
         "updates on the host",
         "narrow moments",

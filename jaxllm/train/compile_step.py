@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm.compiler import aot
 from jaxllm.config import from_dict, to_dict
 from jaxllm.data import Batch
-from jaxllm.models import functional
 from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.run_model import run_model
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
 from jaxllm.train.step.training_step import jit_step
@@ -72,7 +72,7 @@ def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = 
 
 def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
     """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under."""
-    model = functional(run.model, run.parallel.rules())
+    model = run_model(run)
     mesh = fitting_mesh(run, model, topology.num_devices, topology.platform).build(topology.devices())
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)

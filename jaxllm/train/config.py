@@ -12,6 +12,7 @@ from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.objective import ObjectiveConfig
@@ -38,6 +39,8 @@ class RunConfig:
         z_loss: weight of the z-loss, the squared log-partition function of the output softmax.
         trainable: the parameters that are trained, by role ("gain"), by name ("attention", "*norm*") or by path
             ("segments/0/*"); the others stay as they are, without gradients and optimizer state. Empty: all.
+        adapter: adapter that is trained beside the frozen model of ``init_from``: LoRA and its family. Parameters in
+            ``trainable`` are trained besides.
         reference: a frozen model of the same architecture that gives ``reference_logprobs`` to the objective: as
             ``init_from``, or "start" for the parameters that the run starts from. Empty: none.
         routing: load-balancing losses and biases of mixture-of-experts models.
@@ -68,6 +71,7 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     z_loss: float = 0.0
     trainable: tuple[str, ...] = ()
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     reference: str = ""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)

@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 import sharding
 from jaxllm.config import ConfigError, differences
+from jaxllm.convert.adapter_run import adapter_run
+from jaxllm.convert.load import load_params
 from jaxllm.convert.run_files import TokenizerMismatchError, open_checkpoints, read_run
 from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
@@ -85,7 +87,10 @@ def _from_run(path: Path) -> InitialModel:
         model = functional(run.config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         with open_checkpoints(path) as checkpointer:
-            params, _ = checkpointer.restore_params(abstract)
+            if (adapted := adapter_run(run)) is not None:
+                params = adapted.merged_params(checkpointer, None, mesh, load_params)
+            else:
+                params, _ = checkpointer.restore_params(abstract)
         with jax.set_mesh(mesh):
             return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 

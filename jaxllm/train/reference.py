@@ -6,18 +6,18 @@ source and a checksum, and a resumed run loads them again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, UInt
+from jaxtyping import Array
 
 import sharding
 from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
+from jaxllm.peft.base_hash import params_checksum
 from jaxllm.train.config import RunConfig
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.step.loss import token_logprobs
@@ -85,23 +85,3 @@ class ReferenceModel:
         """Shape, dtype and sharding of the ``reference_logprobs`` of a batch."""
         dtype = at_least_f32(jnp.dtype(self._config.model.dtype))
         return jax.ShapeDtypeStruct(batch.tokens.shape, dtype, sharding=batch.tokens.sharding)
-
-
-def params_checksum(params: Any) -> str:
-    """Checksum of a tree of parameters, which does not depend on their sharding: 16 hex digits."""
-
-    @jax.jit
-    def sums(params: Any) -> Any:
-        return jax.tree.map(_bit_sum, params)
-
-    with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
-        found = jax.tree_util.tree_leaves_with_path(jax.device_get(sums(params)))
-    named = "".join(f"{jax.tree_util.keystr(path)}={int(value)};" for path, value in found)
-    return hashlib.sha256(named.encode()).hexdigest()[:16]
-
-
-def _bit_sum(x: Array) -> UInt[Array, ""]:
-    """Sum of an array's bits as unsigned integers, modulo 2**32."""
-    width = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-    return bits.sum(dtype=jnp.uint32)

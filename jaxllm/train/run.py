@@ -17,19 +17,20 @@ from jaxllm.checkpoint import StateProvider, state_providers
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.data.skip_batches import SkippingDataset
-from jaxllm.models import Functional, functional
-from jaxllm.models.param_subset import trainable_mask
+from jaxllm.models import Functional
 from jaxllm.observe.metric_sinks import check_sinks as check_trackers
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
 from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
+from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.recovery.saving import Place, Saver
 from jaxllm.train.reference import ReferenceModel
+from jaxllm.train.run_model import base_model, run_model, trained_params
 from jaxllm.train.run_processes import local_part, put_batch
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
@@ -89,6 +90,7 @@ class Run:
         abstract: shapes, dtypes and shardings of the train state.
         links: techniques of the step, some of which keep state.
         init_model: the model that parameters are initialised from, or None.
+        base: the frozen base of the run's adapter, or None.
         data: training and held-out datasets, and the tokenizer.
         reference: the frozen reference model, or None.
         batches: the batches of the run's steps, without those that rollbacks skip.
@@ -106,7 +108,7 @@ class Run:
         self.group = group()
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.is_leader)
         check_precision(config)
-        self.model = functional(config.model, config.parallel.rules())
+        self.model = run_model(config)
         self.mesh = fitting_mesh(config, self.model, jax.device_count(), jax.default_backend()).build()
         self.optimizer = build_optimizer(config, self.model)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
@@ -115,7 +117,8 @@ class Run:
         self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
         self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
         init = self.init_model
-        self.reference = ReferenceModel(config, self.model, self.mesh, init) if config.reference else None
+        self.base = FrozenBase(config, self.model, self.mesh, init) if config.adapter else None
+        self.reference = ReferenceModel(config, base_model(config), self.mesh, init) if config.reference else None
         self.data = load_dataset(config.data, init and init.tokenizer, init and init.template) if data is None else data
         self.data.train.check_steps(config.steps)
         self.batches = SkippingDataset(self.data.train)
@@ -172,8 +175,19 @@ class Run:
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
         meta = {**self.meta(step), "metrics": metrics, **state_providers.collect_facts(self.also)}
-        saved = saved_state(state, self.links)
+        saved = trained_only(self.base, saved_state(state, self.links))
         saver.save(place, step, state_providers.with_provider_arrays(saved, self.also), meta)
+
+    def first_gradients(self, config: RunConfig, params: Any) -> Any:
+        """Gradients of a run's trainable parameters on this run's first batch.
+
+        Args:
+            config: this run with other trainable parameters.
+            params: of ``config``'s model.
+        """
+        grads = build_value_and_grad(config, run_model(config), self.mesh)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(grads)(params, self.put_batch(self.data.train.batch_at(0)))[1]
 
     def settled(self, state: TrainState) -> TrainState:
         """The state with its pending update applied, as saves and evaluations need; its buffers are donated."""
@@ -183,10 +197,12 @@ class Run:
             return self._settle(state)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions, reference."""
+        """Metadata of a checkpoint: configuration, position in the data, spikes, tokenizer, versions, other models."""
         reference = {} if self.reference is None else {"reference": self.reference.facts()}
+        base = {} if self.base is None else {"base": self.base.facts()}
         return {
             **reference,
+            **base,
             "config": to_dict(self.config),
             "source": None
             if self.init_model is None or self.init_model.source is None
@@ -220,7 +236,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
         check_parameters(shapes, axes, mesh, model.rules)
 
     mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    trainable_mask(model, config.trainable)  # raises for a pattern that matches nothing
+    trained_params(config, model)  # raises for a pattern that matches nothing
     check_combinations(config, dict(mesh.axes), platform)
     check_reference(config)
     return mesh
@@ -245,7 +261,7 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
     check_combinations(config, dict(mesh.shape))
     shared: dict[str, Any] = {
         "objective": make_objective(config.objective, config.z_loss),
-        "trainable": trainable_mask(model, config.trainable),
+        "trainable": trained_params(config, model),
         "layout": config.parallel.layout,
         "zero": config.parallel.zero,
     }

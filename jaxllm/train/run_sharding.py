@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxllm.models import Functional, functional
+from jaxllm.models import Functional
 from jaxllm.parallel.collective_traffic import expected_collectives
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.parallel.pipeline.schedule_view import facts
@@ -16,6 +16,7 @@ from jaxllm.parallel.sharding_table import ShardingTable, state_sharding_table
 from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run_model import run_model
 from jaxllm.train.step.pipelined_loss import pipeline_plan
 from jaxllm.train.step.step_builder import build_optimizer, run_state
 
@@ -26,7 +27,7 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     Raises:
         ShardingError: the run does not fit its mesh; lists the nearest meshes that it does.
     """
-    model = functional(config.model, config.parallel.rules())
+    model = run_model(config)
     mesh = fitting_mesh(config, model, num_devices).abstract()
     transform = build_optimizer(config, model)
     state = run_state(config, model, transform, mesh)

@@ -33,6 +33,7 @@ FLOORS = [
     {"jaxllm.compiler"},
     {"jaxllm.text", "jaxllm.quant", "jaxllm.tune"},
     {"jaxllm.parallel", "jaxllm.hub", "jaxllm.data", "jaxllm.optim", "jaxllm.checkpoint", "jaxllm.observe"},
+    {"jaxllm.peft"},
     {"jaxllm.convert"},
     {"jaxllm.train", "jaxllm.infer"},
     {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},

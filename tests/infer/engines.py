@@ -169,11 +169,12 @@ def _forward(model: str, dtype: str) -> Any:
     return quick.jit(run)
 
 
-def logprobs_of(model: str, dtype: str, tokens: list[int]) -> np.ndarray:
-    """Float[S V] by the training forward: row i is of the token after the first i + 1."""
+def logprobs_of(model: str, dtype: str, tokens: list[int], params: Any = None) -> np.ndarray:
+    """Float[S V] by the training forward: row i is of the token after the first i + 1; ``params``: other weights."""
     padded = np.zeros((1, LONGEST), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_forward(model, dtype)(params_of(model, dtype), jnp.asarray(padded)))[: len(tokens)]
+    params = params_of(model, dtype) if params is None else params
+    return np.asarray(_forward(model, dtype)(params, jnp.asarray(padded)))[: len(tokens)]
 
 
 def check_books(engine: Engine) -> None:
@@ -215,7 +216,9 @@ def serve(engine: Engine, requests: list[dict[str, Any]], *, check: bool = True)
     while engine.busy or None in made:
         for number, asked in enumerate(requests):
             if made[number] is None and asked.get("at", 0) <= step:
-                made[number] = engine.submit(asked["prompt"], asked["params"], salt=asked.get("salt", ""))
+                made[number] = engine.submit(
+                    asked["prompt"], asked["params"], salt=asked.get("salt", ""), adapter=asked.get("adapter")
+                )
             request = made[number]
             if request is not None and asked.get("cancel") == step:
                 engine.cancel(request)
@@ -236,12 +239,12 @@ def serve(engine: Engine, requests: list[dict[str, Any]], *, check: bool = True)
     return done
 
 
-def error(model: str, dtype: str, requests: list[Request]) -> float:
+def error(model: str, dtype: str, requests: list[Request], params: Any = None) -> float:
     """The largest difference of a log-probability that was served from the training forward's."""
     worst = 0.0
     for request in requests:
         for s in request.sequences:
-            want = logprobs_of(model, dtype, s.tokens)
+            want = logprobs_of(model, dtype, s.tokens, params)
             begin = len(request.prompt)
             assert np.isfinite(s.logprobs).all()
             own = [want[i - 1, s.tokens[i]] for i in range(begin, len(s.tokens))]
@@ -252,7 +255,7 @@ def error(model: str, dtype: str, requests: list[Request]) -> float:
                 assert len(best) == request.params.logprobs
                 assert all(value >= np.sort(row)[-len(best)] - 1e-4 for _, value in best)
         if request.params.prompt_logprobs is not None and request.sequences[0].finish != "cancelled":
-            want = logprobs_of(model, dtype, request.prompt)
+            want = logprobs_of(model, dtype, request.prompt, params)
             assert np.isfinite(request.prompt_scores).all()
             for i, (value, rank) in enumerate(request.prompt_scores, 1):
                 own = want[i - 1, request.prompt[i]]

@@ -14,7 +14,7 @@ from jaxllm.infer.runner.step_shape import StepShape
 class StubRunner:
     """Refuses by name what a stub does not override."""
 
-    model = params = mesh = program_cache = None
+    model = params = mesh = program_cache = adapter_pool = None
     pools: Any = ()
     token_bytes = 0
     follows = False
@@ -37,6 +37,9 @@ class StubRunner:
 
     def write(self, replica: int, group: int, pages: list[int], content: Any) -> None:
         raise NotImplementedError("the stub has no pages")
+
+    def write_adapter(self, page: int, content: Any) -> None:
+        raise NotImplementedError("the stub has no adapters")
 
     def swap(self, params: Any) -> None:
         raise ValueError("only an engine of a real model has weights.")

@@ -109,6 +109,20 @@ MUTANTS = [
         ("tests/kernels/test_grouped_matmul.py::test_random_sizes",),
     ),
     Mutant(
+        "adapter_takes_rows_of_others",
+        "pallas_kernels/grouped_lora/xla.py",
+        "jnp.where(own[:, None], more",
+        "jnp.where(True, more",
+        ("tests/kernels/test_grouped_lora.py::test_one_program_serves_any_assignment_of_rows",),
+    ),
+    Mutant(
+        "tiles_forget_pages_after_the_first",
+        "pallas_kernels/grouped_lora/adapter_tiles.py",
+        "rest // columns, rest % columns",
+        "rest // columns, 0 * rest",
+        ("tests/kernels/test_grouped_lora.py::test_one_program_serves_any_assignment_of_rows",),
+    ),
+    Mutant(
         "paged_window_is_one_longer",
         "pallas_kernels/paged_attention/xla.py",
         "            seen &= at > position - problem.window\n",

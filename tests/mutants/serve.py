@@ -47,4 +47,11 @@ MUTANTS = [
         "            self.open -= sequences + 1\n",
         ("tests/serve/test_fields.py::test_the_queue_is_filled_and_not_exceeded",),
     ),
+    Mutant(
+        "links_lead_out_of_the_allowed_directories",
+        "jaxllm/serve/adapter_routes.py",
+        "found = (roots[0] / path).resolve()",
+        "found = roots[0] / path",
+        ("tests/serve/test_adapters.py::test_others_may_not_and_nothing_is_half_loaded",),
+    ),
 ]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from jaxllm.quant.formats.block_float8 import BlockFloat8
 from jaxllm.quant.formats.mxfp4 import MXFP4
+from jaxllm.quant.formats.nf4 import LEVELS, NF4
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -42,3 +45,44 @@ def test_formats_round_to_the_nearest(rng):
         assert np.abs(back[at]).max() == pytest.approx(largest, rel=1e-6)
         # e4m3 has three bits of mantissa: half a step is 1/16 of a value, or of the smallest normal number.
         assert (np.abs(back[at] - weight[at]) <= np.maximum(np.abs(weight[at]), largest / 448 / 64) / 16 + 1e-12).all()
+
+
+def test_levels_of_nf4_are_quantiles_of_a_normal_distribution():
+    """Appendix E of the QLoRA paper: both halves evenly spread in probability, with an exact zero."""
+    offset = 0.9677083
+    above, below = (norm.ppf(np.linspace(offset, 0.5, count)[:-1]) for count in (9, 8))
+    levels = np.sort(np.concatenate([above, [0.0], -below]))
+    np.testing.assert_allclose(LEVELS, levels / levels.max(), rtol=0, atol=1e-6)
+
+
+def test_nf4_is_its_reference(rng):
+    """Codes, double-quantised scales and dequantised values bit for bit, written out in numpy; bytes by the formula."""
+    weight = (rng.standard_normal((3, 128, 2, 256)) * 0.02).astype(np.float32)
+    weight[0, :64, 0, 0] = 0
+    form = NF4(axis=-3)
+    values, scales = form.pack(jnp.asarray(weight))
+    blocks = weight.reshape(3, 2, 64, 2, 256)
+    largest = np.abs(blocks).max(axis=2)
+    units = blocks / np.where(largest > 0, largest, np.float32(1))[:, :, None]
+    codes = np.abs(units[..., None].astype(np.float64) - np.array(LEVELS)).argmin(axis=-1).reshape(3, 128, 2, 256)
+    np.testing.assert_array_equal(values, codes[:, 0::2] | codes[:, 1::2] << 4)
+    mean = np.asarray(jnp.mean(jnp.asarray(largest), axis=-1, keepdims=True))
+    unit = np.abs(largest - mean).max(axis=-1, keepdims=True) * np.float32(1 / 448)
+    stored = ((largest - mean) / unit).astype(ml_dtypes.float8_e4m3fn)
+    want = np.concatenate([x.view(np.uint8) for x in (stored, unit, mean)], axis=-1)
+    np.testing.assert_array_equal(scales, want)
+    again = np.repeat(stored.astype(np.float32) * unit + mean, 64, axis=1)
+    np.testing.assert_array_equal(form.unpack(values, scales, jnp.float32), np.array(LEVELS, np.float32)[codes] * again)
+    assert 8 * (values.nbytes + scales.nbytes) / weight.size == 4 + 8 / 64 + 64 / (64 * 256)
+    assert form.shape(values.shape) == weight.shape
+
+
+def test_nf4_packs_a_shard_like_the_whole(rng):
+    """Blocks of scales lie within shards of the last dimension, so that shards are packed and put together."""
+    weight = jnp.asarray(rng.standard_normal((64, 512)), jnp.float32)
+    whole = NF4().pack(weight)
+    halves = [NF4().pack(weight[:, i : i + 256]) for i in (0, 256)]
+    for i in range(2):
+        np.testing.assert_array_equal(whole[i], jnp.concatenate([half[i] for half in halves], axis=-1))
+    with pytest.raises(ValueError, match="96 is no multiple of 64"):
+        NF4().pack(jnp.zeros((96, 8)))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
@@ -89,6 +90,7 @@ class FixedRate:
         self.tokenizer, self.template, self.says = ByteTokenizer(), template, says
         self.max_len, self.max_sequences, self.seconds = max_len, sequences, seconds
         self.supports_priority, self.embedding_dim, self.services = True, 8, list[Service | None]()
+        self.adapter_host = None
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 
@@ -96,7 +98,13 @@ class FixedRate:
         """Accepts everything."""
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", service: Service | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        service: Service | None = None,
+        adapter: str | AdapterRevision | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Streams letters."""
         self._places = self._places or asyncio.Semaphore(self.max_sequences)

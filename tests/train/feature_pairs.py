@@ -17,13 +17,15 @@ import pytest
 from jaxllm.checkpoint.config import MemoryConfig
 from jaxllm.config import ConfigError
 from jaxllm.data import DataConfig
-from jaxllm.models import MLAConfig, MoeConfig, RopeConfig, RouterConfig, functional
+from jaxllm.models import MLAConfig, MoeConfig, RopeConfig, RouterConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.peft import AdapterConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import FEATURES, refused
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.run_model import run_model
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
@@ -136,6 +138,7 @@ SETTINGS: dict[str, Setting] = {
         run, checkpoint=dataclasses.replace(run.checkpoint, memory=MemoryConfig())
     ),
     "trainable subset": _run(trainable=("attention",)),
+    "adapter": _run(adapter=AdapterConfig("lora", rank=2, targets=("*",))),
     "frozen balance biases": _all(
         _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))), _run(trainable=("attention",))
     ),
@@ -189,7 +192,7 @@ def outcome(*names: str) -> Pair | None:
     if run is None:
         return None
     rows = refused(run, sizes_of(run), "cpu")
-    model = functional(run.model, run.parallel.rules())
+    model = run_model(run)
     if rows:
         with pytest.raises(ConfigError, match="does not go with"):
             fitting_mesh(run, model, 4, "cpu")

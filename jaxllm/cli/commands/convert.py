@@ -15,18 +15,19 @@ from jaxllm.cli.model_loading import progress_bar
 
 
 def convert(argv: list[str]) -> int:
-    """Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm`."""
+    """Convert a model to another format: `jaxllm convert SOURCE OUT --to hf|jaxllm|peft`."""
 
     def run(
         source: Annotated[str, tyro.conf.Positional],
         out: Annotated[Path, tyro.conf.Positional],
         /,
-        to: Literal["hf", "jaxllm"],
+        to: Literal["hf", "jaxllm", "peft"] | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         step: int | None = None,
         upcycle: int | None = None,
         top_k: int | None = None,
         ema: bool = False,
+        merge: bool = False,
         like: Path | None = None,
         fragments: Path | None = None,
     ) -> int:
@@ -38,7 +39,8 @@ def convert(argv: list[str]) -> int:
                 torch.distributed.checkpoint (.metadata).
             out: directory to create.
             to: hf: config.json, safetensors and tokenizer files, which transformers opens; jaxllm: a checkpoint, which
-                every command here opens like a run.
+                every command here opens like a run; peft: the adapter of a run, which the library peft opens. For a run
+                with an adapter, peft is the default, and hf is with --merge.
             dtype: dtype of the written weights. By default values are preserved: in their own dtype, or in float32 if
                 dtypes are mixed or the weights are quantised.
             step: step of a run's checkpoint; the newest by default.
@@ -46,6 +48,7 @@ def convert(argv: list[str]) -> int:
                 starts as a copy of the feed-forward layer, so that the first forward pass is the same.
             top_k: experts per token of the model that --upcycle makes, 2 by default.
             ema: write the average of a run's parameters (its setting ema.decay) in their place; by default in float32.
+            merge: write the whole model of a run with an adapter, merged into its base.
             like: directory with the config.json of the model of Megatron's or torch's checkpoint, and its tokenizer
                 files if there are any.
             fragments: file of rules by which fragments of ranks become tensors, and which names they get; by default
@@ -63,6 +66,7 @@ def convert(argv: list[str]) -> int:
                 upcycle=upcycle,
                 top_k=top_k,
                 ema=ema,
+                merge=merge,
                 like=like,
                 fragments=None if fragments is None else fragments.read_text(),
                 progress=progress,

@@ -45,6 +45,10 @@ def serve(argv: list[str]) -> int:
         kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
         layers: Literal["stacked", "apart"] = "stacked",
         mesh: str | None = None,
+        adapters: Path | None = None,
+        adapter_slots: int = 32,
+        adapter_rank: int = 64,
+        admin_key_file: Path | None = None,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -76,6 +80,12 @@ def serve(argv: list[str]) -> int:
                 on some devices and compiles longer.
             mesh: device mesh, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Each replica has
                 --max-sequences and --max-batched-tokens of its own.
+            adapters: directory of LoRA adapters in PEFT's format, each in a directory whose name is its model name; or
+                one adapter (docs/serve/adapters.md).
+            adapter_slots: with --adapters: adapters that can be on the device, and so in one step, at a time.
+            adapter_rank: with --adapters: largest rank of an adapter.
+            admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
+                and unload them while the server runs.
         """
         try:
             from jaxllm.serve import ServeConfig, backend_factory
@@ -90,20 +100,28 @@ def serve(argv: list[str]) -> int:
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
             log_prompts=log_prompts, tool_parser=tool_parser,
+            adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
+            admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
         )  # fmt: skip
+        found = None if adapters is None else find_adapters(adapters)
+        if found is None and admin_key_file is not None:
+            raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
         sizes = EngineConfig(
             max_sequences=max_sequences,
             max_batched_tokens=max_batched_tokens,
             max_len=max_len,
             top_logprobs=20,
             kv_dtype=kv_dtype,
+            adapter_slots=0 if found is None else adapter_slots,
+            adapter_rank=adapter_rank,
         )
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
-        run_server(
-            config,
-            backend_factory(lambda: LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, policy=order)),
-        )
+
+        def load() -> LLM:
+            return LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, policy=order, adapters=found)
+
+        run_server(config, backend_factory(load))
         return 0
 
     return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
@@ -115,14 +133,34 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     Raises:
         UsageError: the file cannot be read, or has no key.
     """
-    keys = [os.environ["JAXLLM_API_KEY"]] if os.environ.get("JAXLLM_API_KEY") else []
-    if file is not None:
-        try:
-            lines = file.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file} cannot be read: {error}") from None
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise UsageError(f"{file} has no API key; write one per line.")
-        keys += found
-    return tuple(keys)
+    own = (os.environ["JAXLLM_API_KEY"],) if os.environ.get("JAXLLM_API_KEY") else ()
+    return own if file is None else (*own, *keys_of(file))
+
+
+def keys_of(file: Path) -> tuple[str, ...]:
+    """API keys of a file.
+
+    Raises:
+        UsageError: the file cannot be read, or has no key.
+    """
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not found:
+        raise UsageError(f"{file} has no API key; write one per line.")
+    return tuple(found)
+
+
+def find_adapters(folder: Path) -> dict[str, Path]:
+    """Adapters in a directory by name: each directory in it that has an ``adapter_config.json``, or itself.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--adapters: there is no directory {folder}.")
+    if (folder / "adapter_config.json").exists():
+        return {folder.resolve().name: folder}
+    return {one.name: one for one in sorted(folder.iterdir()) if (one / "adapter_config.json").exists()}

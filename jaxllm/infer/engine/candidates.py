@@ -64,15 +64,18 @@ class CandidateSelector:
                 del self._searches[one.id]
                 self._cancel(one)
 
+    def owner(self, request: Request) -> Request:
+        """Request that a beam search's round is a part of; any other request itself."""
+        search = self._searches.get(request.id)
+        return request if search is None else search.request
+
     def _start_round(self, search: _RunningSearch) -> None:
         """Submits a request of one token for each beam."""
-        whole, salt = search.request.prompt, search.request.client_salt
+        request = search.request
+        same = {"salt": request.client_salt, "service": request.service, "adapter": request.adapter, "internal": True}
         search.found = {}
         search.round = [
-            self._submit(
-                [*whole, *beam.tokens], search.params, salt=salt, service=search.request.service, internal=True
-            )
-            for beam in search.beams.beams
+            self._submit([*request.prompt, *beam.tokens], search.params, **same) for beam in search.beams.beams
         ]
         self._searches |= {request.id: search for request in search.round}
 

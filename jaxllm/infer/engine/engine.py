@@ -16,6 +16,7 @@ the logits processors on the device; the detokenizer turns tokens into text on t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import secrets
@@ -30,7 +31,9 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
+from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
 from jaxllm.infer.engine import step_inputs, step_outputs
+from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.candidates import CandidateSelector
 from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
@@ -46,6 +49,7 @@ from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
+from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
@@ -53,6 +57,7 @@ from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
+from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
 
 
@@ -77,6 +82,7 @@ class Engine:
         tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
         proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none.
         predict, clock: see ``PolicyState``.
+        adapters: catalogue of the adapters that requests may name, if ``config.adapter_slots``; None: an empty one.
     """
 
     def __init__(
@@ -91,16 +97,20 @@ class Engine:
         proposer: Proposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterCatalogue | None = None,
     ):
         self.runner, self.config, self.vocab_size, self.tokenizer = runner, config, vocab_size, tokenizer
         spec = runner.spec
         self.max_len = spec.max_len
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
+        self.adapters = AdapterCatalogue() if adapters is None else adapters
+        self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
         one = functools.partial(
-            Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer
-        )
+            Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
+            self.adapter_slots,
+        )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
         self._last_result_time = clock()
@@ -129,6 +139,7 @@ class Engine:
         tpot: float | None = None,
         proposer: Proposer | None = None,
         predict: Callable[[int, int], float] | None = None,
+        adapters: AdapterCatalogue | None = None,
     ) -> Engine:
         """Builds an engine for a model and compiles all its programs.
 
@@ -140,7 +151,7 @@ class Engine:
             longest: sequence length that the model was trained on: the default of ``config.max_len``.
             mesh: mesh to serve on (tensor parallel serving, data-parallel replicas); None for one device.
             manifest: folder that compiled programs are kept in; None: nowhere.
-            policy, tpot, proposer, predict: see ``Engine``.
+            policy, tpot, proposer, predict, adapters: see ``Engine``.
             strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
 
         Raises:
@@ -156,7 +167,10 @@ class Engine:
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
         )
         whole = MultihostRunner(runner) if runner.spans_processes else runner
-        return cls(whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict)
+        return cls(
+            whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
+            adapters=adapters,
+        )  # fmt: skip
 
     @property
     def device(self) -> Runner:
@@ -173,6 +187,7 @@ class Engine:
         *,
         salt: str = "",
         service: Service | None = None,
+        adapter: str | AdapterRevision | None = None,
         internal: bool = False,
     ) -> Request:
         """Submits a request; ``step`` returns its output.
@@ -182,11 +197,13 @@ class Engine:
             params: sampling parameters.
             salt: requests share the prefix cache only with requests of the same salt.
             service: service level, for the engine's scheduling policy.
+            adapter: name of an adapter of ``adapters``: the request is served by its newest revision, to its end; or a
+                revision; None: the base.
             internal: part of another request (a beam search round); it has no output of its own.
 
         Raises:
-            ValueError: the prompt is empty or too long, a token is outside the vocabulary, or the engine was not built
-                for these parameters.
+            ValueError: the prompt is empty or too long, a token is outside the vocabulary, the engine was not built for
+                these parameters, or there is no such adapter (``AdapterNotFoundError``) or it cannot be read.
         """
         if self.runner.follows:
             raise RuntimeError(
@@ -196,9 +213,12 @@ class Engine:
         bad_words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
         request_id = next(self._request_ids)
-        cache_salt = prefix_salt(self.config, client=salt)
+        revision = self._revision(adapter) if isinstance(adapter, str) else adapter
+        cache_salt = prefix_salt(self.config, client=salt, adapter="" if revision is None else revision.salt)
         request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)
-        request.service, request.client_salt = service or request.service, salt
+        request.service, request.client_salt, request.adapter = service or request.service, salt, revision
+        if revision is not None:
+            request.service = dataclasses.replace(request.service, adapter=revision.name)
         echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
         for number in range(params.n if params.beams > 1 else params.candidates):
             detokenizer = None
@@ -253,6 +273,82 @@ class Engine:
             self.grammars.guide(params.grammar)
         return bad_words, stops
 
+    # Adapters
+
+    def load_adapter(self, name: str, source: Source) -> AdapterRevision:
+        """Adds an adapter, or a new revision of one, which the next requests get; may be called from any thread.
+
+        Args:
+            name: name of the adapter, for requests.
+            source: directory in PEFT's format, or an adapter in memory.
+
+        Raises:
+            AdapterError: it is not an adapter of this model; says what and where. Nothing is changed then.
+            ValueError: the name is not legal, or the engine serves no adapters.
+        """
+        slots, packed = self._check_adapters(), self._packed(source)
+        revision = self.adapters.add(name, source)
+        slots.keep(revision, packed)
+        return revision
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter; requests that use it go on to their end. May be called from any thread.
+
+        Raises:
+            AdapterNotFoundError: there is no such adapter.
+        """
+        for revision in self.adapters.remove(name):
+            self._check_adapters().drop(revision)
+
+    def rollback_adapter(self, name: str) -> AdapterRevision:
+        """Revision before the newest one of an adapter, which the next requests get; may be called from any thread.
+
+        Raises:
+            AdapterNotFoundError: there is no such adapter.
+            ValueError: it has no revision before.
+        """
+        self._check_adapters()
+        return self.adapters.rollback(name)
+
+    def _slots_of_adapters(self) -> AdapterSlots | None:
+        if (pool := self.runner.adapter_pool) is None:
+            return None
+
+        def load(revision: AdapterRevision) -> PackedAdapter:
+            return self._packed(revision.source)
+
+        return AdapterSlots(pool.slots, pool.columns, pool.pages, load, self.runner.write_adapter)
+
+    def _packed(self, source: Source) -> PackedAdapter:
+        assert self.runner.adapter_pool is not None
+        return self.runner.adapter_pool.pack(self.adapters.read(source))
+
+    def _check_adapters(self) -> AdapterSlots:
+        if self.adapter_slots is None:
+            raise ValueError("this engine serves no adapters: build it with adapter_slots (--adapter-slots).")
+        return self.adapter_slots
+
+    def _revision(self, name: str) -> AdapterRevision:
+        slots, revision = self._check_adapters(), self.adapters.find(name)
+        if (why := slots.failure(revision)) is not None:
+            raise AdapterError(f"the adapter {name!r} cannot be loaded: {why}")
+        return revision
+
+    def _end_unreadable(self) -> None:
+        """Ends the sequences whose adapter could not be read, with "error"."""
+        if (slots := self.adapter_slots) is None:
+            return
+        slots.collect()
+        for sequence in [*self.scheduler.waiting, *self.scheduler.forks]:
+            revision, request = sequence.request.adapter, self._selector.owner(sequence.request)
+            if revision is None or (why := slots.failure(revision)) is None:
+                continue
+            request.failure = f"the adapter {revision.name!r} cannot be loaded: {why}"
+            self._selector.forget(request)
+            for one in request.sequences:
+                if one.finish is None:
+                    self._cancelled.append(self._finish_sequence(one, "error", (), ""))
+
     # Control
 
     @property
@@ -285,19 +381,30 @@ class Engine:
         """Starts steps again after ``pause``."""
         self.paused = False
 
-    def swap(self, params: Any) -> None:
+    def swap(self, params: Any = None, *, adapter: Mapping[str, Source] | None = None) -> None:
         """Replaces the weights without compiling anything; they hold from the next token of every sequence.
+
+        Adapters get a new revision each (``load_adapter``), which holds for the next requests: those that run keep the
+        revision that they began with, and ``rollback_adapter`` goes back.
 
         The KV cache of the old weights is dropped and recomputed from the tokens so far, so that every token is
         generated by one set of weights over its whole context. ``Sequence.versions`` has the version of each token,
         counted from 0.
 
         Args:
-            params: weights of the same structure, shapes and dtypes, such as a training state's; on any devices.
+            params: weights of the same structure, shapes and dtypes, such as a training state's; on any devices. None:
+                they stay.
+            adapter: adapters by name: directories in PEFT's format, or in memory, as training has them.
 
         Raises:
             ValueError: names what differs; nothing is changed then.
         """
+        if adapter is not None:
+            slots, packed = self._check_adapters(), {name: self._packed(source) for name, source in adapter.items()}
+            for name, source in adapter.items():
+                slots.keep(self.adapters.add(name, source), packed[name])
+        if params is None:
+            return
         self.runner.swap(params)
         while self._in_flight:
             self._cancelled += self._process_result(self._in_flight.popleft())
@@ -306,6 +413,7 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """Starts the next step on the device and returns the output of the step before it."""
+        self._end_unreadable()
         out, self._cancelled = self._cancelled, []
         if self.paused and not (out or self._in_flight or self.scheduler.idle):
             raise RuntimeError("the engine is paused: call resume() first.")
@@ -320,7 +428,7 @@ class Engine:
             started = 1
         if len(self._in_flight) > started:
             out += self._process_result(self._in_flight.popleft())
-        elif not (plans or self.paused or out or self.scheduler.idle):
+        elif not (plans or self.paused or out or self.scheduler.idle or self._waits_for_adapter()):
             raise RuntimeError("the engine has requests but its scheduler found nothing to compute; this is a bug.")
         selected = self._selector.select(out)
         for delta in selected:
@@ -329,6 +437,10 @@ class Engine:
         return selected
 
     # Parts of a step
+
+    def _waits_for_adapter(self) -> bool:
+        """Waits a moment for an adapter that is being read; False if none is."""
+        return self.adapter_slots is not None and self.adapter_slots.wait(0.05)
 
     def _swap_pages(self, replica: int, plan: StepPlan) -> None:
         """Copies the KV cache of preempted sequences to the host and back, and writes the slots of admitted ones."""
@@ -351,7 +463,7 @@ class Engine:
         shape = runner.choose(many, tokens, **step_inputs.program_kind(plans))
         packed = np.zeros((len(plans), shape.inputs.size), np.int32)
         for own, plan, tables in zip(packed, plans, self.scheduler.page_tables, strict=True):
-            step_inputs.fill(plan, shape, tables, shape.inputs.views(own))
+            step_inputs.fill(plan, shape, tables, shape.inputs.views(own), self.adapter_slots)
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
             metrics.proposed_tokens += sum(len(c.proposed) for c in plan.chunks)

@@ -22,21 +22,28 @@ class Service:
 
     Attributes:
         priority: a higher one is served first.
-        key: account that the tokens are charged to.
+        key: client that the tokens are charged to.
         ttft: target time to first token in seconds; None: no target.
         tpot: target time per output token after the first, in seconds; None: no target.
+        adapter: name of the request's adapter; each adapter of a key is an account of its own.
     """
 
     priority: int = 0
     key: str = ""
     ttft: float | None = None
     tpot: float | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value!r}; give seconds above 0, or None.")
+
+    @property
+    def account(self) -> str:
+        """Account that the tokens are charged to."""
+        return f"{self.key} {self.adapter}" if self.adapter else self.key
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class View:
     Attributes:
         now: seconds.
         jobs: waiting and running jobs.
-        served: tokens served for each key, see ``GENERATED_TOKEN_COST``.
+        served: tokens served for each account, see ``GENERATED_TOKEN_COST``.
         token_seconds: seconds per prompt token; 0 while unknown.
         page_size: tokens of a page, the unit of prefix sharing.
     """
@@ -127,13 +134,13 @@ class Priority:
 
 @dataclass(frozen=True)
 class Fair:
-    """Fair sharing: next is the key with the fewest served tokens (virtual token counter, arXiv:2401.00588)."""
+    """Fair sharing: next is the account with the fewest served tokens (virtual token counter, arXiv:2401.00588)."""
 
     def order(self, view: View) -> list[int]:
-        """Takes the next job of the key with the smallest counter, and adds its prompt to the counter."""
+        """Takes the next job of the account with the smallest counter, and adds its prompt to the counter."""
         queues: dict[str, list[Job]] = {}
         for job in sorted(view.jobs, key=lambda job: (not job.running, job.id)):
-            queues.setdefault(job.service.key, []).append(job)
+            queues.setdefault(job.service.account, []).append(job)
         counts = {key: view.served.get(key, 0.0) for key in queues}
         out = []
         while queues:

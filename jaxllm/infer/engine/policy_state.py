@@ -33,7 +33,7 @@ class PolicyState:
     Attributes:
         step_times: model of step durations, updated by the engine.
         lengths: lengths of the completions that ended.
-        served: tokens served so far for each key, see ``GENERATED_TOKEN_COST``.
+        served: tokens served so far for each account, see ``GENERATED_TOKEN_COST``.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class PolicyState:
         new.rank, new.arrived = new.order, self.clock()
         request = new.request
         new.predicted = (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
-        active = {one.request.service.key for one in others}
-        if self.policy is not None and request.service.key not in active:
-            self.served = raise_new_key(self.served, request.service.key, sorted(active))
+        active = {one.request.service.account for one in others}
+        if self.policy is not None and request.service.account not in active:
+            self.served = raise_new_key(self.served, request.service.account, sorted(active))
 
     def finish(self, old: sequence.Sequence) -> None:
         """Records the length of a sequence that has ended."""
@@ -66,9 +66,9 @@ class PolicyState:
             self.lengths = self.lengths.with_completion(len(old.request.prompt), old.generated)
 
     def charge(self, one: sequence.Sequence, prompt: int, generated: int) -> None:
-        """Charges a sequence's key for prompt tokens and generated tokens."""
+        """Charges a sequence's account for prompt tokens and generated tokens."""
         if self.policy is not None:
-            key = one.request.service.key
+            key = one.request.service.account
             self.served[key] = self.served.get(key, 0.0) + prompt + GENERATED_TOKEN_COST * generated
 
     def rank(self, running: Sequences, waiting: Sequences, page_size: int) -> int:

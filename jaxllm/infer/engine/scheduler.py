@@ -18,6 +18,7 @@ from collections import deque
 
 import numpy as np
 
+from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
@@ -40,6 +41,7 @@ class Scheduler:
         policy_state: scheduling policy; None: first come, first served.
         rules: retention rule of each layer group, or None; None: no group has one.
         proposer: proposes tokens to verify; None: no speculative decoding.
+        adapters: slots of adapters, those of all replicas; None: the engine serves none.
 
     Attributes:
         running: sequences in the batch.
@@ -60,8 +62,9 @@ class Scheduler:
         policy_state: PolicyState | None = None,
         rules: list[RetentionRule | None] | None = None,
         proposer: Proposer | None = None,
+        adapters: AdapterSlots | None = None,
     ):
-        self.policy_state, self.proposer = policy_state or PolicyState(), proposer
+        self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
         self.rules = rules or [None] * len(counts)
         self.config, self.windows, self.page_size = config, windows, page_size
         self.pages = [PageAllocator(count) for count in counts]
@@ -144,8 +147,10 @@ class Scheduler:
             if sequence.slot >= 0 and count and self._reserve(sequence, count, plan):
                 self._schedule(plan, sequence, count)
                 budget -= count
+        if self.adapters is not None:
+            self._prepare_adapters(self.adapters)
         while self._admissible and self._slots and budget > 0 and not plan.swap_out:
-            if count := self._admit(self.waiting[0], budget, plan):
+            if count := self._admit_pinned(self.waiting[0], budget, plan):
                 budget -= count
                 self._admissible -= 1
             elif self.running or not self._free_waiting(1):
@@ -335,6 +340,8 @@ class Scheduler:
         if sequence.slot >= 0:
             self._slots.append(sequence.slot)
             sequence.slot = -1
+            if self.adapters is not None and sequence.request.adapter is not None:
+                self.adapters.unpin(sequence.request.adapter)
         if not keep:
             sequence.computed = sequence.registered = sequence.unsettled = 0
             sequence.cleared = [0] * len(self.pages)
@@ -389,6 +396,26 @@ class Scheduler:
                     for page in own:
                         if page != NO_PAGE:
                             pages.share(page)
+
+    def _prepare_adapters(self, adapters: AdapterSlots) -> None:
+        """Loads the adapters of waiting sequences; those whose adapter is being read let the others pass."""
+        admissible = list(self.waiting)[: self._admissible]
+        adapters.prepare(s.request.adapter for s in admissible if s.request.adapter is not None)
+        ready = [s for s in admissible if s.request.adapter is None or adapters.is_ready(s.request.adapter)]
+        if len(ready) < len(admissible):
+            passed = {id(s) for s in ready}
+            rest = [s for s in self.waiting if id(s) not in passed]
+            self.waiting, self._admissible = deque([*ready, *rest]), len(ready)
+
+    def _admit_pinned(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """``_admit`` for a sequence whose adapter, if it has one, gets a slot that it keeps while the sequence runs."""
+        if self.adapters is None or (adapter := sequence.request.adapter) is None:
+            return self._admit(sequence, budget, plan)
+        if not self.adapters.pin(adapter):
+            return 0
+        if not (count := self._admit(sequence, budget, plan)):
+            self.adapters.unpin(adapter)
+        return count
 
     def _admit(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Admits the first waiting sequence with a chunk that fits; returns its length, 0 if nothing fits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.engine.page_allocator import page_hash
 from jaxllm.infer.engine.policies import Service
@@ -33,6 +34,8 @@ class Request:
         internal: part of another request; it has no output of its own.
         service: service level, for scheduling policies.
         client_salt: the part of ``salt`` that the client asked for.
+        adapter: LoRA adapter that its sequences use, in the revision that was the newest when it came; None: the base.
+        failure: why its sequences ended with "error", if they did.
     """
 
     id: int
@@ -49,6 +52,8 @@ class Request:
     internal: bool = False
     service: Service = field(default_factory=Service)
     client_salt: str = ""
+    adapter: AdapterRevision | None = None
+    failure: str = ""
 
     @property
     def outputs(self) -> list[Sequence]:

@@ -6,19 +6,27 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.step_shape import DEVICE_STOP_TOKENS, StepShape
 
 
-def fill(plan: StepPlan, shape: StepShape, tables: Iterable[np.ndarray], x: Mapping[str, np.ndarray]) -> None:
+def fill(
+    plan: StepPlan,
+    shape: StepShape,
+    tables: Iterable[np.ndarray],
+    x: Mapping[str, np.ndarray],
+    adapters: AdapterSlots | None = None,
+) -> None:
     """Fills the views of a step's input buffer, all of them zero.
 
     Args:
         plan, shape: plan and program of the step; a replica with nothing to do has a plan without chunks.
         tables: int32[R, J], page table of every slot, per layer group.
         x: ``shape.inputs.views(...)``.
+        adapters: adapters on the device; None: the engine serves none.
     """
     chunks, many = plan.chunks, len(plan.chunks)
     counts = np.fromiter((c.count for c in chunks), np.int32, many)
@@ -50,6 +58,11 @@ def fill(plan: StepPlan, shape: StepShape, tables: Iterable[np.ndarray], x: Mapp
         x["proposed"][:many] = [len(c.proposed) for c in chunks]
     if shape.retained and chunks:
         x["fresh"][:, :many] = np.swapaxes([c.fresh for c in chunks], 0, 1)
+    if adapters is not None:
+        used = [c.sequence.request.adapter for c in chunks]
+        x["adapters"][:many] = [-1 if one is None else adapters.slot(one) for one in used]
+        x["adapters"][many:] = -1
+        x["adapter_tables"][...], x["adapter_scales"][...] = adapters.tables, adapters.scales
     if shape.full:
         _fill_full(plan, x)
     if shape.full and not shape.decode:

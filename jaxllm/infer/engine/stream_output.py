@@ -18,7 +18,8 @@ class OutputDelta:
             comes first.
         logprobs: log-probabilities of the tokens, if requested.
         top: top tokens at each position and their log-probabilities, if requested.
-        finish: "stop", "length", "cancelled", "error" (its grammar exceeded its work limit); None while it runs.
+        finish: "stop", "length", "cancelled", "error" (its grammar exceeded its work limit, or its adapter
+            cannot be read, see ``Request.failure``); None while it runs.
     """
 
     request: Request

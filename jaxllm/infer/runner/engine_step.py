@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.infer.runner import logits_processors, sampler
+from jaxllm.infer.runner.adapted_weight import with_rows
 from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
@@ -43,6 +44,7 @@ class StepBatch(NamedTuple):
         starts, kv_lens: see ``PagedCache``.
         tables: page table of each group of layers.
         columns: see ``PagedCache``.
+        adapters: arguments of ``with_rows``; None in an engine without adapters.
     """
 
     tokens: Int[Array, "*B T"]
@@ -51,6 +53,7 @@ class StepBatch(NamedTuple):
     kv_lens: Int[Array, "*B S"]
     tables: tuple[Int[Array, "*B S J"], ...]
     columns: tuple[Int[Array, "*B S"] | None, ...] | None = None
+    adapters: tuple[Array, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +165,12 @@ class EngineStep:
                 x["fresh"][shape.retained.index(g), :, 1] if g in shape.retained else None for g in range(shape.groups)
             )
         rows = RaggedBatch(tables[0], x["starts"], kv_lens).tokens(self.shape.tokens)
-        return StepBatch(tokens, jnp.where(rows.real, rows.position, 0), x["starts"], kv_lens, tables, columns)
+        adapters = None
+        if shape.adapters is not None:
+            slots = jnp.where(rows.real, x["adapters"][rows.request], -1)
+            adapters = slots, x["adapter_tables"], x["adapter_scales"]
+        positions = jnp.where(rows.real, rows.position, 0)
+        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters)
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
@@ -172,6 +180,8 @@ class EngineStep:
         )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
+            if batch.adapters is not None:
+                params = with_rows(params, *batch.adapters)
         hidden, ctx = self.forward_model.forward(params, tokens, positions, ctx)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, sharding.constrain(hidden, "batch", "residual_seq", "act_embed")

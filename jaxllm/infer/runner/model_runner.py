@@ -24,6 +24,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner import logits_processors
+from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.engine_step import EngineStep
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups
@@ -53,6 +54,7 @@ class ModelRunner:
         program_cache: cache of the compiled programs, with counts of compilations.
         spans_processes: the mesh has devices of several processes, see ``multihost``.
         follows: always False, see ``Runner``.
+        adapter_pool: layout of the pool of adapters; None without ``adapter_slots``.
     """
 
     follows = False
@@ -85,6 +87,12 @@ class ModelRunner:
                 replicas = sharding.axis_size("batch")
         self.params = params
         self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        self.adapter_pool = AdapterPool(self.model, params, config) if config.adapter_slots else None
+        # The weights as the programs take them: with the pool of adapters, where there is one.
+        self._factors, self._abstract_weights = (), self._abstract
+        if self.adapter_pool is not None:
+            self._factors = self.adapter_pool.arrays(self._weight_sharding)
+            self._abstract_weights = self.adapter_pool.weights(self._abstract, self._factors)
         groups = layer_groups(model.config, config.kv_dtype, config.retention)
         max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
@@ -96,7 +104,7 @@ class ModelRunner:
             *config_key(model.config, config),
             str(self.model.rules),
             [source_of(row) for group in groups for row in (group.format().kv_format, group.rule)],
-            describe(self._abstract),
+            describe(self._abstract_weights),
             vocab_size,
             max_len,
         ]
@@ -110,6 +118,8 @@ class ModelRunner:
         self._swaps = config.preemption == "swap"
         self.programs = self.program_cache.compile_all(self._programs())
         with self._on_mesh():
+            self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
+            self._combine()
             self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
             self.last = put(np.zeros((replicas, config.max_sequences), np.int32), self._per_replica)
             if self._full:
@@ -136,7 +146,7 @@ class ModelRunner:
         """Starts a step; the copy of its result to the host has begun when this returns."""
         program = self.programs[shape.name]
         with self._on_mesh():
-            arguments = self.params, self.pools, self.last, put(packed, self._per_replica)
+            arguments = self._weights, self.pools, self.last, put(packed, self._per_replica)
             if shape.full:
                 legal = self._all_tokens[_mask_rows(shape)] if masks is None else put(masks, self._per_replica)
                 self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
@@ -182,6 +192,19 @@ class ModelRunner:
             params = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, params)
         # Always copied, even if the sharding is right already: a training step donates its buffers.
         self.params = jax.tree.map(lambda x, there: put(x, there.sharding, may_alias=False), params, self._abstract)
+        self._combine()
+
+    def write_adapter(self, page: int, content: Page) -> None:
+        """Writes a page of an adapter into the pool of adapters."""
+        with self._on_mesh():
+            placed = tuple(put(x, there) for x, there in zip(content, self._page_shardings, strict=True))
+            number = put(np.full(self.spec.replicas, page, np.int32), self._per_replica)
+            self._factors = self.programs["adapter"](self._factors, number, placed)
+        self._combine()
+
+    def _combine(self) -> None:
+        pool = self.adapter_pool
+        self._weights = self.params if pool is None else pool.weights(self.params, self._factors)
 
     def follow(self, weights: Callable[[], Any] | None = None) -> None:
         """Not supported in an engine of one process; see ``MultihostRunner``.
@@ -248,7 +271,7 @@ class ModelRunner:
             largest = self._step(self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers))
             temporaries = self.program_cache.compile_all([largest])[largest.name].memory.temp_size_in_bytes
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
-            weights, slots = map(_bytes_of, (self._abstract, self._abstract_state() if self._full else ()))
+            weights, slots = map(_bytes_of, (self._abstract_weights, self._abstract_state() if self._full else ()))
             room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - weights - temporaries - slots
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
@@ -310,6 +333,7 @@ class ModelRunner:
             logprob_dtype=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
             rows=1 if decode else 1 + self.config.verify_tokens,
             retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
+            adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
         )
 
     def _programs(self) -> list[EngineProgram]:
@@ -319,6 +343,11 @@ class ModelRunner:
             row = logits_processors.slot_buffer(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
             programs.append(EngineProgram("seat", self._by_rules(seat), arguments, donated=("state",)))
+        if self.adapter_pool is not None:
+            content = self.adapter_pool.page(self._factors)
+            self._page_shardings = [x.sharding for x in content]
+            arguments = {"arrays": self._factors, "page": self._abstract_ints(), "content": content}
+            programs.append(EngineProgram("adapter", self.adapter_pool.write, arguments, donated=("arrays",)))
         for group in range(len(self.spec.groups)) if self._swaps else ():
             pool, pages = self._abstract_pools()[group], self._abstract_ints(PAGES_PER_TRANSFER)
             place = self._sharding(*TRANSFER_AXES)
@@ -347,7 +376,7 @@ class ModelRunner:
 
     def _step(self, shape: StepShape) -> EngineProgram:
         arguments = {
-            "params": self._abstract,
+            "params": self._abstract_weights,
             "pools": self._abstract_pools(),
             "last": self._abstract_ints(shape.slots),
             "packed": self._abstract_ints(shape.inputs.size),
@@ -397,6 +426,13 @@ class ModelRunner:
     def _per_replica(self) -> jax.sharding.Sharding:
         """Sharding of arrays whose first dimension is replicas."""
         return self._sharding("batch")
+
+    def _weight_sharding(self, axes: sharding.LogicalAxes, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        """Sharding of factors of a weight with these logical axes: as the weight is used, not as it is stored."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(_device_of(self.params))
+        spec = self.model.rules.spec(axes, self.mesh, shape, gathered=True, what="adapter")
+        return jax.NamedSharding(self.mesh, spec)
 
     def _sharding(self, *logical: str | None) -> jax.sharding.Sharding:
         if self.mesh is None:

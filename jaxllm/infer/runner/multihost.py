@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
@@ -78,6 +79,11 @@ class MultihostRunner:
         return self._runner.mesh
 
     @property
+    def adapter_pool(self) -> AdapterPool | None:
+        """Layout of the pool of adapters."""
+        return self._runner.adapter_pool
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of KV cache per token, in all layers and on all shards."""
         return self._runner.token_bytes
@@ -115,6 +121,11 @@ class MultihostRunner:
         """Copies pages into a replica's pool, in every process."""
         self._tell("write", [replica, group, pages], *jax.tree.leaves(content))
         self._runner.write(replica, group, pages, content)
+
+    def write_adapter(self, page: int, content: Page) -> None:
+        """Writes a page of an adapter into the pool of adapters, in every process."""
+        self._tell("adapter", [page], *content)
+        self._runner.write_adapter(page, content)
 
     def swap(self, params: Any) -> None:
         """Replaces the weights in every process; the others bring their own shards, see ``follow``."""
@@ -164,6 +175,9 @@ class MultihostRunner:
                 runner.run(runner.shape(*values), *arrays)
             elif name == "seat":
                 runner.seat(*values, *arrays)
+            elif name == "adapter":
+                (page,) = values
+                runner.write_adapter(page, tuple(arrays))
             elif name == "read":
                 runner.read(*values)
             else:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.step_shape import StepShape
@@ -71,6 +72,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def adapter_pool(self) -> AdapterPool | None:
+        """Layout of the pool of adapters; None: the engine serves none."""
+        ...
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of KV cache per token, in all layers."""
         ...
@@ -122,6 +128,10 @@ class Runner(Protocol):
 
     def write(self, replica: int, group: int, pages: list[int], content: Any) -> None:
         """Copies pages that ``read`` returned back into a replica's pool, to swap a sequence in."""
+        ...
+
+    def write_adapter(self, page: int, content: Page) -> None:
+        """Writes a page of an adapter into the pool of adapters, on all replicas."""
         ...
 
     def swap(self, params: Any) -> None:

@@ -34,6 +34,7 @@ class StepShape:
         rows: last rows of each request whose logits are computed in a step with prefill: 1, or more for steps that
             verify proposed tokens.
         retained: indices of the groups with a retention rule.
+        adapters: (slots, pages of the largest) of the adapters on the device; None: the engine serves none.
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class StepShape:
     logprob_dtype: str
     rows: int = 1
     retained: tuple[int, ...] = ()
+    adapters: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -67,7 +69,8 @@ class StepShape:
         request; ``copies`` after the first ``copied`` are not done; ``fresh`` are (first, stop) of the columns of a
         page table that the request has got since its last step, of groups with a retention rule, and ``stop`` is the
         number of its pages; ``proposed`` is the number of tokens to verify at the end of the request's rows;
-        ``targets`` are the tokens to be scored, -1 for none.
+        ``targets`` are the tokens to be scored, -1 for none; ``adapters`` are the slots of the requests' adapters, -1
+        for none, and ``adapter_tables`` and ``adapter_scales`` say what is in all slots.
         """
         s = self.requests
         fields = [
@@ -85,6 +88,9 @@ class StepShape:
             fields += [("fresh", (len(self.retained), s, 2), "int32")]
         if self.verifies:
             fields += [("proposed", (s,), "int32")]
+        if self.adapters is not None:
+            fields += [("adapters", (s,), "int32"), ("adapter_tables", self.adapters, "int32")]
+            fields += [("adapter_scales", self.adapters[:1], "float32")]
         if self.decode:
             fields += [("steps", (), "int32"), ("stops", (s, DEVICE_STOP_TOKENS), "int32")]
         if self.full:

@@ -16,16 +16,22 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, MoeConfig, functional
+from jaxllm.models.packed_weight import is_packed
 from jaxllm.models.param_subset import trainable_mask
+from jaxllm.models.params import allows_unreduced_grad
 from jaxllm.models.remat import offloaded_share
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.stage_split import Remat
+from jaxllm.peft.adapted_model import adapted_model
+from jaxllm.peft.adapter_method import AdapterConfig
+from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import causal_mean
 from pallas_kernels.flash_attention.xla import KV_BLOCK, MIN_BAND, QUERY_BANDS
 from sharding import LogicalAxes, MeshSpec, Rules
 
+NO_ADAPTER = AdapterConfig()
 KERNEL_DTYPES = ("bfloat16", "float32")
 KERNEL_HEAD_DIM = 256
 """Compute dtypes and largest head dim of the flash attention kernels (``pallas_kernels.flash_attention.blockwise``)."""
@@ -47,6 +53,7 @@ class DeviceWeight:
         matrix: whether it is used in matmuls.
         expert: whether it belongs to an expert.
         exchanged: whether to one whose rows devices exchange, see ``is_exchanged``.
+        bytes: of an element as it is stored, where it is packed; 0: those of the parameters' dtype.
     """
 
     name: str
@@ -59,6 +66,7 @@ class DeviceWeight:
     matrix: bool
     expert: bool
     exchanged: bool
+    bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class DeviceWork:
         sizes = dict(mesh.axes)
         stages = sizes.get("stage", 1)
         rules = rules_of(run.parallel)
-        weights = _weights(architecture(run.model), rules, mesh)
+        weights = _weights(architecture(run.model), rules, mesh, run.adapter)
         shape = (run.data.batch_size // run.accumulate, run.data.seq_len)
         count = lambda *axes: _local(rules, mesh, axes, shape)  # noqa: E731
         return cls(
@@ -123,9 +131,9 @@ class DeviceWork:
     @property
     def trained(self) -> tuple[DeviceWeight, ...]:
         """Parameters that the run trains: those with gradients and optimizer state."""
-        if not self.run.trainable:
+        if not self.run.trainable and not self.run.adapter:
             return self.weights
-        names = trained_names(architecture(self.run.model), self.run.trainable)
+        names = trained_names(architecture(self.run.model), self.run.trainable, self.run.adapter)
         return self.weights if names is None else tuple(w for w in self.weights if w.name in names)
 
     def exchanges_rows(self, moe: MoeConfig) -> bool:
@@ -182,12 +190,13 @@ def is_exchanged(moe: MoeConfig, shards: int) -> bool:
 
 
 class ParameterLeaf(NamedTuple):
-    """Declaration of a parameter: path, shape, logical axes, and whether it is a matrix."""
+    """Declaration of a parameter: path, shape, logical axes, whether it is a matrix, and bytes of a packed element."""
 
     name: str
     shape: tuple[int, ...]
     axes: LogicalAxes
     matrix: bool
+    bytes: float = 0.0
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,9 +212,12 @@ def rules_of(parallel: ParallelConfig) -> Rules:
 
 
 @functools.lru_cache(maxsize=64)
-def trained_names(config: DecoderConfig, trainable: tuple[str, ...]) -> frozenset[str] | None:
-    """Paths of the parameters that ``RunConfig.trainable`` chooses; None for all."""
-    mask = trainable_mask(functional(config), trainable)
+def trained_names(
+    config: DecoderConfig, trainable: tuple[str, ...], adapter: AdapterConfig = NO_ADAPTER
+) -> frozenset[str] | None:
+    """Paths of the parameters that ``RunConfig.trainable`` and the adapter choose; None for all."""
+    own = ADAPTER_METHODS[adapter.kind].trained if adapter else ()
+    mask = trainable_mask(adapted_model(functional(config), adapter), (*own, *trainable))
     if mask is None:
         return None
     found = jax.tree_util.tree_leaves_with_path(mask)
@@ -213,16 +225,23 @@ def trained_names(config: DecoderConfig, trainable: tuple[str, ...]) -> frozense
 
 
 @functools.lru_cache(maxsize=64)
-def leaves_of(config: DecoderConfig) -> tuple[ParameterLeaf, ...]:
-    """All parameters of a model."""
-    model = functional(config)
-    logical = jax.tree.leaves(model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
-    matrices = jax.tree.leaves(model.matrices())
-    found = jax.tree_util.tree_leaves_with_path(model.abstract())
-    return tuple(
-        ParameterLeaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, axes, matrix)
-        for (path, leaf), axes, matrix in zip(found, logical, matrices, strict=True)
-    )
+def leaves_of(config: DecoderConfig, adapter: AdapterConfig = NO_ADAPTER) -> tuple[ParameterLeaf, ...]:
+    """All parameters of a model and its adapter; a packed weight is one, of its dense shape."""
+
+    def leaf(path: tuple, node: Any) -> ParameterLeaf:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        arrays = [node.values, node.scales] if is_packed(node) else [node]
+        shapes = [(*one.stack, *one.param.get_value().shape) for one in arrays]
+        first = arrays[0]
+        axes = ("layers",) * len(first.stack) + first.param.get_metadata()["logical_axes"]
+        if not is_packed(node):
+            return ParameterLeaf(name, shapes[0], axes, allows_unreduced_grad(first.param))
+        dense = node.format.shape(shapes[0])
+        return ParameterLeaf(name, dense, axes, True, sum(map(math.prod, shapes)) / math.prod(dense))
+
+    declared = adapted_model(functional(config), adapter).declared()
+    found = jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_packed)
+    return tuple(leaf(path, node) for path, node in found)
 
 
 def architecture(config: DecoderConfig) -> DecoderConfig:
@@ -237,9 +256,9 @@ def with_remat(config: DecoderConfig, remat: str) -> DecoderConfig:
 
 
 @functools.lru_cache(maxsize=4096)
-def _weights(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> tuple[DeviceWeight, ...]:
+def _weights(config: DecoderConfig, rules: Rules, mesh: MeshSpec, adapter: AdapterConfig) -> tuple[DeviceWeight, ...]:
     stages, abstract = dict(mesh.axes).get("stage", 1), mesh.abstract()
-    return tuple(_weight(config, rules, abstract, stages, *leaf) for leaf in leaves_of(config))
+    return tuple(_weight(config, rules, abstract, stages, *leaf) for leaf in leaves_of(config, adapter))
 
 
 def _weight(
@@ -251,6 +270,7 @@ def _weight(
     shape: tuple[int, ...],
     axes: LogicalAxes,
     matrix: bool,
+    packed: float,
 ) -> DeviceWeight:
     stored = _part(shape, rules.spec(axes, mesh, shape), mesh)
     used = _part(shape, rules.spec(axes, mesh, shape, gathered=True), mesh)
@@ -282,6 +302,7 @@ def _weight(
         matrix,
         expert,
         exchanged,
+        packed,
     )
 
 

@@ -136,7 +136,7 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     check_optimizer(run)
     wide = jnp.dtype(run.model.param_dtype).itemsize
     laid = tiled if topology.platform == "tpu" else math.prod
-    parameters = sum(laid(w.shape) for w in work.weights) * wide
+    parameters = round(sum(laid(w.shape) * (w.bytes or wide) for w in work.weights))
     copies = copies_on(topology)
     kept, host = _activations(work, copies)
     state = state_bytes(work, sum(laid(w.shape) for w in work.trained) * wide, laid)

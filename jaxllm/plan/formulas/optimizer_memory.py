@@ -14,6 +14,9 @@ from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig
 from jaxllm.models.param_subset import select, trainable_mask
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer
+from jaxllm.peft.adapted_model import adapted_model
+from jaxllm.peft.adapter_method import AdapterConfig
+from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.plan.formulas.device_work import DeviceWork, architecture, cached_model, rules_of
 from jaxllm.train import RunConfig
 from jaxllm.train.step.subset_update import subset_optimizer
@@ -53,7 +56,13 @@ def state_bytes(work: DeviceWork, parameters: int, laid: Callable[[Sequence[int]
         return spec.arrays * parameters + spec.counters * COUNTER
     same = replace(optim, schedule=ScheduleConfig("constant"))  # cache key
     return _abstract_bytes(
-        architecture(work.run.model), same, rules_of(work.run.parallel), work.mesh, laid, work.run.trainable
+        architecture(work.run.model),
+        same,
+        rules_of(work.run.parallel),
+        work.mesh,
+        laid,
+        work.run.trainable,
+        work.run.adapter,
     )
 
 
@@ -78,9 +87,11 @@ def _abstract_bytes(
     mesh: MeshSpec,
     laid: Callable[[Sequence[int]], int],
     trainable: tuple[str, ...],
+    adapter: AdapterConfig,
 ) -> int:
-    model = cached_model(config, rules)
-    trained = trainable_mask(model, trainable)
+    model = adapted_model(cached_model(config, rules), adapter)
+    own = ADAPTER_METHODS[adapter.kind].trained if adapter else ()
+    trained = trainable_mask(model, (*own, *trainable))
     transform = subset_optimizer(optimizer(optim, 1, select(trained, model.logical_axes())), trained)
     state = abstract_state(model, transform, mesh.abstract())
     return sum(

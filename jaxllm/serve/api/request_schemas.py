@@ -313,6 +313,19 @@ _EITHER: list[Any] = [
 ]
 
 
+class LoadAdapterRequest(RequestModel):
+    """Body of `POST /v1/load_lora_adapter`: a directory in PEFT's format, which gets a name."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class AdapterNameRequest(RequestModel):
+    """Body of `POST /v1/unload_lora_adapter` and `POST /v1/rollback_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+
+
 class TokenizeRequest(RequestModel):
     """Body of `POST /tokenize`: a text, or a conversation."""
 

@@ -139,6 +139,8 @@ class ModelCard(ResponseModel):
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | None = None
+    """Base of an adapter; absent for the base itself."""
 
 
 class ModelList(ResponseModel):
@@ -184,6 +186,15 @@ class Detokenized(ResponseModel):
     """Response of `POST /detokenize`."""
 
     prompt: str
+
+
+class AdapterState(ResponseModel):
+    """Response of the routes that load, unload and roll back adapters."""
+
+    id: str
+    object: Literal["adapter"]
+    revision: int | None
+    """Revision that the next requests get; null once the adapter is unloaded."""
 
 
 class Status(ResponseModel):

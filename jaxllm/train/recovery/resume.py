@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.checkpoint import CheckpointCorruptError, state_providers
 from jaxllm.config import differences, from_dict
 from jaxllm.train.config import RunConfig
+from jaxllm.train.frozen_base import trained_only
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
 from jaxllm.train.step.step_chain import link_states, saved_state
@@ -30,7 +31,9 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
     """
     if saver.latest() is None:
         params = None
-        if run.init_model is not None:
+        if run.base is not None:
+            params = run.base.start_params(run.first_gradients)
+        elif run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
         extras = link_states(run.links)
         return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, extras), 0
@@ -38,7 +41,7 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
         state_providers.check_providers(meta, run.also)
-    saved = saved_state(run.abstract, run.links)
+    saved = trained_only(run.base, saved_state(run.abstract, run.links))
     found = saver.resume(state_providers.with_provider_targets(saved, run.also))
     if found is None:  # another process emptied the directory meanwhile
         raise ResumeError(f"the checkpoints in {run.directory.checkpoints} have been deleted; start again.")
@@ -57,6 +60,15 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             "run under another name."
         )
     state = state_providers.restore_providers(saved, found.state, found.meta, run.also)
+    if run.base is not None:
+        params = run.base.start_params()
+        if found.meta["base"] != run.base.facts():
+            raise ResumeError(
+                f"{run.directory.path} holds adapters of another base: {found.meta['base']}, now {run.base.facts()}. "
+                f"Restore the parameters of init_from = {run.config.init_from!r}, or start a new run under another "
+                "name."
+            )
+        state = run.base.with_base(state, params)
     fresh = link_states([link for link in run.links if link.transient])
     state = dataclasses.replace(state, extras={**state.extras, **init_extras(fresh, state.params, run.abstract)})
     run.batches, step = run.batches.at_cursor(found.meta["cursor"])

@@ -182,7 +182,7 @@ def value_and_grad(
     def run(
         params: Any, batch: Any, numerics: Numerics | None = None, tree: DifferentiatedTree = trained_params
     ) -> tuple[Any, ...]:
-        if has_packed(params):
+        if has_packed(params if trainable is None else select(trainable, params)):
             raise NotImplementedError(
                 'training: weights are packed (quantised) and have no gradients; load the model with weights = "plain".'
             )

@@ -8,9 +8,10 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import Functional
-from jaxllm.models.param_subset import select, trainable_mask
+from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, optimizer, schedule
 from jaxllm.train.config import RunConfig
+from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.param_average import parameter_average
 from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
 from jaxllm.train.step.step_links import (
@@ -103,6 +104,6 @@ def run_state(
 def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:
     """Optimizer of a run, for its trainable parameters; optimizer offload (``config.host``) updates layer by layer."""
     every = config.host.device_every if config.host.optimizer else 0
-    trained = trainable_mask(model, config.trainable)
+    trained = trained_params(config, model)
     found = optimizer(config.optim, config.steps, select(trained, model.logical_axes()), every)
     return subset_optimizer(found, trained)

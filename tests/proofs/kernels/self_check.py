@@ -14,6 +14,7 @@ from tests.proofs.kernels.mutants import bodies, mutated
 OPERATIONS = {
     "flash": "flash_attention",
     "grouped": "grouped_matmul",
+    "lora": "grouped_lora",
     "paged": "paged_attention",
     "cross_entropy": "linear_cross_entropy",
 }

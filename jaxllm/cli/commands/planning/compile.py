@@ -112,14 +112,14 @@ def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep:
     """Report on a compiled program that was saved to the file ``keep``."""
     from jaxllm.compiler import aot, live_ranges, program_walker
     from jaxllm.compiler.program_report import ProgramReport
-    from jaxllm.models import functional
     from jaxllm.plan.hardware import Cluster, HardwareError
     from jaxllm.plan.timeline_rates import rates_of
     from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
 
     text, placement = aot.kept(keep)
     try:
-        mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), topology.num_devices)
+        mesh = fitting_mesh(config, run_model(config), topology.num_devices)
         rates = rates_of(Cluster.parse(topology.name), mesh)
     except HardwareError:  # CPUs are not in the hardware table; the page then shows sizes only
         rates = None

@@ -113,9 +113,9 @@ def _layouts(
     config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibration: Calibration
 ) -> list[ParallelLayout]:
     """Searches and prints the best layouts; prints why and returns none where none fits."""
-    from jaxllm.models import functional
     from jaxllm.plan import layout_search, plan_view
     from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
 
     tokens = config.data.batch_size * config.data.seq_len
     print(
@@ -123,7 +123,7 @@ def _layouts(
         f"{config.data.batch_size} rows of {config.data.seq_len:,}, {tokens:,} tokens a step"
     )
     if as_is:
-        mesh = fitting_mesh(config, functional(config.model, config.parallel.rules()), cluster.devices)
+        mesh = fitting_mesh(config, run_model(config), cluster.devices)
         layouts = [layout_search.predict_layout(config, mesh, cluster, calibration)]
         tried = 1
     else:

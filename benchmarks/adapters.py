@@ -1,0 +1,191 @@
+"""LoRA adapters while serving: tokens per second with several in a batch over the base alone, and bytes of a step.
+
+    python -m benchmarks.adapters [--model smollm2] [--batch 32] [--ranks 8,16] [--counts 1,8,16,32] [--json FILE]
+    python -m benchmarks.adapters --on v6e:1x1,h100:1x1 [--slots 8,32] [--rank 16] [--tiny]
+
+The first decodes on this machine, with random adapters of every projection. The engine without slots, and the one with
+slots serving the base and 1, 8, ... adapters in a batch of the same sequences, take turns; the median counts. The
+second compiles the decode step of the recipe llama3_8b in bfloat16 for a device far away and reads its bytes from the
+program's text, as ``benchmarks.engine_bytes`` does; every slot is counted as in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def random_adapter(model: Any, seed: int, rank: int) -> Any:
+    """Adapter of every projection, with small random factors."""
+    from jaxllm.peft import Adapter, LowRank
+    from jaxllm.peft.adapter import factor_shapes
+
+    rng, factors = np.random.default_rng(seed), {}
+    for path, linear in model.linears().items():
+        a, b = (rng.normal(size=shape).astype(np.float32) * 0.01 for shape in factor_shapes(linear, rank))
+        factors[path] = LowRank(a, b, 1.0)
+    return Adapter("lora", factors, {path: (rank,) * one.a.shape[0] for path, one in factors.items()})
+
+
+def decode_seconds(engine: Any, batch: int, tokens: int, adapters: Sequence[str | None]) -> float:
+    """Seconds from the last first token to the last token of a batch, whose sequences use the adapters in turn."""
+    from jaxllm.infer import SamplingParams
+
+    rng, params = np.random.default_rng(0), SamplingParams(max_tokens=tokens, temperature=0.0)
+    for i in range(batch):
+        engine.submit(rng.integers(0, engine.vocab_size, 16), params, adapter=adapters[i % len(adapters)])
+    seen: set[int] = set()
+    first = time.perf_counter()
+    while engine.busy:
+        for delta in engine.step():
+            if delta.tokens and delta.request.id not in seen:
+                seen.add(delta.request.id)
+                first = time.perf_counter()
+    return time.perf_counter() - first
+
+
+def measure(model: str, batch: int, tokens: int, rank: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Tokens per second of each way to serve a batch."""
+    from jaxllm.infer import Engine, EngineConfig, load_model
+
+    loaded = load_model(model)
+    sizes = EngineConfig(
+        max_sequences=batch, max_batched_tokens=max(64, batch), max_len=16 + tokens, buckets=(max(64, batch),),
+        samplers=("plain",), prefix_cache=False, decode_steps=16,
+    )  # fmt: skip
+
+    def built(slots: int) -> Any:
+        config = dataclasses.replace(sizes, adapter_slots=slots, adapter_rank=rank)
+        return Engine.of(loaded.model, loaded.params, config, mesh=loaded.mesh)
+
+    plain, served = built(0), built(max(counts))
+    for n in range(max(counts)):
+        served.load_adapter(f"a{n}", random_adapter(loaded.model, n, rank))
+    ways: dict[str, tuple[Any, Sequence[str | None]]] = {
+        "the base, no slots": (plain, (None,)),
+        "the base": (served, (None,)),
+    }
+    for count in counts:
+        ways[f"{count} adapters"] = served, [f"a{n}" for n in range(count)]
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, (engine, adapters) in ways.items():
+            seconds = decode_seconds(engine, batch, tokens, adapters)
+            taken[name] += [seconds] if turn else []
+    base = statistics.median(taken["the base, no slots"])
+    rows = []
+    for name, seconds in taken.items():
+        middle = statistics.median(seconds)
+        speed = batch * (tokens - 1) / middle
+        rows.append({"rank": rank, "batch": batch, "way": name, "tokens/s": speed, "of the base": base / middle})
+        print(
+            f"rank {rank:3}, batch {batch}: {name:20} {speed:8.1f} tokens/s, {base / middle:.2f} of the base",
+            flush=True,
+        )
+    return rows
+
+
+def compiled(topology: Any, batch: int, context: int, slots: int, rank: int, tiny: bool) -> dict[str, Any]:
+    """In a child that is set up for the topology's compiler: bytes of a decode step."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm.compiler import hbm_traffic
+    from jaxllm.infer import EngineConfig
+    from jaxllm.infer.decode_benchmark import kv_bytes_per_token
+    from jaxllm.infer.runner.adapter_pool import AdapterPool
+    from jaxllm.infer.runner.engine_step import EngineStep
+    from jaxllm.infer.runner.paged_cache import layer_groups
+    from jaxllm.infer.runner.serving_mesh import serving_model
+    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.models import functional
+    from pallas_kernels.paged_attention import Slots
+    from recipes.llama3 import llama3_8b
+
+    config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
+    if tiny:
+        config = dataclasses.replace(config, layers=2, vocab_size=512)
+    model, groups = serving_model(functional(config)), layer_groups(config)
+    page, columns = 32, 2 * context // 32
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(auto,))
+    place = jax.NamedSharding(mesh, jax.P())
+
+    def abstract(size: Any, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
+
+    with jax.set_mesh(mesh):
+        form = groups[0].format()
+        pool = abstract((config.layers, batch * columns + 1, form.kv_heads, page, form.width), jnp.bfloat16)
+        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), model.abstract())
+        weights, factors, adapters = params, (), None
+        if slots:
+            owned = AdapterPool(model, params, EngineConfig(adapter_slots=slots, adapter_rank=rank))
+            factors, adapters = owned.arrays(lambda axes, shape: place), (owned.slots, owned.columns)
+            weights = owned.weights(params, factors)
+        shape = StepShape(batch, batch, True, False, batch, columns, 1, 8, 1, "float32", adapters=adapters)
+        step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
+        last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))
+        program = step.lower(weights, (Slots(pool),), last, packed).compile()
+    text = program.as_text() or ""
+    found = hbm_traffic.read(text)
+    memory: Any = program.memory_analysis()
+    return {
+        "weights": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)),
+        "adapters": sum(x.size * x.dtype.itemsize for x in factors),
+        "moved": hbm_traffic.read(text, turns=2).bytes - found.bytes + batch * context * kv_bytes_per_token(config),
+        "temporaries": memory.temp_size_in_bytes,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures or compiles, and prints."""
+    from sharding.isolate import run_isolated
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--ranks", default="8,16")
+    parser.add_argument("--counts", default="1,8,16,32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--on", default="", help="compile for these instead of measuring here")
+    parser.add_argument("--slots", default="0,8,32")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for on in options.on.split(",") if options.on else ():
+        for slots in map(int, options.slots.split(",")):
+            sizes = {"batch": options.batch, "context": options.context, "slots": slots, "rank": options.rank}
+            row = run_isolated("benchmarks.adapters:compiled", on, {**sizes, "tiny": options.tiny})
+            rows.append({"on": on, **sizes, **row})
+            print(
+                f"{on:9} batch {options.batch}, {slots:2} slots of rank {options.rank}: "
+                f"{row['moved'] / 1e9:6.2f} GB moved, "
+                f"{row['weights'] / 1e9:.2f} GB of weights, {row['adapters'] / 1e9:.2f} of adapters, "
+                f"{row['temporaries'] / 1e6:.0f} MB of temporaries",
+                flush=True,
+            )
+    if not options.on:
+        counts = [int(count) for count in options.counts.split(",")]
+        for rank in map(int, options.ranks.split(",")):
+            rows += measure(options.model, options.batch, options.tokens, rank, counts, options.rounds)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

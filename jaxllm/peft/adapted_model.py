@@ -1,0 +1,165 @@
+"""Adapted model: a model whose targeted weights are declared with an adapter, so that it initialises, shards, trains
+and is saved like any other; only the adapter is trainable.
+
+The parameters of an adapted model have a weight such as ``LoraWeight`` where the base has an array; its leaves are
+``.../q/base`` and ``.../q/low_rank/a``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import sharding
+from jaxllm.config import ConfigError, closest
+from jaxllm.models import Functional
+from jaxllm.models.functional import DeclaredParam, Params
+from jaxllm.models.param_subset import is_frozen
+from jaxllm.models.params import draw
+from jaxllm.peft.adapter import Adapter, merged_weight
+from jaxllm.peft.adapter_method import AdapterConfig, is_declared
+from jaxllm.peft.low_rank_factors import LowRank
+from jaxllm.peft.method_table import ADAPTER_METHODS
+
+
+def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
+    """The model with adapters of the targeted matmuls; ``base`` itself without one.
+
+    Raises:
+        ConfigError: a target matches no matmul; lists what is legal.
+    """
+    if not config:
+        return base
+    linears, chosen, method = base.linears(), targeted(base, config.targets), ADAPTER_METHODS[config.kind]
+
+    def adapt(declared: Params) -> Params:
+        def one(path: tuple, leaf: DeclaredParam) -> Any:
+            name = _name(path)
+            return method.declare(config, leaf, linears[name]) if name in chosen else leaf
+
+        return jax.tree.map_with_path(one, declared, is_leaf=is_declared)
+
+    return replace(base, adapt=adapt)
+
+
+def targeted(base: Functional, targets: Sequence[str]) -> list[str]:
+    """Paths of the ``Linear``s that targets match, see ``AdapterConfig.targets``.
+
+    Raises:
+        ConfigError: a target matches none.
+    """
+    paths = list(base.linears())
+
+    def matches(target: str, path: str) -> bool:
+        names = [path, *(name for name in path.split("/")[2:] if not name.isdecimal())]
+        return any(fnmatch.fnmatchcase(name, target) for name in names)
+
+    for target in targets:
+        if not any(matches(target, path) for path in paths):
+            names = sorted({name for path in paths for name in path.split("/")[2:] if not name.isdecimal()})
+            raise ConfigError(
+                f"adapter.targets: {target!r} matches no matmul of a block.{closest(target, names)} Legal: a name "
+                f"({', '.join(names)}), * for all, or a pattern of whole paths ({paths[0]}, segments/0/*)."
+            )
+    return [path for path in paths if any(matches(target, path) for target in targets)]
+
+
+def start_params(
+    model: Functional, config: AdapterConfig, base: Params, mesh: Mesh, seed: int, gradients: Any = None
+) -> Params:
+    """Parameters of an adapted model before training: the base's, and fresh adapters, with which it equals the base.
+
+    Args:
+        model: from ``adapted_model``.
+        base: parameters of the base on the mesh; they are not copied.
+        mesh: of the parameters.
+        seed: of the adapters; the value of each depends on the seed and its name alone.
+        gradients: of the base, with None where there are none; for methods that start from them.
+    """
+    abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    there, given, grads = _by_path(abstract), _by_path(base), _by_path(gradients)
+    linears, start = model.linears(), ADAPTER_METHODS[config.kind].start
+    key = jax.random.key(seed)
+
+    def one(path: tuple, node: Any) -> Any:
+        name = _name(path)
+        if is_declared(node):
+            return given[name]
+
+        def fresh(inner: tuple, leaf: Any) -> Any:
+            own = f"{name}/{_name(inner)}"
+            if not is_declared(leaf):  # the base
+                return leaf
+            return draw(leaf.param, jax.random.fold_in(key, zlib.crc32(own.encode())), leaf.stack, there[own].sharding)
+
+        weight = jax.tree.map_with_path(fresh, replace(node, base=given[name]))
+        return start(config, weight, linears[name], grads.get(name))
+
+    with jax.set_mesh(mesh):
+        return jax.tree.map_with_path(one, model.declared(), is_leaf=_is_node)
+
+
+def base_params(params: Params) -> Params:
+    """Dense parameters of the base of an adapted model; arrays are not copied."""
+    return jax.tree.map(lambda node: node.base if _is_node(node) else node, params, is_leaf=_is_node)
+
+
+def merge_adapters(model: Functional, params: Params) -> Params:
+    """Dense parameters with the adapters merged into the base's.
+
+    Run it under the mesh of the parameters.
+    """
+    linears = model.linears()
+
+    def one(path: tuple, node: Any) -> Any:
+        return merged_weight(node, len(linears[_name(path)].stack)) if _is_adapted(node) else node
+
+    return jax.tree.map_with_path(one, params, is_leaf=_is_node)
+
+
+def adapter_of(config: AdapterConfig, trained: Params) -> Adapter:
+    """Adapter of trained parameters, on the host.
+
+    Args:
+        config: of the run.
+        trained: parameters with None in place of those that were not trained (``param_subset.select``).
+    """
+    factors: dict[str, LowRank] = {}
+    ranks, magnitudes, modules = {}, {}, {}
+    nodes = jax.tree_util.tree_leaves_with_path(trained, is_leaf=lambda x: _is_node(x) or is_frozen(x))
+    for path, node in nodes:
+        name = _name(path)
+        if _is_adapted(node):
+            # LoRA-GA's have those that are subtracted too.
+            factors[name] = jax.tree.map(np.asarray, getattr(node, "factors", node.low_rank))
+            ranks[name] = (factors[name].rank,) * factors[name].a.shape[0]
+            if hasattr(node, "magnitude"):
+                magnitudes[name] = np.asarray(node.magnitude)
+        elif node is not None:
+            modules[name] = np.asarray(node)
+    kind: Any = config.kind if config.kind in ("rslora", "dora") else "lora"
+    return Adapter(kind, factors, ranks, magnitudes, modules)
+
+
+def _is_adapted(node: Any) -> bool:
+    return hasattr(node, "low_rank")
+
+
+def _is_node(node: Any) -> bool:
+    """Whether a node of a parameter tree is a declaration, or a weight with an adapter."""
+    return is_declared(node) or _is_adapted(node)
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,18 @@
+"""Method table: ways to adapt a frozen model, one row each. The names are ``AdapterName``."""
+
+from __future__ import annotations
+
+from jaxllm.peft.adapter_method import AdapterMethod
+from jaxllm.peft.dora import DORA
+from jaxllm.peft.lora import LORA
+from jaxllm.peft.lora_ga import LORA_GA
+from jaxllm.peft.qlora import QLORA
+from jaxllm.peft.rslora import RSLORA
+
+ADAPTER_METHODS: dict[str, AdapterMethod] = {
+    "lora": LORA,
+    "rslora": RSLORA,
+    "dora": DORA,
+    "qlora": QLORA,
+    "lora_ga": LORA_GA,
+}

@@ -1,0 +1,77 @@
+"""Adapters on meshes: loss, gradients of the adapter and its fresh values, less those of one device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+import sharding
+from jaxllm.data import DataConfig
+from jaxllm.models.param_subset import merge, select
+from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.peft import AdapterConfig, start_params
+from jaxllm.train import RunConfig
+from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.run_model import base_model, run_model, saved_params
+from tests import tiny
+
+SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 64, "embed_dim": 128, "mlp": 256, "layers": 2}
+DENSE = tiny.decoder(bias="all", **SIZES)
+EXPERTS = tiny.decoder(moe=(4, 2, 32, True), **SIZES | {"embed_dim": 256})
+ZERO = {"fsdp=2": 1}
+"""ZeRO stage on a mesh, 3 elsewhere."""
+
+
+def run_on(kind: str, mesh: str) -> RunConfig:
+    model = EXPERTS if "expert" in mesh else DENSE
+    return RunConfig(
+        model=model,
+        mesh=mesh.removesuffix(" of experts"),
+        parallel=ParallelConfig(zero=ZERO.get(mesh, 3)),  # type: ignore[arg-type]
+        data=DataConfig(batch_size=8, seq_len=8),
+        adapter=AdapterConfig(kind, rank=3, alpha=5.0, targets=("attention",) if "expert" in mesh else ("*",)),  # type: ignore
+        accumulate=2,
+    )
+
+
+@functools.cache
+def trained(kind: str, mesh: str) -> tuple[float, Any, Any]:
+    """Loss, gradients and fresh adapters on a mesh; gradients are taken after the adapters have moved."""
+    run = run_on(kind, mesh)
+    model, base = run_model(run), base_model(run)
+    spec = sharding.MeshSpec.parse(run.mesh)
+    devices = math.prod(dict(spec.axes).values())
+    built = fitting_mesh(run, model, devices).build(jax.devices()[:devices])
+    rows = jax.NamedSharding(built, model.rules.spec(("batch", "seq"), built))
+    batch = jax.device_put(tiny.batch(3, 8, 8, 64, packed=True), rows)
+    abstract = sharding.abstract_params(base.abstract(), base.logical_axes(), built, model.rules)
+    saved = saved_params(run, model)
+
+    def moved(path: Any, x: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.key(len(str(path))), x.shape, x.dtype, out_sharding=x.sharding)
+        return x + 0.1 * noise
+
+    with jax.set_mesh(built):
+        start = base.init(jax.random.key(0), sharding.shardings_of(abstract))
+        grads = None
+        if kind == "lora_ga":
+            paths = tuple(path for path in base.linears() if "expert" not in mesh or "attention" in path)
+            plain = RunConfig(**{**vars(run), "adapter": AdapterConfig(), "trainable": paths})
+            grads = jax.jit(build_value_and_grad(plain, base, built))(start, batch)[1]
+        params = start_params(model, run.adapter, start, built, 1, grads)
+        fresh = jax.device_get(select(saved, params))
+        params = merge(jax.tree.map_with_path(moved, select(saved, params)), params)
+        sums, grads = jax.jit(build_value_and_grad(run, model, built))(params, batch)
+        return float(sums.loss), jax.device_get(grads), fresh
+
+
+def sharded_error(kind: str, mesh: str) -> float:
+    """Largest error of loss, gradients and fresh adapters on a mesh, less those of one device."""
+    alone = "data=1 of experts" if "expert" in mesh else "data=1"
+    (loss, grads, fresh), (loss_1, grads_1, fresh_1) = trained(kind, mesh), trained(kind, alone)
+    assert any(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(grads_1))
+    return max(abs(loss / loss_1 - 1), tiny.leaf_error(grads, grads_1), tiny.leaf_error(fresh, fresh_1))

@@ -1,0 +1,37 @@
+"""Methods of adaptation: their definitions, and on meshes as on one device."""
+
+from __future__ import annotations
+
+from jaxllm.peft.method_table import ADAPTER_METHODS
+from tests.peft import test_methods
+from tests.peft.adapter_meshes import sharded_error
+from tests.proofs.harness import proof
+
+KINDS = tuple(sorted(ADAPTER_METHODS))
+MESHES = (
+    "fsdp=2",
+    "tensor=2",
+    "fsdp=2,tensor=2",
+    "context=2",
+    "stage=2",
+    "stage=2,fsdp=2,tensor=2",
+    "expert=2,fsdp=2 of experts",
+)
+
+
+@proof("adapters", cases=[(kind, mesh) for kind in KINDS for mesh in MESHES], sample=1, float64=True, bound=1e-10)
+def sharded_is_unsharded(case: tuple[str, str]) -> float:
+    """Loss, gradients and initialisation on several devices, less those of one."""
+    return sharded_error(*case)
+
+
+@proof("adapters", cases=KINDS, sample=1, float64=True)
+def a_method_is_its_definition(kind: str) -> None:
+    """Loss and gradients of the adapter: those of the dense merged weight to 1e-10; it starts as the base."""
+    test_methods.test_a_method_is_its_definition(kind)
+
+
+@proof("adapters", cases=("cosine",), sample=1, float64=True)
+def lora_ga_steps_along_the_gradient(case: str) -> None:
+    """Cosine of the first effective update and the full gradient, beside LoRA's of the same rank."""
+    test_methods.test_lora_ga_steps_along_the_gradient()
