@@ -30,7 +30,7 @@ from recipes._pretraining import decoder, pretraining
 from recipes.llama3 import llama3_8b, llama3_70b
 
 ROOT = Path(__file__).resolve().parents[1]
-STORED = Path(__file__).with_suffix(".json")
+STORED = Path(__file__).parent / "peers" / "compiled.json"
 PAGE = ROOT / "docs" / "compiled.md"
 BEGIN, END = "<!-- peers: generated -->\n", "<!-- end -->\n"
 

@@ -56,7 +56,7 @@ def quantise(argv: list[str]) -> int:
         from jaxllm.convert.quantise import quantise as quantise_model
         from jaxllm.hub.model_source import find_model, open_source
         from jaxllm.quant.input_statistics import CalibrationError
-        from jaxllm.quant.methods.method_table import METHODS
+        from jaxllm.quant.methods.rounding_table import METHODS
 
         config = QuantiseConfig(
             method, int(bits), int(group or 0), None if kind is None else kind == "_sym", rows, length

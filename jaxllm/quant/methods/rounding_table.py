@@ -1,4 +1,4 @@
-"""Method table: ways to choose the codes of a matrix, one row each."""
+"""Rounding table: ways to choose the codes of a matrix, one row each."""
 
 from __future__ import annotations
 
