@@ -1,6 +1,6 @@
 """Trains and decodes a 29M-parameter Llama on jaxllm and on transformers + torch, on this machine's CPU, in turn.
 
-    python -m benchmarks.cpu_peer --torch-python PATH [--rounds 8] [--out DIR]
+    python -m benchmarks.peers.cpu_peer --torch-python PATH [--rounds 8] [--out DIR]
 
 PATH is a Python with torch and transformers (default: $TORCH_PYTHON, else this one). The two sides take turns, a step
 each, the first of a pair changing from round to round; a ratio is the median over the pairs, so what else the machine
