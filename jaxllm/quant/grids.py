@@ -15,6 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 
+NUDGE = 1 + 2**-16
+"""Factor of a symmetric grid's scale: without it the largest element is half way between two codes, and which of them
+it has depends on the last bit of a division."""
+
+
 class GridParams(NamedTuple):
     """Parameters of fitted groups, two arrays of one shape.
 
@@ -72,7 +77,7 @@ class IntGrid:
         """Parameters of the group; a group of zeros has the scale 1."""
         most = 2**self.bits - 1
         if self.symmetric:
-            scale = self._stored(2 * jnp.max(jnp.abs(group), axis=-2) / most)
+            scale = self._stored(2 * NUDGE / most * jnp.max(jnp.abs(group), axis=-2))
             return GridParams(scale, jnp.full_like(scale, 2 ** (self.bits - 1)))
         low, high = jnp.minimum(jnp.min(group, axis=-2), 0), jnp.maximum(jnp.max(group, axis=-2), 0)
         scale = self._stored((high - low) / most)

@@ -14,7 +14,7 @@ def fit(rows, bits, symmetric):
     """Scale and zero point of each column."""
     most = 2**bits - 1
     if symmetric:
-        scale = 2 * np.abs(rows).max(0) / most
+        scale = 2 * (1 + 2**-16) / most * np.abs(rows).max(0)
         return np.where(scale > 0, scale, 1), np.full(rows.shape[1], 2.0 ** (bits - 1))
     low, high = np.minimum(rows.min(0), 0), np.maximum(rows.max(0), 0)
     scale = np.where(high > low, (high - low) / most, 1)
