@@ -6,7 +6,7 @@
 The first decodes on this machine, with random adapters of every projection. The engine without slots, and the one with
 slots serving the base and 1, 8, ... adapters in a batch of the same sequences, take turns; the median counts. The
 second compiles the decode step of the recipe llama3_8b in bfloat16 for a device far away and reads its bytes from the
-program's text, as ``benchmarks.engine_bytes`` does; every slot is counted as in use.
+program's text, as ``benchmarks.engine_bytes`` does; every slot is counted as in use. Layers are apart on GPUs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def compiled(topology: Any, batch: int, context: int, slots: int, rank: int, tin
     from jaxllm.infer.runner.paged_cache import layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model
     from jaxllm.infer.runner.step_shape import StepShape
-    from jaxllm.models import functional
+    from jaxllm.models import functional, unstack_layers
     from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b
 
@@ -126,7 +126,10 @@ def compiled(topology: Any, batch: int, context: int, slots: int, rank: int, tin
     with jax.set_mesh(mesh):
         form = groups[0].format()
         pool = abstract((config.layers, batch * columns + 1, form.kv_heads, page, form.width), jnp.bfloat16)
-        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), model.abstract())
+        shapes = model.abstract()
+        if topology.platform == "gpu":  # where a layer would be copied out of a stack before each matmul
+            shapes = jax.eval_shape(unstack_layers, shapes)
+        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
         weights, factors, adapters = params, (), None
         if slots:
             owned = AdapterPool(model, params, EngineConfig(adapter_slots=slots, adapter_rank=rank))
