@@ -83,7 +83,7 @@ class Functional:
     # each block's weights of matmuls, "linears".
     _modules: Any
     adapt: Callable[[Params], Params] | None = None
-    training_context: Callable[..., AttentionContext] = Segments
+    training_context: Callable[..., Any] = Segments
 
     def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
         """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.
