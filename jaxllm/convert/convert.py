@@ -166,17 +166,17 @@ def convert(
         raise HubError(f"top_k = {top_k} is for upcycle: give upcycle, the number of experts, too, or leave it out.")
     path = find_model(source)
     adapted = _adapter_run(path, step)
-    to = _format(path, to, adapted is not None, merge)
-    if to == "peft" and adapted is not None:
+    chosen = _format(path, to, adapted is not None, merge)
+    if chosen == "peft" and adapted is not None:
         if dtype is not None or upcycle is not None or ema:
             raise HubError('to = "peft" writes an adapter as it is: leave dtype, upcycle and ema out.')
         return _write_adapter(adapted, out, step)
     model = _open(path, step, ema, None if like is None else Path(like), fragments)
-    write = _write_hf if to == "hf" else _write_jaxllm
+    write = _write_hf if chosen == "hf" else _write_jaxllm
     with hub_directory(out) as temporary:
         if upcycle is not None:
-            mixture = _upcycled(model, upcycle, 2 if top_k is None else top_k, named=to == "hf")
-            if to == "jaxllm":
+            mixture = _upcycled(model, upcycle, 2 if top_k is None else top_k, named=chosen == "hf")
+            if chosen == "jaxllm":
                 return replace(_write_jaxllm(mixture, temporary, dtype, shard_bytes, progress), path=out)
             # Through a checkpoint, from which single experts can be read.
             way = temporary / "checkpoint"

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import sharding
 from jaxllm.models import remat
-from jaxllm.models.attention_context import AttentionContext, LayerIndex
+from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segments
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
@@ -75,6 +75,7 @@ class Functional:
         rules: sharding rules (logical axes to mesh axes) of parameters and activations.
         adapt: changes the declared parameters: puts adapted or packed weights in the place of arrays
             (``jaxllm.peft.adapted_model``); None: nothing.
+        training_context: ``(segment_ids, layout) -> context``: attention context of the training loss.
     """
 
     config: DecoderConfig
@@ -83,6 +84,7 @@ class Functional:
     # each block's weights of matmuls, "linears".
     _modules: Any
     adapt: Callable[[Params], Params] | None = None
+    training_context: Callable[..., Any] = Segments
 
     def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
         """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.

@@ -46,7 +46,8 @@ def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
 
         return jax.tree.map_with_path(one, declared, is_leaf=is_declared)
 
-    return replace(base, adapt=adapt)
+    own = {} if method.context is None else {"training_context": method.context(config)}
+    return replace(base, adapt=adapt, **own)
 
 
 def targeted(base: Functional, targets: Sequence[str]) -> list[str]:

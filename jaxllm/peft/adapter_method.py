@@ -14,7 +14,7 @@ from jaxllm.models.functional import DeclaredParam, LinearShape
 from jaxllm.models.params import Role, declare
 from jaxllm.peft.low_rank_factors import LowRank, factor_axes
 
-AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga"]
+AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class AdapterConfig:
         alpha: the product of the factors is scaled by alpha / rank ("rslora": by alpha / sqrt(rank)).
         targets: the matmuls of blocks that are adapted, by a name on their path ("attention", "mlp", "q"; "*" for all)
             or by a pattern of whole paths ("segments/0/*").
+        group: "longlora": tokens of a group that attend to each other; 0 for a quarter of the sequence.
     """
 
     kind: AdapterName = "none"
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = ("attention", "mlp")
+    group: int = 0
 
     def __post_init__(self) -> None:
         split = tuple(name for one in self.targets for name in one.split(",") if name)
@@ -41,6 +43,8 @@ class AdapterConfig:
             raise ValueError(f"adapter.rank = {self.rank}; give a positive number.")
         if self.alpha <= 0:
             raise ValueError(f"adapter.alpha = {self.alpha}; give a positive number.")
+        if self.group < 0 or (self.group and self.kind != "longlora"):
+            raise ValueError(f"adapter.group = {self.group}: only longlora has groups; give it 0 or a positive number.")
         if not self.targets:
             raise ValueError('adapter.targets is empty; give names such as "attention" and "mlp".')
 
@@ -61,6 +65,8 @@ class AdapterMethod:
         trained: patterns of the parameters that are trained (``jaxllm.models.param_subset``).
         kept: patterns of further parameters that are no part of the base, and saved.
         needs_gradients: whether ``start`` needs the base's gradient on the first batch.
+        context: makes what makes the attention context of training, ``(segment_ids, layout) -> context``; None: the
+            model's own.
     """
 
     declare: Callable[[AdapterConfig, DeclaredParam, LinearShape], Any]
@@ -68,6 +74,7 @@ class AdapterMethod:
     trained: tuple[str, ...] = ("adapter",)
     kept: tuple[str, ...] = ()
     needs_gradients: bool = False
+    context: Callable[[AdapterConfig], Callable[..., Any]] | None = None
 
 
 def lora_scale(config: AdapterConfig) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxllm.peft.adapter_method import AdapterMethod
 from jaxllm.peft.dora import DORA
+from jaxllm.peft.longlora import LONGLORA
 from jaxllm.peft.lora import LORA
 from jaxllm.peft.lora_ga import LORA_GA
 from jaxllm.peft.qlora import QLORA
@@ -15,4 +16,5 @@ ADAPTER_METHODS: dict[str, AdapterMethod] = {
     "dora": DORA,
     "qlora": QLORA,
     "lora_ga": LORA_GA,
+    "longlora": LONGLORA,
 }

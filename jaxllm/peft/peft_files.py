@@ -462,6 +462,8 @@ def _config(
         "alpha_pattern": {name: number(one) for name, one in alphas.items() if number(one) != alpha},
         "modules_to_save": whole or None,
         "init_lora_weights": True,
+        # Else peft would leave the output matrix of a tied model as it was.
+        "ensure_weight_tying": "embedding/table" in adapter.modules and "lm_head.weight" not in layout,
     }
 
 

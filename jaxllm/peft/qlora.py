@@ -36,11 +36,11 @@ def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) ->
             "targets, or choose lora."
         ) from error
     axes = linear.axes, form.scale_axes(linear.axes)
-    declared = [
+    values, scales = (
         DeclaredParam(declare(nnx.Param, array.shape, own, array.dtype, "packed"), linear.stack)
         for array, own in zip(arrays, axes, strict=True)
-    ]
-    return LoraWeight(PackedWeight(*declared, form), declare_factors(config, linear, lora_scale(config)))
+    )
+    return LoraWeight(PackedWeight(values, scales, form), declare_factors(config, linear, lora_scale(config)))
 
 
 def _start(config: AdapterConfig, weight: LoraWeight, linear: LinearShape, gradient: Any) -> LoraWeight:

@@ -116,6 +116,9 @@ FEATURES: dict[str, Feature] = {
         ),
         lambda run: f'parallel.context = "{run.parallel.context}" with parallel.overlap = "{run.parallel.overlap}"',
     ),
+    "context parallelism": Feature(
+        lambda run, sizes: sizes.get("context", 1) > 1, lambda run: f"the mesh {run.mesh!r} with context"
+    ),
     "tokens out of order": Feature(
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
         lambda run: f'parallel.layout = "{run.parallel.layout}"',
@@ -204,6 +207,9 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
     ),
     "adapter": Feature(lambda run, _: bool(run.adapter), lambda run: f'adapter.kind = "{run.adapter.kind}"'),
+    "shifted groups": Feature(
+        lambda run, _: run.adapter.kind == "longlora", lambda run: f'adapter.kind = "{run.adapter.kind}"'
+    ),
     "frozen balance biases": Feature(
         lambda run, _: bool(run.trainable) and any(path.endswith("balance_bias") for path in _frozen(run)),
         lambda run: f"trainable = {', '.join(run.trainable)}",
@@ -345,6 +351,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "trainable subset",
         "the optimizer updates all parameters",
         "choose another optimizer",
+    ),
+    Refusal("pipeline", "shifted groups", "stages make the attention context of the model themselves", NO_STAGES),
+    Refusal(
+        "context parallelism",
+        "shifted groups",
+        "groups of tokens would lie on several devices",
+        "leave context out of the mesh",
+    ),
+    Refusal(
+        "objective with its own forward passes",
+        "shifted groups",
+        "the objective makes the attention context itself",
+        "choose another objective or adapter",
     ),
     Refusal("optimizer with its own step", "adapter", "the optimizer updates the base too", "choose another optimizer"),
     Refusal(

@@ -9,6 +9,7 @@ finish_run         evaluates on held-out text and writes the receipt
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ import jax
 from jaxllm.checkpoint import StateProvider
 from jaxllm.config import to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
-from jaxllm.models import param_count
+from jaxllm.models import Segments, param_count
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
@@ -258,7 +259,9 @@ def make_evaluator(run: Run) -> Evaluator | None:
         return None
     stages = run.mesh.shape.get("stage", 1)
     sums = pipelined_loss_sums(run.model, *pipeline_plan(run.config, stages)) if stages > 1 else None
-    return Evaluator(run.model, run.mesh, run.data.heldout, sums)
+    # Whatever attention the run trains with, a model is evaluated with the one that it is served with.
+    model = dataclasses.replace(run.model, training_context=Segments)
+    return Evaluator(model, run.mesh, run.data.heldout, sums)
 
 
 def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveView) -> None:

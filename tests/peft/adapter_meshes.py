@@ -19,7 +19,7 @@ from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_model import base_model, run_model, saved_params
 from tests import tiny
 
-SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 64, "embed_dim": 128, "mlp": 256, "layers": 2}
+SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "embed_dim": 128, "mlp": 256, "layers": 2}
 DENSE = tiny.decoder(bias="all", **SIZES)
 EXPERTS = tiny.decoder(moe=(4, 2, 32, True), **SIZES | {"embed_dim": 256})
 ZERO = {"fsdp=2": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 
 from jaxllm.data import DataConfig
 from jaxllm.models import functional
-from jaxllm.models.attention_context import Segments
+from jaxllm.models.attention_context import AttentionParams
 from jaxllm.models.linear import dense
 from jaxllm.models.param_subset import merge, select
 from jaxllm.peft.adapted_model import adapted_model, base_params, merge_adapters, start_params
 from jaxllm.peft.adapter_method import AdapterConfig
+from jaxllm.peft.longlora import ShiftedGroups
 from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.train import RunConfig
 from jaxllm.train.run_model import run_model, trained_params
@@ -28,12 +30,12 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 MODEL = tiny.decoder(heads=2, kv_heads=1, head_dim=64, embed_dim=64, mlp=64, layers=2)
 KINDS = sorted(ADAPTER_METHODS)
-TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9]])
+TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 def loss(model: Any, params: Any) -> Any:
     positions = jnp.arange(TOKENS.shape[1])[None]
-    hidden, _ = model.forward(params, TOKENS, positions, Segments(jnp.ones_like(TOKENS)))
+    hidden, _ = model.forward(params, TOKENS, positions, model.training_context(jnp.ones_like(TOKENS)))
     return jnp.mean(jnp.sin(3.0 * hidden))
 
 
@@ -75,7 +77,8 @@ def definition(kind: str, weight: Any, contract: int) -> Any:
 def test_a_method_is_its_definition(kind: str) -> None:
     """It starts as its base; later, the loss and the gradients of the adapter are those of the dense merged weight."""
     run, model, base, params = start(kind)
-    plain, linears = functional(MODEL), model.linears()
+    plain = dataclasses.replace(functional(MODEL), training_context=model.training_context)
+    linears = model.linears()
     for one, other in zip(jax.tree.leaves(base_params(params)), jax.tree.leaves(base), strict=kind != "qlora"):
         if kind != "qlora":
             np.testing.assert_array_equal(one, other)
@@ -118,7 +121,7 @@ def test_optimizer_state_is_that_of_the_adapter(kind: str) -> None:
     sizes = [leaf.size for leaf in jax.tree.leaves(state) if leaf.size > 1]
     adapters = [leaf.size for leaf in jax.tree.leaves(select(mask, params))]
     assert sorted(sizes) == sorted(2 * adapters)
-    assert sum(adapters) < 0.3 * sum(leaf.size for leaf in jax.tree.leaves(functional(MODEL).abstract()))
+    assert sum(adapters) < 0.4 * sum(leaf.size for leaf in jax.tree.leaves(functional(MODEL).abstract()))
 
 
 def test_a_packed_base_is_not_saved_dense() -> None:
@@ -160,3 +163,49 @@ def test_lora_ga_steps_along_the_gradient() -> None:
         return functools.reduce(lambda node, key: node[key.key], path, grads)
 
     assert cosine("lora_ga") > cosine("lora") + 0.1
+
+
+@pytest.mark.parametrize("group", [2, 4, 8, 16])
+def test_shifted_groups_are_a_mask(group: int) -> None:
+    """Attention with grouped and shifted heads, less that of dense scores with the mask written out; also its FLOPs."""
+    rng = np.random.default_rng(3)
+    b, s, n, k, h = 2, 16, 4, 2, 8
+    q, key, v = (jnp.asarray(rng.normal(size=(b, s, heads, h))) for heads in (n, k, k))
+    segments = jnp.asarray([[1] * 5 + [2] * 11, [1] * 16])
+    params, places = AttentionParams(0.3), jnp.zeros((b, s), int)
+    context = ShiftedGroups(segments, "contiguous", group)
+    attend = jax.jit(lambda q, key, v: context.attend(jnp.int32(0), q, key, v, places, params)[0])
+    i, j = np.arange(s)[:, None], np.arange(s)
+    for head in range(n):
+        ids = (np.arange(s) + (head % 2) * group // 2) // group
+        seen = (j <= i) & (ids[:, None] == ids)
+        mask = seen & (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])
+        scores = np.where(mask, 0.3 * np.einsum("bih,bjh->bij", q[:, :, head], key[:, :, head // 2]), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        want = (weights / weights.sum(-1, keepdims=True)) @ np.asarray(v[:, :, head // 2])
+        np.testing.assert_allclose(attend(q, key, v)[:, :, head], want, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"legal adapter\.group"):
+        ShiftedGroups(None, "contiguous", 3).attend(jnp.int32(0), q, key, v, places, params)
+
+
+def test_flops_of_shifted_groups_fall_with_the_group() -> None:
+    """Those of the scores and values in the compiled program: in proportion to the size of a group."""
+
+    def flops(group: int) -> float:
+        context = ShiftedGroups(None, "contiguous", group)
+        shape, places = jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32), jnp.zeros((1, 2048), int)
+        run = jax.jit(lambda q, k, v: context.attend(jnp.int32(0), q, k, v, places, AttentionParams(0.3))[0])
+        return run.lower(shape, shape, shape).compile().cost_analysis()["flops"]  # type: ignore[index]
+
+    whole, quarter = flops(2048), flops(512)
+    assert 0.2 < quarter / whole < 0.4
+
+
+def test_longlora_trains_norms_and_the_embedding_too() -> None:
+    run, model, _, params = start("longlora")
+    paths = jax.tree_util.tree_leaves_with_path(select(trained_params(run, model), params))
+    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths}
+    others = {name for name in names if "low_rank" not in name}
+    assert others == {
+        "embedding/table", "head/norm/gain", "segments/0/0/attention_norm/gain", "segments/0/0/mlp_norm/gain"
+    }  # fmt: skip

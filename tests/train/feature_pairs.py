@@ -91,6 +91,7 @@ SETTINGS: dict[str, Setting] = {
     "depths of stages": _parallel(depths=(1, 3)),
     "pipeline offload": _parallel(offload=0.5),
     "ZeRO 1 or 2": _parallel(zero=1),
+    "context parallelism": _axis("context"),
     "rings": _axis("context"),
     "ring matmuls": _all(_axis("tensor"), _parallel(sequence=True, overlap="ring")),
     "tokens out of order": _all(_axis("context"), _parallel(layout="zigzag")),
@@ -139,6 +140,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "trainable subset": _run(trainable=("attention",)),
     "adapter": _run(adapter=AdapterConfig("lora", rank=2, targets=("*",))),
+    "shifted groups": _run(adapter=AdapterConfig("longlora", rank=2, targets=("*",))),
     "frozen balance biases": _all(
         _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))), _run(trainable=("attention",))
     ),

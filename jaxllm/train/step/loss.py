@@ -62,7 +62,7 @@ def loss_sums(
         return objective(model, params, batch)._replace(items=items)
     with sharding.use_rules(model.rules):
         batch = permute_sequence(batch, layout)
-    segments = Segments(batch.segment_ids, layout)
+    segments = model.training_context(batch.segment_ids, layout)
     tally = None if routing is None else RoutingAccumulator.of(model.config, segments)
     hidden, context = model.forward(params, batch.tokens, batch.positions, tally or segments)
     hidden, head = model.unembed(params, hidden)

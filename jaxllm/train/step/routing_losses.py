@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models import DecoderConfig, Segments
+from jaxllm.models import DecoderConfig
 from jaxllm.models.attention_context import AttentionParams, LayerIndex
 from jaxllm.models.moe.router import Routing
 
@@ -88,7 +88,7 @@ class RoutingAccumulator:
         over: manual mesh axes that tokens are split over; all statistics are then partial sums of one device.
     """
 
-    segments: Segments
+    segments: Any
     counts: Float[Array, "L E"]
     dropped: Float[Array, ""]
     balance: Float[Array, ""]
@@ -96,7 +96,7 @@ class RoutingAccumulator:
     over: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: DecoderConfig, segments: Segments) -> RoutingAccumulator | None:
+    def of(cls, config: DecoderConfig, segments: Any) -> RoutingAccumulator | None:
         """Empty accumulator for a model; None for a model without experts."""
         most = max((moe.experts for moe in config.mixtures.values()), default=0)
         if most == 0:

@@ -19,7 +19,15 @@ MESHES = (
 )
 
 
-@proof("adapters", cases=[(kind, mesh) for kind in KINDS for mesh in MESHES], sample=1, float64=True, bound=1e-10)
+CASES = [
+    (kind, mesh)
+    for kind in KINDS
+    for mesh in MESHES
+    if kind != "longlora" or not any(axis in mesh for axis in ("context", "stage"))  # refused
+]
+
+
+@proof("adapters", cases=CASES, sample=1, float64=True, bound=1e-10)
 def sharded_is_unsharded(case: tuple[str, str]) -> float:
     """Loss, gradients and initialisation on several devices, less those of one."""
     return sharded_error(*case)

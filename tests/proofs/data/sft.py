@@ -40,13 +40,13 @@ SETTINGS = {
 """The recipe in rows of 128 tokens, four a step."""
 
 
-def run_recipe(folder: Path, steps: int) -> Path:
+def run_recipe(folder: Path, steps: int, *more: str) -> Path:
     """``jaxllm train`` in a process of its own, which has one device; the run's directory."""
     words = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
     recipe = environment.ROOT / "recipes" / "sft.py"
     command = [sys.executable, "-m", "jaxllm.cli", "train", f"{recipe}:sft_smollm2", "--steps", str(steps)]
     done = subprocess.run(
-        [*command, "--out", str(folder), *words], cwd=environment.ROOT, capture_output=True, text=True
+        [*command, "--out", str(folder), *words, *more], cwd=environment.ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "sft_smollm2"

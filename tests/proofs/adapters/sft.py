@@ -1,0 +1,49 @@
+"""The real SmolLM2 fine-tuned on real conversations: adapters beside fine-tuning of the whole model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+
+from jaxllm.config import from_dict
+from jaxllm.data import load_dataset
+from jaxllm.models import functional
+from jaxllm.train import Evaluator, RunConfig
+from jaxllm.train.init_from import open_initial_model
+from sharding import MeshSpec
+from tests.proofs.data.sft import STEPS, run_recipe
+from tests.proofs.harness import proof
+
+RATE = "1e-3"
+"""Learning rate of adapters; ten times that of the whole model, as is usual."""
+
+
+@functools.cache
+def held_out(adapter: str) -> tuple[float, float]:
+    """Held-out NLL of the assistant's tokens before and after the recipe's steps, with an adapter ("": the whole)."""
+    settings = ("--adapter", adapter, "--optim.schedule.peak", RATE) if adapter else ()
+    with tempfile.TemporaryDirectory() as name:
+        finished = run_recipe(Path(name), STEPS, *settings)
+        config = from_dict(RunConfig, json.loads((finished / "config.json").read_text()))
+        begin = open_initial_model(config.init_from, config.model)
+        mesh = MeshSpec.parse("dp").build(jax.devices()[:1])
+        if adapter:
+            before = held_out("")[0]
+        else:
+            data = load_dataset(config.data, begin.tokenizer, begin.template)
+            before = Evaluator(functional(config.model), mesh, data.heldout)(begin.load(mesh, "float32")).nll
+        after = json.loads((finished / "receipt.json").read_text())["result"]["heldout_nll"]
+    print(f"{adapter or 'whole'}: held-out assistant NLL {before:.4f} -> {after:.4f}", flush=True)
+    return before, after
+
+
+@proof("adapters", cases=("lora", "qlora"), sample=1, bound={"gain_lost": 0.02}, parallel=False)
+def adapters_gain_what_whole_models_gain(adapter: str) -> dict[str, float]:
+    """Share of the held-out gain of fine-tuning the whole model that the adapter does not reach."""
+    (before, whole), (_, after) = held_out(""), held_out(adapter)
+    assert before - whole > 0.05
+    return {"gain_lost": 1 - (before - after) / (before - whole)}
