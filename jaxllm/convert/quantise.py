@@ -36,8 +36,8 @@ from jaxllm.models import BlockConfig, functional
 from jaxllm.quant import smoothing
 from jaxllm.quant.grids import GridParams, IntGrid
 from jaxllm.quant.input_statistics import BlockRecorder, InputStatistics, calibration_rows, leaf_path
-from jaxllm.quant.methods.rounding_table import METHODS
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
+from jaxllm.quant.methods.rounding_table import METHODS
 
 REPORT = "quantisation.json"
 

@@ -93,8 +93,9 @@ def _packs(stored: PackedMatrix, part: TensorPart) -> bool:
     """Whether a matrix's codes can be cut into whole bytes along the last of its inputs."""
     inputs = part.piece.groups[1] if len(part.piece.groups) == 2 else ()
     bits = stored.scheme.bits
-    in_order = inputs == tuple(range(len(inputs))) and bool(inputs) and part.axis == 0 and part.step == 1
-    return in_order and bits in WORDS and part.shape[inputs[-1]] % WORDS[bits][0] == 0
+    if not inputs or inputs != tuple(range(len(inputs))) or part.axis or part.step != 1 or bits not in WORDS:
+        return False
+    return part.shape[inputs[-1]] % WORDS[bits][0] == 0
 
 
 def _place_integers(

@@ -161,7 +161,7 @@ class Functional:
             meta = leaf.param.get_metadata()
             return meta["contract"] if meta["role"] == "matrix" and leaf.stack else 0
 
-        return jax.tree.map(count, self._declared())
+        return jax.tree.map(count, self.declared())
 
     def gather(self, params: Params) -> Params:
         """Parameters all-gathered over the mesh axes that only their storage is split over (FSDP, ZeRO-1 and 2).

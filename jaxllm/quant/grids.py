@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-
 NUDGE = 1 + 2**-16
 """Factor of a symmetric grid's scale: without it the largest element is half way between two codes, and which of them
 it has depends on the last bit of a division."""

@@ -38,11 +38,14 @@ def gptq_is_the_recurrence(seed: int) -> dict[str, float]:
 
 @proof("quant", count=200, sample=3, bound={"ours": 0.0, "theirs": 0.0})
 def files_are_those_of_compressed_tensors(seed: int) -> dict[str, float]:
-    """A random matrix, written here, is what both libraries read: largest difference from codes times scales."""
+    """A random matrix, written here, is what both libraries read: largest difference from codes times scales.
+
+    From nine rows on: compressed-tensors 0.20 cannot unpack the zero points of fewer.
+    """
     rng = np.random.default_rng(seed)
     bits, symmetric = int(rng.integers(2, 9)), bool(rng.integers(2))
     group = None if rng.random() < 0.2 else int(rng.choice([8, 16, 24, 64]))
-    rows, columns = int(rng.integers(1, 70)), (group or 8) * int(rng.integers(1, 6))
+    rows, columns = int(rng.integers(9, 70)), (group or 8) * int(rng.integers(1, 6))
     codes = rng.integers(0, 2**bits, (rows, columns), dtype=np.uint8)
     groups = columns // group if group else 1
     scale = rng.uniform(1e-4, 1, (rows, groups)).astype(np.float32)
