@@ -199,7 +199,7 @@ def _adapter_run(path: Path, step: int | None) -> AdapterRun | None:
 def _format(path: Path, to: str | None, adapted: bool, merge: bool) -> str:
     """Format to write; raises HubError where it is not said, or does not fit the source."""
     if not adapted and (merge or to in (None, "peft")):
-        why = "so there is nothing to merge" if merge else 'so give to: "hf" or "jaxllm"'
+        why = "so there is nothing to merge" if merge else "so say what to write: --to hf or --to jaxllm"
         raise HubError(f"{path} is not a run with an adapter, {why}.")
     if adapted and merge and to == "peft":
         raise HubError('merge writes a whole model, to "hf" or "jaxllm"; leave merge out to write the adapter.')
