@@ -115,7 +115,7 @@ def test_bytes_in_memory_and_of_the_compiled_program(tmp_path: Path, rng: np.ran
 
 def test_what_cannot_be_packed_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
     files = FORMATS["mxfp4"](tmp_path, rng)
-    with pytest.raises(HubError, match="no experts of this model are quantised"):
+    with pytest.raises(HubError, match="no weights of this model are quantised"):
         open_source(tmp_path / "plain").load(weights="packed")
     two = sharding.MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
     with pytest.raises(

@@ -97,7 +97,7 @@ def test_what_cannot_be_converted_is_named(finished: Path, trained: Path, tmp_pa
     for source, arguments, says in (
         (trained, {"to": "hf"}, "give merge"),
         (trained, {"to": "peft", "merge": True}, "leave merge out"),
-        (finished / "runs/tiny", {"to": None}, "give to"),
+        (finished / "runs/tiny", {"to": None}, "say what to write"),
         (finished / "runs/tiny", {"to": "hf", "merge": True}, "nothing to merge"),
         (trained, {"to": "peft", "dtype": "float32"}, "leave dtype"),
     ):

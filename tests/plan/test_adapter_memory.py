@@ -17,6 +17,7 @@ from jaxllm.train import RunConfig
 from jaxllm.train.run_model import run_model, trained_params
 from recipes.llama3 import llama3_70b
 from sharding import MeshSpec
+from sharding.topology import Topology
 from tests import tiny
 
 
@@ -29,7 +30,7 @@ def test_parameters_are_those_of_the_state(kind: str) -> None:
     functional = run_model(run)
     abstract = functional.abstract()
     mesh = MeshSpec.parse("data=1")
-    assert predict(run, mesh, "gpu").parameters == sum(
+    assert predict(run, mesh, Topology.parse("h100:1x8")).parameters == sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
     )
     trained = select(trained_params(run, functional), abstract)
@@ -48,4 +49,6 @@ def test_70b_in_nf4_fits_one_h200() -> None:
         adapter=AdapterConfig("qlora", targets=("*",)),
         mesh="data=1",
     )
-    assert predict(run, MeshSpec.parse("data=1"), "gpu").total / 2**30 == pytest.approx(50.6, abs=0.3)
+    assert predict(run, MeshSpec.parse("data=1"), Topology.parse("h200:1x1")).total / 2**30 == pytest.approx(
+        50.6, abs=0.3
+    )

@@ -28,6 +28,7 @@ from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state, step_links
 from jaxllm.train.step.step_chain import link_states
 from sharding import MeshSpec, shardings_of
+from sharding.topology import Topology
 from tests import quick, tiny
 from tests.train.runs import losses, run_config, stopped_at
 
@@ -170,7 +171,9 @@ def test_the_planner_counts_its_bytes():
         state = run_state(run, functional(model), build_optimizer(run, functional(model)), mesh.abstract())
         leaves = jax.tree.leaves(state.extras["ema"])
         want = sum(4 * int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in leaves)
-        with_average, without = (predict(one, mesh, "gpu") for one in (run, a_run(model=model, ema=EmaConfig())))
+        with_average, without = (
+            predict(one, mesh, Topology.parse("h100:1x8")) for one in (run, a_run(model=model, ema=EmaConfig()))
+        )
         assert with_average.total - without.total == want
 
 
