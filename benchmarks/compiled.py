@@ -98,7 +98,7 @@ PEERS = {
     "Llama 3.1 8B, fsdp 64": Peer(1831.7e6, 9.35e9, _VERSIONS),
     "Llama 3.1 70B, fsdp 256": Peer(15454e6, 22.40e9, _VERSIONS),
 }
-"""MaxText's figures by step. That of 70B was kept as ratios, 1.030 and 1.235, to a step of 15,918 M cycles and 27.66 GB.
+"""MaxText's figures by step. That of 70B was kept as ratios, 1.030 and 1.235, to a step of 15,918 M cycles and 27.7 GB.
 
 Of Mixtral there is none: its cycles, 3,056 M, have the matmuls of experts in them, and ours are a kernel without.
 """
