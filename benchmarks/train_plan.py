@@ -54,7 +54,7 @@ def planned(setting: Setting, on: str, compiling: bool) -> Planned:
         return Planned(None, None, None, compiled=False)
     run = as_run(setting)
     budget = int(topology.hbm_bytes * (SHARE if topology.platform == "gpu" else 1))
-    formula = predict(run, MeshSpec.parse(run.mesh), topology.platform).total
+    formula = predict(run, MeshSpec.parse(run.mesh), topology).total
     if not compiling:
         return Planned(formula, None, budget, compiled=False)
     try:

@@ -8,7 +8,6 @@ their contention: the device and the host update layers at the same time, while 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from jaxllm.models import functional
@@ -37,19 +36,14 @@ class Interleave:
 
 
 def stride(layer: LayerUpdateTime, layers: int) -> int:
-    """Fastest stride, from the balance of the link and the host instead of by trying all.
+    """Fastest stride, the smallest of equals.
 
     With one layer more of a group on the host, the host takes ``host`` seconds longer and the link ``gradients``. The
     time per layer falls while the link, which has the device's ``state`` too, takes longer than the host, and rises
-    after. Layers beyond whole groups are updated on the device. So the fastest stride is the balance, or the smallest
-    or the largest with a number of groups that is not far below that of the balance.
+    after. But layers beyond whole groups are updated on the device, so the fastest stride may lie far from the balance,
+    and all are tried: a model has few hundred layers.
     """
-    slope = layer.host - layer.gradients
-    balance = layers if slope <= 0 else min(layers, 1 + layer.state / slope)
-    groups = range(max(1, int(layers / (2 * balance + 1))), layers + 1)
-    ends = {end for n in groups for end in (layers // n, min(layers, layers // (n + 1) + 1))}
-    candidates = {1, math.floor(balance), min(layers, math.ceil(balance)), *ends}
-    return min(sorted(candidates), key=lambda every: update_seconds(layer, layers, every))
+    return min(range(1, layers + 1), key=lambda every: update_seconds(layer, layers, every))
 
 
 def fastest_interleave(run: RunConfig, cluster: Cluster) -> Interleave:
