@@ -60,21 +60,24 @@ def load_dataset(
     template: ChatTemplate | None = None,
     *,
     progress: ProgressCallback | None = None,
+    virtual_tokens: int = 0,
 ) -> Dataset:
     """Opens, tokenises (or takes from the tokenizer cache) and packs the sources of `config`.
 
     tokenizer: the tokenizer to use if `config.tokenizer` is "model".
     template: the chat template for conversations; None uses the one beside the tokenizer.
     progress: called with (documents, tokens) of a source while it is tokenised.
+    virtual_tokens: places at the start of each row that are left free, see `PackingPlan`.
 
     Raises DataError naming file and row for data that cannot be used, ValueError for settings that conflict.
     """
     if config.mixture:
         exact_shares([one.weight for one in config.mixture])  # raises for illegal weights before anything is read
+    rows = replace(config, seq_len=config.seq_len - virtual_tokens) if virtual_tokens else config
     opened = [_open(one, config) for one in config.sources]
     tokenizer = _open_tokenizer(config, opened, tokenizer)
-    parts = [_tokens(one, config, tokenizer, template, progress) for one in opened]
-    plans = [(train, _pack(train, config)) for train, _ in parts]
+    parts = [_tokens(one, rows, tokenizer, template, progress) for one in opened]
+    plans = [(train, _pack(train, rows, virtual_tokens)) for train, _ in parts]
     common = {
         "tokenizer": tokenizer.fingerprint,
         "packing": config.packing,
@@ -82,7 +85,7 @@ def load_dataset(
         "batch_size": config.batch_size,
         "seed": config.seed,
         "order": shuffle.NAME,
-    }
+    } | ({"virtual_tokens": virtual_tokens} if virtual_tokens else {})
     lines = [_summary(train, plan, config, tokenizer) for train, plan in plans]
     training: TokenDataset | MixtureDataset
     if config.mixture:
@@ -98,7 +101,7 @@ def load_dataset(
     else:
         train, plan = plans[0]
         training = TokenDataset(train, plan, config.batch_size, config.seed, _content(train) | common)
-    held = [(one, _pack(one, config)) for _, one in parts if one is not None]
+    held = [(one, _pack(one, rows, virtual_tokens)) for _, one in parts if one is not None]
     evaluation = make_heldout(held, config.batch_size, tokenizer) if held else None
     if evaluation is not None:
         if not evaluation.target_tokens:
@@ -299,8 +302,9 @@ def resolve_tokenizer(name: str, documents: Callable[[], Documents] | None, cach
     return cached_bpe(texts, int(size), content_hash=train.content_hash, where=train.name, cache=cache_root(cache_dir))
 
 
-def _pack(documents: TokenDocuments, config: DataConfig) -> PackingPlan:
+def _pack(documents: TokenDocuments, config: DataConfig, virtual_tokens: int) -> PackingPlan:
     plan = PACKINGS[config.packing](documents.starts, documents.lengths, config.seq_len)
+    plan = replace(plan, seq_len=config.seq_len + virtual_tokens, virtual_tokens=virtual_tokens)
     if not plan.rows:
         raise DataError(f"{documents.name}: too short; no document has two tokens")
     return plan

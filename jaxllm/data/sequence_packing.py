@@ -28,12 +28,15 @@ class PackingPlan:
     piece_start: int64, index in the token array of each piece's first input.
     piece_length: int64, pairs in each piece, at least 1.
     row_offsets: int64, [rows + 1].
+    virtual_tokens: places at the start of each row, among its S, that are left to virtual tokens. They have segment 0
+        and the positions 0, 1, ...; those of documents are counted from there.
     """
 
     seq_len: int
     piece_start: Int[np.ndarray, " pieces"]
     piece_length: Int[np.ndarray, " pieces"]
     row_offsets: Int[np.ndarray, " rows_plus_one"]
+    virtual_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -48,7 +51,7 @@ class PackingPlan:
     @property
     def padding(self) -> float:
         """Share of positions that are padding, 0 to 1."""
-        return 1.0 - self.pairs / (self.rows * self.seq_len)
+        return 1.0 - self.pairs / (self.rows * (self.seq_len - self.virtual_tokens))
 
     @cached_property
     def _pairs_before(self) -> Int[np.ndarray, " pieces_plus_one"]:
@@ -69,13 +72,13 @@ class PackingPlan:
         piece = np.repeat(first, count) + number
         length = self.piece_length[piece]
         column = self._pairs_before[piece] - np.repeat(self._pairs_before[first], count)
-        place = row_of_piece * self.seq_len + column
+        place = row_of_piece * self.seq_len + self.virtual_tokens + column
 
         batch = Batch(*(np.full((len(rows), self.seq_len), fill, np.int32) for fill in (0, -1, 0, 0)))
         flat = inputs, targets, segment_ids, positions = tuple(part.reshape(-1) for part in batch.arrays)
         if len(piece) * _LONG_PIECE < len(rows) * self.seq_len:
             _copy_pieces(flat, tokens, loss_mask, place, self.piece_start[piece], length, number + 1)
-            return batch
+            return self._with_virtual_positions(batch)
         position = _ramp(length)
         source = np.repeat(self.piece_start[piece], length) + position
         into = np.repeat(place, length) + position
@@ -84,6 +87,12 @@ class PackingPlan:
         targets[into] = target if loss_mask is None else np.where(loss_mask[source + 1], target, -1)
         segment_ids[into] = np.repeat(number + 1, length)
         positions[into] = position
+        return self._with_virtual_positions(batch)
+
+    def _with_virtual_positions(self, batch: Batch) -> Batch:
+        if self.virtual_tokens:
+            batch.positions[:] += self.virtual_tokens * (batch.segment_ids > 0)
+            batch.positions[:, : self.virtual_tokens] = np.arange(self.virtual_tokens)
         return batch
 
 

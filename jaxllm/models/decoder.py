@@ -66,6 +66,8 @@ class DecoderConfig:
         embed_scale: factor that embeddings are multiplied by (Gemma: the square root of their width).
         embed_grad: factor on the gradient that reaches the token embedding through its lookup, against loss spikes:
             0.1 in GLM-130B (arXiv:2210.02414, section 2.2). The gradient of a tied output head is not scaled.
+        prompt_tokens: number of virtual tokens at the first positions of a sequence, whose embeddings are parameters
+            (prompt tuning, arXiv:2104.08691).
         logit_softcap: soft cap of the logits, ``softcap * tanh(logits / softcap)`` (Gemma 2); None for none.
         norm: kind of every norm.
         norm_eps: epsilon added to the mean square (or the variance) in every norm.
@@ -92,6 +94,7 @@ class DecoderConfig:
     learned_positions: int | None = None
     embed_scale: float = 1.0
     embed_grad: float = 1.0
+    prompt_tokens: int = 0
     logit_softcap: float | None = None
     norm: NormKind = "rms"
     norm_eps: float = 1e-5
@@ -205,6 +208,10 @@ class Embedding(nnx.Module):
         if model.learned_positions is not None:
             rows = (model.learned_positions, d)
             self.positions = normal(rows, (None, "vocab_embed"), dtype, role="embedding", fan_in=d)
+        self.prompt_tokens = model.prompt_tokens
+        if model.prompt_tokens:
+            rows = (model.prompt_tokens, d)
+            self.prompt = normal(rows, (None, "vocab_embed"), dtype, role="embedding", fan_in=d)
         self.dtype, self.scale, self.grad = model.dtype, model.embed_scale, model.embed_grad
 
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -217,6 +224,10 @@ class Embedding(nnx.Module):
             x = still + jnp.asarray(self.grad, dtype) * (x - still)
         if self.scale != 1.0:
             x = x * jnp.asarray(self.scale, dtype)
+        if self.prompt_tokens:
+            virtual = jnp.clip(positions, 0, self.prompt_tokens - 1)
+            prompt = sharding.take(use(self.prompt, dtype), virtual, out=out)
+            x = jnp.where((positions < self.prompt_tokens)[..., None], prompt, x)
         if self.learned:
             x = x + sharding.take(use(self.positions, dtype), positions, out=out)
         return x

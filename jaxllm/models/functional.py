@@ -76,6 +76,7 @@ class Functional:
         adapt: changes the declared parameters: puts adapted or packed weights in the place of arrays
             (``jaxllm.peft.adapted_model``); None: nothing.
         training_context: ``(segment_ids, layout) -> context``: attention context of the training loss.
+        text_context: the same of all other passes over packed rows, such as evaluation.
     """
 
     config: DecoderConfig
@@ -85,6 +86,7 @@ class Functional:
     _modules: Any
     adapt: Callable[[Params], Params] | None = None
     training_context: Callable[..., Any] = Segments
+    text_context: Callable[..., Any] = Segments
 
     def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
         """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -19,12 +19,12 @@ from jax.sharding import Mesh
 
 import sharding
 from jaxllm.config import ConfigError, closest
-from jaxllm.models import Functional
+from jaxllm.models import Functional, functional
 from jaxllm.models.functional import DeclaredParam, Params
 from jaxllm.models.param_subset import is_frozen
 from jaxllm.models.params import draw
-from jaxllm.peft.adapter import Adapter, merged_weight
-from jaxllm.peft.adapter_method import AdapterConfig, is_declared
+from jaxllm.peft.adapter import VIRTUAL, Adapter, AdapterKind, adapted_params, check_adapter, merged_weight, placed
+from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, is_declared
 from jaxllm.peft.low_rank_factors import LowRank
 from jaxllm.peft.method_table import ADAPTER_METHODS
 
@@ -33,21 +33,41 @@ def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
     """The model with adapters of the targeted matmuls; ``base`` itself without one.
 
     Raises:
-        ConfigError: a target matches no matmul; lists what is legal.
+        ConfigError: a target matches no matmul, or the architecture has no such adapter; lists what is legal.
     """
     if not config:
         return base
-    linears, chosen, method = base.linears(), targeted(base, config.targets), ADAPTER_METHODS[config.kind]
+    method = ADAPTER_METHODS[config.kind]
+    check_fields(config, method)
+    own: dict[str, Any] = {}
+    if method.architecture is not None:
+        base = functional(method.architecture(config, base.config), base.rules)
+    if (declare := method.declare) is not None:
+        linears, chosen = base.linears(), targeted(base, config.targets)
 
-    def adapt(declared: Params) -> Params:
-        def one(path: tuple, leaf: DeclaredParam) -> Any:
-            name = _name(path)
-            return method.declare(config, leaf, linears[name]) if name in chosen else leaf
+        def adapt(declared: Params) -> Params:
+            def one(path: tuple, leaf: DeclaredParam) -> Any:
+                name = _name(path)
+                return declare(config, leaf, linears[name]) if name in chosen else leaf
 
-        return jax.tree.map_with_path(one, declared, is_leaf=is_declared)
+            return jax.tree.map_with_path(one, declared, is_leaf=is_declared)
 
-    own = {} if method.context is None else {"training_context": method.context(config)}
-    return replace(base, adapt=adapt, **own)
+        own["adapt"] = adapt
+    if method.text_context is not None:
+        own["text_context"] = own["training_context"] = method.text_context(config)
+    if method.context is not None:
+        own["training_context"] = method.context(config)
+    return replace(base, **own)
+
+
+def check_fields(config: AdapterConfig, method: AdapterMethod) -> None:
+    """Checks that no field is set that the method does not follow; raises ConfigError."""
+    for one in fields(config):
+        if one.name not in ("kind", *method.fields) and getattr(config, one.name) != one.default:
+            raise ConfigError(
+                f"adapter.{one.name} = {getattr(config, one.name)!r} has no effect for adapter.kind = {config.kind!r}; "
+                f"leave it out. {config.kind} follows {', '.join(f'adapter.{name}' for name in method.fields)}."
+            )
 
 
 def targeted(base: Functional, targets: Sequence[str]) -> list[str]:
@@ -86,25 +106,51 @@ def start_params(
     """
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     there, given, grads = _by_path(abstract), _by_path(base), _by_path(gradients)
-    linears, start = model.linears(), ADAPTER_METHODS[config.kind].start
+    linears, method = model.linears(), ADAPTER_METHODS[config.kind]
     key = jax.random.key(seed)
 
     def one(path: tuple, node: Any) -> Any:
         name = _name(path)
         if is_declared(node):
-            return given[name]
+            return given[name] if name in given else drawn(name, node)
 
         def fresh(inner: tuple, leaf: Any) -> Any:
-            own = f"{name}/{_name(inner)}"
-            if not is_declared(leaf):  # the base
-                return leaf
-            return draw(leaf.param, jax.random.fold_in(key, zlib.crc32(own.encode())), leaf.stack, there[own].sharding)
+            return drawn(f"{name}/{_name(inner)}", leaf) if is_declared(leaf) else leaf
 
         weight = jax.tree.map_with_path(fresh, replace(node, base=given[name]))
-        return start(config, weight, linears[name], grads.get(name))
+        return method.start(config, weight, linears[name], grads.get(name))
+
+    def drawn(name: str, leaf: DeclaredParam) -> jax.Array:
+        return draw(leaf.param, jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.stack, there[name].sharding)
 
     with jax.set_mesh(mesh):
-        return jax.tree.map_with_path(one, model.declared(), is_leaf=_is_node)
+        params = jax.tree.map_with_path(one, model.declared(), is_leaf=_is_node)
+        return method.start_rest(config, params)
+
+
+def with_adapter(model: Functional, params: Params, adapter: Adapter) -> tuple[Functional, Params]:
+    """A model and its parameters with an adapter of any kind; the base is not copied. Run it under the mesh.
+
+    Virtual tokens are parameters of another architecture, whose sequences have them at the first positions.
+
+    Raises:
+        AdapterError: it is not an adapter of this model.
+    """
+    if adapter.kind not in VIRTUAL:
+        return model, adapted_params(model, params, adapter)
+    tokens = next(iter(adapter.modules.values())).shape[-2 if adapter.kind == "prompt" else -3]
+    adapted = adapted_model(model, AdapterConfig(adapter.kind, tokens=tokens))
+    check_adapter(adapter, adapted)
+    axes = adapted.logical_axes()
+
+    def one(path: tuple, axes: Any, old: Any) -> Any:
+        return placed(model, adapter.modules[name], axes, old.dtype) if (name := _name(path)) in adapter.modules else None
+
+    found = jax.tree.map_with_path(one, axes, adapted.abstract(), is_leaf=lambda x: isinstance(x, tuple))
+    given = _by_path(params)
+    return adapted, jax.tree.map_with_path(
+        lambda path, own: given[_name(path)] if own is None else own, found, is_leaf=lambda x: x is None
+    )
 
 
 def base_params(params: Params) -> Params:
@@ -145,7 +191,7 @@ def adapter_of(config: AdapterConfig, trained: Params) -> Adapter:
                 magnitudes[name] = np.asarray(node.magnitude)
         elif node is not None:
             modules[name] = np.asarray(node)
-    kind: Any = config.kind if config.kind in ("rslora", "dora") else "lora"
+    kind: Any = config.kind if config.kind in get_args(AdapterKind) else "lora"
     return Adapter(kind, factors, ranks, magnitudes, modules)
 
 

@@ -23,7 +23,9 @@ from jaxllm.models.linear import dense
 from jaxllm.peft.dora import DoraWeight
 from jaxllm.peft.low_rank_factors import LoraWeight, LowRank, factor_axes
 
-AdapterKind = Literal["lora", "rslora", "dora"]
+AdapterKind = Literal["lora", "rslora", "dora", "prefix", "prompt"]
+VIRTUAL = ("prefix", "prompt")
+"""Kinds that are virtual tokens, and no change of weights."""
 
 
 class AdapterError(HubError):
@@ -35,7 +37,8 @@ class Adapter:
     """Adapter of a model, with arrays on the host.
 
     Attributes:
-        kind: how it adapts the weights: "lora" with the scale alpha / r, "rslora" with alpha / sqrt(r), "dora".
+        kind: how it adapts the weights: "lora" with the scale alpha / r, "rslora" with alpha / sqrt(r), "dora"; or
+            "prefix" and "prompt", whose parameters are among ``modules``.
         factors: low-rank factors by the path of the ``Linear`` that they adapt ("segments/0/0/attention/q").
         ranks: rank in each layer of the stack, by the same path; 0 where the layer is not adapted.
         magnitudes: magnitudes of "dora", by the same path.
@@ -98,8 +101,12 @@ def adapted_params(model: Functional, params: Params, adapter: Adapter) -> Param
     Run it under the mesh of the parameters.
 
     Raises:
-        AdapterError: it is not an adapter of this model.
+        AdapterError: it is not an adapter of this model, or virtual tokens, which are no weights.
     """
+    if adapter.kind in VIRTUAL:
+        raise AdapterError(
+            f"virtual tokens ({adapter.kind} tuning) cannot be put into the weights of a model, nor merged with them."
+        )
     check_adapter(adapter, model)
     linears = model.linears()
 
@@ -110,11 +117,11 @@ def adapted_params(model: Functional, params: Params, adapter: Adapter) -> Param
         dtype = shape.dtype if not isinstance(base, jax.Array) else base.dtype
         of_a, of_b = factor_axes(axes, lead + shape.contract, lead)
         scale = one.scale if isinstance(one.scale, float) else jnp.asarray(one.scale)
-        factors = LowRank(_placed(model, one.a, of_a, dtype), _placed(model, one.b, of_b, dtype), scale)
+        factors = LowRank(placed(model, one.a, of_a, dtype), placed(model, one.b, of_b, dtype), scale)
         if path not in adapter.magnitudes:
             return LoraWeight(base, factors)
         of_m = (*layers, *shape.axes[shape.contract :])
-        return DoraWeight(base, factors, _placed(model, adapter.magnitudes[path], of_m, dtype))
+        return DoraWeight(base, factors, placed(model, adapter.magnitudes[path], of_m, dtype))
 
     return _replaced(_with_modules(model, params, adapter), dict.fromkeys(adapter.factors, weight))
 
@@ -150,12 +157,12 @@ def merged_weight(weight: Any, lead: int) -> Any:
 def _with_modules(model: Functional, params: Params, adapter: Adapter) -> Params:
     axes = _leaves(model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
     replace = {
-        path: lambda path, old: _placed(model, adapter.modules[path], axes[path], old.dtype) for path in adapter.modules
+        path: lambda path, old: placed(model, adapter.modules[path], axes[path], old.dtype) for path in adapter.modules
     }
     return _replaced(params, replace)
 
 
-def _placed(model: Functional, value: Any, axes: sharding.LogicalAxes, dtype: Any) -> jax.Array:
+def placed(model: Functional, value: Any, axes: sharding.LogicalAxes, dtype: Any) -> jax.Array:
     """Array in its shards under the current mesh."""
     array = np.asarray(value).astype(dtype)
     mesh = sharding.current_mesh()

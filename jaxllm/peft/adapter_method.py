@@ -10,11 +10,12 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from jaxllm.models.functional import DeclaredParam, LinearShape
+from jaxllm.models import DecoderConfig
+from jaxllm.models.functional import DeclaredParam, LinearShape, Params
 from jaxllm.models.params import Role, declare
 from jaxllm.peft.low_rank_factors import LowRank, factor_axes
 
-AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora"]
+AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora", "prefix", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class AdapterConfig:
         targets: the matmuls of blocks that are adapted, by a name on their path ("attention", "mlp", "q"; "*" for all)
             or by a pattern of whole paths ("segments/0/*").
         group: "longlora": tokens of a group that attend to each other; 0 for a quarter of the sequence.
+        tokens: "prefix" and "prompt": number of virtual tokens; each row of training has them first.
     """
 
     kind: AdapterName = "none"
@@ -35,6 +37,7 @@ class AdapterConfig:
     alpha: float = 32.0
     targets: tuple[str, ...] = ("attention", "mlp")
     group: int = 0
+    tokens: int = 20
 
     def __post_init__(self) -> None:
         split = tuple(name for one in self.targets for name in one.split(",") if name)
@@ -45,6 +48,8 @@ class AdapterConfig:
             raise ValueError(f"adapter.alpha = {self.alpha}; give a positive number.")
         if self.group < 0 or (self.group and self.kind != "longlora"):
             raise ValueError(f"adapter.group = {self.group}: only longlora has groups; give it 0 or a positive number.")
+        if self.tokens < 1:
+            raise ValueError(f"adapter.tokens = {self.tokens}; give a positive number.")
         if not self.targets:
             raise ValueError('adapter.targets is empty; give names such as "attention" and "mlp".')
 
@@ -52,29 +57,45 @@ class AdapterConfig:
         """Whether there is an adapter."""
         return self.kind != "none"
 
+    @property
+    def virtual_tokens(self) -> int:
+        """Places at the start of each row that virtual tokens take."""
+        return self.tokens if self.kind in ("prefix", "prompt") else 0
+
 
 @dataclass(frozen=True)
 class AdapterMethod:
-    """Method of adaptation: how a targeted ``Linear`` is declared and what its weight is before training.
+    """Method of adaptation: how a targeted ``Linear`` is declared and what its weight is before training, or what
+    else the adapted model has.
 
     Attributes:
-        declare: ``(config, base, linear) -> weight``: the adapted weight, with declarations in place of arrays.
+        declare: ``(config, base, linear) -> weight``: the adapted weight, with declarations in place of arrays; None:
+            no ``Linear`` is adapted.
         start: ``(config, weight, linear, gradient) -> weight``: the weight before training, from one with a dense base
             and the drawn factors; run under the mesh. The gradient of the base is None where it is not needed, or where
             a checkpoint will replace the adapter.
         trained: patterns of the parameters that are trained (``jaxllm.models.param_subset``).
         kept: patterns of further parameters that are no part of the base, and saved.
         needs_gradients: whether ``start`` needs the base's gradient on the first batch.
-        context: makes what makes the attention context of training, ``(segment_ids, layout) -> context``; None: the
-            model's own.
+        context: makes what makes the attention context of training, ``(segment_ids, layout) -> context``; None: that
+            of all passes.
+        text_context: makes what makes the attention context of all passes over packed rows; None: the model's own.
+        architecture: ``(config, base) -> adapted``: architecture of the adapted model; None: the base's.
+        start_rest: ``(config, params) -> params``: gives parameters that the base lacks their values before training,
+            after they were drawn as they are declared; run under the mesh.
+        fields: fields of the configuration that it follows.
     """
 
-    declare: Callable[[AdapterConfig, DeclaredParam, LinearShape], Any]
+    declare: Callable[[AdapterConfig, DeclaredParam, LinearShape], Any] | None = None
     start: Callable[[AdapterConfig, Any, LinearShape, Any], Any] = lambda config, weight, linear, gradient: weight
     trained: tuple[str, ...] = ("adapter",)
     kept: tuple[str, ...] = ()
     needs_gradients: bool = False
     context: Callable[[AdapterConfig], Callable[..., Any]] | None = None
+    text_context: Callable[[AdapterConfig], Callable[..., Any]] | None = None
+    architecture: Callable[[AdapterConfig, DecoderConfig], DecoderConfig] | None = None
+    start_rest: Callable[[AdapterConfig, Params], Params] = lambda config, params: params
+    fields: tuple[str, ...] = ("rank", "alpha", "targets")
 
 
 def lora_scale(config: AdapterConfig) -> float:

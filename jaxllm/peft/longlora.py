@@ -127,4 +127,5 @@ LONGLORA = AdapterMethod(
     _declare,
     trained=("adapter", "embedding/table", "*norm*"),
     context=lambda config: functools.partial(ShiftedGroups, group=config.group),
+    fields=("rank", "alpha", "targets", "group"),
 )

@@ -7,6 +7,8 @@ from jaxllm.peft.dora import DORA
 from jaxllm.peft.longlora import LONGLORA
 from jaxllm.peft.lora import LORA
 from jaxllm.peft.lora_ga import LORA_GA
+from jaxllm.peft.prefix import PREFIX
+from jaxllm.peft.prompt import PROMPT
 from jaxllm.peft.qlora import QLORA
 from jaxllm.peft.rslora import RSLORA
 
@@ -17,4 +19,6 @@ ADAPTER_METHODS: dict[str, AdapterMethod] = {
     "qlora": QLORA,
     "lora_ga": LORA_GA,
     "longlora": LONGLORA,
+    "prefix": PREFIX,
+    "prompt": PROMPT,
 }

@@ -1,5 +1,6 @@
-"""PEFT files: reads and writes LoRA adapters as the library ``peft`` does, ``adapter_config.json`` beside
-``adapter_model.safetensors`` (https://github.com/huggingface/peft).
+"""PEFT files: reads and writes adapters as the library ``peft`` does, ``adapter_config.json`` beside
+``adapter_model.safetensors`` (https://github.com/huggingface/peft): LoRA here, virtual tokens in
+``jaxllm.peft.virtual_token_files``.
 
 Names of modules go through the weight tables of the hub, families with fused matrices included. A fused module
 (``qkv_proj``) has one input factor for all its weights: reading gives each weight that factor and its rows of the
@@ -28,6 +29,7 @@ from jaxllm.hub.safetensors import hub_directory, open_file, write_file
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart, hf_layout
 from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape
+from jaxllm.peft import virtual_token_files
 from jaxllm.peft.adapter import Adapter, AdapterError, AdapterKind
 from jaxllm.peft.base_hash import is_other_base
 from jaxllm.peft.low_rank_factors import LowRank
@@ -137,6 +139,10 @@ def write_peft(folder: Path | str, adapter: Adapter, model: Functional, source: 
         AdapterError: the family has no module for a weight.
         HubError: the directory exists, or the disk refuses.
     """
+    if adapter.kind in virtual_token_files.PEFT_TYPES:
+        config = dict(adapter.settings) or virtual_token_files.config_of(adapter, model)
+        tensors = {virtual_token_files.TENSOR: virtual_token_files.tensor_of(adapter, model)}
+        return _write(Path(folder), adapter, config, tensors)
     modules, layout = peft_modules(model, source)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -155,7 +161,11 @@ def write_peft(folder: Path | str, adapter: Adapter, model: Functional, source: 
         if all(part.path in adapter.modules for part in tensor.parts):
             tensors[PREFIX + name] = to_hf_tensor(tensor, {p.path: adapter.modules[p.path] for p in tensor.parts})
     config = dict(adapter.settings) or _config(adapter, modules, ranks, alphas, layout)
-    with hub_directory(Path(folder)) as temporary:
+    _write(Path(folder), adapter, config, tensors)
+
+
+def _write(folder: Path, adapter: Adapter, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    with hub_directory(folder) as temporary:
         write_file(temporary / WEIGHTS, tensors)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
         if adapter.base_hash:
@@ -192,6 +202,10 @@ def _read(
         tensors = open_file(folder / WEIGHTS)
     except ValueError as error:
         raise AdapterError(str(error)) from error
+    if (virtual := virtual_token_files.kind_of(config)) is not None:
+        whole = virtual_token_files.modules_of(virtual, config, tensors, model)
+        name = config.get("base_model_name_or_path") or base.get("base", "")
+        return Adapter(virtual, {}, {}, {}, whole, name, base.get("hash", ""), config)  # type: ignore[arg-type]
     if lost := [key for key in tensors if not key.startswith(PREFIX)]:
         raise AdapterError(f"{WEIGHTS}: {lost[0]} does not begin with {PREFIX}; not a file of PEFT.")
     tensors = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
@@ -216,8 +230,13 @@ def _read(
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Checks that an adapter is of a kind that is read; raises AdapterError."""
+    if virtual_token_files.kind_of(config) is not None:
+        return
     if config.get("peft_type") != "LORA":
-        raise AdapterError(f"peft_type is {config.get('peft_type')!r}; LORA (with rslora and dora) is read here.")
+        raise AdapterError(
+            f"peft_type is {config.get('peft_type')!r}; LORA (with rslora and dora), PREFIX_TUNING and PROMPT_TUNING "
+            "are read here."
+        )
     for name, value in config.items():
         if name in READ | WITHOUT_EFFECT or value is None or value is False or value in ({}, []):
             continue

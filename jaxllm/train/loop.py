@@ -22,7 +22,7 @@ import jax
 from jaxllm.checkpoint import StateProvider
 from jaxllm.config import to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
-from jaxllm.models import Segments, param_count
+from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
@@ -258,9 +258,9 @@ def make_evaluator(run: Run) -> Evaluator | None:
     if run.data.heldout is None:
         return None
     stages = run.mesh.shape.get("stage", 1)
-    sums = pipelined_loss_sums(run.model, *pipeline_plan(run.config, stages)) if stages > 1 else None
     # Whatever attention the run trains with, a model is evaluated with the one that it is served with.
-    model = dataclasses.replace(run.model, training_context=Segments)
+    model = dataclasses.replace(run.model, training_context=run.model.text_context)
+    sums = pipelined_loss_sums(model, *pipeline_plan(run.config, stages)) if stages > 1 else None
     return Evaluator(model, run.mesh, run.data.heldout, sums)
 
 

@@ -119,7 +119,8 @@ class Run:
         init = self.init_model
         self.base = FrozenBase(config, self.model, self.mesh, init) if config.adapter else None
         self.reference = ReferenceModel(config, base_model(config), self.mesh, init) if config.reference else None
-        self.data = load_dataset(config.data, init and init.tokenizer, init and init.template) if data is None else data
+        known, virtual = (init and init.tokenizer, init and init.template), config.adapter.virtual_tokens
+        self.data = load_dataset(config.data, *known, virtual_tokens=virtual) if data is None else data
         self.data.train.check_steps(config.steps)
         self.batches = SkippingDataset(self.data.train)
         self.spikes: list[dict[str, Any]] = []

@@ -26,6 +26,12 @@ ZERO = {"fsdp=2": 1}
 """ZeRO stage on a mesh, 3 elsewhere."""
 
 
+def adapter(kind: str, mesh: str) -> AdapterConfig:
+    if kind in ("prefix", "prompt"):
+        return AdapterConfig(kind, tokens=4)
+    return AdapterConfig(kind, rank=3, alpha=5.0, targets=("attention",) if "expert" in mesh else ("*",))  # type: ignore
+
+
 def run_on(kind: str, mesh: str) -> RunConfig:
     model = EXPERTS if "expert" in mesh else DENSE
     return RunConfig(
@@ -33,9 +39,25 @@ def run_on(kind: str, mesh: str) -> RunConfig:
         mesh=mesh.removesuffix(" of experts"),
         parallel=ParallelConfig(zero=ZERO.get(mesh, 3)),  # type: ignore[arg-type]
         data=DataConfig(batch_size=8, seq_len=8),
-        adapter=AdapterConfig(kind, rank=3, alpha=5.0, targets=("attention",) if "expert" in mesh else ("*",)),  # type: ignore
+        adapter=adapter(kind, mesh),
         accumulate=2,
     )
+
+
+def rows_of(run: RunConfig) -> Any:
+    """A batch; with places for virtual tokens at the start of each row where the adapter has them."""
+    virtual = run.adapter.virtual_tokens
+    batch = tiny.batch(3, 8, 8 - virtual, 64, packed=True)
+    if not virtual:
+        return batch
+
+    def widen(x: np.ndarray, fill: int) -> np.ndarray:
+        return np.pad(x, [(0, 0), (virtual, 0)], constant_values=fill)
+
+    tokens, targets, segments, positions = map(widen, batch.arrays, (0, -1, 0, 0))
+    positions = np.where(segments > 0, positions + virtual, 0)
+    positions[:, :virtual] = np.arange(virtual)
+    return batch._replace(tokens=tokens, targets=targets, segment_ids=segments, positions=positions)
 
 
 @functools.cache
@@ -47,7 +69,7 @@ def trained(kind: str, mesh: str) -> tuple[float, Any, Any]:
     devices = math.prod(dict(spec.axes).values())
     built = fitting_mesh(run, model, devices).build(jax.devices()[:devices])
     rows = jax.NamedSharding(built, model.rules.spec(("batch", "seq"), built))
-    batch = jax.device_put(tiny.batch(3, 8, 8, 64, packed=True), rows)
+    batch = jax.device_put(rows_of(run), rows)
     abstract = sharding.abstract_params(base.abstract(), base.logical_axes(), built, model.rules)
     saved = saved_params(run, model)
 

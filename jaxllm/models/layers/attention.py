@@ -23,8 +23,11 @@ from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, unusual
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
 from jaxllm.models.linear import linear, project_many
-from jaxllm.models.params import constant, use
+from jaxllm.models.params import constant, declare, use
 from jaxllm.models.tpu_layout import heads_first
+
+PREFIX_VALUE_STD = 0.02
+"""Standard deviation of a prefix's values before training: small beside those of a model, which it hardly disturbs."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class AttentionConfig(AttentionLayer):
         sinks: whether each head has an attention sink, a learned score in its softmax that has no value (gpt-oss;
             arXiv:2309.17453).
         clip: queries, keys and values are clipped to ``[-clip, clip]`` before rotation (OLMoE; arXiv:2409.02060).
+        prefix_tokens: number of virtual tokens at the first positions of a sequence, whose keys and values are
+            parameters (prefix tuning, arXiv:2101.00190).
     """
 
     heads: int = 4
@@ -59,6 +64,7 @@ class AttentionConfig(AttentionLayer):
     scale: float | None = None
     sinks: bool = False
     clip: float | None = None
+    prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -159,6 +165,10 @@ class Attention(nnx.Module):
             self.o_bias = constant(0.0, (d,), ("embed",), dtype, role="bias")
         if config.sinks:
             self.sinks = constant(0.0, (n,), ("heads",), dtype, role="bias")
+        if config.prefix_tokens:
+            shape, axes = (config.prefix_tokens, k, h), (None, "kv_heads", "head_dim")
+            self.prefix_keys = declare(nnx.Param, shape, axes, dtype, "bias", std=1.0)
+            self.prefix_values = declare(nnx.Param, shape, axes, dtype, "bias", std=PREFIX_VALUE_STD)
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -180,6 +190,9 @@ class Attention(nnx.Module):
             with jax.named_scope("rope"):
                 cos, sin = rotation(config.rope, positions, config.head_dim, x.dtype)
                 q, k = (rotate(x, cos, sin, interleaved=config.rope.interleaved) for x in (q, k))
+        if config.prefix_tokens:
+            k = _with_prefix(k, use(self.prefix_keys, x.dtype), positions, trains)
+            v = _with_prefix(v, use(self.prefix_values, x.dtype), positions, trains)
         sinks = use(self.sinks, x.dtype) if config.sinks else None
         with jax.named_scope("kernel"):
             out, ctx = ctx.attend(layer, q, k, v, positions, config.attention_params, sinks)
@@ -202,3 +215,20 @@ class Attention(nnx.Module):
             few = [one(whole, ("batch", "seq", None, None)) for one in (self.k, self.v)]
             return [*project_many(x, [self.q], [heads], over="act_heads"), *few]
         return project_many(x, [self.q, self.k, self.v], [heads, kv_heads, kv_heads], over="act_heads")
+
+
+def _with_prefix(
+    x: Float[Array, "B S K H"], prefix: Float[Array, "P K H"], positions: Int[Array, "B S"], first: bool
+) -> Float[Array, "B S K H"]:
+    """Keys or values with those of a prefix at the positions of its tokens.
+
+    Args:
+        first: the prefix has the first places of each row, as in training.
+    """
+    tokens = prefix.shape[0]
+    if not first:
+        own = prefix.at[jnp.clip(positions, 0, tokens - 1)].get(out_sharding=jax.typeof(x).sharding)
+        return jnp.where((positions < tokens)[..., None, None], own, x)
+    axes = ("batch", "seq", "act_kv_heads", None)
+    rows = sharding.constrain(jnp.broadcast_to(prefix, (x.shape[0], *prefix.shape)), *axes)
+    return jnp.concatenate([rows, sharding.constrain(x, *axes)[:, tokens:]], axis=1)

@@ -403,7 +403,7 @@ class PipelineStep:
         if self.pipeline.zero == 3:
             w = jax.tree.map(gather_layer_weight, w, self.stored["segments"][str(g)])
         positions, segment_ids, share = consts
-        context: Any = Segments(segment_ids, self.pipeline.layout)
+        context: Any = self.model.training_context(segment_ids, self.pipeline.layout)
         aux_losses = self.pipeline.aux_losses
         if aux_losses is not None:
             context = aux_losses.context(g, context, self.batch_axes)

@@ -111,7 +111,7 @@ def token_logprobs(
     def of_micro_batch(batch: Any) -> tuple[Array, Array]:
         with sharding.use_rules(model.rules):
             batch = permute_sequence(batch, layout)
-        segments = Segments(batch.segment_ids, layout)
+        segments = model.text_context(batch.segment_ids, layout)
         hidden, _ = model.forward(params, batch.tokens, batch.positions, segments)
         hidden, head = model.unembed(params, hidden)
         with sharding.use_rules(model.rules):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.hub import load_hf
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
-from jaxllm.peft import adapted_params, merged_params, read_peft, write_peft
+from jaxllm.peft import adapted_params, merged_params, read_peft, with_adapter, write_peft
 from tests.proofs.harness import proof
 
 FAMILIES = ("llama", "gpt2", "phi3", "gemma2", "qwen2")
@@ -119,3 +119,69 @@ def adapters_of_peft(case: tuple[str, str]) -> dict[str, float]:
         }
         assert np.abs(logits(loaded.config, loaded.params, tokens) - want).max() > 0.1
         return {name: float(np.abs(value - want).max()) for name, value in found.items()}
+
+
+@proof(
+    "adapters",
+    cases=[(family, kind) for family in FAMILIES for kind in ("prefix", "prompt")],
+    sample=1,
+    float64=True,
+    bound={"read": 1e-10, "written": 1e-10},
+)
+def virtual_tokens_of_peft(case: tuple[str, str]) -> dict[str, float]:
+    """Largest differences of logits; the file that was read is written to the byte."""
+    family, kind = case
+    import peft
+    import torch
+    import transformers
+
+    from tests.hub import peers
+
+    rng = np.random.default_rng([*family.encode(), *kind.encode()])
+    torch.manual_seed(int(rng.integers(2**31)))
+    with tempfile.TemporaryDirectory() as name, peers.float64(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = Path(name)
+        sizes = config_of(family, peers.COMMON)
+        if getattr(sizes, "head_dim", None):  # peft takes the width over the number of heads
+            sizes.head_dim = sizes.hidden_size // sizes.num_attention_heads
+        base = transformers.AutoModelForCausalLM.from_config(sizes).eval().double()
+        for param in base.parameters():
+            param.data = torch.randn_like(param) * 0.3 + (1 if param.ndim == 1 else 0)
+        base.save_pretrained(folder / "base")
+        of_kind = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind]
+        theirs = peft.get_peft_model(base, of_kind(num_virtual_tokens=5, task_type="CAUSAL_LM"))
+        theirs.prompt_encoder["default"].embedding.weight.data.normal_(0, 0.5)
+        theirs = theirs.double().eval()
+        tokens = rng.integers(0, 40, (2, 9))
+        want = theirs(torch.tensor(tokens)).logits.detach().numpy()[:, -9:]
+        theirs.save_pretrained(folder / "theirs")
+
+        loaded = load_hf(folder / "base", dtype="float64")
+        model = functional(loaded.config)
+        adapter = read_peft(folder / "theirs", model, loaded.source)
+        write_peft(folder / "again", adapter, model, loaded.source)
+        file = "adapter_model.safetensors"
+        assert (folder / "again" / file).read_bytes() == (folder / "theirs" / file).read_bytes()
+        own = dataclasses.replace(adapter, settings={}, base=str(folder / "base"))
+        write_peft(folder / "ours", own, model, loaded.source)
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
+        written = peft.PeftModel.from_pretrained(fresh, folder / "ours").double().eval()
+        found = {
+            "read": virtual_logits(model, loaded.params, adapter, tokens),
+            "written": written(torch.tensor(tokens)).logits.detach().numpy()[:, -9:],
+        }
+        assert np.abs(logits(loaded.config, loaded.params, tokens) - want).max() > 0.1
+        return {name: float(np.abs(value - want).max()) for name, value in found.items()}
+
+
+def virtual_logits(model: Any, params: Any, adapter: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits of texts after virtual tokens, two texts in one row."""
+    adapted, params = with_adapter(model, params, adapter)
+    first, length = 5, tokens.shape[1]
+    row = jnp.asarray(np.concatenate([np.zeros(first, int), *tokens]))[None]
+    ids = jnp.asarray(np.repeat([0, 1, 2], [first, length, length]))[None]
+    text = np.arange(first, first + length)
+    positions = jnp.asarray(np.concatenate([np.arange(first), text, text]))[None]
+    hidden, _ = adapted.forward(params, row, positions, adapted.text_context(ids))
+    return np.asarray(adapted.head(params, hidden))[0, first:].reshape(2, length, -1)
