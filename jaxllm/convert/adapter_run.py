@@ -62,6 +62,21 @@ class AdapterRun:
         """Dense parameters with the adapter of a checkpoint merged into the base, in the dtype of the run.
 
         Raises:
+            AdapterError: the base is another one than that of the run, or the adapter is no change of weights.
+        """
+        if self.config.virtual_tokens:
+            raise AdapterError(
+                f"{self.run.path} has virtual tokens ({self.config.kind} tuning), which cannot be merged into weights: "
+                "use the run as it is (generate, chat, serve, eval), or export the adapter (`jaxllm convert RUN OUT`)."
+            )
+        return self.served(checkpointer, step, mesh, load_base)[1]
+
+    def served(
+        self, checkpointer: Checkpointer, step: int | None, mesh: Mesh, load_base: LoadBase
+    ) -> tuple[Functional, Any]:
+        """Model and parameters for use: adapted weights are merged, virtual tokens are parameters of the model.
+
+        Raises:
             AdapterError: the base is another one than that of the run.
         """
         model, dtype = self.model, jnp.dtype(self.run.config.param_dtype)
@@ -78,7 +93,8 @@ class AdapterRun:
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         trained, _ = checkpointer.restore_params(self._trained(abstract), step=step)
         with jax.set_mesh(mesh):
-            return merge_adapters(model, merge(trained, start))
+            params = merge_adapters(model, merge(trained, start))
+        return (model if self.config.virtual_tokens else functional(self.run.config)), params
 
     def _trained(self, tree: Any) -> Any:
         method = ADAPTER_METHODS[self.config.kind]

@@ -152,7 +152,7 @@ def _load(
             )
         model = functional(run.config)
         if (adapted := adapter_run(run)) is not None:
-            params = adapted.merged_params(checkpointer, step, mesh, load_params)
+            model, params = adapted.served(checkpointer, step, mesh, load_params)
             return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         prefix = params_prefix(path, checkpointer, step, ema)

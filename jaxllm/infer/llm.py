@@ -251,7 +251,7 @@ def completion(request: Request) -> Completion:
         wanted = request.params.logprobs is not None
         logprobs, top = (tuple(s.logprobs), tuple(map(tuple, s.top))) if wanted else ((), ())
         outputs.append(Output(s.text, tokens, s.finish, logprobs, top))
-    return Completion(tuple(request.prompt), tuple(outputs), tuple(request.prompt_scores), tuple(request.prompt_top))
+    return Completion(tuple(request.text), tuple(outputs), tuple(request.text_scores), tuple(request.text_top))
 
 
 def _is_one(prompts: Any) -> bool:

@@ -150,6 +150,11 @@ class DecoderConfig:
         """Block of every layer, in order."""
         return tuple(block for group, repeats in self.segments for _ in range(repeats) for block in group)
 
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of positions at the start of every sequence that virtual tokens take."""
+        return max(self.prompt_tokens, *(getattr(block.attention, "prefix_tokens", 0) for block in self.blocks))
+
     @functools.cached_property
     def mixtures(self) -> dict[int, MoeConfig]:
         """Mixture of experts of each layer that has one, by the index of the layer."""

@@ -35,17 +35,17 @@ class Embedder:
 
     def __init__(self, model: Functional, params: Any, max_len: int, mesh: jax.sharding.Mesh | None = None):
         self._params, self._max_len, self._mesh = params, max_len, mesh
-        self.dim = model.config.embed_dim
+        self.dim, self._virtual = model.config.embed_dim, model.config.virtual_tokens
         self._pool = jax.jit(functools.partial(_pooled, serving_model(model)), static_argnames="pooling")
         self._lock = threading.Lock()  # one text at a time, because the engine uses the same device
 
     def __call__(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
         """Embedding of a text's token ids, float32 [D] of norm 1."""
         size = _SHORTEST
-        while size < len(ids):
+        while size < self._virtual + len(ids):
             size *= 2
         tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(ids)] = ids
+        tokens[0, self._virtual : self._virtual + len(ids)] = ids
         with self._lock, contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             return np.asarray(self._pool(self._params, tokens, np.int32(len(ids)), pooling=pooling))
 
@@ -61,8 +61,10 @@ def _pooled(
         hidden, _ = model.forward(params, every, places, Segments())
         hidden = sharding.constrain(hidden, None, None, None)[:1]
         states = model.unembed(params, hidden)[0][0].astype(jnp.float32)
+    first = model.config.virtual_tokens
     if pooling == "last":
-        vector = states[count - 1]
+        vector = states[first + count - 1]
     else:
-        vector = jnp.where(positions[0, :, None] < count, states, 0).sum(0) / count
+        at = positions[0, :, None]
+        vector = jnp.where((at >= first) & (at < first + count), states, 0).sum(0) / count
     return vector / jnp.maximum(jnp.linalg.norm(vector), 1e-12)

@@ -210,6 +210,9 @@ FEATURES: dict[str, Feature] = {
     "shifted groups": Feature(
         lambda run, _: run.adapter.kind == "longlora", lambda run: f'adapter.kind = "{run.adapter.kind}"'
     ),
+    "virtual tokens": Feature(
+        lambda run, _: run.adapter.virtual_tokens > 0, lambda run: f'adapter.kind = "{run.adapter.kind}"'
+    ),
     "frozen balance biases": Feature(
         lambda run, _: bool(run.trainable) and any(path.endswith("balance_bias") for path in _frozen(run)),
         lambda run: f"trainable = {', '.join(run.trainable)}",
@@ -352,7 +355,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the optimizer updates all parameters",
         "choose another optimizer",
     ),
-    Refusal("pipeline", "shifted groups", "stages make the attention context of the model themselves", NO_STAGES),
     Refusal(
         "context parallelism",
         "shifted groups",
@@ -364,6 +366,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "shifted groups",
         "the objective makes the attention context itself",
         "choose another objective or adapter",
+    ),
+    Refusal(
+        "context parallelism",
+        "virtual tokens",
+        "they have the first places of each row, which one device would hold",
+        "leave context out of the mesh",
+    ),
+    Refusal(
+        "objective with its own forward passes",
+        "virtual tokens",
+        "the objective makes the attention context itself",
+        "choose another objective or adapter",
+    ),
+    Refusal(
+        "reference model",
+        "virtual tokens",
+        "the reference has none, and reads the same rows",
+        "leave the reference out, or choose an adapter of weights",
     ),
     Refusal("optimizer with its own step", "adapter", "the optimizer updates the base too", "choose another optimizer"),
     Refusal(

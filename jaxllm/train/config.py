@@ -97,6 +97,11 @@ class RunConfig:
                 f"data.seq_len = {self.data.seq_len}, but the model has learned {self.model.learned_positions} "
                 "positions (model.learned_positions); give data.seq_len at most that."
             )
+        if (virtual := self.adapter.virtual_tokens) >= self.data.seq_len:
+            raise ValueError(
+                f"adapter.tokens = {virtual} take a whole row of data.seq_len = {self.data.seq_len}; give fewer tokens, or "
+                "longer rows."
+            )
         self.routing.check(self.model)
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")

@@ -75,7 +75,7 @@ class CandidateSelector:
         same = {"salt": request.client_salt, "service": request.service, "adapter": request.adapter, "internal": True}
         search.found = {}
         search.round = [
-            self._submit([*request.prompt, *beam.tokens], search.params, **same) for beam in search.beams.beams
+            self._submit([*request.text, *beam.tokens], search.params, **same) for beam in search.beams.beams
         ]
         self._searches |= {request.id: search for request in search.round}
 

@@ -83,6 +83,7 @@ class Engine:
         proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none.
         predict, clock: see ``PolicyState``.
         adapters: catalogue of the adapters that requests may name, if ``config.adapter_slots``; None: an empty one.
+        virtual_tokens: number of places that each sequence begins with, whose tokens the model replaces by its own.
     """
 
     def __init__(
@@ -98,10 +99,13 @@ class Engine:
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterCatalogue | None = None,
+        virtual_tokens: int = 0,
     ):
         self.runner, self.config, self.vocab_size, self.tokenizer = runner, config, vocab_size, tokenizer
         spec = runner.spec
-        self.max_len = spec.max_len
+        self.virtual_tokens, self.max_len = virtual_tokens, spec.max_len - virtual_tokens
+        if self.max_len < 1:
+            raise ValueError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
         self.adapters = AdapterCatalogue() if adapters is None else adapters
@@ -169,7 +173,7 @@ class Engine:
         whole = MultihostRunner(runner) if runner.spans_processes else runner
         return cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
-            adapters=adapters,
+            adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
 
     @property
@@ -215,11 +219,14 @@ class Engine:
         request_id = next(self._request_ids)
         revision = self._revision(adapter) if isinstance(adapter, str) else adapter
         cache_salt = prefix_salt(self.config, client=salt, adapter="" if revision is None else revision.salt)
+        echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
+        # The tokens at the places of virtual ones are not read; the prompt's own changes no penalty.
+        prompt = prompt[:1] * self.virtual_tokens + prompt
         request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)
+        request.virtual_tokens = self.virtual_tokens
         request.service, request.client_salt, request.adapter = service or request.service, salt, revision
         if revision is not None:
             request.service = dataclasses.replace(request.service, adapter=revision.name)
-        echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
         for number in range(params.n if params.beams > 1 else params.candidates):
             detokenizer = None
             if self.tokenizer is not None:

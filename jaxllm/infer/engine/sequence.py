@@ -21,7 +21,7 @@ class Request:
 
     Attributes:
         id: number given by the engine.
-        prompt: token ids.
+        prompt: token ids, those at the places of the model's virtual tokens included.
         params: sampling parameters.
         salt: requests share cached pages only with requests of the same salt, see ``prefix_cache.prefix_salt``.
         seed: seed of the sampling.
@@ -36,6 +36,7 @@ class Request:
         client_salt: the part of ``salt`` that the client asked for.
         adapter: LoRA adapter that its sequences use, in the revision that was the newest when it came; None: the base.
         failure: why its sequences ended with "error", if they did.
+        virtual_tokens: number of places at the start of the prompt that the model's virtual tokens take.
     """
 
     id: int
@@ -54,6 +55,22 @@ class Request:
     client_salt: str = ""
     adapter: AdapterRevision | None = None
     failure: str = ""
+    virtual_tokens: int = 0
+
+    @property
+    def text(self) -> list[int]:
+        """Token ids of the prompt as the client gave it."""
+        return self.prompt[self.virtual_tokens :]
+
+    @property
+    def text_scores(self) -> list[tuple[float, int]]:
+        """``prompt_scores`` of the client's tokens."""
+        return self.prompt_scores[self.virtual_tokens :]
+
+    @property
+    def text_top(self) -> list[tuple[tuple[int, float], ...]]:
+        """``prompt_top`` of the client's tokens."""
+        return self.prompt_top[self.virtual_tokens :]
 
     @property
     def outputs(self) -> list[Sequence]:

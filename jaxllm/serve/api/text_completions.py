@@ -100,8 +100,8 @@ class TextCompletionHandler:
         if choice.logprobs is not None:
             rows: list[Any] = list(zip(output.tokens, output.logprobs, output.top, strict=True))
             if self._body.echo and not choice.begun:
-                scores = [None, *(value for value, _ in output.request.prompt_scores)]
-                rows = [*zip(prompt, scores, [None, *output.request.prompt_top], strict=True), *rows]
+                scores = [None, *(value for value, _ in output.request.text_scores)]
+                rows = [*zip(prompt, scores, [None, *output.request.text_top], strict=True), *rows]
             columns = choice.logprobs.take(*([row[i] for row in rows] for i in range(3))) if rows else None
         choice.begun = True
         return index, output.text, columns
