@@ -52,7 +52,16 @@ class AdapterRun:
         return adapted_model(functional(self.run.config), self.config)
 
     def adapter(self, checkpointer: Checkpointer, step: int | None) -> Adapter:
-        """The adapter of a checkpoint, on the host; the base is not read."""
+        """The adapter of a checkpoint, on the host; the base is not read.
+
+        Raises:
+            AdapterError: no file format has an adapter of this kind.
+        """
+        if self.config.has_experts:
+            raise AdapterError(
+                f"{self.run.path} has an adapter of the kind {self.config.kind}, for which the library peft has no files; "
+                "use the run as it is (generate, chat, serve, eval)."
+            )
         targets = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), self._trained(self.model.abstract()))
         trained, _ = checkpointer.restore_params(targets, step=step)
         facts = self.run.meta["base"]
@@ -64,17 +73,18 @@ class AdapterRun:
         Raises:
             AdapterError: the base is another one than that of the run, or the adapter is no change of weights.
         """
-        if self.config.virtual_tokens:
+        if ADAPTER_METHODS[self.config.kind].architecture is not None:
+            what = "virtual tokens" if self.config.virtual_tokens else "experts of its own"
             raise AdapterError(
-                f"{self.run.path} has virtual tokens ({self.config.kind} tuning), which cannot be merged into weights: "
-                "use the run as it is (generate, chat, serve, eval), or export the adapter (`jaxllm convert RUN OUT`)."
+                f"{self.run.path} has {what} ({self.config.kind}), which cannot be merged into weights: use the run as "
+                "it is (generate, chat, serve, eval)."
             )
         return self.served(checkpointer, step, mesh, load_base)[1]
 
     def served(
         self, checkpointer: Checkpointer, step: int | None, mesh: Mesh, load_base: LoadBase
     ) -> tuple[Functional, Any]:
-        """Model and parameters for use: adapted weights are merged, virtual tokens are parameters of the model.
+        """Model and parameters for use: adapted weights are merged, virtual tokens and experts are part of the model.
 
         Raises:
             AdapterError: the base is another one than that of the run.
@@ -94,7 +104,7 @@ class AdapterRun:
         trained, _ = checkpointer.restore_params(self._trained(abstract), step=step)
         with jax.set_mesh(mesh):
             params = merge_adapters(model, merge(trained, start))
-        return (model if self.config.virtual_tokens else functional(self.run.config)), params
+        return replace(model, adapt=None), params
 
     def _trained(self, tree: Any) -> Any:
         method = ADAPTER_METHODS[self.config.kind]

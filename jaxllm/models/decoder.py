@@ -150,6 +150,12 @@ class DecoderConfig:
         """Block of every layer, in order."""
         return tuple(block for group, repeats in self.segments for _ in range(repeats) for block in group)
 
+    @functools.cached_property
+    def routed_layers(self) -> dict[int, int]:
+        """Number of experts of each layer with a router, by the index of the layer."""
+        experts = {i: block.mlp.routed_experts for i, block in enumerate(self.blocks)}
+        return {i: count for i, count in experts.items() if count}
+
     @property
     def virtual_tokens(self) -> int:
         """Number of positions at the start of every sequence that virtual tokens take."""

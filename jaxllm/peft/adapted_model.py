@@ -40,10 +40,10 @@ def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
     method = ADAPTER_METHODS[config.kind]
     check_fields(config, method)
     own: dict[str, Any] = {}
-    if method.architecture is not None:
-        base = functional(method.architecture(config, base.config), base.rules)
     if (declare := method.declare) is not None:
-        linears, chosen = base.linears(), targeted(base, config.targets)
+        found = targeted(base, config.targets)
+        chosen = [path for path in found if not set(path.split("/")) & set(method.not_adapted)]
+        linears = base.linears()
 
         def adapt(declared: Params) -> Params:
             def one(path: tuple, leaf: DeclaredParam) -> Any:
@@ -53,6 +53,8 @@ def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
             return jax.tree.map_with_path(one, declared, is_leaf=is_declared)
 
         own["adapt"] = adapt
+    if method.architecture is not None:
+        base = functional(method.architecture(config, base.config), base.rules)
     if method.text_context is not None:
         own["text_context"] = own["training_context"] = method.text_context(config)
     if method.context is not None:

@@ -15,7 +15,7 @@ from jaxllm.models.functional import DeclaredParam, LinearShape, Params
 from jaxllm.models.params import Role, declare
 from jaxllm.peft.low_rank_factors import LowRank, factor_axes
 
-AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora", "prefix", "prompt"]
+AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora", "prefix", "prompt", "mixlora", "pesc"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class AdapterConfig:
             or by a pattern of whole paths ("segments/0/*").
         group: "longlora": tokens of a group that attend to each other; 0 for a quarter of the sequence.
         tokens: "prefix" and "prompt": number of virtual tokens; each row of training has them first.
+        experts: "mixlora" and "pesc": number of experts of a feed-forward layer.
+        top_k: "mixlora" and "pesc": experts per token.
+        width: "pesc": inner width of an expert's adapter.
     """
 
     kind: AdapterName = "none"
@@ -38,6 +41,9 @@ class AdapterConfig:
     targets: tuple[str, ...] = ("attention", "mlp")
     group: int = 0
     tokens: int = 20
+    experts: int = 8
+    top_k: int = 2
+    width: int = 64
 
     def __post_init__(self) -> None:
         split = tuple(name for one in self.targets for name in one.split(",") if name)
@@ -56,6 +62,11 @@ class AdapterConfig:
     def __bool__(self) -> bool:
         """Whether there is an adapter."""
         return self.kind != "none"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the adapter makes a mixture of experts of feed-forward layers."""
+        return self.kind in ("mixlora", "pesc")
 
     @property
     def virtual_tokens(self) -> int:
@@ -83,6 +94,7 @@ class AdapterMethod:
         architecture: ``(config, base) -> adapted``: architecture of the adapted model; None: the base's.
         start_rest: ``(config, params) -> params``: gives parameters that the base lacks their values before training,
             after they were drawn as they are declared; run under the mesh.
+        not_adapted: names on the paths of targets that ``declare`` leaves as they are.
         fields: fields of the configuration that it follows.
     """
 
@@ -95,6 +107,7 @@ class AdapterMethod:
     text_context: Callable[[AdapterConfig], Callable[..., Any]] | None = None
     architecture: Callable[[AdapterConfig, DecoderConfig], DecoderConfig] | None = None
     start_rest: Callable[[AdapterConfig, Params], Params] = lambda config, params: params
+    not_adapted: tuple[str, ...] = ()
     fields: tuple[str, ...] = ("rank", "alpha", "targets")
 
 

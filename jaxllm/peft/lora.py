@@ -7,8 +7,9 @@ from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, declare_fac
 from jaxllm.peft.low_rank_factors import LoraWeight
 
 
-def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) -> LoraWeight:
+def declare_lora(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) -> LoraWeight:
+    """A weight with LoRA's factors beside it."""
     return LoraWeight(base, declare_factors(config, linear, lora_scale(config)))
 
 
-LORA = AdapterMethod(_declare)
+LORA = AdapterMethod(declare_lora)

@@ -7,6 +7,8 @@ from jaxllm.peft.dora import DORA
 from jaxllm.peft.longlora import LONGLORA
 from jaxllm.peft.lora import LORA
 from jaxllm.peft.lora_ga import LORA_GA
+from jaxllm.peft.mixlora import MIXLORA
+from jaxllm.peft.pesc import PESC
 from jaxllm.peft.prefix import PREFIX
 from jaxllm.peft.prompt import PROMPT
 from jaxllm.peft.qlora import QLORA
@@ -21,4 +23,6 @@ ADAPTER_METHODS: dict[str, AdapterMethod] = {
     "longlora": LONGLORA,
     "prefix": PREFIX,
     "prompt": PROMPT,
+    "mixlora": MIXLORA,
+    "pesc": PESC,
 }

@@ -179,7 +179,8 @@ FEATURES: dict[str, Feature] = {
     ),
     "routing losses": Feature(
         lambda run, _: (
-            bool(run.model.mixtures) and bool(run.routing.balance_loss or run.routing.z_loss or run.routing.bias_rate)
+            bool(run.model.mixtures or run.adapter.has_experts)
+            and bool(run.routing.balance_loss or run.routing.z_loss or run.routing.bias_rate)
         ),
         lambda run: "routing.balance_loss, routing.z_loss or routing.bias_rate",
     ),

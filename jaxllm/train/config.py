@@ -102,7 +102,7 @@ class RunConfig:
                 f"adapter.tokens = {virtual} take a whole row of data.seq_len = {self.data.seq_len}; give fewer tokens, or "
                 "longer rows."
             )
-        self.routing.check(self.model)
+        self.routing.check(self.model, adapter_experts=self.adapter.has_experts)
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}; give 0 (none) or a positive weight.")
         if self.data.batch_size % self.accumulate:

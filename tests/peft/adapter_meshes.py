@@ -29,11 +29,13 @@ ZERO = {"fsdp=2": 1}
 def adapter(kind: str, mesh: str) -> AdapterConfig:
     if kind in ("prefix", "prompt"):
         return AdapterConfig(kind, tokens=4)
-    return AdapterConfig(kind, rank=3, alpha=5.0, targets=("attention",) if "expert" in mesh else ("*",))  # type: ignore
+    more = {"experts": 4, "width": 6} if kind == "pesc" else {"experts": 4} if kind == "mixlora" else {}
+    targets = ("attention",) if "expert" in mesh else ("*",)
+    return AdapterConfig(kind, rank=3, alpha=5.0, targets=targets, **more)  # type: ignore[arg-type]
 
 
 def run_on(kind: str, mesh: str) -> RunConfig:
-    model = EXPERTS if "expert" in mesh else DENSE
+    model = EXPERTS if "expert" in mesh and kind not in ("mixlora", "pesc") else DENSE
     return RunConfig(
         model=model,
         mesh=mesh.removesuffix(" of experts"),

@@ -97,6 +97,11 @@ class FeedForwardLayer:
     scope: ClassVar[str] = "mlp"
 
     @property
+    def routed_experts(self) -> int:
+        """Number of experts that a router of the layer chooses from; 0 without one."""
+        return 0 if self.mixture is None else self.mixture.experts
+
+    @property
     def mixture(self) -> Any:
         """This layer as a ``jaxllm.models.MoeConfig``; None for a dense layer."""
         return None

@@ -5,11 +5,13 @@ A row's class is found by its field names when a configuration is read from JSON
 
 from __future__ import annotations
 
+from jaxllm.models.layers.adapter_experts import AdapterExpertsConfig
 from jaxllm.models.layers.attention import AttentionConfig
 from jaxllm.models.layers.layer import AttentionLayer, FeedForwardLayer
+from jaxllm.models.layers.lora_experts import LoraExpertsConfig
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.moe.moe import MoeConfig
 
 ATTENTION_LAYERS: list[type[AttentionLayer]] = [AttentionConfig, MLAConfig]
-FEED_FORWARD_LAYERS: list[type[FeedForwardLayer]] = [MlpConfig, MoeConfig]
+FEED_FORWARD_LAYERS: list[type[FeedForwardLayer]] = [MlpConfig, MoeConfig, LoraExpertsConfig, AdapterExpertsConfig]

@@ -48,15 +48,23 @@ class RoutingConfig:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"routing: {name} = {getattr(self, name)}; give 0 (none) or a positive number.")
 
-    def check(self, model: DecoderConfig) -> None:
-        """Checks that the model has the experts and balance biases that these settings act on; raises ValueError."""
+    def check(self, model: DecoderConfig, *, adapter_experts: bool = False) -> None:
+        """Checks that the model has the experts and balance biases that these settings act on.
+
+        Args:
+            model: without adapters.
+            adapter_experts: whether an adapter gives it experts.
+
+        Raises:
+            ValueError: it has not.
+        """
         mixtures = list(model.mixtures.values())
         for name in ("balance_loss", "z_loss", "bias_rate", "log_loads"):
-            if getattr(self, name) and not mixtures:
+            if getattr(self, name) and not (mixtures or adapter_experts):
                 raise ValueError(
                     f"routing: {name} = {getattr(self, name)}, but the model has no experts; leave it out."
                 )
-        if self.bias_rate and not all(moe.router.balance_bias for moe in mixtures):
+        if self.bias_rate and not (mixtures and all(moe.router.balance_bias for moe in mixtures)):
             raise ValueError(
                 f"routing: bias_rate = {self.bias_rate}, but a router has no balance bias; set balance_bias in the "
                 "model's RouterConfig, or give 0."
@@ -98,7 +106,7 @@ class RoutingAccumulator:
     @classmethod
     def of(cls, config: DecoderConfig, segments: Any) -> RoutingAccumulator | None:
         """Empty accumulator for a model; None for a model without experts."""
-        most = max((moe.experts for moe in config.mixtures.values()), default=0)
+        most = max(config.routed_layers.values(), default=0)
         if most == 0:
             return None
         zero = jnp.zeros((), jnp.promote_types(config.dtype, jnp.float32))
@@ -142,7 +150,7 @@ class RoutingAccumulator:
 
     def sums(self, config: DecoderConfig, count: Float[Array, ""]) -> RoutingSums:
         """Statistics of a batch with ``count`` target tokens; losses are means over the layers that have experts."""
-        layers = len(config.mixtures)
+        layers = len(config.routed_layers)
         return RoutingSums(self.counts, self.dropped, *(count * x / layers for x in (self.balance, self.z)))
 
 
@@ -158,8 +166,8 @@ def routing_metrics(config: DecoderConfig, sums: RoutingSums, count: Float[Array
         sums: of the step.
         count: target tokens of the step.
     """
-    layers = np.array(list(config.mixtures))
-    experts = np.array([moe.experts for moe in config.mixtures.values()])
+    layers = np.array(list(config.routed_layers))
+    experts = np.array(list(config.routed_layers.values()))
     counts = sums.counts[layers]
     load = counts * experts[:, None] / jnp.maximum(jnp.sum(counts, axis=1, keepdims=True), 1)
     there = jnp.arange(counts.shape[1]) < experts[:, None]

@@ -47,7 +47,7 @@ def build_step(
     rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
     if hooks.update is not None:
         return layerwise_step(hooks.update, rate, links)
-    return train_step(grads, optimizer, rate, links, _reports(config, layers), hooks)
+    return train_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
 
 
 def build_split_step(
@@ -64,15 +64,15 @@ def build_split_step(
         config, model, grads, optimizer, layers: as for ``build_step``; the optimizer needs whole gradients.
     """
     rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
-    return split_step(grads, optimizer, rate, links, _reports(config, layers), hooks)
+    return split_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
 
 
 def _hooks(config: RunConfig, model: Functional) -> StepHooks:
     return StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
 
 
-def _reports(config: RunConfig, layers: bool) -> list[Report]:
-    return [routing_report(config.model), *([layer_norms_report] if layers else [])]
+def _reports(model: Functional, layers: bool) -> list[Report]:
+    return [routing_report(model.config), *([layer_norms_report] if layers else [])]
 
 
 def settle_function(config: RunConfig, model: Functional) -> Callable[[TrainState], TrainState] | None:
