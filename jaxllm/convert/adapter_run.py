@@ -59,8 +59,8 @@ class AdapterRun:
         """
         if self.config.has_experts:
             raise AdapterError(
-                f"{self.run.path} has an adapter of the kind {self.config.kind}, for which the library peft has no files; "
-                "use the run as it is (generate, chat, serve, eval)."
+                f"{self.run.path} has an adapter of the kind {self.config.kind}, for which the library peft has no "
+                "files; use the run as it is (generate, chat, serve, eval)."
             )
         targets = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), self._trained(self.model.abstract()))
         trained, _ = checkpointer.restore_params(targets, step=step)

@@ -77,6 +77,7 @@ class OptimizerSpec:
         why_not_staged: why it does not support pipeline parallelism, as "samples labels"; empty: it does.
         arrays: for the planner: the state, with float32 moments and rounding to nearest, is so many arrays for each
             parameter, of its shape and dtype, and ``counters`` int32 scalars. None: evaluated abstractly.
+        subsets: whether the step of its own updates a subset of the parameters where a run trains one.
         hooks: ``(run configuration, model) -> StepHooks``; None: none.
     """
 
@@ -96,6 +97,7 @@ class OptimizerSpec:
     why_not_staged: str = ""
     arrays: int | None = None
     counters: int = 0
+    subsets: bool = False
     hooks: Callable[[Any, Any], StepHooks] | None = None
 
 

@@ -123,6 +123,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         one_pass=False,
         cross_entropy_only=True,
         why_not_staged="samples labels from the model's logits",
+        subsets=True,
         hooks=_hooks_of_step("sophia_hessian:sophia_hooks"),
     ),
     "lomo": OptimizerSpec(
@@ -131,6 +132,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         float32_state=True,
         one_pass=False,
         why_not_staged=LAYER_BY_LAYER,
+        subsets=True,
         hooks=_hooks_of_step("lomo:lomo_hooks"),
     ),
     "adalomo": OptimizerSpec(
@@ -140,6 +142,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         float32_state=True,
         one_pass=False,
         why_not_staged=LAYER_BY_LAYER,
+        subsets=True,
         hooks=_hooks_of_step("lomo:lomo_hooks"),
     ),
     "mezo": OptimizerSpec(

@@ -146,7 +146,9 @@ def with_adapter(model: Functional, params: Params, adapter: Adapter) -> tuple[F
     axes = adapted.logical_axes()
 
     def one(path: tuple, axes: Any, old: Any) -> Any:
-        return placed(model, adapter.modules[name], axes, old.dtype) if (name := _name(path)) in adapter.modules else None
+        return (
+            placed(model, adapter.modules[name], axes, old.dtype) if (name := _name(path)) in adapter.modules else None
+        )
 
     found = jax.tree.map_with_path(one, axes, adapted.abstract(), is_leaf=lambda x: isinstance(x, tuple))
     given = _by_path(params)

@@ -20,8 +20,8 @@ from jaxllm.hub.errors import HubError
 from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape, Params
 from jaxllm.models.linear import dense
-from jaxllm.peft.dora import DoraWeight
 from jaxllm.peft.low_rank_factors import LoraWeight, LowRank, factor_axes
+from jaxllm.peft.methods.dora import DoraWeight
 
 AdapterKind = Literal["lora", "rslora", "dora", "prefix", "prompt"]
 VIRTUAL = ("prefix", "prompt")

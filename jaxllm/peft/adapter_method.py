@@ -15,7 +15,9 @@ from jaxllm.models.functional import DeclaredParam, LinearShape, Params
 from jaxllm.models.params import Role, declare
 from jaxllm.peft.low_rank_factors import LowRank, factor_axes
 
-AdapterName = Literal["none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora", "prefix", "prompt", "mixlora", "pesc"]
+AdapterName = Literal[
+    "none", "lora", "rslora", "dora", "qlora", "lora_ga", "longlora", "prefix", "prompt", "mixlora", "pesc"
+]
 
 
 @dataclass(frozen=True)

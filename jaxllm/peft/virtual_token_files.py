@@ -15,9 +15,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxllm.models import DecoderConfig, Functional
-from jaxllm.models.layers.attention import AttentionConfig
 from jaxllm.peft.adapter import Adapter, AdapterError
-from jaxllm.peft.prefix import KEYS, VALUES
+from jaxllm.peft.methods.prefix import KEYS, VALUES
 
 TENSOR = "prompt_embeddings"
 PEFT_TYPES = {"prefix": "PREFIX_TUNING", "prompt": "PROMPT_TUNING"}
@@ -32,7 +31,7 @@ WITHOUT_EFFECT = {
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """"prefix" or "prompt" for a configuration of virtual tokens; None for another one."""
+    """ "prefix" or "prompt" for a configuration of virtual tokens; None for another one."""
     return next((kind for kind, name in PEFT_TYPES.items() if config.get("peft_type") == name), None)
 
 
@@ -47,12 +46,14 @@ def modules_of(kind: str, config: Mapping[str, Any], tensors: Mapping[str, np.nd
         if name not in WITHOUT_EFFECT and value not in legal:
             raise AdapterError(f"adapter_config.json: {name} = {value!r} is not supported with {config['peft_type']}.")
     if set(tensors) != {TENSOR}:
-        raise AdapterError(f"adapter_model.safetensors has {', '.join(sorted(tensors))}; it should have {TENSOR} alone.")
+        raise AdapterError(
+            f"adapter_model.safetensors has {', '.join(sorted(tensors))}; it should have {TENSOR} alone."
+        )
     rows = tensors[TENSOR]
     width = model.config.embed_dim if kind == "prompt" else sum(size for *_, size in _layers(model.config))
     if rows.ndim != 2 or rows.shape != (config.get("num_virtual_tokens"), width):
         raise AdapterError(
-            f"{TENSOR} is {list(rows.shape)}; num_virtual_tokens = {config.get('num_virtual_tokens')} of this base need "
+            f"{TENSOR} is {list(rows.shape)}; this base and num_virtual_tokens need "
             f"[{config.get('num_virtual_tokens')}, {width}]. It is an adapter of another base."
         )
     if not np.isfinite(rows.astype(np.float32)).all():
@@ -107,7 +108,9 @@ def _layers(config: DecoderConfig) -> Iterator[tuple[str, int, tuple[int, int, i
     for s, (group, repeats) in enumerate(config.segments):
         for row in range(repeats):
             for b, block in enumerate(group):
-                if not isinstance(block.attention, AttentionConfig):
-                    raise AdapterError(f"a prefix has keys and values, which {type(block.attention).__name__} lacks.")
-                sizes = repeats, block.attention.kv_heads, block.attention.head_dim
+                try:
+                    block.attention.with_prefix(1)
+                except ValueError as error:
+                    raise AdapterError(f"{error}.") from error
+                sizes = repeats, block.attention.kv_heads, block.attention.key_dim
                 yield f"segments/{s}/{b}/attention", row, sizes, 2 * sizes[1] * sizes[2]

@@ -1,8 +1,8 @@
 """Virtual tokens: places at the start of each packed row that all documents of the row attend to.
 
-Their keys and values are those of a prefix (``jaxllm.peft.prefix``), or follow from learned embeddings
-(``jaxllm.peft.prompt``). A row holds them once, however many documents it has: each document sees them before its own
-tokens, and the others not at all. Positions of documents are counted from the end of the virtual tokens.
+Their keys and values are those of a prefix (``jaxllm.peft.methods.prefix``), or follow from learned embeddings
+(``jaxllm.peft.methods.prompt``). A row holds them once, however many documents it has: each document sees them before
+its own tokens, and the others not at all. Positions of documents are counted from the end of the virtual tokens.
 
 Legend: B batch, S sequence, P virtual tokens, N query heads, K kv heads, H head dim, V head dim of values.
 """
@@ -74,7 +74,9 @@ class VirtualTokens:
             places: Array,
             sinks: Array | None,
         ) -> Array:
-            virtual = flash_attention(q[:, :first], k[:, :first], v[:, :first], sinks=sinks, **rule, window=params.window)
+            virtual = flash_attention(
+                q[:, :first], k[:, :first], v[:, :first], sinks=sinks, **rule, window=params.window
+            )
             own, lse = flash_attention_and_lse(
                 q[:, first:],
                 k[:, first:],

@@ -128,7 +128,9 @@ FEATURES: dict[str, Feature] = {
     "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
     "FP4 matmuls": Feature(lambda run, _: run.model.matmul_precision == "mxfp4", _precision),
     "low-precision matmuls": Feature(lambda run, _: run.model.matmul_precision != "plain", _precision),
-    "experts": Feature(lambda run, _: bool(run.model.mixtures), lambda run: "a model with experts"),
+    "experts": Feature(
+        lambda run, _: bool(run.model.mixtures) or run.adapter.has_experts, lambda run: "a model with experts"
+    ),
     "scaled embedding gradient": Feature(
         lambda run, _: run.model.embed_grad != 1.0, lambda run: f"model.embed_grad = {run.model.embed_grad}"
     ),
@@ -161,7 +163,9 @@ FEATURES: dict[str, Feature] = {
     "projected gradients": Feature(lambda run, _: run.optim.spec.projected, _optimizer),
     "averaging optimizer": Feature(lambda run, _: run.optim.spec.averaging, _optimizer),
     "optimizer of the cross-entropy": Feature(lambda run, _: run.optim.spec.cross_entropy_only, _optimizer),
-    "optimizer with its own step": Feature(lambda run, _: run.optim.spec.hooks is not None, _optimizer),
+    "optimizer of all parameters": Feature(
+        lambda run, _: run.optim.spec.hooks is not None and not run.optim.spec.subsets, _optimizer
+    ),
     "optimizer that is not streamed": Feature(lambda run, _: not run.optim.spec.streamable, _optimizer),
     "rounded updates": Feature(lambda run, _: run.optim.rounding != "nearest", _rounding),
     "narrow moments": Feature(
@@ -351,7 +355,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "averaging optimizer", "lowered rate", "the updates move averages and cannot be scaled", "give another action"
     ),
     Refusal(
-        "optimizer with its own step",
+        "optimizer of all parameters",
         "trainable subset",
         "the optimizer updates all parameters",
         "choose another optimizer",
@@ -386,7 +390,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the reference has none, and reads the same rows",
         "leave the reference out, or choose an adapter of weights",
     ),
-    Refusal("optimizer with its own step", "adapter", "the optimizer updates the base too", "choose another optimizer"),
+    Refusal("optimizer of all parameters", "adapter", "the optimizer updates the base too", "choose another optimizer"),
     Refusal(
         "adapter",
         "low-precision matmuls",

@@ -99,8 +99,8 @@ class RunConfig:
             )
         if (virtual := self.adapter.virtual_tokens) >= self.data.seq_len:
             raise ValueError(
-                f"adapter.tokens = {virtual} take a whole row of data.seq_len = {self.data.seq_len}; give fewer tokens, or "
-                "longer rows."
+                f"adapter.tokens = {virtual} take a whole row of data.seq_len = {self.data.seq_len}; give fewer, "
+                "or longer rows."
             )
         self.routing.check(self.model, adapter_experts=self.adapter.has_experts)
         if self.z_loss < 0:

@@ -45,7 +45,9 @@ def test_the_engine_serves_virtual_tokens(kind: str) -> None:
         got = [score for score, _ in request.text_scores] + found.logprobs
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
         assert whole[len(prompt) :] == [int(logprobs[i].argmax()) for i in range(len(prompt) - 1, len(whole) - 1)]
-        plain = np.asarray(jax.nn.log_softmax(quick.logits(base, base_only(functional(base), params), np.array([whole]))[0]))
+        plain = np.asarray(
+            jax.nn.log_softmax(quick.logits(base, base_only(functional(base), params), np.array([whole]))[0])
+        )
         assert abs(plain[0, whole[1]] - want[0]) > 1e-4
     with pytest.raises(ValueError, match="have 21 at most"):
         engine.submit(list(range(20)), SamplingParams(max_tokens=2))

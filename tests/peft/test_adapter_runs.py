@@ -123,7 +123,7 @@ def test_settings_are_checked(finished: Path) -> None:
             AdapterConfig("lora", **fields)
     for fields, says in (
         ({"adapter": AdapterConfig("lora", targets=("atention",))}, "Did you mean 'attention'"),
-        ({"kind": "sophia"}, "updates the base too"),
+        ({"kind": "compact"}, "updates the base too"),
         ({"trainable": ("gian",)}, "Did you mean 'gain'"),
     ):
         config = runs.run_config(finished, **adapted(finished, **fields))

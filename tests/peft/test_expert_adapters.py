@@ -16,7 +16,7 @@ from jaxllm.config import ConfigError
 from jaxllm.data import DataConfig
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
-from jaxllm.models.param_subset import merge, select
+from jaxllm.models.param_subset import select
 from jaxllm.peft import AdapterConfig, merge_adapters, start_params
 from jaxllm.peft.adapted_model import adapted_model
 from jaxllm.train import RoutingConfig, RunConfig
@@ -114,8 +114,7 @@ def test_the_balance_loss_is_that_of_the_router(kind: str) -> None:
     sums = quick.jit(lambda p: loss_sums(model, p, batch, routing=ROUTING))(params)
     plain = quick.jit(lambda p: loss_sums(model, p, batch))(params)
     own = params["segments"]["0"]["0"]
-    seen: list[Any] = []
-    inputs = watched(model, params, batch, seen)
+    inputs = layer_inputs(model, params, batch)
     shares = jax.nn.softmax(inputs @ own["mlp"]["expert_router"][0])
     real = np.asarray(batch.segment_ids) > 0
     counts = np.bincount(np.asarray(jax.lax.top_k(shares, TOP)[1])[real].ravel(), minlength=EXPERTS)
@@ -124,15 +123,14 @@ def test_the_balance_loss_is_that_of_the_router(kind: str) -> None:
     np.testing.assert_array_equal(sums.routing.counts[0], counts)
 
 
-def watched(model: Any, params: Any, batch: Any, seen: list[Any]) -> Any:
-    """Inputs of the feed-forward layer: the first layer's stream after attention, normed, from the base's functions."""
-    block, layer = model.config.pattern[0], jax.tree.map(lambda leaf: leaf[0], params["segments"]["0"]["0"])
-    plain = functional(replace(model.config, pattern=(replace(block, mlp=replace(block.mlp)),)))
-    x = plain.embed(params, batch.tokens, batch.positions)
-    zeros = jax.tree.map(jnp.zeros_like, params["segments"]["0"]["0"]["mlp"])
-    silent = {"0": {"0": params["segments"]["0"]["0"] | {"mlp": zeros}}}
+def layer_inputs(model: Any, params: Any, batch: Any) -> Any:
+    """Inputs of the only feed-forward layer: the stream after attention, which a silent layer leaves, normed."""
+    block = params["segments"]["0"]["0"]
+    silent = {"0": {"0": block | {"mlp": jax.tree.map(jnp.zeros_like, block["mlp"])}}}
+    x = model.embed(params, batch.tokens, batch.positions)
     x, _ = model.blocks(params | {"segments": silent}, x, batch.positions, Segments(batch.segment_ids))
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + model.config.norm_eps) * layer["mlp_norm"]["gain"]
+    normed = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + model.config.norm_eps)
+    return normed * block["mlp_norm"]["gain"][0]
 
 
 def test_what_is_trained_grows_with_the_adapters_alone() -> None:
@@ -155,7 +153,7 @@ def test_what_is_trained_grows_with_the_adapters_alone() -> None:
 def test_layers_that_cannot_are_refused() -> None:
     mixture = functional(tiny.decoder(moe=(4, 2, 8, True)))
     for kind in KINDS:
-        with pytest.raises(ConfigError, match="not of MoeConfig"):
+        with pytest.raises(ConfigError, match="not MoeConfig"):
             adapted_model(mixture, AdapterConfig(kind))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="choose 1 to 2"):
             adapted_model(functional(MODEL), AdapterConfig(kind, experts=2, top_k=3))  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from jaxllm.models.linear import dense
 from jaxllm.models.param_subset import merge, select
 from jaxllm.peft.adapted_model import adapted_model, base_params, merge_adapters, start_params
 from jaxllm.peft.adapter_method import AdapterConfig
-from jaxllm.peft.longlora import ShiftedGroups
 from jaxllm.peft.method_table import ADAPTER_METHODS
+from jaxllm.peft.methods.longlora import ShiftedGroups
 from jaxllm.train import RunConfig
 from jaxllm.train.run_model import run_model, trained_params
 from jaxllm.train.step.step_builder import build_optimizer
@@ -29,8 +29,8 @@ from tests import quick, tiny
 pytestmark = pytest.mark.usefixtures("float64")
 
 MODEL = tiny.decoder(heads=2, kv_heads=1, head_dim=64, embed_dim=64, mlp=64, layers=2)
-KINDS = sorted(kind for kind, method in ADAPTER_METHODS.items() if method.declare is not None)
-"""Those that adapt weights; ``test_virtual_tokens.py`` has the others."""
+KINDS = sorted(kind for kind, method in ADAPTER_METHODS.items() if method.architecture is None)
+"""Those that adapt weights; ``test_virtual_tokens.py`` and ``test_expert_adapters.py`` have the others."""
 TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 

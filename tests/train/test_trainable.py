@@ -204,8 +204,7 @@ def test_what_cannot_be_is_refused_by_name():
     assert "trainable: 'atention' matches no parameter. Did you mean 'attention'?" in wrong
     assert "a role (embedding, gain, matrix), a name (attention, " in wrong
     rate = ScheduleConfig("constant")
-    assert "sophia" in refused(optim=OptimConfig(rate, kind="sophia"))
-    assert "the optimizer updates all parameters" in refused(optim=OptimConfig(rate, kind="lomo", clip_norm=None))
+    assert "the optimizer updates all parameters" in refused(optim=OptimConfig(rate, kind="mezo", clip_norm=None))
     assert "set host.optimizer to false" in refused(host=HostConfig(optimizer=True))
     moe = tiny.decoder(dtype="float32", kv_heads=4, moe=(4, 2, 8, True))
     block = moe.pattern[0]
@@ -217,3 +216,37 @@ def test_what_cannot_be_is_refused_by_name():
     assert 'move though they are frozen; set routing.bias_rate to 0, or add "balance_bias"' in said
     config = run_of("fsdp=4,tensor=2", ("attention", "balance_bias"), model=moe, routing=RoutingConfig(bias_rate=0.1))
     fitting_mesh(config, functional(config.model), 8)
+
+
+@pytest.mark.parametrize("kind", ["sophia", "lomo", "adalomo"])
+def test_steps_of_their_own_update_the_subset(kind):
+    """The chosen parameters move as they do when all are trained; the others keep every bit, and have no state."""
+    optim = OptimConfig(ScheduleConfig("constant"), kind=kind, clip_norm=None, weight_decay=0.1)
+    batch = tiny.batch(3, 4, 8, 64, packed=True)
+    after, before = {}, None
+    for trainable in ((), ("attention", "*norm*")):
+        run = RunConfig(
+            model=MODEL, optim=optim, trainable=trainable, mesh="dp", data=DataConfig(batch_size=4, seq_len=8), steps=9
+        )
+        model = functional(run.model)
+        mesh = fitting_mesh(run, model, 1).build(jax.devices()[:1])
+        optimizer = build_optimizer(run, model)
+        with jax.set_mesh(mesh):
+            state = init_state(model, optimizer, mesh, 0, abstract_state(model, optimizer, mesh))
+            before = jax.device_get(state.params)
+            step = build_step(run, model, build_value_and_grad(run, model, mesh), optimizer)
+            new, _ = jax.jit(step)(state, batch)
+            after[trainable] = jax.device_get(new.params)
+            moments = sum(leaf.size for leaf in jax.tree.leaves(new.opt_state))
+        mask = trainable_mask(model, trainable or ("*",))
+        chosen = sum(leaf.size for leaf in jax.tree.leaves(select(mask, before)))
+        assert moments < 2 * chosen + 40
+    mask = trainable_mask(functional(MODEL), ("attention", "*norm*"))
+
+    def check(on: bool, alone: Any, whole: Any, start: Any) -> None:
+        np.testing.assert_allclose(alone, whole, rtol=1e-5, atol=1e-7) if on else np.testing.assert_array_equal(
+            alone, start
+        )
+        assert on == bool((alone != start).any())
+
+    jax.tree.map(check, mask, after["attention", "*norm*"], after[()], before)

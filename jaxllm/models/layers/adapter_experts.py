@@ -11,6 +11,7 @@ Legend: B batch, S sequence, D embed, E experts, r width of an adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,11 @@ class AdapterExpertsConfig(MlpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_experts("pesc", self.adapter_experts, self.adapter_top_k, self.adapter_width)
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """Refuses: experts of experts."""
+        raise ValueError(f"experts share a dense feed-forward layer, not {type(self).__name__}")
 
     @property
     def routed_experts(self) -> int:

@@ -9,7 +9,7 @@ Legend: B batch, S sequence, D embed, N query heads, K kv heads, H head dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
@@ -97,6 +97,10 @@ class AttentionConfig(AttentionLayer):
     def value_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Elements of a value per head."""
         return self.head_dim
+
+    def with_prefix(self, tokens: int) -> AttentionConfig:
+        """The layer with ``prefix_tokens``."""
+        return replace(self, prefix_tokens=tokens)
 
     def build(
         self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype

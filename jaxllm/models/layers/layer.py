@@ -57,6 +57,14 @@ class AttentionLayer:
         """Multiply-adds per pair of query and attended token, of all heads, for scores and values, in training."""
         return self.heads * (self.key_dim + self.value_dim)
 
+    def with_prefix(self, tokens: int) -> AttentionLayer:
+        """The layer with learned keys and values at the first positions of a sequence.
+
+        Raises:
+            ValueError: it has no keys and values of its own.
+        """
+        raise ValueError(f"{type(self).__name__} has no keys and values of its own, which a prefix would be")
+
     def build(
         self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype
     ) -> nnx.Module:
@@ -95,6 +103,15 @@ class FeedForwardLayer:
     hidden: int
     bias: bool
     scope: ClassVar[str] = "mlp"
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """Fields of a layer like this one in a layer whose experts share it.
+
+        Raises:
+            ValueError: experts cannot share it.
+        """
+        raise ValueError(f"experts share a dense feed-forward layer, not {type(self).__name__}")
 
     @property
     def routed_experts(self) -> int:

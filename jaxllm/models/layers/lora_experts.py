@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,11 @@ class LoraExpertsConfig(MlpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_experts("mixlora", self.lora_experts, self.lora_top_k, self.lora_rank)
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """Refuses: experts of experts."""
+        raise ValueError(f"experts share a dense feed-forward layer, not {type(self).__name__}")
 
     @property
     def routed_experts(self) -> int:
@@ -111,7 +117,10 @@ class LoraExperts(Mlp):
         inner, low = jnp.zeros_like(shared[0]), jnp.zeros_like(ranks[0])
         for choice in range(config.lora_top_k):
             weight, mine = chosen(routing, choice, config.lora_experts, x.dtype)
-            own = [getattr(self, f"{name}_b")(without_reduced(a * mine), INNER) for name, a in zip(names, ranks, strict=True)]
+            own = [
+                getattr(self, f"{name}_b")(without_reduced(a * mine), INNER)
+                for name, a in zip(names, ranks, strict=True)
+            ]
             first, *second = (h + more for h, more in zip(shared, own, strict=True))
             h = ACTIVATIONS[config.activation](first) * weight
             h = h * second[0] if second else h
@@ -139,6 +148,6 @@ def chosen(
 def check_experts(what: str, experts: int, top_k: int, rank: int) -> None:
     """Checks sizes of experts over one layer; raises ValueError."""
     if rank < 1:
-        raise ValueError(f"{what}: rank = {rank}; give a positive number.")
+        raise ValueError(f"{what}: rank = {rank}; give a positive number")
     if not 1 <= top_k <= experts:
-        raise ValueError(f"{what}: top_k = {top_k} of experts = {experts}; choose 1 to {experts}.")
+        raise ValueError(f"{what}: top_k = {top_k} of experts = {experts}; choose 1 to {experts}")

@@ -6,8 +6,8 @@ Legend: B batch, S sequence, D embed, F mlp.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,11 @@ class MlpConfig(FeedForwardLayer):
     def __post_init__(self) -> None:
         if self.hidden < 1:
             raise ValueError(f"mlp: hidden = {self.hidden}; give a positive number.")
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """Its own fields."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def build(self, embed_dim: int, *, out_scale: float, dtype: jnp.dtype) -> nnx.Module:
         """Module of the layer."""

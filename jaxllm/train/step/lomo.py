@@ -19,11 +19,14 @@ import optax
 from jaxtyping import Array, Float
 
 import sharding
-from jaxllm.models import Functional, Segments
+from jaxllm.models import Functional
+from jaxllm.models.attention_context import AttentionContext
+from jaxllm.models.param_subset import is_frozen, merge, select
 from jaxllm.models.params import on_device, on_host
 from jaxllm.optim import StepHooks
 from jaxllm.optim.build import layerwise_parts
 from jaxllm.train.config import RunConfig
+from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.loss import permute_sequence
 from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums, make_objective
 from jaxllm.train.step.train_state import TrainState
@@ -55,9 +58,11 @@ LayerwiseUpdate = Callable[[TrainState, Any], LayerwiseResult]
 
 def lomo_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of LOMO and AdaLomo."""
-    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
+    trainable = trained_params(run, model)
+    parts = layerwise_parts(run.optim, run.steps, select(trainable, model.logical_axes()))
     objective: Any = make_objective(run.objective, run.z_loss)
-    return StepHooks(update=lomo_update(model, parts, objective=objective, layout=run.parallel.layout))
+    own: dict[str, Any] = {"objective": objective, "layout": run.parallel.layout, "trainable": trainable}
+    return StepHooks(update=lomo_update(model, parts, **own))
 
 
 def lomo_update(
@@ -67,6 +72,7 @@ def lomo_update(
     z_loss: float = 0.0,
     layout: Layout = "contiguous",
     objective: HeadObjective | None = None,
+    trainable: Any = None,
 ) -> LayerwiseUpdate:
     """Function ``(state, batch) -> LayerwiseResult`` of LOMO or AdaLomo.
 
@@ -76,6 +82,7 @@ def lomo_update(
         z_loss: weight of the z-loss of the cross-entropy, the objective if none is given.
         layout: which tokens of a row each device gets.
         objective: the loss, of the final hidden states.
+        trainable: subset of the parameters that is updated, a tree of booleans; None: all.
     """
 
     objective = CrossEntropyObjective(z_loss) if objective is None else objective
@@ -84,24 +91,25 @@ def lomo_update(
         params, opt_state = state.params, dict(state.opt_state)
         with sharding.use_rules(model.rules):
             batch = permute_sequence(batch, layout)
-        segments = Segments(batch.segment_ids, layout)
+        segments = model.training_context(batch.segment_ids, layout)
+        trained = select(trainable, params)
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch), 1).astype(dtype)
 
         def embed(own: Any) -> Array:
-            return model.embed({"embedding": own}, batch.tokens, batch.positions)
+            return model.embed({"embedding": merge(own, params["embedding"])}, batch.tokens, batch.positions)
 
         def loss(ends: Any, x: Array) -> tuple[Array, LossSums]:
-            hidden, weight = model.unembed(ends, x)
+            hidden, weight = model.unembed(merge(ends, {name: params[name] for name in ends}), x)
             with sharding.use_rules(model.rules):
                 sums = objective.sums(model, hidden, weight, batch)
             return sums.loss / total, sums
 
-        x, embed_vjp = jax.vjp(embed, params["embedding"])
+        x, embed_vjp = jax.vjp(embed, trained["embedding"])
         inputs = {}
         for s in params["segments"]:
             x, inputs[s] = _forward(model, int(s), params["segments"][s], x, batch.positions, segments)
-        ends = {name: params[name] for name in ("embedding", "head")}
+        ends = {name: trained[name] for name in ("embedding", "head")}
         (grads, dx), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(ends, x)
 
         new, norms = dict(params["segments"]), jnp.zeros(3, dtype)
@@ -112,15 +120,24 @@ def lomo_update(
                 first = _first_layer(model, int(s)) + number * len(model.config.segments[int(s)][0])
                 return model.group(int(s), own, x, batch.positions, first, segments)[0]
 
-            new[s], opt_state["segments"][s], dx, more = _backward(
-                layer, rules["segments"][s], new[s], opt_state["segments"][s], inputs[s], dx, model.config.unroll
+            own, opt_state["segments"][s], dx, more = _backward(
+                layer,
+                rules["segments"][s],
+                trained["segments"][s],
+                params["segments"][s],
+                opt_state["segments"][s],
+                inputs[s],
+                dx,
+                model.config.unroll,
             )
+            new[s] = merge(own, params["segments"][s])
             norms += more
         (lookup_grads,) = embed_vjp(dx)
         grads = grads | {"embedding": jax.tree.map(jnp.add, grads["embedding"], lookup_grads)}
         new_ends = {}
         for name, own in ends.items():
-            new_ends[name], opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
+            after, opt_state[name], more = _apply_gradients(rules[name], own, opt_state[name], grads[name])
+            new_ends[name] = merge(after, params[name])
             norms += more
         sums = sums._replace(items=objective.items(batch))
         return LayerwiseResult(sums, params | new_ends | {"segments": new}, opt_state, *jnp.sqrt(norms), extras={})
@@ -134,7 +151,7 @@ def _first_layer(model: Functional, s: int) -> int:
 
 
 def _forward(
-    model: Functional, s: int, params: Any, x: Array, positions: Array, segments: Segments
+    model: Functional, s: int, params: Any, x: Array, positions: Array, segments: AttentionContext
 ) -> tuple[Float[Array, "B S D"], Float[Array, "L B S D"]]:
     """Forward pass of a segment; returns its output and the input of each of its groups."""
     group, repeats = model.config.segments[s]
@@ -151,6 +168,7 @@ def _backward(
     layer: Callable[..., Array],
     rule: optax.GradientTransformation,
     params: Any,
+    whole: Any,
     state: Any,
     inputs: Float[Array, "L B S D"],
     dx: Float[Array, "B S D"],
@@ -159,6 +177,9 @@ def _backward(
     """Backward pass of a segment that updates each group in place.
 
     The stacked parameters and states are carried through the scan, so that XLA updates their buffers in place.
+
+    Args:
+        params: those that are updated, of ``whole``.
 
     Returns:
         the segment's parameters and optimizer state after the update, the gradient of its input, and the squared norms
@@ -169,7 +190,12 @@ def _backward(
         params, now, dx, norms = carry
         x, number = step
         own = layer_slice(params, number)
-        _, pull = jax.vjp(lambda own, x: layer(own, x, number), jax.tree.map(lambda p: p[0], own), x)
+
+        def forward(own: Any, x: Array) -> Array:
+            frozen = jax.tree.map(lambda mine, p: None if mine is not None else p, own, whole, is_leaf=is_frozen)
+            return layer(merge(own, jax.tree.map(lambda p: p[0], layer_slice(frozen, number))), x, number)
+
+        _, pull = jax.vjp(forward, jax.tree.map(lambda p: p[0], own), x)
         grads, dx = pull(dx)
         grads = jax.tree.map(lambda g: g[None], grads)
         own, own_state, more = _apply_gradients(rule, own, layer_slice(now, number, state), grads)

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models import Functional, Segments
+from jaxllm.models import Functional
 from jaxllm.models.functional import cap_logits
+from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks
 from jaxllm.optim.sophia import HessianEstimate
 from jaxllm.train.config import RunConfig
+from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches, unpermute_sequence, value_and_grad
 from jaxllm.train.step.objective import HIDDEN, TOKENS, LossSums
 from jaxllm.train.step.train_state import TrainState
@@ -33,8 +35,9 @@ CHUNK = 256
 def sophia_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of Sophia: each update gets a ``hessian`` estimate."""
     shared: dict[str, Any] = {"accumulate": run.accumulate, "layout": run.parallel.layout}
-    plain = value_and_grad(model, zero=run.parallel.zero, **shared)
-    estimate = gauss_newton_estimator(model, plain, run.optim.every, **shared)
+    trainable = trained_params(run, model)
+    plain = value_and_grad(model, zero=run.parallel.zero, trainable=trainable, **shared)
+    estimate = gauss_newton_estimator(model, plain, run.optim.every, trainable=trainable, **shared)
     return StepHooks(update_inputs=lambda state, batch: {"hessian": estimate(state, batch)})
 
 
@@ -45,6 +48,7 @@ def gauss_newton_estimator(
     *,
     accumulate: int = 1,
     layout: Layout = "contiguous",
+    trainable: Any = None,
 ) -> Callable[[TrainState, Any], HessianEstimate]:
     """Function ``(state, batch) -> HessianEstimate`` with a new estimate every ``every`` steps, from the first step on.
 
@@ -54,6 +58,7 @@ def gauss_newton_estimator(
         every: steps between two estimates; zeros in between.
         accumulate: micro-batches, as in the step.
         layout: which tokens of a row each device gets.
+        trainable: subset of the parameters that is updated; None: all.
     """
 
     def estimate(state: TrainState, batch: Any) -> Any:
@@ -64,7 +69,7 @@ def gauss_newton_estimator(
 
     def run(state: TrainState, batch: Any) -> HessianEstimate:
         fresh = state.step % every == 0
-        nothing = lambda state, batch: jax.tree.map(jnp.zeros_like, state.params)  # noqa: E731
+        nothing = lambda state, batch: jax.tree.map(jnp.zeros_like, select(trainable, state.params))  # noqa: E731
         return HessianEstimate(fresh, jax.lax.cond(fresh, estimate, nothing, state, batch))
 
     return run
@@ -86,7 +91,7 @@ def sample_targets(
     def one(part: Any) -> Int[Array, "B2 S"]:
         with sharding.use_rules(model.rules):
             part = permute_sequence(part, layout)
-        x = model.forward(params, part.tokens, part.positions, Segments(part.segment_ids, layout))[0]
+        x = model.forward(params, part.tokens, part.positions, model.training_context(part.segment_ids, layout))[0]
         hidden, head = model.unembed(params, x)
         with sharding.use_rules(model.rules):
             return unpermute_sequence(_sampled(hidden, head, part.targets, model.config.logit_softcap), layout)

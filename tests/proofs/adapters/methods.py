@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxllm.peft.method_table import ADAPTER_METHODS
-from tests.peft import test_methods, test_virtual_tokens
+from tests.peft import test_expert_adapters, test_methods, test_virtual_tokens
 from tests.peft.adapter_meshes import sharded_error
 from tests.proofs.harness import proof
 
@@ -35,11 +35,13 @@ def sharded_is_unsharded(case: tuple[str, str]) -> float:
 
 @proof("adapters", cases=KINDS, sample=1, float64=True)
 def a_method_is_its_definition(kind: str) -> None:
-    """Loss and gradients of the adapter to 1e-10: those of the dense merged weight, as which it starts; or of each
-    document alone with dense attention to its virtual tokens.
+    """Loss and gradients of the adapter to 1e-10: those of the dense merged weight, as which it starts; of each token
+    through its experts, one by one; of each document alone with dense attention to its virtual tokens.
     """
     if kind in test_methods.KINDS:
         test_methods.test_a_method_is_its_definition(kind)
+    elif kind in test_expert_adapters.KINDS:
+        test_expert_adapters.test_experts_are_their_definition(kind)
     else:
         test_virtual_tokens.test_virtual_tokens_are_their_definition(kind)
 

@@ -1,4 +1,5 @@
-"""Prefix tuning: learned keys and values before the text in every layer (arXiv:2101.00190; P-tuning v2, arXiv:2110.07602).
+"""Prefix tuning: learned keys and values before the text in every layer (arXiv:2101.00190; P-tuning v2,
+arXiv:2110.07602).
 
 They are parameters themselves, without the MLP of the first paper, as in P-tuning v2; keys are not rotated.
 """
@@ -10,7 +11,6 @@ from dataclasses import replace
 
 from jaxllm.config import ConfigError
 from jaxllm.models import BlockConfig, DecoderConfig
-from jaxllm.models.layers.attention import AttentionConfig
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod
 from jaxllm.peft.virtual_tokens import VirtualTokens
 
@@ -20,11 +20,10 @@ KEYS, VALUES = "prefix_keys", "prefix_values"
 
 def _architecture(config: AdapterConfig, base: DecoderConfig) -> DecoderConfig:
     def block(one: BlockConfig) -> BlockConfig:
-        if not isinstance(one.attention, AttentionConfig):
-            raise ConfigError(
-                f"adapter.kind = 'prefix': {type(one.attention).__name__} has no keys of its own; choose prompt or lora."
-            )
-        return replace(one, attention=replace(one.attention, prefix_tokens=config.tokens))
+        try:
+            return replace(one, attention=one.attention.with_prefix(config.tokens))
+        except ValueError as error:
+            raise ConfigError(f"adapter.kind = 'prefix': {error}; choose prompt or lora.") from error
 
     return replace(base, prefix=tuple(map(block, base.prefix)), pattern=tuple(map(block, base.pattern)))
 

@@ -8,26 +8,26 @@ on its output; LoRA on the targets (arXiv:2401.02731).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxllm.config import ConfigError
 from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.models.layers.adapter_experts import AdapterExpertsConfig
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod
-from jaxllm.peft.lora import declare_lora
-from jaxllm.peft.mixlora import dense_fields
+from jaxllm.peft.methods.lora import declare_lora
 
 
 def _architecture(config: AdapterConfig, base: DecoderConfig) -> DecoderConfig:
     def block(one: BlockConfig) -> BlockConfig:
-        experts = {
+        experts: dict[str, Any] = {
             "adapter_experts": config.experts,
             "adapter_top_k": config.top_k,
             "adapter_width": config.width,
         }
         try:
-            return replace(one, mlp=AdapterExpertsConfig(**dense_fields(one, "pesc"), **experts))
+            return replace(one, mlp=AdapterExpertsConfig(**one.mlp.shared_fields, **experts))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(f"adapter.kind = 'pesc': {error}.") from error
 
     return replace(base, prefix=tuple(map(block, base.prefix)), pattern=tuple(map(block, base.pattern)))
 

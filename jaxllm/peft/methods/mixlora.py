@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from jaxllm.config import ConfigError
 from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.models.layers.lora_experts import LoraExpertsConfig
-from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod, lora_scale
-from jaxllm.peft.lora import declare_lora
+from jaxllm.peft.methods.lora import declare_lora
 
 FACTORS = ("expert_router", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 
@@ -27,21 +26,11 @@ def _architecture(config: AdapterConfig, base: DecoderConfig) -> DecoderConfig:
             "lora_scale": lora_scale(config),
         }
         try:
-            return replace(one, mlp=LoraExpertsConfig(**dense_fields(one, "mixlora"), **experts))
+            return replace(one, mlp=LoraExpertsConfig(**one.mlp.shared_fields, **experts))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(f"adapter.kind = 'mixlora': {error}.") from error
 
     return replace(base, prefix=tuple(map(block, base.prefix)), pattern=tuple(map(block, base.pattern)))
-
-
-def dense_fields(block: BlockConfig, kind: str) -> dict[str, object]:
-    """Fields of a block's dense feed-forward layer; raises ConfigError if it has another one."""
-    if type(block.mlp) is not MlpConfig:
-        raise ConfigError(
-            f"adapter.kind = {kind!r} makes experts of a dense feed-forward layer, not of {type(block.mlp).__name__}; "
-            "choose lora."
-        )
-    return {one.name: getattr(block.mlp, one.name) for one in fields(block.mlp)}
 
 
 MIXLORA = AdapterMethod(

@@ -1,0 +1,1 @@
+"""Methods of adaptation, one file each; ``jaxllm.peft.method_table`` has their rows."""
