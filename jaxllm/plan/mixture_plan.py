@@ -30,7 +30,7 @@ from jaxllm.data.selection.mixture_laws import (
     ProjectedLaw,
     TransportLaw,
     fit_mixing_law,
-    fit_transport_law,
+    fit_transport_laws,
     projection_weights,
     rank_correlation,
 )
@@ -159,19 +159,6 @@ def choose_mixture(
     return decide(runs.task, method, mixtures, losses, (small, large), wanted)
 
 
-def fit_laws(
-    task: MixtureTask,
-    method: MixtureMethod,
-    mixtures: Float[np.ndarray, "R K"],
-    losses: Float[np.ndarray, "R sizes"],
-) -> list[TransportLaw | MixingLaw]:
-    """Laws of a method ("projektor" or "regression"), one for each size."""
-    if method == "regression":
-        return [fit_mixing_law(mixtures, one) for one in losses.T]
-    distance = mixture_distance(task)
-    return [fit_transport_law(distance, mixtures, one) for one in losses.T]
-
-
 def decide(
     task: MixtureTask,
     method: MixtureMethod,
@@ -189,7 +176,11 @@ def decide(
             return float(_projected(losses[near : near + 1], sizes, tokens)[0])
 
         return MixtureChoice(task.names, best, method, sizes, size, mixtures, losses, None, measured)
-    laws = fit_laws(task, method, mixtures, losses)
+    laws: Sequence[MixingLaw | TransportLaw]
+    if method == "regression":
+        laws = [fit_mixing_law(mixtures, one) for one in losses.T]
+    else:
+        laws = fit_transport_laws(mixture_distance(task), mixtures, losses, projection_weights(sizes, size))
 
     def law_at(tokens: float) -> MixtureLaw:
         return ProjectedLaw(laws[0], laws[1], sizes, tokens)

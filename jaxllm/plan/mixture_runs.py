@@ -97,7 +97,7 @@ def open_task(
         "cache_dir": cache_dir,
     }
     mixed = load_dataset(DataConfig(mixture=tuple(sources), heldout_fraction=0.0, **common))
-    # As the second source of a mixture the bundled corpus may go with heldout_fraction; alone it is refused.
+    # A mixture of one, because the bundled corpus alone is refused with a heldout_fraction.
     aimed = load_dataset(DataConfig(mixture=(objective,), heldout_fraction=0.0, **common))
     assert isinstance(mixed.train, MixtureDataset)
     assert isinstance(aimed.train, MixtureDataset)

@@ -76,9 +76,11 @@ def test_mixtures_are_spread_over_the_simplex():
     assert few.tolist() == many[:6].tolist()
     assert many.sum(axis=1) == pytest.approx(1)
     assert len(np.unique(many, axis=0)) == 15
-    assert sorted(few[1:4].tolist()) == np.eye(3)[::-1].tolist()
-    with pytest.raises(ValueError, match="30 mixtures of 2 sources in steps of 1/20; there are 21"):
-        simplex_search.spread_mixtures(2, 30)
+    assert sorted(few[1:4].tolist()) == [[0.05, 0.05, 0.9], [0.05, 0.9, 0.05], [0.9, 0.05, 0.05]]
+    assert many.min() == 0.05
+    assert simplex_search.spread_mixtures(20, 22).min() >= 0.02
+    with pytest.raises(DataError, match="30 different mixtures of 2 sources, but in steps of 1/20 there are 19"):
+        simplex_search.spread_mixtures(2, 30, parts=20)
     assert simplex_search.round_shares(np.array([1 / 3, 1 / 3, 1 / 3]), 100).tolist() == [0.34, 0.33, 0.33]
 
 
@@ -98,7 +100,7 @@ def test_laws_recover_what_they_can_express(float64, rng):
     exact = np.array(
         [float(mixture_laws.transport_features(jnp.array(p), distance(jnp.array(p))) @ coefficients) for p in shares]
     )
-    found = mixture_laws.fit_transport_law(distance, shares, np.exp(exact))
+    (found,) = mixture_laws.fit_transport_laws(distance, shares, np.exp(exact)[:, None])
     assert np.abs(found.left_out - exact).max() < 1e-3
     drawn = jnp.array(rng.dirichlet(np.ones(3)))
     expected = mixture_laws.transport_features(drawn, distance(drawn)) @ coefficients
@@ -116,12 +118,23 @@ def test_left_out_predictions_are_those_of_separate_fits(float64, rng, monkeypat
     shares = simplex_search.spread_mixtures(3, 20)
     distance = lambda p: jnp.exp(p[0]) + jnp.sin(3 * p[1])  # noqa: E731
     losses = 2 + rng.random(20)
-    found = mixture_laws.fit_transport_law(distance, shares, losses)
+    (found,) = mixture_laws.fit_transport_laws(distance, shares, losses[:, None])
     design = np.array([mixture_laws.transport_features(jnp.array(p), distance(jnp.array(p))) for p in shares])
     for number in (0, 5, 19):
         kept = np.delete(np.arange(20), number)
         direct = np.linalg.lstsq(design[kept], np.log(losses[kept]), rcond=1e-10)[0]
         assert abs(design[number] @ direct - found.left_out[number]) < 1e-6
+
+
+def test_the_penalty_is_chosen_for_the_projection(rng):
+    """Noise that the projection multiplies asks for a larger penalty, thus for smaller coefficients."""
+    shares = simplex_search.spread_mixtures(3, 16)
+    distance = lambda p: jnp.exp(p[0]) + jnp.sin(3 * p[1])  # noqa: E731
+    small = 2 * np.exp(0.3 * shares[:, 0])
+    losses = np.stack([small * (1 + 0.01 * rng.normal(size=16)), 0.9 * small], axis=1)
+    _, exact = mixture_laws.fit_transport_laws(distance, shares, losses, (0.0, 1.0))
+    _, far = mixture_laws.fit_transport_laws(distance, shares, losses, mixture_laws.projection_weights((1, 2), 64))
+    assert np.linalg.norm(far.coefficients) < np.linalg.norm(exact.coefficients)
 
 
 def test_projection_is_exact_for_power_laws():

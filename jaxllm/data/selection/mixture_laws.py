@@ -8,8 +8,9 @@ and target, with coefficients that are quadratic in the shares:
 
     sum_k (b2_k p_k^2 + b1_k p_k + b0) OT(p) + sum_k (c2_k p_k^2 + c1_k p_k + c0)
 
-Since the shares have the sum 1, b0 and c0 are part of b1 and c1. There are 4K coefficients, and often fewer runs, so
-the regression here is ridge regression, whose penalty is the one of least leave-one-out error.
+Since the shares have the sum 1, b0 and c0 are part of b1 and c1. There are 4K coefficients, about as many as runs, so
+the regression here is ridge regression. Both sizes have the same penalty, the one with the least leave-one-out error of
+the projected loss: the projection multiplies the noise of the runs, and asks for a larger penalty than each size alone.
 
 The data mixing law (arXiv:2403.16952) is ``floor + exp(sum_k t_k p_k)``; it knows nothing of the texts.
 
@@ -19,14 +20,15 @@ Legend: R runs, K sources.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-PENALTIES = np.logspace(-8, 1, 28)
+PENALTIES = np.logspace(-6, 0, 25)
+"""Penalties of the ridge regression that are tried, per run, of standardised features."""
 FLOORS = np.concatenate([[0.0], 1 - np.logspace(-2, 0, 40)[::-1][1:]])
 """Floors of the data mixing law that are tried, as shares of the least loss."""
 
@@ -62,35 +64,41 @@ class TransportLaw:
         return features @ jnp.asarray(self.coefficients, features.dtype) + self.intercept
 
 
-def fit_transport_law(
+def fit_transport_laws(
     distance: Callable[[Float[Array, " K"]], Float[Array, ""]],
     shares: Float[np.ndarray, "R K"],
-    losses: Float[np.ndarray, " R"],
-) -> TransportLaw:
-    """Fits projektor's law by ridge regression; the penalty has the least leave-one-out error.
+    losses: Float[np.ndarray, "R sizes"],
+    weights: Sequence[float] = (1.0,),
+) -> list[TransportLaw]:
+    """Fits projektor's law at each size, by ridge regression.
 
     Args:
         distance: shares -> distance of the mixture to the target.
         shares: of the runs.
-        losses: of the runs, nats per token.
+        losses: of the runs at each size, nats per token.
+        weights: of the sizes in the projected log loss (``projection_weights``), whose leave-one-out error chooses the
+            penalty.
     """
     rows = [np.asarray(transport_features(jnp.asarray(one), distance(jnp.asarray(one))), np.float64) for one in shares]
     features, target = np.array(rows), np.log(losses)
     middle, scale = features.mean(axis=0), features.std(axis=0) + 1e-12
-    scaled, centred = (features - middle) / scale, target - target.mean()
-    u, size, v = np.linalg.svd(scaled, full_matrices=False)
-    best: tuple[float, Float[np.ndarray, " features"], Float[np.ndarray, " R"]] | None = None
-    for penalty in PENALTIES * len(target):
+    centred = target - target.mean(axis=0)
+    u, size, v = np.linalg.svd((features - middle) / scale, full_matrices=False)
+
+    def left_out_errors(penalty: float) -> Float[np.ndarray, "R sizes"]:
+        """Residual of each run over one minus its leverage, which is its error when it is left out."""
         shrunk = size**2 / (size**2 + penalty)
-        # The residual of a run that is left out is its residual over one minus its leverage.
         leverage = 1 / len(target) + (u**2) @ shrunk
-        missed = (centred - u @ (shrunk * (u.T @ centred))) / np.maximum(1 - leverage, 1e-9)
-        error = float(np.mean(missed**2))
-        if best is None or error < best[0]:
-            best = error, v.T @ (size / (size**2 + penalty) * (u.T @ centred)) / scale, target - missed
-    assert best is not None
-    _, coefficients, left_out = best
-    return TransportLaw(distance, coefficients, float(target.mean() - middle @ coefficients), left_out)
+        return (centred - u @ (shrunk[:, None] * (u.T @ centred))) / np.maximum(1 - leverage, 1e-9)[:, None]
+
+    penalty = min(
+        PENALTIES * len(target), key=lambda one: float(np.sum((left_out_errors(one) @ np.array(weights)) ** 2))
+    )
+    coefficients = (v.T @ ((size / (size**2 + penalty))[:, None] * (u.T @ centred))) / scale[:, None]
+    intercepts, left_out = target.mean(axis=0) - middle @ coefficients, target - left_out_errors(penalty)
+    return [
+        TransportLaw(distance, coefficients[:, n], float(intercepts[n]), left_out[:, n]) for n in range(target.shape[1])
+    ]
 
 
 @dataclass(frozen=True, eq=False)

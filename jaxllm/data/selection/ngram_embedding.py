@@ -9,6 +9,8 @@ the embedding's width; each order has the norm ``1 / sqrt(orders)``, so an embed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Integer
 
@@ -50,7 +52,7 @@ def embed_tokens(tokens: Integer[np.ndarray, " window"]) -> Float[np.ndarray, " 
     return found / norm if norm else found
 
 
-def embed_windows(windows: list[Integer[np.ndarray, " _"]]) -> Float[np.ndarray, "N D"]:
+def embed_windows(windows: Sequence[Integer[np.ndarray, " _"]]) -> Float[np.ndarray, "N D"]:
     """N-gram embeddings of windows of tokens, float64 [N, 256]."""
     return np.stack([embed_tokens(one) for one in windows])
 

@@ -16,6 +16,7 @@ equal measures. Legend: N source points, M target points, D embedding width.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ def sinkhorn(
     source_weights: Float[ArrayLike, " N"],
     target_weights: Float[ArrayLike, " M"],
     cost: Float[ArrayLike, "N M"],
-    epsilon: Float[ArrayLike, ""],
+    epsilon: float | Float[Array, ""],
     tolerance: float | None = None,
     max_iterations: int = MAX_ITERATIONS,
 ) -> Potentials:
@@ -97,7 +98,7 @@ def transport_plan(
     source_weights: Float[ArrayLike, " N"],
     target_weights: Float[ArrayLike, " M"],
     cost: Float[ArrayLike, "N M"],
-    epsilon: Float[ArrayLike, ""],
+    epsilon: float | Float[Array, ""],
     potentials: Potentials,
 ) -> Float[Array, "N M"]:
     """Transport plan of given potentials, ``a_n b_m exp((f_n + g_m - C_nm) / epsilon)``."""
@@ -111,13 +112,13 @@ def transport_cost(
     source_weights: Float[Array, " N"],
     target_weights: Float[Array, " M"],
     cost: Float[Array, "N M"],
-    epsilon: Float[ArrayLike, ""],
+    epsilon: float | Float[Array, ""],
 ) -> Float[Array, ""]:
     """Least entropic transport cost ``<P, C> + epsilon KL(P | a b^T)``, with gradients in both weights only."""
     return _cost_and_potentials(source_weights, target_weights, cost, epsilon)[0]
 
 
-def _cost_and_potentials(a: Array, b: Array, cost: Array, epsilon: ArrayLike) -> tuple[Array, tuple[Array, Array]]:
+def _cost_and_potentials(a: Array, b: Array, cost: Array, epsilon: float | Array) -> tuple[Array, tuple[Array, Array]]:
     found = sinkhorn(a, b, cost, epsilon)
     return a @ found.source + b @ found.target, (found.source, found.target)
 
@@ -134,7 +135,7 @@ transport_cost.defvjp(_cost_and_potentials, _backward)
 def self_potential(
     weights: Float[ArrayLike, " N"],
     cost: Float[ArrayLike, "N N"],
-    epsilon: Float[ArrayLike, ""],
+    epsilon: float | Float[Array, ""],
     tolerance: float | None = None,
     max_iterations: int = MAX_ITERATIONS,
 ) -> Float[Array, " N"]:
@@ -160,13 +161,13 @@ def self_potential(
 
 @jax.custom_vjp
 def self_transport_cost(
-    weights: Float[Array, " N"], cost: Float[Array, "N N"], epsilon: Float[ArrayLike, ""]
+    weights: Float[Array, " N"], cost: Float[Array, "N N"], epsilon: float | Float[Array, ""]
 ) -> Float[Array, ""]:
     """Least entropic transport cost of a measure to itself, with its gradient in the weights only."""
     return _self_cost_and_potential(weights, cost, epsilon)[0]
 
 
-def _self_cost_and_potential(weights: Array, cost: Array, epsilon: ArrayLike) -> tuple[Array, Array]:
+def _self_cost_and_potential(weights: Array, cost: Array, epsilon: float | Array) -> tuple[Array, Array]:
     f = self_potential(weights, cost, epsilon)
     return 2 * weights @ f, f
 
@@ -203,7 +204,7 @@ class MixtureDistance:
 
     def __init__(
         self,
-        sources: list[Float[ArrayLike, "_ D"]],
+        sources: Sequence[Float[ArrayLike, "_ D"]],
         target: Float[ArrayLike, "M D"],
         regularisation: float = REGULARISATION,
     ):

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm.files import DataError
+
 CANDIDATES = 2_000
 MOST_STEPS = 500
+LEAST_SHARE = 0.05
 
 
 def round_shares(shares: Float[np.ndarray, " K"], parts: int) -> Float[np.ndarray, " K"]:
@@ -26,23 +29,33 @@ def round_shares(shares: Float[np.ndarray, " K"], parts: int) -> Float[np.ndarra
     return whole / parts
 
 
-def spread_mixtures(sources: int, count: int, *, parts: int = 20, seed: int = 0) -> Float[np.ndarray, "count K"]:
+def spread_mixtures(
+    sources: int, count: int, *, parts: int = 100, least: float = LEAST_SHARE, seed: int = 0
+) -> Float[np.ndarray, "count K"]:
     """Mixtures spread over the simplex: the equal one first, then always the candidate farthest from those chosen.
 
-    Candidates are multiples of ``1 / parts``: single sources, equal pairs, and draws from the uniform distribution. The
-    mixtures of a smaller count are the first ones of a larger count.
+    Candidates are multiples of ``1 / parts``: those with one source as large as can be, with two equal ones, and draws
+    from the uniform distribution. The mixtures of a smaller count are the first ones of a larger count.
+
+    Args:
+        least: share that every source has, as far as half of the equal share allows. A run without one of the sources
+            may never see some tokens of the target, and its loss then says little about other mixtures.
 
     Raises:
-        ValueError: the simplex has fewer such mixtures.
+        DataError: there are fewer such mixtures.
     """
+    floor = min(least, 0.5 / sources)
     eye = np.eye(sources)
     pairs = [(eye[i] + eye[j]) / 2 for i in range(sources) for j in range(i)]
     drawn = np.random.default_rng(seed).dirichlet(np.ones(sources), CANDIDATES)
     first = round_shares(np.full(sources, 1 / sources), parts)
-    rounded = np.array([round_shares(one, parts) for one in [*eye, *pairs, *drawn]])
-    candidates = np.unique(rounded, axis=0)
+    inside = floor + (1 - sources * floor) * np.array([*eye, *pairs, *drawn])
+    candidates = np.unique([round_shares(one, parts) for one in inside], axis=0)
     if count > len(candidates):
-        raise ValueError(f"{count} mixtures of {sources} sources in steps of 1/{parts}; there are {len(candidates)}")
+        raise DataError(
+            f"{count} different mixtures of {sources} sources, but in steps of 1/{parts} there are {len(candidates)}; "
+            "take fewer runs"
+        )
     chosen = [first]
     nearest = np.linalg.norm(candidates - first, axis=1)
     while len(chosen) < count:
