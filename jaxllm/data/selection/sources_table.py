@@ -29,7 +29,7 @@ def write_sources(path: Path, sources: Sequence[SourceConfig], note: str = "") -
         lines += ["", "[[sources]]"]
         for field in dataclasses.fields(one):
             value = getattr(one, field.name)
-            if field.name == "name" or value != field.default:
+            if field.name in ("name", "source", "weight") or value != field.default:
                 lines.append(f"{field.name} = {_toml(value)}")
     with atomic(path) as file:
         file.write(("\n".join(lines).lstrip("\n") + "\n").encode())
