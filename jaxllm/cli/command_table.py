@@ -139,7 +139,7 @@ COMMANDS = {
     "data": Command(
         "jaxllm.cli.commands.data",
         "data",
-        "Inspect, tokenize, pack and clean data: `jaxllm data COMMAND FILES`.",
+        "Inspect, tokenize, pack, clean and mix data: `jaxllm data COMMAND FILES`.",
     ),
     "checkpoint": Command(
         "jaxllm.cli.commands.checkpoint",

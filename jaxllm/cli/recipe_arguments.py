@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.metadata
 import importlib.util
@@ -38,6 +39,7 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
         what = getattr(recipe, "__name__", recipe)
         raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
     argv, default = with_precision(with_current_names(with_adapter_kind(argv), default), default)
+    argv, default = with_sources(argv, default)
     check_settings(argv, default)
     return tyro.cli(
         tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
@@ -87,6 +89,31 @@ def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunC
         if not name:
             raise UsageError("--precision needs a name, such as bf16.")
         default = with_precision(default, name)
+    return rest, default
+
+
+def with_sources(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:
+    """Applies ``--sources FILE``, a sources table in place of the recipe's data; returns the other arguments and run.
+
+    Raises:
+        UsageError: the file's name is missing.
+        DataError, ConfigError: the table cannot be used.
+    """
+    from jaxllm.data.config import DataConfig
+    from jaxllm.data.selection.sources_table import read_sources
+
+    rest, words = [], iter(argv)
+    for word in words:
+        if word != "--sources" and not word.startswith("--sources="):
+            rest.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        if not name:
+            raise UsageError("--sources needs the file of a sources table, such as mixture.toml.")
+        replaced = ("source", "source_format", "content", "separator", "text_field", "heldout")
+        own = {field: DataConfig.__dataclass_fields__[field].default for field in replaced}
+        data = dataclasses.replace(default.data, mixture=read_sources(Path(name)), **own)
+        default = dataclasses.replace(default, data=data)
     return rest, default
 
 

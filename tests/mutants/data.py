@@ -139,4 +139,18 @@ MUTANTS = [
         "own[:rows]",
         ("tests/data/test_quality.py::test_pairs_above_the_threshold_are_found",),
     ),
+    Mutant(
+        "self_transport_counts_one_potential",
+        "jaxllm/data/selection/optimal_transport.py",
+        "return 2 * upstream * f, None, None",
+        "return upstream * f, None, None",
+        ("tests/data/test_mixture_selection.py::test_distance_is_zero_to_itself_and_its_gradient_is_the_potential",),
+    ),
+    Mutant(
+        "left_out_without_leverage",
+        "jaxllm/data/selection/mixture_laws.py",
+        "np.maximum(1 - leverage, 1e-9)[:, None]",
+        "1",
+        ("tests/data/test_mixture_selection.py::test_left_out_predictions_are_those_of_separate_fits",),
+    ),
 ]

@@ -131,4 +131,11 @@ MUTANTS = [
         "_up(shape[lane], 64)",
         ("tests/plan/test_formulas.py::test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least",),
     ),
+    Mutant(
+        "small_runs_are_kept_without_their_sources",
+        "jaxllm/plan/mixture_runs.py",
+        "to_dict(config), names, sources, self",
+        "to_dict(config), names, self",
+        ("tests/plan/test_mixture_plan.py::test_runs_are_kept_and_their_key_has_all_that_makes_them",),
+    ),
 ]

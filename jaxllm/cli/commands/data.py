@@ -1,4 +1,4 @@
-"""``jaxllm data``: inspects, tokenizes, packs and cleans data."""
+"""``jaxllm data``: inspects, tokenizes, packs, cleans and mixes data."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jaxllm.cli.commands.data_mix import mix
 from jaxllm.config import closest
 from jaxllm.data.config import Format
 
@@ -102,7 +103,7 @@ TokenizerArgs = Annotated[TokenizerOptions, tyro.conf.arg(name="")]
 
 
 def data(argv: list[str]) -> int:
-    """Inspect, tokenize, pack and clean data: `jaxllm data COMMAND FILES`."""
+    """Inspect, tokenize, pack, clean and mix data: `jaxllm data COMMAND FILES`."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm data COMMAND FILES ... [--setting value ...]\n\ncommands:")
         for name, function in COMMANDS.items():
@@ -376,4 +377,5 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "dedup": dedup,
     "contamination": contamination,
     "rephrase": rephrase,
+    "mix": mix,
 }

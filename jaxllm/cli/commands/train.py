@@ -13,6 +13,7 @@ def train(argv: list[str]) -> int:
         for name, entry in sorted(recipes().items()):
             print(f"  {name:14} {entry.value}")
         print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
+        print("`--sources FILE` trains on a sources table, such as `jaxllm data mix` writes: docs/train/data.md.")
         print("`--precision NAME` sets all settings of a precision preset: docs/train/precision.md.")
         return 0
     return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")
