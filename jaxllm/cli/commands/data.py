@@ -317,9 +317,7 @@ def rephrase(
     return 1 if made.failed else 0
 
 
-def prepare(
-    corpus: tyro.conf.Positional[Path], on: str = "local", workers: int = 1, part: tyro.conf.Suppress[str] = ""
-) -> int:
+def prepare(corpus: tyro.conf.Positional[Path], on: str = "local", workers: int = 1, part: str = "") -> int:
     """Prepare a corpus from a TOML file: filter, deduplicate, decontaminate and tokenize; resumes a stopped run.
 
     Args:
@@ -327,7 +325,7 @@ def prepare(
         on: local; slurm; ray (the cluster of this machine) or ray://HOST:PORT.
         workers: processes of this machine, size of the Slurm array, or Ray tasks at a time. The output does not
             depend on it.
-        part: part of a stage, STAGE:I/N; Slurm's jobs give it.
+        part: run only a part of a stage, STAGE:I/N, or finish; the scripts for Slurm use it.
     """
     from jaxllm.cli.corpus_preparation import prepare_from_file
 

@@ -156,7 +156,7 @@ def _web_archive(path: Path, source: CorpusSource) -> Iterator[CorpusRow]:
                     yield CorpusRow(row, decode_utf8(raw, path, row))
                 except DataError:
                     yield CorpusRow(row, "", "unreadable", f"{at(path, row)}: not UTF-8")
-        except (ArchiveLoadFailed, EOFError, OSError) as error:
+        except (ArchiveLoadFailed, EOFError, OSError, AttributeError) as error:  # the last: a record without a URI
             raise DataError(f"{at(path, row + 1)}: damaged or truncated web archive ({error})") from None
 
 

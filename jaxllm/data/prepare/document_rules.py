@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from jaxllm.config import ConfigError, closest
@@ -17,11 +18,14 @@ from jaxllm.data.prepare.corpus_config import CorpusConfig, LanguageRule, PIIMas
 from jaxllm.files import DataError
 
 INSTALL = "pip install 'jaxllm[corpus]'"
+PUBLISHED = {"fineweb": {"char_duplicates_ratio": 0.1}}
+"""Arguments in which the published definition of a rule differs from datatrove's default."""
 Verdict = tuple[str, str]
 """(text, rule): the text as the rules left it, and the rule that drops the document, or ''."""
 Rule = Callable[[str], Verdict]
 
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]+")  # noqa: RUF001
+_LETTER = re.compile(r"\w")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"')\]’”]*\s+")  # noqa: RUF001
 
 
@@ -54,11 +58,7 @@ class DocumentRules:
 def language_rule(config: LanguageRule) -> Rule:
     """Language rule: drops documents by `language_CODE`, or `language_undecided`. Raises ConfigError for a code that
     py3langid does not know."""
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise DataError(f"[language] needs the package py3langid: {INSTALL}") from None
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    identifier = _language_identifier()
     for code in config.keep:
         if code not in identifier.labels:
             raise ConfigError(f"language.keep: no language {code!r}; legal: {', '.join(sorted(identifier.labels))}")
@@ -72,6 +72,15 @@ def language_rule(config: LanguageRule) -> Rule:
     return rule
 
 
+@lru_cache(maxsize=1)
+def _language_identifier() -> Any:
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise DataError(f"[language] needs the package py3langid: {INSTALL}") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
 SAMPLE_CHARACTERS = 10_000
 """Characters of a document from which its language is told."""
 
@@ -82,7 +91,7 @@ def quality_rules(config: QualityRules) -> Iterator[Rule]:
     words = regex_words(datatrove) if config.words == "regex" else config.language
     for name in config.rules:
         kind = datatrove[name]
-        given = dict(getattr(config, name))
+        given = PUBLISHED.get(name, {}) | getattr(config, name)
         legal = [key for key in inspect.signature(kind).parameters if key not in ("exclusion_writer", "language")]
         for key in given:
             if key not in legal:
@@ -92,8 +101,8 @@ def quality_rules(config: QualityRules) -> Iterator[Rule]:
 
 def _quality_rule(name: str, rule: Any, document: Any) -> Rule:
     def apply(text: str) -> Verdict:
-        if not _WORD.search(text):
-            return text, "no_text"  # the ratios of a text without words are undefined
+        if not _LETTER.search(text):
+            return text, "no_words"  # the ratios of a text without words are undefined
         one = document(text=text, id="")
         found = rule.filter(one)
         kept, why = found if isinstance(found, tuple) else (found, "")

@@ -11,12 +11,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.config import closest
 from jaxllm.data.prepare.stages import STAGES, Corpus
@@ -39,23 +40,29 @@ def run_task(work: str, stage: str, number: int) -> int:
     return number
 
 
+@runtime_checkable
+class TaskRunner(Protocol):
+    """Runner of the tasks of a stage: yields the number of each when it is done."""
+
+    def __call__(self, work: Path, stage: str, pending: list[int]) -> Iterable[int]:
+        """Runs tasks in any order."""
+        ...
+
+
 def run_stages(work: Path, on: str, workers: int, progress: StageProgress) -> None:
-    """Runs all stages, those tasks that are not done, on `local` or a `ray://` cluster.
+    """Runs all stages, those tasks that are not done, on `local` or a Ray cluster.
 
-    Raises DataError naming the file that cannot be used, or the task whose workers were lost several times.
+    Raises DataError naming the file that cannot be used, or the tasks whose workers were lost several times.
     """
-    stage_runner = local_stage(workers) if on == "local" else ray_stage(on, workers)
-    for stage in STAGES:
-        corpus = Corpus(work)
-        total, pending = corpus.tasks(stage), corpus.pending(stage)
-        done = total - len(pending)
-        progress(stage, done, total)
-        for _ in stage_runner(work, stage, pending):
-            done += 1
+    with local_tasks(workers) if on == "local" else ray_tasks(on, workers) as run:
+        for stage in STAGES:
+            corpus = Corpus(work)
+            total, pending = corpus.tasks(stage), corpus.pending(stage)
+            done = total - len(pending)
             progress(stage, done, total)
-
-
-StageRunner = Callable[[Path, str, list[int]], Iterable[int]]
+            for _ in run(work, stage, pending):
+                done += 1
+                progress(stage, done, total)
 
 
 def check_executor(on: str, workers: int) -> None:
@@ -67,40 +74,43 @@ def check_executor(on: str, workers: int) -> None:
         raise ValueError(f"--workers {workers}: it must be 1 or more")
 
 
-def local_stage(workers: int) -> StageRunner:
-    """Stage runner of this machine: this process for one worker, else so many processes."""
+@contextmanager
+def local_tasks(workers: int) -> Iterator[TaskRunner]:
+    """Runner on this machine: in this process for one worker, else in so many processes."""
+    if workers == 1:
+        yield lambda work, stage, pending: (run_task(str(work), stage, number) for number in pending)
+        return
+    context = multiprocessing.get_context("spawn")
+    pools = [ProcessPoolExecutor(workers, context)]
 
-    def run(work: Path, stage: str, pending: list[int]) -> Iterable[int]:
-        if workers == 1:
-            for number in pending:
-                yield run_task(str(work), stage, number)
-            return
-        losses = 0
-        while pending:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(workers, len(pending)), context) as pool:
-                waiting = {pool.submit(run_task, str(work), stage, number) for number in pending}
-                try:
-                    for one in as_completed(waiting):
-                        yield one.result()
-                        pending.remove(one.result())
-                        losses = 0
-                except BrokenProcessPool:
-                    losses += 1
-                    if losses == MOST_LOSSES:
-                        raise DataError(
-                            f"{work.parent}: stage {stage}: workers were lost {losses} times without finishing one of "
-                            f"tasks {', '.join(map(str, pending[:5]))}; they may need more memory than there is: use "
-                            "fewer workers. Run the command again to resume"
-                        ) from None
-                finally:
-                    pool.shutdown(cancel_futures=True)
+    def run(work: Path, stage: str, pending: list[int]) -> Iterator[int]:
+        losses, left = 0, set(pending)
+        while left:
+            try:
+                for one in as_completed({pools[0].submit(run_task, str(work), stage, number) for number in left}):
+                    left.remove(one.result())
+                    losses = 0
+                    yield one.result()
+            except BrokenProcessPool:
+                losses += 1
+                pools[0].shutdown(cancel_futures=True)
+                pools[0] = ProcessPoolExecutor(workers, context)
+                if losses == MOST_LOSSES:
+                    raise DataError(
+                        f"{work.parent}: stage {stage}: workers were lost {losses} times without finishing one of tasks "
+                        f"{', '.join(map(str, sorted(left)[:5]))}; they may need more memory than there is: use fewer "
+                        "workers. Run the command again to resume"
+                    ) from None
 
-    return run
+    try:
+        yield run
+    finally:
+        pools[0].shutdown(cancel_futures=True)
 
 
-def ray_stage(address: str, workers: int) -> StageRunner:
-    """Stage runner of a Ray cluster: at most `workers` tasks at a time, each of one CPU, run again if its node is lost.
+@contextmanager
+def ray_tasks(address: str, workers: int) -> Iterator[TaskRunner]:
+    """Runner on a Ray cluster: at most `workers` tasks at a time, each of one CPU, run again if its node is lost.
 
     Raises DataError if Ray is not installed, or the cluster cannot be reached.
     """
@@ -108,29 +118,31 @@ def ray_stage(address: str, workers: int) -> StageRunner:
         import ray
     except ImportError:
         raise DataError("--on ray needs the package ray: pip install 'jaxllm[ray]'") from None
-    if not ray.is_initialized():
+    mine = not ray.is_initialized()
+    if mine:
         try:
             ray.init(address if address != "ray" else None, log_to_driver=False)
         except (ConnectionError, OSError, RuntimeError) as error:
             raise DataError(f"--on {address}: the Ray cluster cannot be reached ({error})") from None
     remote: Any = ray.remote(num_cpus=1, max_retries=5)(run_task)
 
-    def run(work: Path, stage: str, pending: list[int]) -> Iterable[int]:
+    def run(work: Path, stage: str, pending: list[int]) -> Iterator[int]:
         waiting: list[Any] = []
         left = list(pending)
         while left or waiting:
             while left and len(waiting) < workers:
                 waiting.append(remote.remote(str(work), stage, left.pop(0)))
             ready, waiting = ray.wait(waiting, num_returns=1)
-            for one in ready:
-                try:
-                    yield ray.get(one)
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, DataError):
-                        raise DataError(str(error.cause)) from None
-                    raise
+            try:
+                yield from ray.get(ready)
+            except ray.exceptions.RayTaskError as error:
+                raise DataError(str(error.cause)) from None if isinstance(error.cause, DataError) else error
 
-    return run
+    try:
+        yield run
+    finally:
+        if mine:
+            ray.shutdown()
 
 
 def run_part(work: Path, part: str) -> None:

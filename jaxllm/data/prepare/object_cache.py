@@ -70,8 +70,13 @@ def _list_local(pattern: str) -> list[StoredFile]:
 def _list_remote(pattern: str) -> list[StoredFile]:
     system, path = _file_system(pattern)
     if glob.has_magic(path):
-        listed = request(lambda: system.glob(path, detail=True), pattern)
-        infos = [listed[name] for name in sorted(listed)]
+        from fsspec.utils import glob_translate
+
+        # Not `glob`, for which a folder that cannot be listed is one without files.
+        folder = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # pyright: ignore[reportOptionalMemberAccess]
+        listed = request(lambda: system.find(folder, detail=True), pattern)
+        matches = re.compile(glob_translate(path)).match
+        infos = [listed[name] for name in sorted(listed) if matches(name)]
     else:
         infos = [request(lambda: system.info(path), pattern)]
     found = []
