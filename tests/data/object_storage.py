@@ -116,8 +116,7 @@ def object_storage(monkeypatch) -> Iterator[ObjectStorage]:
     storage.url = f"http://127.0.0.1:{server.server_port}"
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": storage.url, "skip_instance_cache": True,
-                                                   "use_listings_cache": False})  # fmt: skip
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": storage.url, "use_listings_cache": False})
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

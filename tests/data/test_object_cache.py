@@ -15,7 +15,7 @@ from jaxllm.data.prepare.object_cache import list_files, local_copy, read_range
 from jaxllm.data.prepare.preparation import prepare_corpus
 from tests.data.object_storage import object_storage
 
-pytest.importorskip("s3fs")
+s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("rensa")
 
 
@@ -93,6 +93,7 @@ def test_faults_that_stay_are_named_and_leave_nothing(storage, tmp_path):
 
 def test_wrong_credentials_are_named_at_once(storage, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+    s3fs.S3FileSystem.clear_instance_cache()
     for name in ("s3://bucket/data/*.jsonl", "s3://bucket/data/a.jsonl"):
         with pytest.raises(DataError, match=r"access is refused \(.*\); check the credentials"):
             list_files((name,), "source")
