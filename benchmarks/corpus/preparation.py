@@ -38,12 +38,22 @@ result["stages"] = {name: round(end - begin, 2) for name, (begin, end) in stages
 """
 DATATROVE = """
 import sys
+import xxhash
+digest = xxhash.xxh64_intdigest
+xxhash.xxh64_intdigest = lambda data: digest(data.encode())  # datatrove 0.10 calls it as xxhash 3 took it
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
-from datatrove.utils.word_tokenizers import WhitespaceTokenizer
+from datatrove.utils.word_tokenizers import WordTokenizer
+class Words(WordTokenizer):  # in place of its own tokenizer, spaCy's, which takes most of its time
+    def word_tokenize(self, text):
+        return text.split()
+    def sent_tokenize(self, text):
+        return [text]
+    def span_tokenize(self, text):
+        return [(0, len(text))]
 folder, hashes = sys.argv[1], int(sys.argv[2])
 config = MinhashConfig(num_buckets=21, hashes_per_bucket=hashes // 21)
 tasks = len(__import__("os").listdir(folder + "/in"))
@@ -53,7 +63,7 @@ def reader():
 def stage(name, pipeline, tasks):
     LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=base + "logs/" + name).run()
 def run():
-    words = WhitespaceTokenizer()
+    words = Words()
     stage("1", [reader(), MinhashDedupSignature(base + "sigs", config, language=words)], tasks)
     stage("2", [MinhashDedupBuckets(base + "sigs", base + "buckets", config=config)], config.num_buckets)
     stage("3", [MinhashDedupCluster(base + "buckets", base + "remove", config=config)], 1)

@@ -53,19 +53,21 @@ def band_rows(threshold: float, hashes: int) -> int:
     return max(good, default=1)
 
 
-def exact_keys(text: str) -> tuple[int, int]:
-    """Hash of 128 bits, in two halves, of a text's words: lower case, without punctuation and spacing."""
-    raw = " ".join(words(text) or [text]).encode()
+def exact_keys(text: str, listed: list[str]) -> tuple[int, int]:
+    """Hash of 128 bits, in two halves, of a text's words: lower case, without punctuation and spacing.
+
+    A text without words is hashed as it is.
+    """
+    raw = (" ".join(listed) if listed else text).encode()
     found = hashlib.blake2b(raw, digest_size=16).digest()
     return int.from_bytes(found[:8], "little"), int.from_bytes(found[8:], "little")
 
 
-def word_ngrams(text: str, count: int) -> frozenset[str]:
-    """Set of a text's n-grams of words; of a text with fewer words, all of them as one; empty without words."""
-    listed = words(text)
-    if not listed:
-        return frozenset()
-    return frozenset(" ".join(listed[i : i + count]) for i in range(max(1, len(listed) - count + 1)))
+def word_ngrams(listed: list[str], count: int) -> frozenset[str]:
+    """Set of the n-grams of a text's words; of fewer words, all of them as one; empty without words."""
+    if len(listed) < count:
+        return frozenset([" ".join(listed)] if listed else ())
+    return frozenset(map(" ".join, zip(*(listed[place:] for place in range(count)), strict=False)))
 
 
 def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
@@ -86,19 +88,18 @@ class BandKeys:
         self._hashes, self._ngram_words = hashes, ngram_words
         self.rows = band_rows(threshold, hashes)
         self.bands = hashes // self.rows
+        self._factors = splitmix64(np.arange(1, self.rows + 1, dtype=np.uint64)) | np.uint64(1)
+        self._salts = splitmix64(np.arange(1, self.bands + 1, dtype=np.uint64) << np.uint64(32))
 
-    def __call__(self, text: str) -> UInt64[np.ndarray, " bands"]:
-        """Keys of a text; none for one without words."""
-        grams = word_ngrams(text, self._ngram_words)
+    def __call__(self, listed: list[str]) -> UInt64[np.ndarray, " bands"]:
+        """Keys of a text by its words; none without words."""
+        grams = word_ngrams(listed, self._ngram_words)
         if not grams:
             return np.empty(0, np.uint64)
         signature = self._kind(num_perm=self._hashes, seed=MINHASH_SEED)
         signature.update(list(grams))
         part = np.array(signature.digest(), np.uint64)[: self.bands * self.rows].reshape(self.bands, self.rows)
-        keys = splitmix64(np.arange(1, self.bands + 1, dtype=np.uint64))
-        for row in range(self.rows):
-            keys = splitmix64(keys ^ part[:, row])
-        return keys
+        return splitmix64((part * self._factors).sum(axis=1) + self._salts)
 
 
 class RunWriter:
@@ -207,7 +208,7 @@ def similar_documents(
 
     @lru_cache(maxsize=2048)
     def grams(number: int) -> frozenset[str]:
-        return word_ngrams(text_of(number), ngram_words)
+        return word_ngrams(words(text_of(number)), ngram_words)
 
     done = -1
     for number, other in pairs.tolist():

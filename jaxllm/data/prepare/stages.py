@@ -36,6 +36,7 @@ from jaxllm.data.prepare.document_store import DocumentStore, write_documents
 from jaxllm.data.prepare.near_duplicates import BAND, EXACT, PAIR, BandKeys, RunWriter, document_id, save_sorted
 from jaxllm.data.prepare.object_cache import StoredFile, list_files, local_copy
 from jaxllm.data.quality.contamination import EvaluationIndex
+from jaxllm.data.quality.word_shingles import words
 from jaxllm.data.sources.remote_files import content_sha256
 from jaxllm.data.token_files import sidecar, write_tokens
 from jaxllm.files import DataError, at, digest, new_directory, read_json, write_json
@@ -258,9 +259,10 @@ def _filter(corpus: Corpus, number: int) -> None:
                 counts.masked.update(masked)
                 me = document_id(number, counts.kept)
                 if config.dedup:
-                    exact.add(*near_duplicates.exact_keys(text), me)
+                    listed = words(text)
+                    exact.add(*near_duplicates.exact_keys(text, listed), me)
                     if corpus.band_keys is not None:
-                        bands.add(corpus.band_keys(text), me)
+                        bands.add(corpus.band_keys(listed), me)
                 counts.kept += 1
                 yield one.row, text
 
