@@ -176,7 +176,8 @@ def finish_corpus(work: Path) -> PreparedCorpus:
     with atomic(out / "report.html") as file:
         file.write(corpus_report(manifest, counts).encode())
     for left in out.rglob(".*.tmp"):  # of tasks that were killed
-        left.unlink(missing_ok=True)
+        if work not in left.parents:
+            left.unlink(missing_ok=True)
     write_json(out / "manifest.json", manifest)
     shutil.rmtree(work)
     return PreparedCorpus(out / "manifest.json", manifest)
