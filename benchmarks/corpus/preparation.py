@@ -150,7 +150,8 @@ def main() -> None:
     given = parser.parse_args()
     for count in given.memory:
         found = peak_memory(count)
-        print(f"{count:,} documents: {found['mib']:.0f} MiB, {count / found['seconds']:,.0f} documents/s, {found['stages']}")
+        rate = count / found["seconds"]
+        print(f"{count:,} documents: {found['mib']:.0f} MiB, {rate:,.0f} documents/s, {found['stages']}", flush=True)
     if given.memory:
         return
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in PEERS}

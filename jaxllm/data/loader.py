@@ -321,8 +321,8 @@ def _fraction(config: DataConfig) -> float:
 def _one_of(files: tuple[File, ...]) -> File:
     if len(files) != 1:
         raise DataError(
-            f"{at(files[-1])}: a second token file; a source is one token file or manifest, or several files of text or "
-            "records"
+            f"{at(files[-1])}: a second token file; a source is one token file or manifest, or several files of text "
+            "or records"
         )
     return files[0]
 

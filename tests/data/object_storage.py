@@ -85,7 +85,11 @@ def _handler(storage: ObjectStorage) -> type[BaseHTTPRequestHandler]:
             if name not in storage.objects:
                 return self._error(404, "NoSuchKey")
             raw = storage.objects[name]
-            facts = {"ETag": f'"{_tag(raw)}"', "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT", "Accept_Ranges": "bytes"}
+            facts = {
+                "ETag": f'"{_tag(raw)}"',
+                "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+                "Accept_Ranges": "bytes",
+            }
             if self.command == "HEAD":
                 return self._send(200, **facts, Content_Length=str(len(raw)))
             status, body = 200, raw

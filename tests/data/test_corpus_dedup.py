@@ -1,4 +1,4 @@
-"""Deduplication across a corpus: sorted runs, intervals of keys, candidate pairs, and similarities computed from texts."""
+"""Deduplication across a corpus: sorted runs, intervals of keys, candidate pairs, similarities computed from texts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_runs_are_sorted_and_intervals_of_keys_partition_them(tmp_path, rng, mon
 
 
 def test_a_document_is_equal_to_the_first_with_its_words():
-    found = nd.exact_pairs(records(nd.EXACT, (1, 1, 4), (1, 2, 0), (1, 2, 5), (1, 2, 9), (2, 2, 1), (3, 0, 2), (3, 0, 3)))
+    found = nd.exact_pairs(
+        records(nd.EXACT, (1, 1, 4), (1, 2, 0), (1, 2, 5), (1, 2, 9), (2, 2, 1), (3, 0, 2), (3, 0, 3))
+    )
     assert found.tolist() == [(3, 2), (5, 0), (9, 0)]
     assert not len(nd.exact_pairs(np.empty(0, nd.EXACT)))
 

@@ -1,4 +1,4 @@
-"""Quality rules, masks and languages of a corpus against tables of cases, each just inside or outside a published limit.
+"""Quality rules, masks and languages of a corpus against tables of cases, each just inside or outside a limit.
 
 The words of the cases are chosen so that the limits can be counted by hand: w(n) has n different words of six letters.
 """
@@ -25,7 +25,9 @@ def rules(**tables) -> DocumentRules:
 
 def w(count: int, first: int = 0, letters: str = "qwrtzp") -> str:
     """Different words of six letters."""
-    return " ".join("".join(letters[(number // 6**place) % 6] for place in range(6)) for number in range(first, first + count))
+    return " ".join(
+        "".join(letters[(number // 6**place) % 6] for place in range(6)) for number in range(first, first + count)
+    )
 
 
 STOP = "the of "
@@ -43,7 +45,8 @@ GOPHER = [
     ("90% of lines are bullets", "\n".join([STOP + w(40)] + [f"- {w(1, 50 + n)}" for n in range(9)]), ""),
     ("more than 90% of lines are bullets", "\n".join(["- " + STOP + w(40)] + [f"- {w(1, 50 + n)}" for n in range(9)]),
      "too_many_bullets"),
-    ("30% of lines end in an ellipsis", "\n".join(w(10, 10 * n) + ("..." if n < 3 else " the of") for n in range(10)), ""),
+    ("30% of lines end in an ellipsis", "\n".join(w(10, 10 * n) + ("..." if n < 3 else " the of") for n in range(10)),
+     ""),
     ("more than 30% end in an ellipsis", "\n".join(w(10, 10 * n) + ("..." if n < 4 else " the of") for n in range(10)),
      "too_many_end_ellipsis"),
     ("80% of words have a letter", STOP + w(78) + " 123456" * 20, ""),
@@ -72,7 +75,8 @@ def gram(n: int, times: int, rest: int) -> str:
 REPETITION = [
     ("different lines", lines(10, 0), ""),
     ("few short lines twice", "\n".join([w(20, 20 * n) for n in range(10)] + ["x"] * 4), ""),
-    ("more than 30% of the lines repeat a line", "\n".join([w(30, 30 * n) for n in range(6)] + ["x"] * 5), "dup_line_frac"),
+    ("more than 30% of the lines repeat a line", "\n".join([w(30, 30 * n) for n in range(6)] + ["x"] * 5),
+     "dup_line_frac"),
     ("more than 20% of characters are in repeated lines", lines(7, 3), "dup_line_char_frac"),
     ("more than 30% of the paragraphs repeat a paragraph",
      "\n\n".join([w(30, 30 * n) for n in range(6)] + ["x"] * 5), "dup_para_frac"),
@@ -123,9 +127,11 @@ FINEWEB = [
     ("3 of 25 lines, 12%", "\n".join(w(8, 8 * n) + "." * (n < 3) for n in range(25)), ""),
     ("2 of 25 lines, 8%", "\n".join(w(8, 8 * n) + "." * (n < 2) for n in range(25)), "line_punct_ratio"),
     ("two of three lines are short", "\n".join(f"{w(3 if n % 3 else 20, 30 * n)}." for n in range(9)), ""),
-    ("three of four lines are short", "\n".join(f"{w(3 if n % 4 else 20, 30 * n)}." for n in range(12)), "short_line_ratio"),
+    ("three of four lines are short", "\n".join(f"{w(3 if n % 4 else 20, 30 * n)}." for n in range(12)),
+     "short_line_ratio"),
     ("9% of characters repeat", "\n".join([f"{w(10, 10 * n)}." for n in range(10)] + [f"{w(10)}."]), ""),
-    ("17% of characters repeat", "\n".join([f"{w(10, 10 * n)}." for n in range(10)] + [f"{w(10)}."] * 2), "char_dup_ratio"),
+    ("17% of characters repeat", "\n".join([f"{w(10, 10 * n)}." for n in range(10)] + [f"{w(10)}."] * 2),
+     "char_dup_ratio"),
     ("a list of words", "\n".join(f"{w(1, n)}{'x' * 30}." for n in range(20)), "list_ratio"),
 ]  # fmt: skip
 
@@ -175,9 +181,12 @@ def test_languages():
 def test_limits_can_be_set_and_are_checked():
     config = QualityRules(("gopher_quality",), gopher_quality={"min_doc_words": 3})
     assert rules(quality=config).apply("the of three")[1] == ""
-    with pytest.raises(ConfigError, match="no argument 'min_doc_word'. Did you mean 'min_doc_words'?"):
+    with pytest.raises(ConfigError, match=r"no argument 'min_doc_word'. Did you mean 'min_doc_words'\?"):
         rules(quality=dataclasses.replace(config, gopher_quality={"min_doc_word": 3}))
 
 
 def test_a_text_without_words_is_dropped_by_name():
-    assert rules(quality=QualityRules(("gopher_quality",), gopher_quality={"min_doc_words": 0})).apply("\x00 ! \n")[1] == "no_words"
+    assert (
+        rules(quality=QualityRules(("gopher_quality",), gopher_quality={"min_doc_words": 0})).apply("\x00 ! \n")[1]
+        == "no_words"
+    )

@@ -63,7 +63,9 @@ def test_slow_reads_are_given_up_and_tried_again(storage, tmp_path, monkeypatch)
     assert local_copy(b, tmp_path).read_bytes() == storage.objects["bucket/data/b.jsonl"]
     monkeypatch.setattr(object_cache, "ATTEMPTS", 2)
     storage.fault = lambda method, key, number: "slow"
-    with pytest.raises(DataError, match="b.jsonl: failed 2 times; the last error is TimeoutError: no answer within 0.3 s"):
+    with pytest.raises(
+        DataError, match=r"b.jsonl: failed 2 times; the last error is TimeoutError: no answer within 0.3 s"
+    ):
         read_range(b.name, 0, 10)
 
 
@@ -78,14 +80,14 @@ def test_faults_that_stay_are_named_and_leave_nothing(storage, tmp_path):
     with pytest.raises(DataError, match="do not match its ETag"):
         local_copy(a, tmp_path)
     storage.objects["bucket/data/a.jsonl"] = raw[:1500]
-    with pytest.raises(DataError, match="a.jsonl: failed 5 times"):
+    with pytest.raises(DataError, match=r"a.jsonl: failed 5 times"):
         local_copy(a, tmp_path)
     assert not list(tmp_path.iterdir())
     storage.fault = lambda method, key, number: "500"
     with pytest.raises(DataError, match=r"s3://bucket/data/\*.jsonl: failed 5 times; .*InternalError"):
         list_files(("s3://bucket/data/*.jsonl",), "source")
     storage.fault = lambda method, key, number: ""
-    with pytest.raises(DataError, match="s3://bucket/none.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"s3://bucket/none.jsonl: no such file"):
         list_files(("s3://bucket/none.jsonl",), "source")
     with pytest.raises(DataError, match=r"source: s3://bucket/none\*.jsonl matches no file"):
         list_files(("s3://bucket/none*.jsonl",), "source")
@@ -136,5 +138,5 @@ def test_a_corpus_is_prepared_from_a_storage_and_trained_on_from_one(storage, tm
     assert all(int(ranged.split("=")[1].split("-")[0]) > 0 for name, ranged in gets(storage) if name.endswith(".bin"))
     second = storage.objects[f"bucket/out/{shards[1]}"]
     storage.objects[f"bucket/out/{shards[1]}"] = b"\x01" + second[1:]
-    with pytest.raises(DataError, match="00001.bin: does not match the sha256 in the manifest"):
+    with pytest.raises(DataError, match=r"00001.bin: does not match the sha256 in the manifest"):
         [train("s3://bucket/out/manifest.json", "c").batch_at(step) for step in range(30)]

@@ -87,8 +87,8 @@ class QualityRules:
 
     rules: tuple[str, ...] = RULES
     """gopher_repetition, gopher_quality (arXiv:2112.11446), c4 (arXiv:1910.10683), fineweb (arXiv:2406.17557)."""
-    words: Literal["regex", "datatrove"] = "regex"
-    """regex: words and sentences by regular expressions. datatrove: its tokenizer for the language (needs spaCy)."""
+    words: Literal["whitespace", "datatrove"] = "whitespace"
+    """whitespace: what whitespace separates. datatrove: its tokenizer for the language, for which spaCy is needed."""
     language: str = "en"
     """Language of datatrove's tokenizer, if `words` is datatrove."""
     gopher_repetition: dict[str, Setting] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Corpus manifest: what a prepared corpus is made of; training opens it as a source of tokens.
 
-`OUT/manifest.json` describes the whole corpus, `OUT/SOURCE/manifest.json` one source of it. Each lists its shards, token
-files, with sizes and hashes; files of origin with hashes and licence; and the number of documents by rule. A manifest
-holds no time and no machine, so its bytes are equal whenever the corpus is.
+`OUT/manifest.json` describes the whole corpus, `OUT/SOURCE/manifest.json` one source of it. Each lists its shards,
+which are token files, with sizes and hashes; files of origin with hashes and licence; and the number of documents by
+rule. A manifest holds no time and no machine, so its bytes are equal whenever the corpus is.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def open_corpus(file: File, tokenizer: Tokenizer, cache: Path, name: str | None 
 
     Of the shards only the document offsets are read; tokens are when they are needed.
 
-    Raises DataError naming the manifest or the shard for an invalid, missing, truncated or altered one, or for tokens of
-    another tokenizer.
+    Raises DataError naming the manifest or the shard for an invalid, missing, truncated or altered one, or for tokens
+    of another tokenizer.
     """
     manifest = read_manifest(file, cache)
-    if manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+    if (made := manifest["tokenizer"]["fingerprint"]) != tokenizer.fingerprint:
         raise DataError(
-            f"{at(file)}: made with another tokenizer (fingerprint {manifest['tokenizer']['fingerprint'][:12]}) than the "
-            f"one given ({tokenizer.fingerprint[:12]}); set `tokenizer` to the folder `tokenizer` of the corpus"
+            f"{at(file)}: made with another tokenizer (fingerprint {made[:12]}) than the one given "
+            f"({tokenizer.fingerprint[:12]}); set `tokenizer` to the folder `tokenizer` of the corpus"
         )
     shards = [TokenShard(**{key: one[key] for key in TokenShard.__dataclass_fields__}) for one in manifest["shards"]]
     if not shards:
@@ -61,10 +61,8 @@ def open_corpus(file: File, tokenizer: Tokenizer, cache: Path, name: str | None 
 
 def read_manifest(file: File, cache: Path) -> dict[str, Any]:
     """Manifest of a corpus. Raises DataError if the file is not one."""
-    if isinstance(file, RemoteFile):
-        path = local_copy(list_files((file.url,), str(file))[0], cache / "shards")
-    else:
-        path = file
+    remote = isinstance(file, RemoteFile)
+    path = local_copy(list_files((file.url,), str(file))[0], cache / "shards") if remote else file
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != 1:
         raise DataError(f"{at(file)}: not the manifest of a corpus ({FORMAT} 1), which `jaxllm data prepare` writes")

@@ -1,13 +1,14 @@
 """Document rules: language, quality rules of published corpora, and masks of personal data.
 
 The rules are those of datatrove, each with its own name for why a document is dropped; languages are told by py3langid,
-whose model is in its package. Words are found by a regular expression (runs of letters and digits, and runs of other
-marks) unless datatrove's tokenizer is chosen, because its English one, spaCy's, takes most of the time.
+whose model is in its package. Words are what whitespace separates, as in the published rules, unless datatrove's
+tokenizer is chosen: its English one, spaCy's, counts each mark as a word and takes most of the time.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -24,7 +25,6 @@ Verdict = tuple[str, str]
 """(text, rule): the text as the rules left it, and the rule that drops the document, or ''."""
 Rule = Callable[[str], Verdict]
 
-_WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]+")  # noqa: RUF001
 _LETTER = re.compile(r"\w")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"')\]’”]*\s+")  # noqa: RUF001
 
@@ -88,14 +88,16 @@ SAMPLE_CHARACTERS = 10_000
 def quality_rules(config: QualityRules) -> Iterator[Rule]:
     """Quality rules, in order. Raises ConfigError for an argument that a rule does not have."""
     datatrove = _datatrove()
-    words = regex_words(datatrove) if config.words == "regex" else config.language
+    words = whitespace_words(datatrove) if config.words == "whitespace" else config.language
     for name in config.rules:
         kind = datatrove[name]
         given = PUBLISHED.get(name, {}) | getattr(config, name)
         legal = [key for key in inspect.signature(kind).parameters if key not in ("exclusion_writer", "language")]
         for key in given:
             if key not in legal:
-                raise ConfigError(f"quality.{name}: no argument {key!r}.{closest(key, legal)} Legal: {', '.join(legal)}")
+                raise ConfigError(
+                    f"quality.{name}: no argument {key!r}.{closest(key, legal)} Legal: {', '.join(legal)}"
+                )
         yield _quality_rule(name, kind(**given, language=words), datatrove["Document"])
 
 
@@ -152,18 +154,18 @@ def _datatrove() -> dict[str, Any]:
     }
 
 
-def regex_words(datatrove: dict[str, Any]) -> Any:
-    """Word tokenizer by regular expressions, in the interface of datatrove."""
+def whitespace_words(datatrove: dict[str, Any]) -> Any:
+    """Word tokenizer by whitespace, in the interface of datatrove; sentences end in . ! or ? before whitespace."""
 
-    class RegexWords(datatrove["WordTokenizer"]):
+    class WhitespaceWords(datatrove["WordTokenizer"]):
         def word_tokenize(self, text: str) -> list[str]:
-            return _WORD.findall(text)
+            return text.split()
 
         def sent_tokenize(self, text: str) -> list[str]:
             return [text[begin:end] for begin, end in self.span_tokenize(text)]
 
         def span_tokenize(self, text: str) -> list[tuple[int, int]]:
             cuts = [0, *(match.end() for match in _SENTENCE.finditer(text)), len(text)]
-            return [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if text[a:b].strip()]
+            return [(a, b) for a, b in itertools.pairwise(cuts) if text[a:b].strip()]
 
-    return RegexWords()
+    return WhitespaceWords()

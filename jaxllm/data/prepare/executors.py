@@ -97,9 +97,9 @@ def local_tasks(workers: int) -> Iterator[TaskRunner]:
                 pools[0] = ProcessPoolExecutor(workers, context)
                 if losses == MOST_LOSSES:
                     raise DataError(
-                        f"{work.parent}: stage {stage}: workers were lost {losses} times without finishing one of tasks "
-                        f"{', '.join(map(str, sorted(left)[:5]))}; they may need more memory than there is: use fewer "
-                        "workers. Run the command again to resume"
+                        f"{work.parent}: stage {stage}: workers were lost {losses} times without finishing one of "
+                        f"tasks {', '.join(map(str, sorted(left)[:5]))}; they may need more memory than there is: use "
+                        "fewer workers. Run the command again to resume"
                     ) from None
 
     try:
@@ -116,6 +116,7 @@ def ray_tasks(address: str, workers: int) -> Iterator[TaskRunner]:
     """
     try:
         import ray
+        from ray.exceptions import RayTaskError
     except ImportError:
         raise DataError("--on ray needs the package ray: pip install 'jaxllm[ray]'") from None
     mine = not ray.is_initialized()
@@ -135,7 +136,7 @@ def ray_tasks(address: str, workers: int) -> Iterator[TaskRunner]:
             ready, waiting = ray.wait(waiting, num_returns=1)
             try:
                 yield from ray.get(ready)
-            except ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 raise DataError(str(error.cause)) from None if isinstance(error.cause, DataError) else error
 
     try:
@@ -172,7 +173,9 @@ def write_slurm(work: Path, corpus_file: Path, workers: int) -> Path:
         lines = ["#!/bin/bash", f"#SBATCH --job-name=corpus-{stage}", "#SBATCH --cpus-per-task=1", *array]
         lines += [f"#SBATCH --output={folder}/{stage}-%A-%a.log", "set -euo pipefail", f"exec {run}{part}", ""]
         script.write_text("\n".join(lines))
-        submit.append(f'after=$(sbatch --parsable "$@" ${{after:+--dependency=afterok:$after}} {shlex.quote(str(script))})')
+        submit.append(
+            f'after=$(sbatch --parsable "$@" ${{after:+--dependency=afterok:$after}} {shlex.quote(str(script))})'
+        )
         submit.append(f'echo "{stage}: job $after"')
     path = folder / "submit.sh"
     path.write_text("\n".join([*submit, ""]))

@@ -81,7 +81,7 @@ class BandKeys:
 
     def __init__(self, threshold: float, hashes: int, ngram_words: int):
         try:
-            from rensa import RMinHash
+            from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError:
             raise DataError("[dedup] needs the package rensa: pip install 'jaxllm[corpus]'") from None
         self._kind: Any = RMinHash
@@ -124,7 +124,9 @@ class RunWriter:
         if self._count:
             held = self._held[: self._count]
             names = self._kind.names or ()
-            np.save(self._folder / f"{self._name}-{self._runs:05}.npy", held[np.lexsort([held[n] for n in names[::-1]])])
+            np.save(
+                self._folder / f"{self._name}-{self._runs:05}.npy", held[np.lexsort([held[n] for n in names[::-1]])]
+            )
             self._runs += 1
             self._count = 0
 

@@ -96,8 +96,9 @@ def save_counts(path: Path, counts: RuleCounts, **more: Any) -> None:
 def load_counts(path: Path) -> tuple[RuleCounts, dict[str, Any]]:
     """Counts of a JSON file, and the further values."""
     values = read_json(path)
-    own = {name: values.pop(name) for name in vars(RuleCounts())}
-    return RuleCounts(**own | {"dropped": Counter(own["dropped"]), "masked": Counter(own["masked"])}), values
+    own: dict[str, Any] = {name: values.pop(name) for name in vars(RuleCounts())}
+    own["dropped"], own["masked"] = Counter(own["dropped"]), Counter(own["masked"])
+    return RuleCounts(**own), values
 
 
 @dataclass(frozen=True)

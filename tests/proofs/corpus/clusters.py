@@ -20,7 +20,7 @@ from tests.proofs.harness import proof
 @proof("corpus", count=3, sample=1, parallel=False, counts=("lost",))
 def a_lost_node_gives_the_same_bytes(seed: int) -> dict[str, float]:
     """Two nodes of a local Ray cluster, each with processes of its own; one is removed when some tasks are done: the
-    bytes are those of one uninterrupted process. Without the package ray nothing is shown, and no node counts as lost."""
+    bytes are those of one uninterrupted process. Without the package ray nothing is shown, and no node is lost."""
     if importlib.util.find_spec("ray") is None:
         return {"lost": 0.0}
     import ray
