@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -94,6 +95,14 @@ def test_without_tables_everything_is_kept(tmp_path, stories):
     assert corpus.manifest["libraries"] == {}
 
 
+def test_a_folder_that_was_deleted_is_another_corpus(tmp_path, stories):
+    path = settings(tmp_path)
+    prepared(path)
+    shutil.rmtree(tmp_path / "out")
+    corpus = prepared(settings(tmp_path, "[dedup]"))
+    assert corpus.manifest["sources"][0]["kept"] == 38
+
+
 def test_exact_duplicates_only(tmp_path, stories):
     corpus = prepared(settings(tmp_path, "[dedup]\nthreshold = 0"))
     assert corpus.manifest["sources"][0]["dropped"] == {"duplicate": 1}
@@ -175,6 +184,12 @@ def test_parts_in_any_order_and_again_give_the_same_bytes(tmp_path, stories, rng
     whole, parts = settings(tmp_path, "[dedup]"), settings(tmp_path, "[dedup]", out="parts")
     prepared(whole)
     work = plan_corpus(read_corpus_config(parts))
+    with pytest.raises(
+        DataError, match="stage near needs stage filter, of which 2 tasks are not done, task 0 among them"
+    ):
+        run_part(work, "near:0/3")
+    with pytest.raises(DataError, match="stage finish needs stage filter"):
+        finish_corpus(work)
     for stage in STAGES:
         for number in [*rng.permutation(3), 0]:
             run_part(work, f"{stage}:{number}/3")

@@ -29,8 +29,14 @@ MOST_LOSSES = 3
 """Times that workers may be lost without a task done in between."""
 
 
-@lru_cache(maxsize=1)
 def _corpus(work: str) -> Corpus:
+    plan = (Path(work) / "plan.json").stat()
+    return _opened_corpus(work, plan.st_ino, plan.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _opened_corpus(work: str, inode: int, changed: int) -> Corpus:
+    """Corpus of a work folder; a folder that was deleted and begun again is another corpus."""
     return Corpus(Path(work))
 
 
@@ -149,13 +155,15 @@ def ray_tasks(address: str, workers: int) -> Iterator[TaskRunner]:
 def run_part(work: Path, part: str) -> None:
     """Runs a part of a stage: "STAGE:I/N" runs the tasks I, I + N, ... that are not done.
 
-    Raises ValueError for another form, DataError for a task that fails.
+    Raises ValueError for another form, DataError for a task that fails or a stage before that is not done.
     """
     stage, _, share = part.partition(":")
     index, _, count = share.partition("/")
     if stage not in STAGES or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise ValueError(f"--part {part}: legal: STAGE:I/N with I below N, and a stage of {', '.join(STAGES)}")
-    for number in range(int(index), _corpus(str(work)).tasks(stage), int(count)):
+    corpus = _corpus(str(work))
+    corpus.require(stage)
+    for number in range(int(index), corpus.tasks(stage), int(count)):
         run_task(str(work), stage, number)
 
 

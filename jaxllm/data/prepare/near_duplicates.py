@@ -137,9 +137,9 @@ def save_sorted(path: Path, records: np.ndarray) -> None:
         np.save(file, records)
 
 
-def partition_count(paths: Iterable[Path]) -> int:
-    """Number of tasks that the records of runs are divided among."""
-    return max(1, math.ceil(sum(len(np.load(path, mmap_mode="r")) for path in paths) / PARTITION_RECORDS))
+def partition_count(records: int) -> int:
+    """Number of tasks that the records of all runs are divided among."""
+    return max(1, math.ceil(records / PARTITION_RECORDS))
 
 
 def slice_of(path: Path, field: str, begin: int, end: int) -> np.ndarray:

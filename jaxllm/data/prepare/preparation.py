@@ -126,8 +126,12 @@ def used_libraries(config: CorpusConfig) -> list[str]:
 
 
 def finish_corpus(work: Path) -> PreparedCorpus:
-    """Writes manifests, tokenizer and report, and deletes the work folder. All tasks must be done."""
+    """Writes manifests, tokenizer and report, and deletes the work folder.
+
+    Raises DataError naming the stage if tasks are not done.
+    """
     corpus = Corpus(work)
+    corpus.require("finish")
     plan = read_json(work / "plan.json")
     out, config = corpus.out, corpus.config
     counts: dict[str, RuleCounts] = {}

@@ -174,12 +174,32 @@ class Corpus:
         """Number of tasks of a stage; those of earlier stages must be done."""
         dedup = self.config.dedup
         if stage == "exact":
-            return near_duplicates.partition_count(self.runs("exact")) if dedup else 0
+            return near_duplicates.partition_count(self.documents) if dedup else 0
         if stage == "candidates":
-            return near_duplicates.partition_count(self.runs("bands")) if dedup and dedup.threshold else 0
+            bands = self.band_keys.bands if self.band_keys else 0
+            return near_duplicates.partition_count(self.documents * bands) if bands else 0
         if stage == "near":
             return len(self.files) if dedup and dedup.threshold else 0
         return len(self.shards) if stage == "shards" else len(self.files)
+
+    @cached_property
+    def documents(self) -> int:
+        """Documents of all input files after the filter stage, which must be done."""
+        path = self.work / "documents.json"
+        if not path.exists():
+            self.require("exact")
+            kept = [
+                load_counts(self.path("filter", number) / "counts.json")[0].kept for number in range(len(self.files))
+            ]
+            write_json(path, sum(kept))
+        return read_json(path)
+
+    def require(self, stage: str) -> None:
+        """Raises DataError, naming the stage, unless all tasks of the stages before are done."""
+        for before in STAGES[: STAGES.index(stage)] if stage in STAGES else STAGES:
+            if pending := self.pending(before):
+                raise DataError(f"{self.out}: stage {stage} needs stage {before}, of which {len(pending):,} tasks are "
+                                f"not done, task {pending[0]} among them")  # fmt: skip
 
     def pending(self, stage: str) -> list[int]:
         """Tasks of a stage that are not done."""
