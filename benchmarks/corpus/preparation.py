@@ -26,8 +26,12 @@ OURS = """
 import sys
 from pathlib import Path
 from jaxllm.data.prepare.corpus_config import CorpusConfig, CorpusSource, DedupRule
+from jaxllm.data.prepare import near_duplicates
 from jaxllm.data.prepare.preparation import prepare_corpus
 folder = Path(sys.argv[1])
+if sys.argv[3:]:
+    near_duplicates.PARTITION_RECORDS = int(sys.argv[3])
+    near_duplicates.RUN_RECORDS = int(sys.argv[3]) // 4
 source = CorpusSource("synthetic", (str(folder / "in" / "*.jsonl"),), "none")
 config = CorpusConfig(str(folder / "ours"), "byte", (source,), dedup=DedupRule(hashes=int(sys.argv[2])))
 stages = {}
@@ -102,16 +106,16 @@ def measure(run):
 PEERS = {"jaxllm data prepare": OURS, "datatrove": DATATROVE, "jaxllm data dedup": COMMAND}
 
 
-def write_documents(folder: Path, count: int, seed: int = 0) -> None:
-    """Writes synthetic documents to FOLDER/in, files of `FILE_DOCUMENTS`; memory does not grow with their number."""
+def write_documents(folder: Path, count: int, each: int = FILE_DOCUMENTS, seed: int = 0) -> None:
+    """Writes synthetic documents to FOLDER/in, files of `each`; memory does not grow with their number."""
     rng = np.random.default_rng(seed)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     vocabulary = np.array(["".join(rng.choice(letters, rng.integers(2, 10))) for _ in range(20_000)])
     (folder / "in").mkdir(parents=True)
     earlier: list[list[str]] = []
-    for number in range(-(-count // FILE_DOCUMENTS)):
+    for number in range(-(-count // each)):
         with (folder / "in" / f"{number:05}.jsonl").open("w") as file:
-            for _ in range(min(FILE_DOCUMENTS, count - number * FILE_DOCUMENTS)):
+            for _ in range(min(each, count - number * each)):
                 draw = rng.random()
                 words = vocabulary[rng.integers(0, len(vocabulary), rng.integers(100, 400))].tolist()
                 if earlier and draw < 0.2:
@@ -125,20 +129,26 @@ def write_documents(folder: Path, count: int, seed: int = 0) -> None:
                 file.write(json.dumps({"text": " ".join(words)}) + "\n")
 
 
-def run_peer(code: str, folder: Path) -> dict[str, float]:
+def run_peer(code: str, folder: Path, *more: str) -> dict[str, float]:
     """Seconds, seconds of processor time and peak memory in MiB of a program, in a process of its own."""
     program = MEASURE + code + "\nprint(json.dumps(result))"
-    done = subprocess.run([sys.executable, "-c", program, str(folder), str(HASHES)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(HASHES), *more], capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def peak_memory(documents: int) -> dict[str, float]:
-    """Seconds and peak memory of preparing so many documents in one process."""
+def peak_memory(documents: int, each: int = FILE_DOCUMENTS, partition: int | None = None) -> dict[str, float]:
+    """Seconds and peak memory of preparing so many documents, files of `each`, in one process.
+
+    partition: records that a task of deduplication takes, less than by default, to show in a small run what memory
+        depends on.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        write_documents(Path(folder), documents)
-        return run_peer(OURS, Path(folder))
+        write_documents(Path(folder), documents, each)
+        return run_peer(OURS, Path(folder), *([] if partition is None else [str(partition)]))
 
 
 def main() -> None:

@@ -100,12 +100,14 @@ def _twice(texts: list[str], kept: list[str], number: int, place: int) -> bool:
     return texts[number] in kept[:place]
 
 
-CASES = ((2_000, 20_000), (100_000, 1_000_000))
+CASES = ((2_000, 500, 1 << 14), (100_000, 10_000, 1 << 21))
+"""(documents, documents of a file, records that a task takes): the last as it is by default."""
 
 
 @proof("corpus", cases=CASES, sample=1, quick=CASES[:1], bound=0.15, parallel=False)
-def memory_is_flat(case: tuple[int, int]) -> float:
+def memory_is_flat(case: tuple[int, int, int]) -> float:
     """Memory of its own that preparing ten times as many documents takes at most, over that of the fewer, less one."""
-    few, many = (peak_memory(count)["mib"] for count in case)
+    documents, each, partition = case
+    few, many = (peak_memory(count, each, partition)["mib"] for count in (documents, 10 * documents))
     assert few > 30  # MiB: it was measured
     return many / few - 1
