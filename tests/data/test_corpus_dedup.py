@@ -56,17 +56,20 @@ def test_band_keys_of_similar_texts_meet_and_of_others_do_not(rng):
 
 def test_runs_are_sorted_and_intervals_of_keys_partition_them(tmp_path, rng, monkeypatch):
     monkeypatch.setattr(nd, "RUN_RECORDS", 50)
+    [(tmp_path / name).mkdir() for name in "ab"]
     monkeypatch.setattr(nd, "PARTITION_RECORDS", 40)
-    writer = nd.RunWriter(tmp_path, "bands", nd.BAND)
+    writers = [nd.SortedWriter(tmp_path / name, "bands", nd.BAND) for name in "ab"]
+    nd.SortedWriter(tmp_path, "none", nd.BAND).close()
     expected = []
     for number in range(60):
         keys = rng.integers(0, 2**64, 3, dtype=np.uint64)
         keys[0] = [0, 2**64 - 1, 2**63][number % 3]  # the ends of the intervals
-        writer.add(keys, number)
+        writers[number % 3 == 0].add(keys, number)
         expected += [(key, number) for key in keys.tolist()]
-    writer.flush()
-    paths = sorted(tmp_path.glob("bands-*.npy"))
-    assert len(paths) == 4
+    [writer.close() for writer in writers]
+    paths = [tmp_path / "a/bands.npy", tmp_path / "b/bands.npy", tmp_path / "none.npy"]
+    assert [len(np.load(path)) for path in paths] == [120, 60, 0]
+    assert len(list(tmp_path.rglob("*.npy"))) == 3, "the runs are gone"
     assert all((np.diff(np.load(path)["key"].astype(object)) >= 0).all() for path in paths)
     count = nd.partition_count(180)
     assert count == 5

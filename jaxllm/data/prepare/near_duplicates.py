@@ -6,8 +6,8 @@ Similar ones have a Jaccard similarity of their sets of word n-grams of `thresho
 by MinHash (Broder 1997; the package rensa) and LSH bands (Indyk and Motwani 1998), and the similarity is computed from
 the texts, not estimated.
 
-Each input file writes runs: records (key, id), sorted by key, in files of at most `RUN_RECORDS`. Keys are uniform, so a
-task takes the same interval of keys out of every run, and finds the documents with equal keys there.
+Each input file gives records (key, id) sorted by key: runs of at most `RUN_RECORDS`, merged to one file. Keys are
+uniform, so a task takes the same interval of keys out of every file, and finds the documents with equal keys there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAIR = np.dtype([("id", "<u8"), ("other", "<u8")])
 """A document and an earlier one."""
 RUN_RECORDS = 1 << 18
 """Records that a run is sorted from in memory."""
-PARTITION_RECORDS = 1 << 21
+PARTITION_RECORDS = 1 << 19
 """Records that a task takes out of all runs, about."""
 NEIGHBOURS = 4
 """Documents with an equal key that a document is compared with: the first, and the last before it, so many of each."""
@@ -102,8 +102,8 @@ class BandKeys:
         return splitmix64((part * self._factors).sum(axis=1) + self._salts)
 
 
-class RunWriter:
-    """Runs of sorted records: FOLDER/NAME-00000.npy and so on."""
+class SortedWriter:
+    """Writer of the sorted file FOLDER/NAME.npy: runs that are sorted in memory, merged by intervals of their keys."""
 
     def __init__(self, folder: Path, name: str, kind: np.dtype):
         self._folder, self._name, self._kind = folder, name, kind
@@ -114,13 +114,34 @@ class RunWriter:
         """Adds records: one array, or one value for all, for each field."""
         count = max(np.size(one) for one in fields)
         if self._count + count > RUN_RECORDS:
-            self.flush()
+            self._flush()
         for name, values in zip(self._kind.names or (), fields, strict=True):
             self._held[name][self._count : self._count + count] = values
         self._count += count
 
-    def flush(self) -> None:
-        """Writes the records held as a run."""
+    def close(self) -> None:
+        """Writes the records held, and merges the runs."""
+        self._flush()
+        runs = sorted(self._folder.glob(f"{self._name}-*.npy"))
+        total = sum(len(np.load(path, mmap_mode="r")) for path in runs)
+        target = self._folder / f"{self._name}.npy"
+        if len(runs) == 1:
+            runs[0].rename(target)
+            return
+        if not total:
+            np.save(target, np.empty(0, self._kind))
+            return
+        merged = np.lib.format.open_memmap(target, "w+", self._kind, (total,))
+        place, count = 0, partition_count(total)
+        for number in range(count):
+            records = partition(runs, number, count)
+            merged[place : place + len(records)] = records
+            place += len(records)
+        merged.flush()
+        for path in runs:
+            path.unlink()
+
+    def _flush(self) -> None:
         if self._count:
             held = self._held[: self._count]
             names = self._kind.names or ()

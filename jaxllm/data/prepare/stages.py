@@ -33,7 +33,7 @@ from jaxllm.data.prepare.corpus_config import CorpusConfig, CorpusSource
 from jaxllm.data.prepare.corpus_rows import corpus_format, read_rows_of
 from jaxllm.data.prepare.document_rules import DocumentRules
 from jaxllm.data.prepare.document_store import DocumentStore, write_documents
-from jaxllm.data.prepare.near_duplicates import BAND, EXACT, PAIR, BandKeys, RunWriter, document_id, save_sorted
+from jaxllm.data.prepare.near_duplicates import BAND, EXACT, PAIR, BandKeys, SortedWriter, document_id, save_sorted
 from jaxllm.data.prepare.object_cache import StoredFile, list_files, local_copy
 from jaxllm.data.quality.contamination import EvaluationIndex
 from jaxllm.data.quality.word_shingles import words
@@ -225,9 +225,9 @@ class Corpus:
             raise DataError(f"{self.out}: {where}: {error.strerror or error}. What is done is kept: make room, or "
                             "repair it, and run the command again to resume") from error  # fmt: skip
 
-    def runs(self, name: str) -> list[Path]:
-        """Runs of keys of all input files, in order."""
-        return sorted((self.work / "filter").glob(f"*/{name}-*.npy"))
+    def keys(self, name: str) -> list[Path]:
+        """Sorted files of keys of all input files, in order."""
+        return [self.path("filter", number) / f"{name}.npy" for number in range(len(self.files))]
 
     def results(self, stage: str) -> list[Path]:
         """Results of the tasks of a stage, in order."""
@@ -264,7 +264,7 @@ def _filter(corpus: Corpus, number: int) -> None:
     path = local_copy(file.stored, corpus.work / "objects")
     counts, last = RuleCounts(), [0]
     with new_directory(corpus.path("filter", number)) as folder:
-        exact, bands = RunWriter(folder, "exact", EXACT), RunWriter(folder, "bands", BAND)
+        exact, bands = SortedWriter(folder, "exact", EXACT), SortedWriter(folder, "bands", BAND)
 
         def kept() -> Iterator[tuple[int, str]]:
             for one in read_rows_of(path, file.name, file.kind, source, config.max_characters) if file.size else ():
@@ -288,8 +288,8 @@ def _filter(corpus: Corpus, number: int) -> None:
                 yield one.row, text
 
         write_documents(folder / "documents.arrow", kept())
-        exact.flush()
-        bands.flush()
+        exact.close()
+        bands.close()
         save_counts(folder / "counts.json", counts, last_row=last[0], sha256=content_sha256(path))
     if "://" in file.name:
         path.unlink(missing_ok=True)
@@ -297,15 +297,13 @@ def _filter(corpus: Corpus, number: int) -> None:
 
 def _exact(corpus: Corpus, number: int) -> None:
     """Finds documents with the words of an earlier one, in an interval of hashes."""
-    runs = corpus.runs("exact")
-    records = near_duplicates.partition(runs, number, corpus.tasks("exact")) if runs else np.empty(0, EXACT)
+    records = near_duplicates.partition(corpus.keys("exact"), number, corpus.tasks("exact"))
     save_sorted(corpus.path("exact", number), near_duplicates.exact_pairs(records))
 
 
 def _candidates(corpus: Corpus, number: int) -> None:
     """Finds pairs of documents to compare, in an interval of band keys."""
-    runs = corpus.runs("bands")
-    records = near_duplicates.partition(runs, number, corpus.tasks("candidates")) if runs else np.empty(0, BAND)
+    records = near_duplicates.partition(corpus.keys("bands"), number, corpus.tasks("candidates"))
     save_sorted(corpus.path("candidates", number), near_duplicates.candidate_pairs(records))
 
 

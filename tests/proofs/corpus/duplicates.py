@@ -100,7 +100,7 @@ def _twice(texts: list[str], kept: list[str], number: int, place: int) -> bool:
     return texts[number] in kept[:place]
 
 
-CASES = ((2_000, 500, 1 << 14), (100_000, 10_000, 1 << 21))
+CASES = ((2_000, 500, 1 << 14), (100_000, 10_000, 1 << 19))
 """(documents, documents of a file, records that a task takes): the last as it is by default."""
 
 
