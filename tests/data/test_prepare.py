@@ -312,6 +312,16 @@ def test_two_sources_have_shards_of_their_own(tmp_path, stories):
     assert len(texts(tmp_path / "out/books")) == 20, "the first source keeps its documents"
 
 
+def test_two_sources_with_equal_ids_lose_nothing(tmp_path, rng):
+    made = [story(rng, 3) for _ in range(6)]
+    for name, some in (("a", made[:3]), ("b", made[3:])):
+        rows = [json.dumps({"id": number, "text": text}) for number, text in enumerate(some)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    second = '[[source]]\nname = "books"\nfiles = ["a.jsonl"]\nlicense = "MIT"\n[dedup]'
+    prepared(settings(tmp_path, second, files='"b.jsonl"'))
+    assert texts(tmp_path / "out") == made
+
+
 def test_training_reads_shards_with_exact_cursors(tmp_path, stories):
     prepared(settings(tmp_path))
     tokenizer = str(tmp_path / "out/tokenizer")
