@@ -5,7 +5,6 @@ Batches of `BATCH` documents are compressed apart, so a document is read without
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,29 +39,18 @@ def write_documents(path: Path, documents: Iterable[tuple[int, str]]) -> None:
 
 
 class DocumentStore:
-    """Documents of a file that `write_documents` wrote, by position; the last batches read stay in memory."""
+    """Documents of a file that `write_documents` wrote, by batch."""
 
-    def __init__(self, path: Path, batches_held: int = 8):
+    def __init__(self, path: Path):
         from pyarrow import ipc, memory_map
 
         self._reader: Any = ipc.open_file(memory_map(str(path)))
-        self._held: OrderedDict[int, list[tuple[int, str]]] = OrderedDict()
-        self._most = batches_held
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         for number in range(self._reader.num_record_batches):
-            yield from self._read(number)
+            yield from self.batch(number)
 
-    def __getitem__(self, position: int) -> tuple[int, str]:
-        """(row, text) of the document at a position."""
-        number, place = divmod(position, BATCH)
-        if number not in self._held:
-            self._held[number] = self._read(number)
-            if len(self._held) > self._most:
-                self._held.popitem(last=False)
-        self._held.move_to_end(number)
-        return self._held[number][place]
-
-    def _read(self, number: int) -> list[tuple[int, str]]:
+    def batch(self, number: int) -> list[tuple[int, str]]:
+        """(row, text) of each document of a batch; document d is in batch d // BATCH."""
         batch = self._reader.get_batch(number)
         return list(zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True))

@@ -229,7 +229,7 @@ def similar_documents(
 ) -> Iterator[tuple[int, int, float]]:
     """(document, earlier similar document, similarity) of each document that has one, of sorted candidate pairs."""
 
-    @lru_cache(maxsize=2048)
+    @lru_cache(maxsize=512)
     def grams(number: int) -> frozenset[str]:
         return word_ngrams(words(text_of(number)), ngram_words)
 

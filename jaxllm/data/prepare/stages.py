@@ -21,7 +21,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxllm.data.prepare import near_duplicates
 from jaxllm.data.prepare.corpus_config import CorpusConfig, CorpusSource
 from jaxllm.data.prepare.corpus_rows import corpus_format, read_rows_of
 from jaxllm.data.prepare.document_rules import DocumentRules
-from jaxllm.data.prepare.document_store import DocumentStore, write_documents
+from jaxllm.data.prepare.document_store import BATCH, DocumentStore, write_documents
 from jaxllm.data.prepare.near_duplicates import BAND, EXACT, PAIR, BandKeys, SortedWriter, document_id, save_sorted
 from jaxllm.data.prepare.object_cache import StoredFile, list_files, local_copy
 from jaxllm.data.quality.contamination import EvaluationIndex
@@ -321,23 +321,23 @@ def _near(corpus: Corpus, number: int) -> None:
 
 
 class TextLookup:
-    """Texts of documents by id, from the files of the filter stage; the last files used stay open."""
+    """Texts of documents by id, from the files of the filter stage; the last files and batches used are held."""
 
     def __init__(self, corpus: Corpus):
         self._corpus = corpus
-        self._stores: dict[int, DocumentStore] = {}
+        self._store = lru_cache(maxsize=64)(self._open_store)
+        self._batch = lru_cache(maxsize=64)(lambda file, number: self._store(file).batch(number))
 
     def __call__(self, number: int) -> str:
         return self.row(number)[1]
 
     def row(self, number: int) -> tuple[int, str]:
         """(row, text) of a document."""
-        file, position = number >> 32, number & 0xFFFFFFFF
-        if file not in self._stores:
-            if len(self._stores) >= 64:
-                self._stores.pop(next(iter(self._stores)))
-            self._stores[file] = DocumentStore(self._corpus.path("filter", file) / "documents.arrow")
-        return self._stores[file][position]
+        batch, place = divmod(number & 0xFFFFFFFF, BATCH)
+        return self._batch(number >> 32, batch)[place]
+
+    def _open_store(self, file: int) -> DocumentStore:
+        return DocumentStore(self._corpus.path("filter", file) / "documents.arrow")
 
     def where(self, number: int) -> str:
         """Input file and row of a document."""
