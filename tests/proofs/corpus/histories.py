@@ -59,8 +59,11 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def done_tasks(out: Path) -> int:
-    """Tasks done so far, about."""
-    return sum(1 for path in out.rglob("*") if path.parent.parent.name == ".work" or path.suffix == ".json")
+    """Tasks done so far, about; 0 if a folder is renamed or removed while they are counted."""
+    try:
+        return sum(1 for path in out.rglob("*") if path.parent.parent.name == ".work" or path.suffix == ".json")
+    except OSError:
+        return 0
 
 
 def start(corpus: Path, workers: int) -> subprocess.Popen[bytes]:
