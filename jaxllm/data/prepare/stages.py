@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -47,7 +47,12 @@ SAMPLES = 5
 SAMPLE_CHARACTERS = 600
 ENCODE_CHARACTERS = 1 << 20
 """Characters that are tokenised at a time."""
+HELD = 64
+"""Files, and batches of documents, that a lookup of texts holds."""
 STAGES = ("filter", "exact", "candidates", "near", "tokens", "shards")
+
+
+Key, Value = TypeVar("Key"), TypeVar("Value")
 
 
 @dataclass
@@ -325,8 +330,8 @@ class TextLookup:
 
     def __init__(self, corpus: Corpus):
         self._corpus = corpus
-        self._store = lru_cache(maxsize=64)(self._open_store)
-        self._batch = lru_cache(maxsize=64)(lambda file, number: self._store(file).batch(number))
+        self._stores: OrderedDict[int, DocumentStore] = OrderedDict()
+        self._batches: OrderedDict[tuple[int, int], list[tuple[int, str]]] = OrderedDict()
 
     def __call__(self, number: int) -> str:
         return self.row(number)[1]
@@ -334,14 +339,26 @@ class TextLookup:
     def row(self, number: int) -> tuple[int, str]:
         """(row, text) of a document."""
         batch, place = divmod(number & 0xFFFFFFFF, BATCH)
-        return self._batch(number >> 32, batch)[place]
+        file = number >> 32
+        return _recent(self._batches, (file, batch), lambda: self._store(file).batch(batch))[place]
 
-    def _open_store(self, file: int) -> DocumentStore:
-        return DocumentStore(self._corpus.path("filter", file) / "documents.arrow")
+    def _store(self, file: int) -> DocumentStore:
+        path = self._corpus.path("filter", file) / "documents.arrow"
+        return _recent(self._stores, file, lambda: DocumentStore(path))
 
     def where(self, number: int) -> str:
         """Input file and row of a document."""
         return at(self._corpus.files[number >> 32].name, self.row(number)[0])
+
+
+def _recent(held: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """Value of a key among the last `HELD` used; made if it is not there."""
+    if key not in held:
+        held[key] = make()
+        if len(held) > HELD:
+            held.popitem(last=False)
+    held.move_to_end(key)
+    return held[key]
 
 
 def _tokens(corpus: Corpus, number: int) -> None:
