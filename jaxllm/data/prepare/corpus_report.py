@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from jaxllm.data.prepare.stages import RuleCounts
+from jaxllm.data.prepare.rule_counts import RuleCounts
 from jaxllm.svg import number, page, stacked_bar, table
 
 

@@ -18,11 +18,10 @@ from jaxllm.data.prepare.document_rules import DocumentRules
 from jaxllm.data.prepare.executors import StageProgress, run_stages
 from jaxllm.data.prepare.near_duplicates import BandKeys
 from jaxllm.data.prepare.object_cache import list_files
+from jaxllm.data.prepare.rule_counts import RuleCounts, load_counts
 from jaxllm.data.prepare.stages import (
     Corpus,
     InputFile,
-    RuleCounts,
-    load_counts,
     open_corpus_tokenizer,
     write_plan,
 )

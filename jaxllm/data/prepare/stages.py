@@ -16,11 +16,10 @@ sources in the settings, files in a source, and rows in a file.
 
 from __future__ import annotations
 
-import heapq
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,16 +34,14 @@ from jaxllm.data.prepare.document_rules import DocumentRules
 from jaxllm.data.prepare.document_store import BATCH, DocumentStore, write_documents
 from jaxllm.data.prepare.near_duplicates import BAND, EXACT, PAIR, BandKeys, SortedWriter, document_id, save_sorted
 from jaxllm.data.prepare.object_cache import StoredFile, list_files, local_copy
+from jaxllm.data.prepare.rule_counts import RuleCounts, load_counts, save_counts
 from jaxllm.data.quality.contamination import EvaluationIndex
 from jaxllm.data.quality.word_shingles import words
 from jaxllm.data.sources.remote_files import content_sha256
 from jaxllm.data.token_files import sidecar, write_tokens
-from jaxllm.files import DataError, at, digest, new_directory, read_json, write_json
+from jaxllm.files import DataError, at, new_directory, read_json, write_json
 from jaxllm.text import ByteTokenizer, Tokenizer, load_tokenizer
 
-SAMPLES = 5
-"""Samples of dropped documents kept for a rule."""
-SAMPLE_CHARACTERS = 600
 ENCODE_CHARACTERS = 1 << 20
 """Characters that are tokenised at a time."""
 HELD = 64
@@ -53,57 +50,6 @@ STAGES = ("filter", "exact", "candidates", "near", "tokens", "shards")
 
 
 Key, Value = TypeVar("Key"), TypeVar("Value")
-
-
-@dataclass
-class RuleCounts:
-    """Documents of one input file or source, by what became of them; with samples of those dropped.
-
-    Samples are those with the smallest hashes, so they depend on the documents only.
-    """
-
-    read: int = 0
-    kept: int = 0
-    tokens: int = 0
-    characters: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    masked: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, list[list[str]]] = field(default_factory=dict)
-
-    def drop(self, rule: str, where: str, text: str, why: str = "") -> None:
-        """Counts a dropped document and keeps it as a sample if its hash is among the smallest."""
-        self.dropped[rule] += 1
-        self._sample(rule, [digest([where, rule])[:16], where, why, text[:SAMPLE_CHARACTERS]])
-
-    def _sample(self, rule: str, sample: list[str]) -> None:
-        held = self.samples.setdefault(rule, [])
-        held.append(sample)
-        self.samples[rule] = heapq.nsmallest(SAMPLES, held)
-
-    def add(self, other: RuleCounts) -> None:
-        """Adds the counts and samples of another part."""
-        self.read += other.read
-        self.kept += other.kept
-        self.tokens += other.tokens
-        self.characters += other.characters
-        self.dropped.update(other.dropped)
-        self.masked.update(other.masked)
-        for rule, samples in other.samples.items():
-            for one in samples:
-                self._sample(rule, one)
-
-
-def save_counts(path: Path, counts: RuleCounts, **more: Any) -> None:
-    """Writes counts to a JSON file, with further values."""
-    write_json(path, {**vars(counts), **more})
-
-
-def load_counts(path: Path) -> tuple[RuleCounts, dict[str, Any]]:
-    """Counts of a JSON file, and the further values."""
-    values = read_json(path)
-    own: dict[str, Any] = {name: values.pop(name) for name in vars(RuleCounts())}
-    own["dropped"], own["masked"] = Counter(own["dropped"]), Counter(own["masked"])
-    return RuleCounts(**own), values
 
 
 @dataclass(frozen=True)
