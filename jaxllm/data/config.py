@@ -8,8 +8,8 @@ from jaxllm.data import corpus
 from jaxllm.data.sources.chitchat import NAME as CHITCHAT
 from jaxllm.data.sources.text_files import SEPARATOR
 
-Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens"]
-FORMATS = ("auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens")
+Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens", "corpus"]
+FORMATS = ("auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens", "corpus")
 CONTENTS = ("text", "chat")
 PACKINGS = ("concat", "documents")
 WHEN_EXHAUSTED = ("error", "renormalise")
@@ -56,7 +56,8 @@ class DataConfig:
     source: str | tuple[str, ...] = corpus.NAME
     """"shakespeare" (the bundled corpus), "chitchat" (conversations of the package chitchat-dataset), or files or URLs:
     text (.txt .md), JSONL (.jsonl .ndjson), parquet, Arrow (.arrow, or the folder of a saved Hugging Face data set),
-    webdataset (.tar), one token file (.bin). Names that end in .gz or .zst are decompressed."""
+    webdataset (.tar), one token file (.bin), the manifest.json of a prepared corpus. Names that end in .gz or .zst are
+    decompressed."""
     source_format: Format = "auto"
     """File format of the source; auto takes it from the suffix of the name."""
     content: Literal["text", "chat"] = "text"

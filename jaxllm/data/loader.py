@@ -12,6 +12,7 @@ from jaxllm.data.data_source import DataSource
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
 from jaxllm.data.mixture import NAME as MIXTURE_ORDER
 from jaxllm.data.mixture import MixtureDataset, MixtureSource, exact_shares
+from jaxllm.data.prepare.corpus_manifest import open_corpus
 from jaxllm.data.sequence_packing import PackingPlan, pack_concat, pack_documents
 from jaxllm.data.sources.chitchat import NAME as CHITCHAT
 from jaxllm.data.sources.chitchat import Chitchat, find_chitchat
@@ -52,6 +53,7 @@ class _OpenedSource:
     config: SourceConfig
     texts: tuple[Documents, Documents | None] | None
     files: tuple[File, ...] = ()
+    kind: str = ""
 
 
 def load_dataset(
@@ -185,9 +187,9 @@ def _open(source: SourceConfig, config: DataConfig) -> _OpenedSource:
         return _OpenedSource(source, hold_out(Chitchat(find_chitchat()), _fraction(config)))
     files = find_files(names)
     kind = file_format(files, source.source_format)
-    if kind == "tokens":
+    if kind in ("tokens", "corpus"):
         _reject_ineffective(source, config, "a token file", "separator", "text_field", "content", "skip_bad_records")
-        return _OpenedSource(source, None, files)
+        return _OpenedSource(source, None, files, kind)
     own = ("text files", "text_field", "content") if kind == "text" else (f"{kind.upper()} files", "separator")
     _reject_ineffective(source, config, *own)
     train = _documents(source, files, kind, bad)
@@ -213,9 +215,15 @@ def _tokens(
 ) -> tuple[TokenDocuments, TokenDocuments | None]:
     """Tokenised (training, held-out) documents of a source."""
     if opened.texts is None:
-        train = open_tokens(_single(opened.files), tokenizer)
+
+        def read(files: tuple[File, ...]) -> TokenDocuments:
+            if opened.kind == "corpus":
+                return open_corpus(_one_of(files), tokenizer, cache_root(config.cache_dir))
+            return open_tokens(_single(files), tokenizer)
+
+        train = read(opened.files)
         if config.heldout:
-            return train, open_tokens(_single(_heldout_files(config, opened.config, "tokens")), tokenizer)
+            return train, read(_heldout_files(config, opened.config, opened.kind))
         return train.hold_out(_fraction(config))
     if opened.config.content == "chat" and template is None:
         template = _template(config)
@@ -314,14 +322,20 @@ def _fraction(config: DataConfig) -> float:
     return HELDOUT_FRACTION if config.heldout_fraction is None else config.heldout_fraction
 
 
-def _single(files: tuple[File, ...]) -> Path:
+def _one_of(files: tuple[File, ...]) -> File:
     if len(files) != 1:
         raise DataError(
-            f"{at(files[-1])}: a second token file; a source is one token file, or several files of text or records"
+            f"{at(files[-1])}: a second token file; a source is one token file or manifest, or several files of text "
+            "or records"
         )
-    if not isinstance(files[0], Path):
-        raise DataError(f"{at(files[0])}: a token file is memory-mapped, so it must be a local file; copy it here")
     return files[0]
+
+
+def _single(files: tuple[File, ...]) -> Path:
+    file = _one_of(files)
+    if not isinstance(file, Path):
+        raise DataError(f"{at(file)}: a token file is memory-mapped, so it must be a local file; copy it here")
+    return file
 
 
 def as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from jaxllm.data.batch import Batch
+from jaxllm.data.sharded_tokens import ShardedTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class PackingPlan:
 
     def gather(
         self,
-        tokens: Integer[np.ndarray, " tokens"],
+        tokens: Integer[np.ndarray, " tokens"] | ShardedTokens,
         rows: Int[np.ndarray, " B"],
         loss_mask: Integer[np.ndarray, " tokens"] | None = None,
     ) -> Batch:
@@ -102,7 +103,7 @@ _LONG_PIECE = 64
 
 def _copy_pieces(
     flat: tuple[np.ndarray, ...],
-    tokens: Integer[np.ndarray, " tokens"],
+    tokens: Integer[np.ndarray, " tokens"] | ShardedTokens,
     loss_mask: Integer[np.ndarray, " tokens"] | None,
     place: Int[np.ndarray, " pieces"],
     start: Int[np.ndarray, " pieces"],

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Int, Integer, UInt8
 
 from jaxllm.data.chat_encoding import EncodedDocument
+from jaxllm.data.sharded_tokens import ShardedTokens
 from jaxllm.data.sources.documents import heldout_mask
 from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
 from jaxllm.text import Tokenizer
@@ -41,7 +42,7 @@ class TokenDocuments:
     loss_mask: 1 for each token that is a target; None if all are. about: provenance of the tokens.
     """
 
-    tokens: Integer[np.ndarray, " tokens"]
+    tokens: Integer[np.ndarray, " tokens"] | ShardedTokens
     starts: Int[np.ndarray, " documents"]
     lengths: Int[np.ndarray, " documents"]
     name: str

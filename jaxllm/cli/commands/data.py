@@ -318,6 +318,21 @@ def rephrase(
     return 1 if made.failed else 0
 
 
+def prepare(corpus: tyro.conf.Positional[Path], on: str = "local", workers: int = 1, part: str = "") -> int:
+    """Prepare a corpus from a TOML file: filter, deduplicate, decontaminate and tokenize; resumes a stopped run.
+
+    Args:
+        corpus: TOML file with the settings of the corpus.
+        on: local; slurm; ray (the cluster of this machine) or ray://HOST:PORT.
+        workers: processes of this machine, size of the Slurm array, or Ray tasks at a time. The output does not
+            depend on it.
+        part: run only a part of a stage, STAGE:I/N, or finish; the scripts for Slurm use it.
+    """
+    from jaxllm.cli.corpus_preparation import prepare_from_file
+
+    return prepare_from_file(corpus, on, workers, part)
+
+
 def tokenized_with_bar(read: DataInput, words: TokenizerOptions, workers: int) -> tuple[TokenDocuments, Tokenizer]:
     """Tokenized documents of the source, from the cache or tokenized now with a progress bar."""
     from jaxllm.data.loader import make_encoder
@@ -378,4 +393,5 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "contamination": contamination,
     "rephrase": rephrase,
     "mix": mix,
+    "prepare": prepare,
 }

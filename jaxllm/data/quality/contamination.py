@@ -38,6 +38,49 @@ class Contamination:
         return len(self.found) / max(1, self.items - self.short)
 
 
+class EvaluationIndex:
+    """Word n-grams of the items of an evaluation, to be searched for in documents.
+
+    items: n-gram hashes of each item; None for items that are too short to be searched for. `wording`: n-grams that
+    more than half of the items share.
+
+    Raises ValueError for an evaluation without items, or n-grams of fewer than two words.
+    """
+
+    def __init__(self, evaluation: Iterable[str], ngram_words: int = NGRAM_WORDS):
+        if ngram_words < 2:
+            raise ValueError(f"n-grams of {ngram_words} words are in every text; use 2 words or more")
+        self.items: list[np.ndarray | None] = []
+        sizes = set()
+        for text in evaluation:
+            size = len(words(text))
+            if size >= MIN_WORDS:
+                sizes.add(min(ngram_words, size))
+            self.items.append(np.unique(ngram_hashes(text, ngram_words)) if size >= MIN_WORDS else None)
+        if not self.items:
+            raise ValueError("the evaluation has no items")
+        self._owners: dict[int, list[int]] = {}
+        for number, grams in enumerate(self.items):
+            for gram in [] if grams is None else grams.tolist():
+                self._owners.setdefault(gram, []).append(number)
+        self.searched = sum(grams is not None for grams in self.items)
+        most = max(1, COMMON_SHARE * self.searched)
+        self.wording = {gram for gram, own in self._owners.items() if len(own) > most}
+        self._known = np.array(sorted(set(self._owners) - self.wording), np.uint64)
+        self._sizes = sorted(sizes)
+
+    def hits(self, text: str) -> set[int]:
+        """Hashes of the n-grams of a text that items have."""
+        found: set[int] = set()
+        for size in self._sizes:
+            found |= set(np.intersect1d(ngram_hashes(text, size), self._known).tolist())
+        return found
+
+    def shared(self, text: str) -> list[int]:
+        """Indices of the items that share an n-gram with a text."""
+        return sorted({item for gram in self.hits(text) for item in self._owners[gram]})
+
+
 def find_contamination(
     documents: Iterable[str], evaluation: Iterable[str], *, ngram_words: int = NGRAM_WORDS
 ) -> Contamination:
@@ -45,35 +88,16 @@ def find_contamination(
 
     Raises ValueError for an evaluation without items, or n-grams of fewer than two words.
     """
-    if ngram_words < 2:
-        raise ValueError(f"n-grams of {ngram_words} words are in every text; use 2 words or more")
-    texts = list(evaluation)
-    sizes = [len(words(text)) for text in texts]
-    items = [
-        np.unique(ngram_hashes(t, ngram_words)) if n >= MIN_WORDS else None for t, n in zip(texts, sizes, strict=True)
-    ]
-    if not items:
-        raise ValueError("the evaluation has no items")
-    owners: dict[int, list[int]] = {}
-    for number, grams in enumerate(items):
-        for gram in [] if grams is None else grams.tolist():
-            owners.setdefault(gram, []).append(number)
-    looked_for = sum(grams is not None for grams in items)
-    wording = {gram for gram, own in owners.items() if len(own) > max(1, COMMON_SHARE * looked_for)}
-    runs = sorted({min(ngram_words, size) for size in sizes if size >= MIN_WORDS})
-    known = np.array(sorted(set(owners) - wording), np.uint64)
+    index = EvaluationIndex(evaluation, ngram_words)
     seen: set[int] = set()
     holding = []
     for number, text in enumerate(documents):
-        hits: set[int] = set()
-        for size in runs:
-            hits |= set(np.intersect1d(ngram_hashes(text, size), known).tolist())
-        if hits:
+        if hits := index.hits(text):
             holding.append(number)
             seen |= hits
     found: dict[int, float] = {}
-    for number, grams in enumerate(items):
-        own = set() if grams is None else set(grams.tolist()) - wording
+    for number, grams in enumerate(index.items):
+        own = set() if grams is None else set(grams.tolist()) - index.wording
         if own & seen:
             found[number] = len(own & seen) / len(own)
-    return Contamination(found, holding, len(items), len(items) - looked_for)
+    return Contamination(found, holding, len(index.items), len(index.items) - index.searched)

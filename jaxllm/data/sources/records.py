@@ -153,20 +153,22 @@ def jsonl_rows(file: File, columns: list[str]) -> Iterator[Row]:
     """Rows of a JSONL file; `columns` only names the required field in messages, because a row is parsed whole."""
     for row, line in enumerate(read_lines(file), start=1):
         if line.strip():
-            try:
-                record = json.loads(decode_utf8(line.rstrip(), file, row))
-            except json.JSONDecodeError as error:
-                yield row, DataError(f"{at(file, row)}: not valid JSON ({error.msg} at column {error.colno})")
-            except RecursionError:
-                yield row, DataError(f"{at(file, row)}: JSON nested too deep")
-            except DataError as error:
-                yield row, error
-            else:
-                if isinstance(record, dict):
-                    yield row, record
-                else:
-                    what = f"a {type(record).__name__}; a row must be an object with {columns[0]!r}"
-                    yield row, DataError(f"{at(file, row)}: {what}")
+            yield row, parse_json_row(line, columns[0], file, row)
+
+
+def parse_json_row(line: bytes, column: str, file: File, row: int) -> Any:
+    """Record of a line of a JSONL file, or the DataError that it causes; `column` is named in messages."""
+    try:
+        record = json.loads(decode_utf8(line.rstrip(), file, row))
+    except json.JSONDecodeError as error:
+        return DataError(f"{at(file, row)}: not valid JSON ({error.msg} at column {error.colno})")
+    except RecursionError:
+        return DataError(f"{at(file, row)}: JSON nested too deep")
+    except DataError as error:
+        return error
+    if isinstance(record, dict):
+        return record
+    return DataError(f"{at(file, row)}: a {type(record).__name__}; a row must be an object with {column!r}")
 
 
 def parquet_rows(file: File, columns: list[str]) -> Iterator[Row]:

@@ -25,6 +25,7 @@ KINDS = {
     ".arrow": "arrow",
     ".tar": "webdataset",
     ".bin": "tokens",
+    ".json": "corpus",
 }
 FORMATS = tuple(dict.fromkeys(KINDS.values()))
 COMPRESSED = (".gz", ".zst")

@@ -39,7 +39,7 @@ class TextFiles(Documents):
         self.bad.clear()
         for file in self.files:
             found = False
-            for row, raw in self._pieces(file):
+            for row, raw in self.pieces(file):
                 try:
                     text = decode_utf8(raw, file, row)
                 except DataError as error:
@@ -51,7 +51,8 @@ class TextFiles(Documents):
             if not found:
                 raise DataError(f"{at(file)}: contains no text")
 
-    def _pieces(self, file: File) -> Iterator[tuple[int, bytes]]:
+    def pieces(self, file: File) -> Iterator[tuple[int, bytes]]:
+        """(first row, bytes) of each document of a file."""
         if self.separator is None:
             yield 1, b"".join(read_chunks(file)).removeprefix(b"\xef\xbb\xbf")
             return
