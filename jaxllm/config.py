@@ -219,11 +219,19 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _member(kinds: list[Any], value: dict[str, Any], where: str) -> Any:
-    """The class of a union whose fields are those of ``value``: JSON has all fields, so they must match exactly."""
+    """The class of a union that has all fields of ``value``, and the fewest others: JSON of an older version lacks some.
+
+    Raises:
+        ConfigError: no class has all of them, or two have equally few others.
+    """
     fields = {kind: {field.name for field in dataclasses.fields(kind)} for kind in kinds}
+    others: dict[int, list[Any]] = {}
     for kind in kinds:
         renamed = new_field_names(kind)
-        if fields[kind] == {renamed.get(key, key) for key in value}:
-            return kind
+        given = {renamed.get(key, key) for key in value}
+        if given <= fields[kind]:
+            others.setdefault(len(fields[kind] - given), []).append(kind)
+    if others and len(nearest := others[min(others)]) == 1:
+        return nearest[0]
     legal = "; ".join(f"{kind.__name__}: {', '.join(sorted(names))}" for kind, names in fields.items())
     raise ConfigError(f"{where}: the fields {', '.join(sorted(value))} match none of these classes: {legal}.")

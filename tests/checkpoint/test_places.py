@@ -70,8 +70,8 @@ def test_dead_saves_in_an_object_store(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_is_named():
-    with pytest.raises(CheckpointError, match=r"s3://bucket/run need the package s3fs: pip install s3fs"):
-        Checkpointer("s3://bucket/run", read_only=True)
+    with pytest.raises(CheckpointError, match=r"gs://bucket/run need the package gcsfs: pip install gcsfs"):
+        Checkpointer("gs://bucket/run", read_only=True)
     with pytest.raises(CheckpointError, match=r"nonsense://x: .*Legal: a local path, or a URL"):
         Checkpointer("nonsense://x", read_only=True)
 
