@@ -24,7 +24,7 @@ from tests.proofs import sampling  # isort: skip
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="seed of everything random (default: $JAXLLM_SEED, or the code's own)")
     parser.addoption(
-        "--sample-minutes", type=float, help="time of each worker for samples of proofs, default 2; 0: none"
+        "--sample-minutes", type=float, help="time of each worker for samples of proofs, default 1; 0: none"
     )
     parser.addoption("--all-cases", action="store_true", help="every case of the tests of which each run draws some")
 

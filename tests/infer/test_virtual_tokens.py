@@ -23,6 +23,7 @@ TOKENS = 3
 CONFIG = EngineConfig(max_sequences=2, max_batched_tokens=8, pages=24, page_size=4, samplers=("full",), max_len=24)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("kind", ["prefix", "prompt"])
 def test_the_engine_serves_virtual_tokens(kind: str) -> None:
     """Tokens, log-probabilities and prompt scores of two requests; the client sees none of the virtual tokens."""

@@ -13,7 +13,7 @@ A unit starts if what it is expected to take is left: as long as it took here, e
 within the budget and what the last units took longer than expected. What does not fit is skipped by name; a proof with
 a unit longer than the whole budget runs by `make proof` alone.
 
-    JAXLLM_SAMPLE_MINUTES    as --sample-minutes; default 2; 0 for no samples
+    JAXLLM_SAMPLE_MINUTES    as --sample-minutes; default 1; 0 for no samples
     JAXLLM_DUMMY_PROOFS      number of proofs to add that take ten seconds each: `make test` must take no longer
 """
 
@@ -33,7 +33,7 @@ from tests import environment
 from tests.proofs import covered_code, harness, stored
 from tests.proofs.harness import Proof, Unit
 
-MINUTES = 2.0
+MINUTES = 1.0
 UNKNOWN = 60.0
 """Seconds that a unit is expected to take about which nothing is known."""
 LONGER = 1.5
