@@ -82,11 +82,11 @@ def test_workers_share_the_budget(tmp_path):
     assert [line["proof"] for line in one.finished()] == ["a"]
 
 
-def test_two_workers_have_four_minutes(tmp_path, monkeypatch):
+def test_two_workers_have_two_minutes(tmp_path, monkeypatch):
     monkeypatch.setenv(sampling._LEDGER, str(tmp_path))
     monkeypatch.setenv("JAXLLM_SAMPLE_MINUTES", "")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    assert Budget.here().seconds == 240.0
+    assert Budget.here().seconds == 120.0
 
 
 def test_a_sample_has_so_many_units_and_stops_at_a_failure(tmp_path):
