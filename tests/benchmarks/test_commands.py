@@ -16,6 +16,7 @@ def test_can_be_imported(name):
     assert importlib.import_module(f"benchmarks.{name}").__doc__
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.drawn(0.4)
 def test_bytes_of_a_decode_step(capsys):
     """Nearly all bytes are those of the weights and the cache, which are counted by hand."""

@@ -60,6 +60,7 @@ def tokens(request: Any) -> list[int]:
     return request.sequences[0].tokens
 
 
+@pytest.mark.drawn(0.3)
 def test_a_mixed_batch_is_each_adapter_alone(engine, rng):
     """Six adapters of ranks 4 to 64 and the base share steps over three slots, so some wait and some are evicted."""
     prompt, before = rng.integers(0, engines.VOCAB, 11).tolist(), engine.adapter_slots.evictions

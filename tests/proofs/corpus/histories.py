@@ -70,8 +70,8 @@ def start(corpus: Path, workers: int) -> subprocess.Popen[bytes]:
     """Process that prepares a corpus, in a group of its own."""
     command = [sys.executable, "-m", "jaxllm.cli", "data", "prepare", str(corpus), "--workers", str(workers)]
     env = os.environ | {"PYTHONPATH": str(environment.ROOT), "JAX_PLATFORMS": "cpu"}
-    log = (corpus.parent / "log").open("wb")
-    return subprocess.Popen(command, cwd=corpus.parent, env=env, stdout=log, stderr=log, start_new_session=True)
+    with (corpus.parent / "log").open("wb") as log:
+        return subprocess.Popen(command, cwd=corpus.parent, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 @proof("corpus", count=60, sample=1, parallel=False, counts=("kills",))
