@@ -219,7 +219,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _member(kinds: list[Any], value: dict[str, Any], where: str) -> Any:
-    """The class of a union that has all fields of ``value``, and the fewest others: JSON of an older version lacks some.
+    """The class of a union that has all fields of ``value``, and the fewest others, which older JSON lacks.
 
     Raises:
         ConfigError: no class has all of them, or two have equally few others.

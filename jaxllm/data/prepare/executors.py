@@ -121,8 +121,8 @@ def ray_tasks(address: str, workers: int) -> Iterator[TaskRunner]:
     Raises DataError if Ray is not installed, or the cluster cannot be reached.
     """
     try:
-        import ray
-        from ray.exceptions import RayTaskError
+        import ray  # pyright: ignore[reportMissingImports]
+        from ray.exceptions import RayTaskError  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError("--on ray needs the package ray: pip install 'jaxllm[ray]'") from None
     mine = not ray.is_initialized()
