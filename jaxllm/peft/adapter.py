@@ -71,6 +71,11 @@ class Adapter:
 
 def check_adapter(adapter: Adapter, model: Functional) -> None:
     """Checks that every path and shape of an adapter is one of the model; raises AdapterError."""
+    if adapter.kind in VIRTUAL and not model.config.virtual_tokens:
+        raise AdapterError(
+            f"the adapter is virtual tokens ({adapter.kind} tuning), for which this model has no places: it is used by "
+            "with_adapter, or as the run that trained it, and not beside other adapters of a base."
+        )
     linears = model.linears()
     for path, one in adapter.factors.items():
         if path not in linears:

@@ -15,7 +15,7 @@ from jaxllm.config import ConfigError
 from jaxllm.data import DataConfig
 from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, functional
 from jaxllm.models.param_subset import merge, select
-from jaxllm.peft import AdapterConfig, start_params
+from jaxllm.peft import Adapter, AdapterConfig, AdapterError, check_adapter, start_params
 from jaxllm.peft.adapted_model import adapted_model
 from jaxllm.train import RunConfig
 from jaxllm.train.run_model import run_model, trained_params
@@ -119,6 +119,13 @@ def test_fields_of_other_methods_are_refused() -> None:
             adapted_model(functional(MODEL), adapter)
     with pytest.raises(ConfigError, match="MLAConfig has no keys and values"):
         adapted_model(functional(DecoderConfig(pattern=(BlockConfig(MLAConfig()),))), AdapterConfig("prefix"))
+
+
+def test_a_base_without_places_refuses_them_by_name() -> None:
+    """As an engine does that is given them beside adapters of weights."""
+    adapter = Adapter("prompt", {}, {}, {}, {"embedding/prompt": np.zeros((P, MODEL.embed_dim))})
+    with pytest.raises(AdapterError, match=r"virtual tokens \(prompt tuning\)"):
+        check_adapter(adapter, functional(MODEL))
 
 
 def test_rows_leave_room_for_virtual_tokens() -> None:

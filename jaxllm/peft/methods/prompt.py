@@ -20,7 +20,7 @@ from jaxllm.peft.adapter_method import AdapterConfig, AdapterMethod
 from jaxllm.peft.virtual_tokens import VirtualTokens
 
 SEED = 0
-"""Of the tokens whose embeddings a prompt starts from."""
+"""Seed that draws the tokens whose embeddings a prompt starts from."""
 
 
 def _architecture(config: AdapterConfig, base: DecoderConfig) -> DecoderConfig:
