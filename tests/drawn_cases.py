@@ -1,4 +1,4 @@
-"""Matrices of tests of which each run draws some cases, a pytest plugin: ``@pytest.mark.drawn(0.4)``.
+"""Matrices of tests of which each run draws some cases, a pytest plugin: ``@pytest.mark.drawn(0.3)``.
 
 For tests whose cases are many and costly, and say the same of one code: a model family each, a mesh each, a kernel's
 shapes. The seed, another with every commit, draws the given share of a test's cases, at least one if there are several;

@@ -332,7 +332,7 @@ def script() -> str:
     return str(path)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_directory_of_the_same_name_does_not_shadow_ours(tmp_path):
     """People run jaxllm where their own recipes/ and sharding.py lie."""
     (tmp_path / "recipes").mkdir()
@@ -399,7 +399,7 @@ sys.exit(cli.main(["convert", sys.argv[1], sys.argv[2], "--to", "hf"]))
 """
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_conversion_that_is_stopped_leaves_nothing(number, status, finished, tmp_path):
     process = subprocess.Popen(

@@ -14,7 +14,7 @@ from sharding.isolate import OutOfDeviceMemory
 SMALL = ("--model.layers", "2", "--model.embed-dim", "64", "--data.seq-len", "32", "--data.batch-size", "8")
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_report_is_printed_and_saved(tmp_path, capsys):
     saved, shown = tmp_path / "report.json", tmp_path / "report.html"
     argv = ["compile", "quickstart", "--on", "cpu:4", "--mesh", "fsdp=4", "--save", str(saved), "--html", str(shown)]
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     assert "--anyway" in said
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

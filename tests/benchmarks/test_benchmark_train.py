@@ -93,7 +93,7 @@ def test_as_many_layers_as_the_compiler_lets_in_every_precision(monkeypatch):
     assert by_formula == 10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_gpus_compiler_plans_the_step():
     """More layers take more memory, at the least their parameters, moments and gradients."""
     few, more = (planned(dataclasses.replace(TINY, layers=n, hidden=256, mlp=512), "h100:1x1", True) for n in (2, 4))
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused():
         train.options_of(["--on", "h100:1x1", "--precision", "fp4"])
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_it_runs_beside_torch(monkeypatch, tmp_path):
     gpt = dataclasses.replace(TINY, family="gpt2", kv_heads=2)
     monkeypatch.setattr(train, "SHAPES", {"124m": gpt})
@@ -233,7 +233,7 @@ def test_it_runs_beside_torch(monkeypatch, tmp_path):
     assert rows["jaxllm", "float32"]["of_torch"][0] > 0
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_side_that_fails_says_why():
     with (
         pytest.raises(Failed, match="jaxllm: ConfigError: precision 'fp4'"),

@@ -17,7 +17,7 @@ def test_can_be_imported(name):
 
 
 @pytest.mark.drawn(0.3)
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_bytes_of_a_decode_step(capsys):
     """Nearly all bytes are those of the weights and the cache, which are counted by hand."""
     engine_bytes = importlib.import_module("benchmarks.engine_bytes")

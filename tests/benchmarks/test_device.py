@@ -116,7 +116,7 @@ def test_wheels_are_what_jax_does_not_bring():
     assert not {"jax", "jaxlib", "numpy", "scipy", "pytest"} & found.keys()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_tiny_dry_run_compiles(capsys):
     assert kit.main(["--dry-run", "--tiny", "--on", "h100:1x1", "--parts", "kernels"]) == 0
     assert '"pallas_gpu": ' in capsys.readouterr().out

@@ -24,7 +24,7 @@ STATE = {"x": np.arange(4.0)}
 
 
 @pytest.mark.drawn(0.5)
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_kill9_several_times_into_one_directory(tmp_path, rng):
     kill_while_saving(tmp_path, int(rng.integers(2**31)), kills=3)
 

@@ -42,7 +42,7 @@ def flip(run: Path, pattern: str) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_ls_and_verify(run: Path, capsys: pytest.CaptureFixture) -> None:
     status, text = say(capsys, "ls", run)
     assert status == 0
@@ -80,7 +80,7 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert "step: 4 and 12" in text
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("extra", [[], ["--dtype", "bfloat16"]])
 def test_parameters_alone_are_served_directly(
     run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, extra: list[str]

@@ -147,7 +147,7 @@ def test_a_crash_of_the_trainer(hosts: Callable[..., Hosts]) -> None:
     assert one.resumed() == [None]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_lost_hosts_are_rebuilt(hosts: Callable[..., Hosts]) -> None:
     four = hosts(4)
     four.save(1, 2)
@@ -162,7 +162,7 @@ def test_lost_hosts_are_rebuilt(hosts: Callable[..., Hosts]) -> None:
     assert four.resumed() == [None] * 4
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_two_lost_hosts_of_two_parities(hosts: Callable[..., Hosts]) -> None:
     three = hosts(4, 2)
     three.save(7)
@@ -182,7 +182,7 @@ def test_strangers_are_not_answered(hosts: Callable[..., Hosts]) -> None:
         assert holder.request("sizes", name="")[0]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_snapshot_is_a_checkpoint(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     """The same files: what it holds can be verified and read as any other."""
     four = hosts(4)

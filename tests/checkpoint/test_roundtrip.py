@@ -134,7 +134,7 @@ def test_every_dtype_and_shape(tmp_path):
     assert_same(restored, {**state, "big endian": np.arange(3, dtype="i4")})
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @given(
     st.dictionaries(st.text(max_size=6), hnp.arrays(np.float32, hnp.array_shapes(max_dims=2)), min_size=1, max_size=5)
 )

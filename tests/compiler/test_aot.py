@@ -93,7 +93,7 @@ def test_a_gpu_program_too_large_is_compiled_and_says_so():
     assert not report.fits
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_tpu_program_too_large_is_refused_by_its_compiler():
     with pytest.raises(OutOfDeviceMemory, match=r"40\.00 GiB on each device of v6e:2x4") as raised:
         run_isolated("tests.compiler.programs:too_large", "v6e:2x4", {"gib": 20})
@@ -116,7 +116,7 @@ def test_progress_names_the_stages_and_ends():
     assert heard[-1][1] == "done"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_stages_of_an_isolated_compilation_reach_the_caller():
     stages = []
     run_isolated(

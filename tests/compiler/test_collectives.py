@@ -32,7 +32,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:1x8", "cpu:8"])
 def test_counts_and_bytes_are_those_of_the_program(topology):
     reports = run_isolated("tests.compiler.programs:report_all", topology)
@@ -45,7 +45,7 @@ def test_counts_and_bytes_are_those_of_the_program(topology):
         assert {report.cycles for report in found.values()} == {None}
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_gradients_of_split_weights_are_gathered_twice_and_scattered_once():
     """ZeRO-3 with full rematerialisation; the TPU's fused all-reduce-scatter counts as reduce-scatter."""
     layers, width = 6, 1024
@@ -64,7 +64,7 @@ def test_gradients_of_split_weights_are_gathered_twice_and_scattered_once():
     assert report.alias_bytes == report.output_bytes == weights
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_an_asynchronous_all_gather_counts_once():
     found = run_isolated("tests.compiler.programs:asynchronous", "v5e:4x4")
     assert found["starts"] > 0, "the compiler did not split any collective: this test tests nothing"

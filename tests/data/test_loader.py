@@ -33,7 +33,7 @@ def decoded(dataset, documents):
     return [dataset.tokenizer.decode(one) for one in documents]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_bundled_corpus_end_to_end():
     dataset = data.load_dataset(data.DataConfig(tokenizer="bpe:512", seq_len=64, batch_size=8))
     assert dataset.tokenizer.vocab_size == 512
@@ -53,7 +53,7 @@ def test_bundled_corpus_end_to_end():
     assert data.load_dataset(dataset.config).train.fingerprint == dataset.train.fingerprint
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_bigram_baseline_of_the_bundled_corpus_does_not_depend_on_the_tokenizer():
     """The figure that a first model is measured against."""
     results = [data.bigram_baseline_of(data.load_dataset(config(tokenizer=one))) for one in ("byte", "bpe:300")]

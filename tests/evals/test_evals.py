@@ -69,7 +69,7 @@ def ids_of(text: str) -> list[int]:
     return [int(i) for i in ByteTokenizer().encode(text, bos=True)]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_continuations_have_the_forwards_log_probability(scorer: Scorer):
     pairs = [("ab", "cde"), ("", "xy"), ("one ", "two"), ("hello", " w")]
     for (context, continuation), (value, greedy) in zip(pairs, scorer.continuations(pairs), strict=True):
@@ -207,7 +207,7 @@ def test_without_lm_eval_its_tasks_are_refused(scorer: Scorer, monkeypatch: pyte
         adapter(scorer)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_command(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

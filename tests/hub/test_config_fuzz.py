@@ -30,7 +30,7 @@ def fields(given: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[t
             yield from fields(value, (*before, name))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("family", EVERY)
 def test_any_value_of_any_field(family: str, rng: np.random.Generator) -> None:
     config = json.loads(EVERY[family](rng).to_json_string())

@@ -34,7 +34,7 @@ def theirs(directory: Path) -> peers.Peer:
     return peers.Peer(peers.opened(directory), np.empty(0, np.int32))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("family", peers.FAMILIES | peers.MIXTURES)
 def test_the_model_it_names_is_the_same(family: str, tmp_path: Path) -> None:
     """The architecture survives config.json: one model of each family, another with another seed of the tests."""

@@ -242,7 +242,7 @@ def test_files_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
         open_gguf(tmp_path)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_every_truncation_is_refused(file: Path, tmp_path: Path) -> None:
     """The header is cut at every byte; the numbers, whose sizes it names, at some."""
     data = file.read_bytes()

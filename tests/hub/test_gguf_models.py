@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: save(MODELS[name], folder / name))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_the_one_that_was_converted(name: str, saved: Any, tmp_path: Path) -> None:
     theirs, ours = load_hf(saved(name)), load_gguf(write(saved(name), tmp_path / "m.gguf"))

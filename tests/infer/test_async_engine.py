@@ -23,7 +23,7 @@ async def read(engine: AsyncEngine, prompt: list[int], params: SamplingParams, m
     return tokens
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_streams_are_what_each_would_be_alone(rng):
     plain = engines.engine("roomy")
     prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 9, 1, 14, 5, 7)]

@@ -86,7 +86,7 @@ def test_words_come_along_and_code_does_not(llama: Path, tmp_path: Path) -> None
     jax.tree.map(np.testing.assert_array_equal, loaded.params, from_hf.params)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_opens_in_transformers(finished: Path, tmp_path: Path) -> None:
     run = finished / "runs" / "tiny"
     made = convert(run, tmp_path / "out", "hf")
@@ -139,7 +139,7 @@ def test_gguf_opens_in_transformers(name: str, by_way_of_ours: bool, tmp_path: P
     assert tiny.leaf_error(peers.logits_of(theirs(tmp_path / "out"), tokens), want) < 1e-5
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_types(tmp_path: Path) -> None:
     before = peers.peer("gemma2", 0).save(tmp_path / "before")
     original = dict(open_model(before))
@@ -292,7 +292,7 @@ print(made.bytes, (memory("VmHWM") - before) / made.bytes)
 """
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_large_model_is_never_in_memory(large: Path, tmp_path: Path) -> None:
     def peak(*argv: Any) -> float:
@@ -308,7 +308,7 @@ def test_a_large_model_is_never_in_memory(large: Path, tmp_path: Path) -> None:
     same_files(large, tmp_path / "back")
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_ctrl_c_leaves_nothing(large: Path, tmp_path: Path) -> None:
     code = (
         # A process started in the background of a script ignores the signal until told otherwise.

@@ -38,7 +38,7 @@ def test_temperature_zero_takes_the_likeliest_token_of_the_full_forward():
     assert len({token for (row,) in made for token in row}) > 5, "not one token over and over"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("way", ["roomy", "tight, swap"])
 def test_random_traffic_is_the_training_forward(way, rng):
     engine = engines.engine(way)
@@ -95,7 +95,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again():
     assert engine.metrics.prompt_tokens - before == 1, "of a prompt found whole, the last token is computed"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_pages_before_a_window_are_given_back():
     config = dataclasses.replace(engines.ENGINES["roomy"], pages=17, page_size=4, max_sequences=1, decode_steps=1)
     engine = engines.build(config, "mistral")
@@ -126,7 +126,7 @@ def test_stop_tokens_and_lengths():
         assert request.sequences[0].finish == "length"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_stop_texts_end_a_text_and_are_held_back():
     """Nothing of a stop string is emitted, nor text that may become one until it does not."""
     tokenizer = ByteTokenizer()

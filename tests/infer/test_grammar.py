@@ -19,7 +19,7 @@ from tests.infer import engines, schemas
 from tests.infer.writers import writer
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_texts_have_their_forms_in_company(rng):
     """With and without grammars in one batch: grammars hold, and the other completions are unchanged."""
     wanted = [schemas.schema(rng) for _ in range(3)]

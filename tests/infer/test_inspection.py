@@ -32,7 +32,7 @@ def text(found: Any, *, terminal: bool = False, every: bool = False) -> str:
     return out.getvalue()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("family", peers.FAMILIES | peers.MIXTURES)
 def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
     folder = peers.peer(family, 1).save(tmp_path / "model")

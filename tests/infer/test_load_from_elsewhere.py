@@ -51,7 +51,7 @@ def save(directory: Path, template: str = "", **fields: Any) -> str:
     return str(directory)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_generate_writes_with_a_model_from_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = save(tmp_path / "model")
     assert cli.main(["generate", model, "--prompt", "Hello", "--max-tokens", "4"]) == 0
@@ -106,7 +106,7 @@ def test_a_hub_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         find_model("hf:some/model")
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_conversation_is_what_the_template_makes_of_it(tmp_path: Path) -> None:
     """Each answer follows the whole conversation; special tokens are tokens, and stop it."""
     chat = Chat(load_model(save(tmp_path / "model", TEMPLATE)), [{"role": "system", "content": "S"}], max_tokens=6)
@@ -219,7 +219,7 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
         LLM(loaded, EngineConfig(max_len=17), manifest=None)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"}], ids=str)
 def test_padding_to_a_bucket_does_not_lengthen_a_prompt(tmp_path: Path, rope: dict[str, Any]) -> None:
     """Rotary scalings look at a sequence's length: that of the prompt, not of the program that reads it."""

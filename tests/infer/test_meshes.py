@@ -33,7 +33,7 @@ def other_weights(model: str, seed: int) -> dict:
     return jax.tree.map(jnp.asarray, quick.params(engines.model_of(model, "float32"), seed=seed, scale=0.5))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_mesh_serves_what_one_device_serves_with_weights_of_another_mesh(rng):
     engine = over("data=2,expert=2,tensor=2", "mixtral", SIZES)
     traffic = engines.traffic(rng, engine.config, 12)
@@ -135,7 +135,7 @@ def test_replicas_share_the_load_and_find_what_they_know(rng):
     assert all(pages.available == pages.count for pages in replicas.pages)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_replica_that_stops_early_keeps_its_pages(rng, float64):
     """While the other replica decodes on, nothing is written to the pages of sequences that have stopped."""
     sizes = dataclasses.replace(

@@ -98,7 +98,7 @@ def experts(params: Any) -> list[Any]:
     return [b["mlp"]["experts"][n] for b in blocks if "experts" in b["mlp"] for n in ("gate", "up", "down")]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_bytes_in_memory_and_of_the_compiled_program(tmp_path: Path, rng: np.random.Generator) -> None:
     plain, packed = both("mxfp4", tmp_path, rng, "bfloat16")
     half, few = nbytes(experts(plain.params)), nbytes(experts(packed.params))

@@ -198,7 +198,7 @@ def by_hand(prompt: list[int], count: int, change: Any) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("way", ["roomy", "tight, recompute"])
 def test_the_likeliest_text_under_each_parameter(way, rng):
     """In company, over preemptions and loops on the device: as changed logits of the training forward have it."""

@@ -17,7 +17,7 @@ from tests import quick
 from tests.hub import peers
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("family", "becomes"), [("mistral", "mixtral"), ("qwen3", "qwen3_moe")])
 def test_the_first_forward_is_the_dense_models(family: str, becomes: str, tmp_path: Path, float64: None) -> None:
     seed = next(s for s in range(9) if dense_enough(family, s))
@@ -44,7 +44,7 @@ def dense_enough(family: str, seed: int) -> bool:
     return not getattr(config, "use_sliding_window", False)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_what_cannot_be_upcycled_is_named(tmp_path: Path) -> None:
     gpt2 = peers.peer("gpt2", 0).save(tmp_path / "gpt2")
     with pytest.raises(HubError, match="have biases or no gate"):

@@ -93,7 +93,7 @@ def test_full_acceptance_takes_fewer_steps(verifying, float64):
     assert np.diff(steps).tolist() == [41, 11]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_over_replicas_and_split_heads(rng, float64):
     oracle = OracleProposer("some", rng, engines.VOCAB)
     sizes = dataclasses.replace(engines.ENGINES["tight, swap"], max_sequences=1, decode_steps=1, verify_tokens=3)
@@ -161,7 +161,7 @@ def written() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_grammars_and_stop_strings(rng, float64):
     """Text, stop strings and forms: the detokenizer and the grammar see accepted tokens alone."""
     oracle = OracleProposer("some", rng, 256)

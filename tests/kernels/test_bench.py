@@ -47,7 +47,7 @@ def test_other_operations_count_what_goes_in_and_out():
     assert work.costs == (Cost(seen // 4 * 2 * 2, seen + k.nbytes + v.nbytes + 2 * q.nbytes),)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_it_runs_and_checks_values(tmp_path, capsys):
     rows = command.main(["--repeats", "1", "--json", str(tmp_path / "rows.json")])
     assert {(row["op"], row["contender"]) for row in rows} == {

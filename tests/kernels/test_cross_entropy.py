@@ -50,7 +50,7 @@ CHUNKED = ("odd", "many blocks", "everything")
 """Cases of enough tokens that a given chunk makes a difference, whole chunks and a rest."""
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize(
     ("way", "case"),
@@ -65,7 +65,7 @@ def test_is_the_formula(way, case, rng, float64):
     cross_entropy_body.check(way[0], case, rng, np.float64, 1e-13, way[1])
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.usefixtures("pieces")
 @ways
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"])

@@ -32,7 +32,7 @@ def pieces():
         yield
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @small_pieces
 @implementations
 @pytest.mark.parametrize("name", ["one of everything", "everything"])
@@ -58,7 +58,7 @@ def test_drawn_shapes(implementation, case, seed):
     cross_entropy_body.check(implementation, case, np.random.default_rng(seed))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 def test_bfloat16_in_the_blocks_of_a_real_model(implementation, rng):
     """SmolLM2-135M's embedding; tokens and ids that fit no block."""

@@ -14,7 +14,7 @@ from tests import environment
 from tests.kernels.flash_aot import TOPOLOGIES, Shape
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_memory_is_linear_in_the_sequence(platform):
     named = [name for name in TOPOLOGIES if name.startswith(("h", "b")) == (platform == "gpu")]

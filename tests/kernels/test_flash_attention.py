@@ -34,7 +34,7 @@ def small_pieces():
         yield
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @cases
 def test_forward_is_the_loop_and_vjp_the_references(case, rng, float64):
     """One program of each implementation: its output and logsumexp, and the gradients through both of them."""
@@ -74,7 +74,7 @@ def test_vjp_through_the_logsumexp(name, rng, float64):
     assert error(got[0], without[0]) > 0.01
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @pytest.mark.parametrize("name", ["odd length", "packed", "few queries, many keys", "everything"])
 def test_vjp_is_the_derivative(implementation, name, rng, float64):
@@ -88,7 +88,7 @@ def test_vjp_is_the_derivative(implementation, name, rng, float64):
     check_grads(jax.jit(call), arrays, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-7)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["odd length", "positions and segments", "one query, many keys", "everything"])
@@ -144,7 +144,7 @@ def test_scale(implementation, rng, float64):
     assert error(got, want) <= 1e-14
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_memory_is_linear_in_the_sequence(monkeypatch):
     from pallas_kernels.flash_attention import xla
 

@@ -67,7 +67,7 @@ def shapes(draw) -> Case:
     )
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @hypothesis.settings(max_examples=1, phases=[hypothesis.Phase.generate])
 @hypothesis.given(case=shapes(), seed=st.integers(0, 2**32 - 1))
@@ -75,7 +75,7 @@ def test_drawn_shapes(implementation, case, seed):
     flash_body.check(implementation, case, np.random.default_rng(seed))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 def test_bfloat16(implementation, rng):
     inputs, extra = draw(rng, Case(1, 9, 9, 2, 1, 4, "packed"))
@@ -87,7 +87,7 @@ def test_bfloat16(implementation, rng):
     assert all(error(a, b) <= 2**-6 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_inside_shard_map_with_shared_keys(rng):
     """Queries vary over both mesh axes, keys and values over one: their gradients are summed over the other.
 
@@ -138,7 +138,7 @@ def test_outside_shard_map_is_refused(implementation):
             call(q, q, q)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_an_explicit_mesh_of_one_device_needs_no_shard_map(rng):
     """Values and gradients as without a mesh; arguments that are no arrays, or None, are passed on."""
     q, k, v = (jnp.asarray(rng.normal(size=(2, 5, heads, 8)), jnp.float32) for heads in (4, 2, 2))

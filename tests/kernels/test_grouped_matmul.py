@@ -27,7 +27,7 @@ def test_every_implementation_is_tested():
     assert {*PLAIN, *PALLAS} == set(IMPLEMENTATIONS)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_is_the_loop(implementation, case, rng, float64):

@@ -35,7 +35,7 @@ def pieces():
         yield
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @small_pieces
 @implementations
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +58,7 @@ def test_drawn_shapes(implementation, sizes, left, k, n, seed):
     grouped_body.check(implementation, Case(tuple(sizes), left, k, n), np.random.default_rng(seed))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 def test_bfloat16_in_the_tiles_of_a_real_model(implementation, rng):
     """A part of Qwen3-30B-A3B: 6 of its experts, all of a quarter's columns. Accumulation is in float32."""

@@ -11,7 +11,7 @@ from tests import environment
 from tests.kernels.paged_aot import QUANTISED, TOPOLOGIES, compile_cell
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_quantised_pages_compile_and_are_updated_in_place(platform):
     """No copy of the pool is made: it is nearly half of what goes in and out."""

@@ -35,7 +35,7 @@ def small_pieces():
         yield
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_body(implementation, name, rng, float64):
@@ -107,7 +107,7 @@ def encoded(step, case: Case, form: PageFormat) -> PagePool:
     return PagePool(numbers, form, scales)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("name", "encoding"), [("everything", "int8"), ("latent, decode", "fp8"), ("mixed", "bits of bfloat16")]
 )
@@ -176,7 +176,7 @@ def test_memory_follows_neither_the_pool_nor_the_longest_request(encoding):
     assert wide.temp_size_in_bytes < pool_bytes / 100, "a layer is copied"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_memory_is_linear_in_tokens():
     few, many = (memory(large_pool(), 1024, tokens) for tokens in (256, 1024))
     assert many.temp_size_in_bytes <= 4.5 * few.temp_size_in_bytes
@@ -239,7 +239,7 @@ def test_formats():
         PageFormat(0, 8, 8)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @hypothesis.settings(max_examples=5)
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=5), st.integers(1, 4))
 def test_parts_of_a_flat_batch_are_the_whole(requests, parts):

@@ -34,7 +34,7 @@ def small_pieces():
         yield
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_body(implementation, name, rng):

@@ -84,7 +84,7 @@ def shuffled(pool: PagePool, pages: list[int], rng: np.random.Generator) -> Page
     return PagePool(jnp.asarray(rows), pool.format, None, jnp.asarray(positions))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 def test_entries_leave_and_move(implementation, rng, float64):
     """Two requests in chunks of any lengths: as the rule says, in few pages, wherever their entries have been moved."""
@@ -130,7 +130,7 @@ def test_entries_leave_and_move(implementation, rng, float64):
     assert (np.asarray(pool.positions)[:, pages[8]] == -1).all()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 def test_refused_tokens_leave(implementation, rng, float64):
     """A chunk that begins before the last one ended: what was written from there on is not seen again."""

@@ -48,7 +48,7 @@ def test_the_reference_gathers(layout, rng, float64):
     assert error(split(*inputs, case, layout, "reference"), whole(*inputs, case)) <= 1e-14
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @implementations
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (jnp.bfloat16, 2**-6)], ids=["float32", "bfloat16"])
 def test_lower_precision(implementation, dtype, bound, rng):

@@ -223,7 +223,7 @@ print(_self_check.may_choose("flash_attention", "pallas_gpu", TargetDevice("gpu"
 """
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_two_processes_at_once(cache):
     running = [
         subprocess.Popen([sys.executable, "-c", TWO], cwd=environment.ROOT, stdout=subprocess.PIPE, text=True)
@@ -234,7 +234,7 @@ def test_two_processes_at_once(cache):
     assert verdict.passed
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("operation", ["flash_attention", "grouped_matmul", "paged_attention"])
 def test_kernels_pass_their_own_samples(operation):
     """That of the cross-entropy has a thousand programs: it runs with its mutants."""

@@ -47,7 +47,7 @@ def largest_error(got: Any, want: Any) -> float:
     return max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("chunk", "band"), [(None, 12), (1, 5), (5, 5), (100, 12)])
 def test_is_the_formula(chunk, band, softcap, rng, float64, monkeypatch):

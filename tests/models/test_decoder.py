@@ -193,7 +193,7 @@ def loss_of(config: DecoderConfig) -> Any:
     return loss
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_scanned_unrolled_and_recomputed_are_the_same_function(rng, float64):
     plain = tiny.decoder(**SMALL, heads=2, kv_heads=1, layers=3)
     params = quick.params(plain)
@@ -218,7 +218,7 @@ def mesh(text: str) -> Any:
     return spec.build(jax.devices()[: spec.abstract().size])
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("heads", "kv_heads", "on"), [(4, 2, "data=2,tensor=4"), (8, 1, "tensor=8")])
 def test_fewer_kv_heads_than_tensor_shards_are_replicated_and_equal_one_device(heads, kv_heads, on, rng, float64):
     config = tiny.decoder(heads=heads, kv_heads=kv_heads, head_dim=2, qk_norm="head", bias="qkv", layers=2)

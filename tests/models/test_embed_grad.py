@@ -22,7 +22,7 @@ def loss_and_grads(config: DecoderConfig, params: Any, **fields: Any) -> Any:
     return jax.device_get((sums, grads))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("fields", [{"embed_scale": 3.0}, {"learned_positions": 8}], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_eighth_is_an_eighth_to_the_last_bit(fields, dtype):

@@ -29,7 +29,7 @@ def chosen_experts(kind: str, tokens: int, experts: int, shards: int, rng) -> np
     return np.where(np.arange(tokens)[:, None] < tokens // shards, last, rest)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("shards", "own"), [(2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("room", [None, 5, 16])
 def test_is_that_of_one_device(shards, own, room, rng, float64):

@@ -133,7 +133,7 @@ def test_capacity_keeps_first_choices_and_counts_what_it_drops(capacity, rng, fl
     assert int(dropped) == np.maximum(taken - room, 0).sum()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("capacity", [0.5, 9.0])
 def test_capacity_where_experts_are_split(capacity, rng, float64):
     """Each shard's rows find the room that they would find alone, whichever device their experts are on."""

@@ -138,6 +138,7 @@ def test_the_same_on_a_mesh(rng):
     assert tiny.leaf_error(got, want) < 2e-2
 
 
+@pytest.mark.drawn(0.3)
 def test_a_step_draws_from_its_batch_and_the_backward_pass_needs_one():
     config = dataclasses.replace(tiny.decoder(dtype="float32", layers=1), matmul_precision="mxfp4")
     model, params = functional(config), quick.params(config, scale=0.1)

@@ -75,7 +75,7 @@ def plain(name: str) -> str:
     return "/".join(parts)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parts_of_layers_are_named_in_the_forward_and_the_backward_pass(kind):
     for pass_ in ("forward", "backward"):
@@ -113,7 +113,7 @@ def test_the_lowered_program_has_the_names_too():
         assert f"layers/{part}/" in text
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_scopes_change_metadata_alone(kind, monkeypatch):
     """The optimised program without its metadata is the same, character by character."""

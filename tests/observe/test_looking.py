@@ -58,7 +58,7 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
     return found
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_looked_at_in_every_way(tmp_path, trackers, monkeypatch):
     """One run: profiled by range and by a signal; its trackers get every row."""
     signal_at(monkeypatch, 6, signal.SIGUSR2)
@@ -107,7 +107,7 @@ def test_a_run_looked_at_in_every_way(tmp_path, trackers, monkeypatch):
     assert sum(size for _, size in account.parts()) == pytest.approx(events[-1]["time"] - events[0]["began"], abs=1e-2)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_that_goes_on_writes_what_was_lost(stopped, finished, tmp_path):
     """Stopped after 7 of its steps: the log says that nothing was done again, and no row is there twice."""
     with (stopped / "layers.jsonl").open("w") as out:

@@ -231,7 +231,7 @@ def test_bytes_of_the_state(kind):
     assert arrays_bytes(state) == table_bytes(kind, params, axes)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("kind", ["lomo", "adalomo"])
 def test_layer_by_layer_is_all_at_once(kind, float64):
     """The step that never has all gradients gives what the same rule makes of all of them."""
@@ -255,7 +255,7 @@ def test_layer_by_layer_is_all_at_once(kind, float64):
         np.testing.assert_allclose(a, b, rtol=1e-10)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_mezo_moves_along_its_direction_by_the_slope(float64):
     """arXiv:2305.17333, algorithm 1: the slope is the gradient's product with the direction."""
     config = tiny.decoder(dtype="float64", remat="full")

@@ -33,7 +33,7 @@ def test_options_of_a_device():
         options("cpu", "cpu", ["xla_a"])
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("on", ["v6e:2x4", "h100:1x8"])
 def test_the_compiler_knows_every_option(on):
     there = Topology.parse(on)
@@ -41,7 +41,7 @@ def test_the_compiler_knows_every_option(on):
     assert known == [flag.name for flag in FLAGS if flag.is_taken(there.platform, there.device_kind)]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("on", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4"])
 def test_gathered_weights_compile_with_the_options(on):
     found = run_isolated("tests.parallel.flag_programs:gathers", on, timeout=600)
@@ -60,7 +60,7 @@ def test_a_later_compiler_refuses_an_option_for_some_devices(monkeypatch):
     assert not options("gpu", "TPU v5 lite")
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_more_gathers_overlap_on_gpus():
     """On TPUs the same program takes minutes to compile; the table says what was seen."""
     counts = run_isolated("tests.parallel.flag_programs:fsdp", "h100:1x8", timeout=600)

@@ -253,7 +253,7 @@ def test_evaluation_goes_through_the_same_stages(rng):
     np.testing.assert_allclose(np.asarray(got[:4]), np.asarray(want[:4]), rtol=1e-5)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("mesh", "schedule"), [("stage=2,data=2", "zb_h1"), ("stage=2,expert=2", "interleaved")])
 def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
     """Their losses, and how many tokens each expert of each layer got, are those of one device."""
@@ -296,7 +296,7 @@ def compiled(config: RunConfig, rows: Any) -> str:
         return step.lower(params, batch).compile(environment.AS_EVER).as_text() or ""
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_kv_head_for_all_is_gathered_without_sending_it_around():
     """A permutation in a branch waits for ever on CPU: the stages are in different ones."""
     config = run_of(mesh="stage=2,context=2,tensor=2", model=tiny.decoder(kv_heads=1, layers=2, dtype="float32"))

@@ -67,7 +67,7 @@ def test_zero_bubble(stages, more):
     assert second.peak == 2 * stages - 1
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @settings(max_examples=5)
 @given(st.integers(2, 8), st.integers(0, 6))
 @example(12, 5)

@@ -33,7 +33,7 @@ def test_notation(spec, axes, expected):
     assert notation("w", spec, axes) == expected
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,fsdp=4", "tensor=8"])
 def test_bytes_are_those_of_a_real_state(mesh):
     model = tiny.decoder(

@@ -107,7 +107,7 @@ def test_arrays_on_tpus_fill_tiles_over_the_two_dimensions_that_waste_least(shap
     assert memory_estimate.tiled(shape) == math.prod(laid)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=4"])
 def test_state_is_that_of_each_optimizer(kind, mesh):
@@ -128,7 +128,7 @@ def test_state_is_that_of_each_optimizer(kind, mesh):
     assert without.memory - took.memory == pytest.approx(saved, abs=1e-9 * without.memory)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_plans_are_what_an_optimizer_can_do():
     run = drawn(1)
     model = dataclasses.replace(

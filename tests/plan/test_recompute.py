@@ -59,7 +59,7 @@ def least(run: RunConfig, budget: int, bend: float, mixed: int) -> float:
     return min(hardware_flops_per_token(dataclasses.replace(run.model, remat=text), 64) for text in legal)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("budget", [1100, 1300, 1450, 1700, 2200])
 @pytest.mark.parametrize(("bend", "mixed"), [(1.0, 0), (1.0, 60), (0.98, -40)])
 def test_what_programs_add_is_learnt(budget, bend, mixed):

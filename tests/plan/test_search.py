@@ -33,7 +33,7 @@ def cut(run, layers: int, rows: int):
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, batch_size=rows))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("run", "on"),
     [
@@ -56,7 +56,7 @@ def test_what_is_found_is_legal_fits_and_is_in_order(run, on):
         assert str(fitting_mesh(layout.run, model, cluster.devices)) == layout.run.mesh
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_its_first_is_no_slower_than_any_plan_that_fits():
     cluster, run = Cluster.parse("v6e:2x2"), cut(llama3_8b(), 2, 8)
     best = layout_search.search(run, cluster).layouts[0]
@@ -99,7 +99,7 @@ def test_offloading_frees_the_device_and_waits_for_a_slow_host():
     assert slow.time.seconds > fast.time.seconds + slow.time.host - fast.time.host
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_what_does_not_fit_says_what_would(capsys):
     asked = ["--no-compile", "--model.layers", "12", "--data.batch-size", "4"]
     assert cli.main(["plan", "llama3_8b", "--on", "v5e:2x2", *asked]) == 1
@@ -108,7 +108,7 @@ def test_what_does_not_fit_says_what_would(capsys):
     assert "On v5e:2x4 it fits" in said
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_batch_that_nothing_divides_says_what_fits(capsys):
     asked = ["--no-compile", "--model.layers", "12", "--data.batch-size", "101"]
     assert cli.main(["plan", "llama3_8b", "--on", "v5e:4x4", *asked]) == 1
@@ -117,7 +117,7 @@ def test_a_batch_that_nothing_divides_says_what_fits(capsys):
     assert "--data.batch-size 50" in said or "On v5e" in said
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_command_ranks_explains_prices_and_saves(tmp_path, capsys):
     recipe, data = tmp_path / "planned.py", tmp_path / "planned.json"
     options = ["--no-compile", "--explain", "1", "--tokens", "1e9", "--save", str(recipe), "--json", str(data)]
@@ -131,7 +131,7 @@ def test_the_command_ranks_explains_prices_and_saves(tmp_path, capsys):
     assert planned.model.layers == 2
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_top_layouts_are_compiled(capsys, monkeypatch):
     asked = []
 

@@ -310,7 +310,7 @@ def test_float64_and_warnings(toy):
     assert jnp.ones(1).dtype == jnp.float32
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_worker_processes(tmp_path):
     """Two spawned workers, on a registered proof shortened to a few trials."""
     proof = harness.load("data")["damaged_files"]  # imports little, takes a moment

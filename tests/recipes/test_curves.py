@@ -29,6 +29,6 @@ def test_a_receipt_says_what_is_needed_to_run_it_again(name):
     assert (FOLDER / f"{name}.png").is_file()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_quickstart_begins_as_stored(tmp_path):
     assert max(differences(read("quickstart"), 5, tmp_path)) < BOUND

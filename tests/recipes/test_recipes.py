@@ -34,7 +34,7 @@ PARAMETERS = {
 PODS = sorted(name for name, recipe in RECIPES.items() if topologies(recipe))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_recipes_type_check_within_a_second():
     """The loss of each on its first slice; of one, by the seed, the training step."""
     whole = random.Random(environment.derive(environment.seed(), "recipes")).choice(PODS)

@@ -49,7 +49,7 @@ def served_error(
     return error(model, reference, made)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_sharded(rng, float64):
     """Both at once, heads over two devices, and two replicas. More: `make proof seams ONLY=served_as_the_reference`."""
     sizes = config("tight, swap", "int2", "every_other_token", max_sequences=1, decode_steps=1)
@@ -57,7 +57,7 @@ def test_sharded(rng, float64):
     assert served_error(engine, "wide", BOTH, rng) <= 1e-10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_through_the_llm(rng, float64):
     """Both at once, as a user serves them."""
     model, params = functional(engines.model_of("llama", "float64")), engines.params_of("llama", "float64")
@@ -89,13 +89,13 @@ def most_pages(retention: str | None) -> int:
     return held
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_pages_follow_the_tokens_that_are_kept():
     """A sequence of 60 tokens is in 8 pages of 4, not 15: half of its tokens, and the last."""
     assert most_pages("every_other_token") == 8
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_verification_under_a_rule(rng, float64):
     """Entries of refused tokens leave; those that only accepted tokens let go stay away."""
     sizes = config("tight, swap", "auto", "every_other_token", max_sequences=2, verify_tokens=3)

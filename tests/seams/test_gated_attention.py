@@ -99,7 +99,7 @@ def test_trained_on_eight_devices_as_the_reference(rng, float64):
     assert trained_error("head", "data=2,fsdp=2,tensor=2", rng) < 1e-10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_planned_and_compiled(tmp_path):
     run = runs.run_config(tmp_path, mesh="fsdp=4,tensor=2")
     plain = dataclasses.replace(
@@ -116,7 +116,7 @@ def test_planned_and_compiled(tmp_path):
     assert large["argument_bytes"] - small["argument_bytes"] == 3 * 4 * weights // 8
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_saved_resumed_loaded_and_refused_at_export(tmp_path):
     run = runs.run_config(tmp_path)
     run = dataclasses.replace(run, model=gated(run.model, "head"))
@@ -150,7 +150,7 @@ def served_error(config: EngineConfig, rng: np.random.Generator) -> float:
     return worst
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_served(rng, float64):
     """One sequence at a time; together: `make proof seams ONLY=gated_attention_is_served`."""
     sizes = dataclasses.replace(engines.ENGINES["tight, swap"], max_sequences=1, decode_steps=1)

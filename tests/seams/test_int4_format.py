@@ -88,7 +88,7 @@ def served_error(mesh: str, config: EngineConfig, rng: np.random.Generator) -> f
     return worst
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_served_sharded_as_its_dense_weights(rng, float64):
     """Split over tensor and fsdp; on other meshes: `make proof seams ONLY=packed_weights_are_served`."""
     sizes = dataclasses.replace(engines.ENGINES["tight, swap"], max_sequences=1, decode_steps=1)
@@ -110,7 +110,7 @@ def test_a_device_has_its_part_of_values_and_scales():
         placements(serving_model(MODEL), params, MeshSpec.parse("fsdp=8").build())
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_is_loaded_in_it_and_neither_trained_nor_exported(tmp_path):
     run = runs.run_config(tmp_path, steps=2)
     model = tiny.decoder(vocab_size=280, head_dim=16, layers=1, dtype="float32")

@@ -116,13 +116,13 @@ def trained_error(mesh: str) -> float:
     return max(np.abs(np.array(got) / want - 1).max(), tiny.leaf_error(jax.device_get(state.params), params))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_it_trains_on_eight_devices_as_the_reference_by_hand(float64):
     """A pipeline with gradient accumulation; another mesh: `make proof seams ONLY=sharpness_aware_steps`."""
     assert trained_error("stage=2,fsdp=2,data=2") < 1e-10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_its_step_is_compiled_and_reported():
     """Beside SGD's: the same state in memory, and its weights are gathered for a second evaluation."""
     found = {}
@@ -155,7 +155,7 @@ def test_the_planner_counts_its_state_and_says_that_it_cannot_time_it():
         predict(run, mesh, Topology.parse("v6e:2x4"))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
     fields = {"kind": "sam", "name": "whole", "b2": 0.95, "eps": 1e-8, "clip_norm": 1.0}
     whole = train(run_config(tmp_path, **fields)).directory

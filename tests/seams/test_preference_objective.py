@@ -130,13 +130,13 @@ def trained_error(config: RunConfig) -> float:
     return max(tiny.leaf_error(saved, params), np.abs(losses / values - 1).max())
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_eight_devices_train_as_one_does(tmp_path, float64):
     """On one mesh; others: `make proof seams ONLY=preferences_are_trained`."""
     assert trained_error(dpo_run(tmp_path)) < 1e-10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
     """Its own data source goes on at its cursor, and the reference is loaded again."""
     model = dataclasses.replace(MODEL, dtype="float32", param_dtype="float32")
@@ -167,7 +167,7 @@ def _same(one: Any, other: Any) -> None:
     assert one == other
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_it_compiles_for_a_topology():
     run = dpo_run(Path("/nowhere"), model=dataclasses.replace(MODEL, dtype="float32", param_dtype="float32"))
     report = compile_here(Topology.parse("cpu:8"), to_dict(run))

@@ -13,7 +13,7 @@ from jaxllm.serve.load_benchmark import RequestResult, random_requests, read_tra
 from tests.serve import servers
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("way", [["--clients", "3"], ["--rate", "200"], ["--rate", "inf"], ["--trace"]], ids=" ".join)
 def test_every_request_is_sent_and_counted(way, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXLLM_API_KEY", "k")

@@ -20,7 +20,7 @@ def client() -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(client, feature):
     FEATURES[feature](client)

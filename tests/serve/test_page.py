@@ -49,7 +49,7 @@ def shown(backend: servers.FixedRate, folder, **fields) -> Iterator[Page]:
             page.close()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_an_answer_is_drawn(tmp_path):
     backend = servers.FixedRate(0.001, says=SAYS, template=ChatTemplate(TEMPLATES["qwen3"]))
     with shown(backend, tmp_path) as page:

@@ -98,7 +98,7 @@ def test_a_target_must_be_importable_by_name(target):
         run_isolated(target, "cpu:1")
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("signal_number", "how"), [(0, "exit status 7"), (int(signal.SIGSEGV), "signal 11")])
 def test_a_child_that_dies_says_its_last_words(signal_number, how):
     with pytest.raises(IsolatedError, match=rf"the child process died \({how}\): .*last words") as raised:
@@ -106,7 +106,7 @@ def test_a_child_that_dies_says_its_last_words(signal_number, how):
     assert raised.value.error == ""
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_timeout_kills_the_child(tmp_path):
     note, timeout = tmp_path / "pid", 4
     while not (note.exists() and note.read_text()):  # a busy machine may take longer to start the child
@@ -117,7 +117,7 @@ def test_a_timeout_kills_the_child(tmp_path):
     assert gone(int(note.read_text()))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_an_interrupt_kills_the_child(tmp_path):
     note = tmp_path / "pid"
 
@@ -130,7 +130,7 @@ def test_an_interrupt_kills_the_child(tmp_path):
     assert gone(int(note.read_text()))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_child_does_not_outlive_its_caller(tmp_path):
     note = tmp_path / "pid"
     script = (

@@ -91,7 +91,7 @@ def test_a_process_without_the_environment_is_told_what_to_do(name, monkeypatch)
         Topology.parse(name).devices()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("names", [TPUS, GPUS, ["cpu:16"]], ids=["tpu", "gpu", "cpu"])
 def test_a_sharded_program_compiles_for_every_generation(names):
     found = run_isolated("tests.sharding.targets:compile_all", names[0], {"names": names})
@@ -100,7 +100,7 @@ def test_a_sharded_program_compiles_for_every_generation(names):
         assert found[name] == [topology.num_devices, topology.platform, topology.device_kind, topology.num_devices > 1]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_program_too_large_for_a_device_says_by_how_much():
     with pytest.raises(OutOfDeviceMemory, match=r"128\.00 GiB on each device of v6e:2x2.* 31\.2\d GiB") as raised:
         run_isolated("tests.sharding.targets:too_large", "v6e:2x2")
@@ -129,7 +129,7 @@ def test_the_compilers_messages_are_read(message, sizes):
         assert (error.need, error.limit) == (need, limit)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("name", "extra"), [("v6e:8x8", "tpu"), ("h100:8x8", "aot-gpu")])
 def test_a_missing_compiler_names_its_extra(name, extra):
     with pytest.raises(CompilerMissing, match=rf"compiling for {name} .* pip install 'jaxllm\[{extra}\]'"):

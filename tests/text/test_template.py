@@ -111,7 +111,7 @@ ATTACKS = {
 }
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_a_template_may_not_do(name, monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_STEPS", 60_000)  # the tests' type checks are slow
@@ -139,7 +139,7 @@ def test_time_is_limited_off_the_main_thread_too(monkeypatch):
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_long_conversation_is_within_the_limits():
     """200,000 words over 2,000 messages."""
     turn = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "word " * 100}]

@@ -58,7 +58,7 @@ def test_rings_in_stages_are_refused_at_once_on_cpu_alone(rings):
     assert str(fitting_mesh(run, model, 4, "tpu")) == run.mesh
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("draw", range(3))
 def test_a_drawn_pair_runs_or_is_refused(draw, rng):
     check_pair(int(rng.integers(2**31)))

@@ -42,7 +42,7 @@ def loss_and_grads(config: Any, batch: Any, mesh: str, layout: str = "contiguous
         return jax.device_get((sums, grads))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
@@ -65,7 +65,7 @@ def test_equals_one_device(mesh, layout, rng, float64):
     assert tiny.leaf_error(many, one) < 1e-10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_accumulation(float64):
     config = tiny.decoder(**SMALL)
     batch = tiny.batch(3, 4, 8, 16, packed=True, padding=True)
@@ -73,7 +73,7 @@ def test_accumulation(float64):
     assert tiny.leaf_error(loss_and_grads(config, batch, "context=2,tensor=2", "zigzag", 2), one) < 1e-10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_goes_on_with_its_sequence_split(stopped, finished, tmp_path):
     """The mesh and the layout are no part of the mathematics: the curve is that of one device to float32's rounding."""
     config = runs.run_config(finished, out=tmp_path, mesh="context=4,data=2", parallel=ParallelConfig(layout="striped"))

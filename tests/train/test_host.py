@@ -56,7 +56,7 @@ def test_a_run_is_the_same(tmp_path, kind, host):
     assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
     """The place of the state is not part of the run: it begins on the device and resumes on the host."""
     whole = train(run_config(tmp_path, out=tmp_path / "whole"))

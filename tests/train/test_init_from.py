@@ -54,7 +54,7 @@ def config(folder: Path, begin: Path, **fields: Any) -> Any:
     return runs.run_config(folder, **more)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_begins_with_the_models_parameters(tmp_path: Path, begin: Path) -> None:
     run = config(tmp_path, begin)
     still = dataclasses.replace(
@@ -71,7 +71,7 @@ def test_a_run_begins_with_the_models_parameters(tmp_path: Path, begin: Path) ->
     assert trained.longest == 128
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_eval_measures_with_the_models_tokenizer(tmp_path: Path, begin: Path, capsys: pytest.CaptureFixture) -> None:
     """The run's configuration names no tokenizer of its own; what is measured is printed, whatever it is."""
     assert train(config(tmp_path, begin)).complete
@@ -100,7 +100,7 @@ def test_training_moves_on_from_there(tmp_path: Path, begin: Path) -> None:
         train(config(tmp_path, begin, init_from="", tokenizer="byte"))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_begins_where_another_ended(tmp_path: Path, begin: Path) -> None:
     """From a run's own checkpoint, in another dtype, and the first library's config.json still known."""
     assert train(config(tmp_path, begin)).complete

@@ -91,7 +91,7 @@ def average_error(name: str) -> float:
     return tiny.leaf_error(jax.device_get(state.extras["ema"]), want)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_it_is_the_average_by_definition(float64):
     """Of AdamW with a skipped step; others: `make proof seams ONLY=averages_by_definition`."""
     assert average_error("skipped step") < 1e-13
@@ -104,7 +104,7 @@ def whole(tmp_path_factory):
     return train(run_config(folder, ema=EmaConfig(0.9))).directory, folder
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_stopped_run_resumes_bit_for_bit_with_its_average(whole):
     directory, folder = whole
     stopped_at(folder, 6, ema=EmaConfig(0.9), name="parts")
@@ -148,7 +148,7 @@ def test_an_export_has_the_average_where_it_is_asked_for(whole, tmp_path):
         load_model(tmp_path / "plain", ema=True)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_average_of_bfloat16_parameters_is_float32(tmp_path):
     """An average moves by less than bfloat16's last place; loading it rounds it to the parameters' dtype."""
     config = run_config(tmp_path, ema=EmaConfig(0.9), steps=4)

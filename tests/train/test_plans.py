@@ -43,7 +43,7 @@ def loss_and_grads(config: DecoderConfig, batch: Any, mesh: str, plan: ParallelC
         return jax.device_get((sums, grads))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("mesh", "plan", "accumulate"),
     [

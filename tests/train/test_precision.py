@@ -43,7 +43,7 @@ def batch(rows: int = 2) -> Any:
     return jax.tree.map(jnp.asarray, tiny.batch(0, rows, LENGTH, RUN.model.vocab_size, packed=False))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_bytes_are_those_of_the_state(name):
     run = with_precision(RUN, name)
@@ -93,7 +93,7 @@ def _within_layers(left: Any, right: Any) -> bool:
     return RUN.model.vocab_size not in (*left.shape, *right.shape)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_step_that_overflows_is_skipped_and_recorded():
     run = with_precision(RUN, "fp16")
     model, rule = functional(run.model), optax.sgd(0.1)
@@ -129,7 +129,7 @@ def test_the_scale_grows_after_as_many_steps_without_overflow():
     assert (float(scale.scale), int(scale.steps)) == (16, 0)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_delayed_scaling_remembers_every_product_of_every_layer_whatever_accumulate_is():
     run = with_precision(RUN, "fp8_delayed")
     model = functional(dataclasses.replace(run.model, dtype="float32"))

@@ -37,7 +37,7 @@ def changed(receipt: dict[str, Any], *path: str, to: Any) -> dict[str, Any]:
     return other
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_reproduce_gives_equal_bits(finished, tmp_path, capsys):
     file = finished / "runs" / "tiny" / "receipt.json"
     assert cli.main(["reproduce", str(file), "--out", str(tmp_path)]) == 0

@@ -124,7 +124,7 @@ def replica_error(averages: bool) -> tuple[float, Made, TrainState]:
     return worst, made, state
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_replicas_are_separate_runs_whose_parameters_are_averaged(float64, tmp_path):
     """And saved, and restored. Never averaged: `make proof seams ONLY=replicas_are_separate_runs`."""
     worst, made, state = replica_error(averages=True)
@@ -155,7 +155,7 @@ def check_traffic(averages: bool) -> None:
     assert expected < of_replicas < expected + 256, "scalars are less than 256 bytes"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_gradients_are_not_summed_over_the_axis_of_the_replicas():
     """With an outer step; without one: `make proof seams ONLY=traffic_of_replicas`."""
     check_traffic(averages=True)

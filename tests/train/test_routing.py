@@ -63,7 +63,7 @@ def test_losses_are_their_formulas(rng: np.random.Generator, float64: None) -> N
     np.testing.assert_allclose(figures["expert_dropped"], 6 / 28)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_losses_reach_the_routers_and_accumulate(float64: None) -> None:
     """For one micro-batch, and as the sum over several; the z-loss does not depend on their number."""
     config = mixture()
@@ -118,7 +118,7 @@ def test_what_has_nothing_to_act_on_is_refused(routing: RoutingConfig, message: 
         RoutingConfig(z_loss=-1.0)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_run_goes_on_with_its_biases_bit_for_bit(tmp_path) -> None:
     router = RouterConfig("sigmoid", balance_bias=True)
     whole = runs.run_config(tmp_path)
@@ -144,7 +144,7 @@ def test_a_run_goes_on_with_its_biases_bit_for_bit(tmp_path) -> None:
         np.testing.assert_allclose(load.mean(axis=1), 1, rtol=1e-6)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_same_on_a_mesh(float64: None) -> None:
     """Experts and rows split: losses, loads and gradients of one device."""
     config = dataclasses.replace(mixture(balance_bias=True), vocab_size=16)

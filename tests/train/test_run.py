@@ -123,7 +123,7 @@ def test_a_signal_during_compilation_makes_one_step_and_saves_it(finished, tmp_p
     assert losses(result.directory) == losses(finished / "runs" / "tiny")[:1]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_signal_during_an_evaluation_loses_nothing(finished, tmp_path, monkeypatch):
     """Between the question whether to save and the one whether to stop lies an evaluation, which takes its time."""
     record = loop.record_evaluation
@@ -183,7 +183,7 @@ def start(finished: Path, folder: Path) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_process_ends_on_a_signal_and_the_run_goes_on(number, finished, tmp_path):
     directory = tmp_path / "tiny"
@@ -243,7 +243,7 @@ def test_runtime_settings_may_change_and_are_written_down(stopped, finished, tmp
     assert from_dict(RunConfig, json.loads((stopped / "config.json").read_text())) == changed
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_another_mesh_goes_on_with_the_same_numbers(stopped, finished, tmp_path):
     assert train(run_config(finished, mesh="fsdp_tp", out=tmp_path)).complete
     found, want = np.array(losses(stopped)), np.array(losses(finished / "runs" / "tiny"))

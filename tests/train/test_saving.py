@@ -106,7 +106,7 @@ def test_an_object_store_and_the_state_of_others(tmp_path: Path) -> None:
         train(run_config(tmp_path, name="another", directory=next(PLACES)), also=[Counter("a", 0), Counter("a", 0)])
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_memory_survives_a_crash_and_the_disk_its_loss(tmp_path: Path) -> None:
     want = losses(train(run_config(tmp_path, name="unbroken")).directory)
     config = run_config(tmp_path, every=8, memory=MemoryConfig(every=1, linger=60))

@@ -153,7 +153,7 @@ def test_early_steps_falling_losses_and_new_levels_are_none():
 # What is done
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_a_skipped_step_leaves_what_the_run_without_the_batch_has(skipped, folder):
     """Parameters and the optimizer's state, to the last bit, of twelve steps and of eleven without the batch."""
     with batches(*(n for n in range(20) if n != BAD)):
@@ -167,7 +167,7 @@ def test_a_skipped_step_leaves_what_the_run_without_the_batch_has(skipped, folde
     assert meta(skipped)["spikes"] == [{"step": BAD + 1, "action": "skip", "batch": BAD}]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_gradients_that_are_no_numbers_are_skipped_and_the_run_goes_on(folder):
     plain = ready.build_value_and_grad
 
@@ -188,7 +188,7 @@ def test_gradients_that_are_no_numbers_are_skipped_and_the_run_goes_on(folder):
     assert all(math.isfinite(row["param_norm"]) for row in rows)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_rolling_back_is_the_run_whose_data_lacks_the_batches(rolled_back, folder):
     """Spike at step 9, back by 2 to step 6, on without batches 6 to 9."""
     with batches(*(n for n in range(20) if not 6 <= n < 10), bad=()):
@@ -211,7 +211,7 @@ def test_the_checkpoint_gone_back_to_is_of_no_account(rolled_back, folder):
     assert next(n for n in made if n >= 10) == 10
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("spikes", "stop"), [(SKIP, 10), (BACK, 7), (BACK, 10), (LOWER, 11)], ids=lambda one: getattr(one, "action", one)
 )

@@ -74,7 +74,7 @@ def ready(preset: str) -> Ready:
     return Ready(preset)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_metrics_say_what_happened():
     on = ready("fsdp_tp")
     with jax.set_mesh(on.mesh):
@@ -110,7 +110,7 @@ def test_the_state_keeps_its_shardings_and_the_program_compiles_once():
     assert [int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0] == [3, 3]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_the_state_is_donated_and_updated_in_place():
     on = ready("fsdp_tp")
     with jax.set_mesh(on.mesh):

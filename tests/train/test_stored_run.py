@@ -35,7 +35,7 @@ def test_its_configuration_is_read_under_the_new_names(stored):
     assert from_dict(RunConfig, raw).model.matmul_precision == "int8"
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_it_resumes_with_the_losses_that_it_had(stored):
     """Steps 9 to 12 after the stored checkpoint; processors differ in the last bits."""
     before = {row["step"]: row["loss"] for row in RunDirectory(stored).read_metrics() if "nll" in row}

@@ -107,7 +107,7 @@ def check_step_bytes(mesh: str) -> None:
     assert full.argument_size_in_bytes - less.argument_size_in_bytes == 2 * frozen_bytes(mesh)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_bytes_of_gradients_and_optimizer_state_fall_by_formula():
     """Compiled on every mesh, and in the compiled step: `make proof seams ONLY=bytes_of_a_subset`."""
     for mesh in PARTS:
@@ -137,7 +137,7 @@ def gradient_error(mesh: str) -> float:
     return error
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_gradients_are_those_of_all_parameters(float64):
     """On a pipeline; on other meshes: `make proof seams ONLY=gradients_of_a_subset`."""
     assert gradient_error("stage=2,data=2,fsdp=2") < 1e-13
@@ -160,7 +160,7 @@ def check_state_of_subset(kind: str) -> None:
     assert shard_bytes(one.abstract.opt_state) < shard_bytes(all_state) / 2
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_other_optimizers_keep_state_for_the_subset():
     """Adafactor; Muon: `make proof seams ONLY=optimizers_of_a_subset`."""
     check_state_of_subset("adafactor")
