@@ -23,7 +23,7 @@ KINDS = (
 )
 """By name; with moments in eight bits too, where a kind has that."""
 LATER = ("adan",)
-"""Those that came after the records of the proofs over ``WHOLE``, which name their cases; they have their own proofs."""
+"""Those that came after the records of the proofs over ``WHOLE``, which name their cases."""
 WHOLE = tuple(name for name in KINDS if not OPTIMIZERS[name.split()[0]].projected and name not in LATER)
 """Those whose gradients have the shapes of the parameters; the others have proofs of their own."""
 
