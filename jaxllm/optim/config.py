@@ -30,6 +30,8 @@ class OptimConfig:
             "adamw": 8 bytes (arXiv:1711.05101).
             "lion": 4 bytes; the sign of a momentum. Its paper uses a learning rate 3 to 10 times smaller, a weight
             decay larger by the same factor, and b1 = 0.95, b2 = 0.98 for language models (arXiv:2302.06675).
+            "adan": 16 bytes; moments of the gradient, of its differences and of their Nesterov square, with the paper's
+            decays (arXiv:2208.06677).
             "adafactor": 4 bytes for each row and column of a matrix instead of each element, no momentum
             (arXiv:1804.04235, without its learning-rate schedule).
             "muon": 4 bytes for matrices within layers, whose Nesterov momentum is orthogonalised and scaled to the size

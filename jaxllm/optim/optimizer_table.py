@@ -38,6 +38,11 @@ def _adam(config: Any, logical_axes: Any) -> optax.GradientTransformation:
     return partition_matrices(logical_axes, lambda _: small, plain)
 
 
+def _adan(config: Any, logical_axes: Any) -> optax.GradientTransformation:
+    """Adan (arXiv:2208.06677) with its paper's betas; its state is three moments and the last gradient."""
+    return optax.scale_by_adan(eps=config.eps)
+
+
 def _low_rank(kind: LowRank) -> Rule:
     """Rule of GaLore or APOLLO."""
 
@@ -85,6 +90,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         arrays=1,
         counters=2,
     ),
+    "adan": OptimizerSpec(decayed(_adan), frozenset({"eps"}), arrays=4, counters=2),
     "adafactor": OptimizerSpec(decayed(_adafactor), frozenset({"eps"}), streamable=True),
     "muon": OptimizerSpec(
         decayed(lambda config, axes: scale_by_muon_or_adam(axes, config.b1, config.b2, config.eps)), ADAM

@@ -22,7 +22,9 @@ KINDS = (
     *(f"{kind} 8bit" for kind, spec in OPTIMIZERS.items() if "moments" in spec.fields),
 )
 """By name; with moments in eight bits too, where a kind has that."""
-WHOLE = tuple(name for name in KINDS if not OPTIMIZERS[name.split()[0]].projected)
+LATER = ("adan",)
+"""Those that came after the records of the proofs over ``WHOLE``, which name their cases."""
+WHOLE = tuple(name for name in KINDS if not OPTIMIZERS[name.split()[0]].projected and name not in LATER)
 """Those whose gradients have the shapes of the parameters; the others have proofs of their own."""
 
 

@@ -60,6 +60,23 @@ def close(got, want) -> None:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
+def test_adan(rng, float64):
+    """arXiv:2208.06677, algorithm 1, with the betas of its paper; moments are corrected for their start at zero."""
+    before, grads, after = stepped(plain("adan", eps=1e-8), rng)
+    want = dict(before)
+    m, v, n, last = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(4))
+    for count, grad in enumerate(grads, 1):
+        for name, g in grad.items():
+            change = g - last[name] if count > 1 else 0 * g
+            m[name] = 0.98 * m[name] + 0.02 * g
+            v[name] = 0.92 * v[name] + 0.08 * change
+            n[name] = 0.99 * n[name] + 0.01 * (g + 0.08 * change) ** 2
+            last[name] = g
+            first, second, third = (x[name] / (1 - b**count) for x, b in ((m, 0.98), (v, 0.92), (n, 0.99)))
+            want[name] = want[name] - 0.01 * (first + 0.08 * second) / (np.sqrt(third) + 1e-8)
+    close(after, want)
+
+
 def test_lion(rng, float64):
     """arXiv:2302.06675, algorithm 2."""
     before, grads, after = stepped(plain("lion", b1=0.9, b2=0.99), rng)

@@ -88,11 +88,12 @@ class NF4:
         return first | (second << 4), _packed_scales(scales, count)
 
     def unpack(self, values: UInt8[Array, "..."], scales: UInt8[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-        """Dense weight: level times scale in float32, rounded to ``dtype``."""
+        """Dense weight: level times scale in float32, or in ``dtype`` where that is wider, rounded to ``dtype``."""
         axis = self.axis % values.ndim
         codes = jnp.stack([values & 15, values >> 4], axis=axis + 1).reshape(self.shape(values.shape))
-        found = jnp.repeat(_unpacked_scales(scales, values.shape[-1]), BLOCK, axis=axis)
-        return (jnp.asarray(LEVELS, jnp.float32)[codes] * found).astype(dtype)
+        wide = jnp.promote_types(jnp.float32, dtype)
+        found = jnp.repeat(_unpacked_scales(scales, values.shape[-1], wide), BLOCK, axis=axis)
+        return (jnp.asarray(LEVELS, wide)[codes] * found).astype(dtype)
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales: those of the weight."""
@@ -118,13 +119,18 @@ def _packed_scales(scales: Float[Array, "*lead n"], count: int) -> UInt8[Array, 
     return jnp.concatenate(in_bytes, axis=-1).reshape(*scales.shape[:-1], -1)
 
 
-def _unpacked_scales(packed: UInt8[Array, "*lead m"], size: int) -> Float[Array, "*lead n"]:
-    """Inverse of ``_packed_scales``; ``size`` is the last dimension of the result."""
+def _unpacked_scales(packed: UInt8[Array, "*lead m"], size: int, dtype: DTypeLike) -> Float[Array, "*lead n"]:
+    """Inverse of ``_packed_scales`` in ``dtype``; ``size`` is the last dimension of the result.
+
+    Programs of float32 may differ in the last bit, since a compiler may fuse the product and the sum.
+    """
     blocks = (packed.shape[-1] - size) // EXTRA
     rows = packed.reshape(*packed.shape[:-1], blocks, -1)
     unit, mean = (
-        jax.lax.bitcast_convert_type(rows[..., size // blocks + i : size // blocks + i + 4], jnp.float32)[..., None]
+        jax.lax.bitcast_convert_type(rows[..., size // blocks + i : size // blocks + i + 4], jnp.float32)[
+            ..., None
+        ].astype(dtype)
         for i in (0, 4)
     )
-    values = jax.lax.bitcast_convert_type(rows[..., : size // blocks], jnp.float8_e4m3fn).astype(jnp.float32)
+    values = jax.lax.bitcast_convert_type(rows[..., : size // blocks], jnp.float8_e4m3fn).astype(dtype)
     return (values * unit + mean).reshape(*packed.shape[:-1], size)

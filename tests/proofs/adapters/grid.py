@@ -27,7 +27,7 @@ ADAPTERS = {
     "prefix": AdapterConfig("prefix", tokens=4),
     "prompt": AdapterConfig("prompt", tokens=4),
 }
-KINDS = ("adamw", "lion", "sophia", "lomo", "adalomo")
+KINDS = ("adamw", "lion", "adan", "sophia", "lomo", "adalomo")
 MESHES = ("data=2", "fsdp=2", "tensor=2", "stage=2")
 MODEL = tiny.decoder(kv_heads=4, layers=2, tied=False, remat="full")
 CASES = [
