@@ -30,7 +30,7 @@ def quantise(argv: list[str]) -> int:
     ) -> int:
         """Rounds the matrices of a model's blocks, a block at a time, and writes it as compressed-tensors.
 
-        transformers and vLLM open the result, and so does every command here. Embeddings, norms, routers and the head
+        transformers opens the result, and so does every command here. Embeddings, norms, routers and the head
         stay as they are. A run that was stopped goes on when the same command is given again.
 
         Args:
