@@ -27,6 +27,7 @@ quickstart: $(CORE)
 	$(BIN)/jaxllm eval $(RUN)
 	$(BIN)/jaxllm generate $(RUN) --prompt "ROMEO:" --max-tokens 200 --temperature 0.8
 
+test proof: export OPENBLAS_NUM_THREADS ?= 1
 test: export JAX_PLATFORMS := cpu
 test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(SEED),--seed $(SEED)) $(if $(ALL),--all-cases) $(ARGS)

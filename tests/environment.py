@@ -26,6 +26,8 @@ TYPECHECK_RANDOM = "Do not use the `random` module inside strategies"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAXLLM_CACHE", str(ROOT / ".cache" / "jaxllm"))
+# Each worker has a core: threads of its own would make LAPACK's small decompositions wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Two test workers may both load libtpu, as the TPU compiler.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 

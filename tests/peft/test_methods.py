@@ -20,6 +20,7 @@ from jaxllm.peft.adapted_model import adapted_model, base_params, merge_adapters
 from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.peft.methods.longlora import ShiftedGroups
+from jaxllm.peft.methods.lora_ga import leading_singular_vectors
 from jaxllm.train import RunConfig
 from jaxllm.train.run_model import run_model, trained_params
 from jaxllm.train.step.step_builder import build_optimizer
@@ -164,6 +165,21 @@ def test_lora_ga_steps_along_the_gradient() -> None:
         return functools.reduce(lambda node, key: node[key.key], path, grads)
 
     assert cosine("lora_ga") > cosine("lora") + 0.1
+
+
+def test_leading_singular_vectors() -> None:
+    """Those of numpy up to their signs, of matrices whose singular values fall like a gradient's."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(2, n, 40)))[0] for n in (90, 60))
+    values = 2.0 ** -np.arange(40)
+    u, vt = leading_singular_vectors(jnp.asarray((left * values) @ right.mT), 12)
+    assert u.shape == (2, 90, 12)
+    assert vt.shape == (2, 12, 60)
+    for found, true in ((u, left), (vt.mT, right)):
+        overlap = np.abs(np.einsum("lmq,lmq->lq", found[..., :6], true[..., :6]))
+        np.testing.assert_allclose(overlap, 1, rtol=0, atol=1e-12)
+    whole, _ = leading_singular_vectors(jnp.asarray((left * values) @ right.mT), 99)
+    assert whole.shape == (2, 90, 60)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8, 16])

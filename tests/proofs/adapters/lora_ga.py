@@ -71,8 +71,8 @@ def losses(kind: str, seed: int) -> np.ndarray:
 
 @proof("adapters", cases=(1, 2, 3), sample=1, bound={"cosine": 0.8, "steps": 0.9}, parallel=False)
 def lora_ga_is_ahead_of_lora(seed: int) -> dict[str, float]:
-    """SmolLM2, equal rank, rate and batches: cosine of LoRA's first update with the gradient, over LoRA-GA's; steps that
-    LoRA-GA takes to the loss at which LoRA ends, over LoRA's."""
+    """SmolLM2, equal rank, rate and batches: cosine of LoRA's first update with the gradient, over LoRA-GA's; steps
+    that LoRA-GA takes to the loss at which LoRA ends, over LoRA's."""
     cosine = {kind: first_update_cosine(kind, seed) for kind in ("lora", "lora_ga")}
     lora, ours = losses("lora", seed), losses("lora_ga", seed)
     reached = np.flatnonzero(ours <= lora[-1])
