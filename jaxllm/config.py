@@ -27,9 +27,16 @@ class ConfigError(ValueError):
 @dataclass(frozen=True, eq=False)
 class OneOf:
     """Annotation of a field that is one of several dataclasses, listed in a table that can grow: ``Annotated[Base,
-    OneOf(TABLE)]``. Which one JSON stands for is seen from its keys."""
+    OneOf(TABLE)]``.
+
+    Attributes:
+        rows: the table of classes.
+        tag: field whose default names the class, such as ``policy: Literal["majority"] = "majority"``; "": which class
+            JSON stands for is seen from its keys.
+    """
 
     rows: Sequence[type]
+    tag: str = ""
 
 
 def runtime_only(default: Any) -> Any:
@@ -184,7 +191,9 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             return _read(args[0], value, where)
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected the fields of a class, got {value!r}.")
-        return _read(_member(list(tables[0].rows), value, where), value, where)
+        table = tables[0]
+        member = _tagged(table, value, where) if table.tag else _member(list(table.rows), value, where)
+        return _read(member, value, where)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -216,6 +225,22 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}.")
     return value
+
+
+def _tagged(table: OneOf, value: dict[str, Any], where: str) -> Any:
+    """The class of a table that the tag of ``value`` names.
+
+    Raises:
+        ConfigError: there is no tag, or no such class.
+    """
+    named = {
+        field.default: kind for kind in table.rows for field in dataclasses.fields(kind) if field.name == table.tag
+    }
+    if (name := value.get(table.tag)) not in named:
+        raise ConfigError(
+            f"{where}: {table.tag} = {name!r}.{closest(str(name), named)} Legal values: {', '.join(named)}."
+        )
+    return named[name]
 
 
 def _member(kinds: list[Any], value: dict[str, Any], where: str) -> Any:

@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import AsyncEngine
+from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
-from jaxllm.serve.embedder import Embedder, Pooling
 from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
 from jaxllm.text import ChatTemplate, Tokenizer
 

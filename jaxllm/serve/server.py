@@ -13,12 +13,12 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.infer.async_engine import AsyncEngine
+from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.llm import LLM
 from jaxllm.serve.api.errors import ApiError, dumps
 from jaxllm.serve.app import ApiService, create_app
 from jaxllm.serve.backend import Backend, EngineBackend
 from jaxllm.serve.config import ServeConfig
-from jaxllm.serve.embedder import Embedder
 
 BackendFactory = Callable[[], AbstractAsyncContextManager[Backend]]
 """Context manager that loads the model and runs its engine while it is open."""

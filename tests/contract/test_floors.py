@@ -36,6 +36,7 @@ FLOORS = [
     {"jaxllm.peft"},
     {"jaxllm.convert"},
     {"jaxllm.train", "jaxllm.infer"},
+    {"jaxllm.effort"},
     {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
     {"jaxllm.cli", "recipes", "tpu_scripts", "benchmarks", "notebooks", "jaxllm"},
 ]

@@ -19,7 +19,7 @@ from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.serving_mesh import placements, serving_model, serving_rules
 from jaxllm.models import functional
 from jaxllm.models.attention_context import KVSpec
-from jaxllm.serve.embedder import Embedder
+from jaxllm.infer.embedder import Embedder
 from tests import quick
 from tests.infer import engines
 from tests.infer.engines import LONGEST

@@ -15,7 +15,7 @@ from jaxllm.infer.engine.engine import Engine
 from jaxllm.models import functional
 from jaxllm.peft.adapted_model import adapted_model
 from jaxllm.peft.adapter_method import AdapterConfig
-from jaxllm.serve.embedder import Embedder
+from jaxllm.infer.embedder import Embedder
 from tests import quick, tiny
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -18,7 +18,7 @@ from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
-from jaxllm.serve.embedder import Embedder
+from jaxllm.infer.embedder import Embedder
 from jaxllm.serve.server import BackendFactory
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer

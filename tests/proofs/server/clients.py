@@ -10,7 +10,7 @@ import openai
 
 from jaxllm.infer import LLM, AsyncEngine, EngineConfig
 from jaxllm.serve import EngineBackend, ServeConfig
-from jaxllm.serve.embedder import Embedder
+from jaxllm.infer.embedder import Embedder
 from tests.proofs.harness import proof
 from tests.serve import servers
 from tests.serve.driving import FEATURES
