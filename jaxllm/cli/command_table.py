@@ -61,6 +61,11 @@ COMMANDS = {
         "roofline",
         "Show what bounds each operation: `jaxllm roofline RECIPE --on v6e:2x4`.",
     ),
+    "simulate": Command(
+        "jaxllm.cli.commands.planning.simulate",
+        "simulate",
+        "Simulate serving on devices elsewhere: `jaxllm simulate MODEL --on h200:8 --trace poisson:4`.",
+    ),
     "doctor": Command(
         "jaxllm.cli.commands.doctor",
         "doctor",

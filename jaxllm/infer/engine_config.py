@@ -184,6 +184,18 @@ class EngineConfig:
             sizes.append(min(2 * sizes[-1], self.max_sequences))
         return tuple(sizes)
 
+    def program_rows(self, requests: int, tokens: int, *, decode: bool) -> tuple[int, bool]:
+        """(rows, decode-only) of the smallest program that a step fits into.
+
+        Args:
+            requests: sequences in the step.
+            tokens: rows of the step's flat batch.
+            decode: every sequence has one row.
+        """
+        decode = decode and bool(self.decode_buckets)
+        sizes, least = (self.decode_buckets, requests) if decode else (self.prompt_buckets, tokens)
+        return next(size for size in sizes if size >= least), decode
+
 
 def _quantised_formats() -> tuple[str, ...]:
     # Imported here: configurations are read without importing JAX.

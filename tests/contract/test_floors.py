@@ -38,6 +38,7 @@ FLOORS = [
     {"jaxllm.train", "jaxllm.infer"},
     {"jaxllm.effort"},
     {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
+    {"jaxllm.simulate"},
     {"jaxllm.cli", "recipes", "tpu_scripts", "benchmarks", "notebooks", "jaxllm"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

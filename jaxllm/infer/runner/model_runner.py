@@ -27,7 +27,7 @@ from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.engine_step import EngineStep
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
-from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups
+from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups, pool_sizes
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
@@ -137,10 +137,7 @@ class ModelRunner:
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
         """Shape of the smallest compiled program that a step fits into, see ``Runner``."""
         full = full or "plain" not in self.config.samplers
-        sizes = self.config.decode_buckets
-        if decode and sizes:
-            return self.shape(next(size for size in sizes if size >= requests), True, full)
-        return self.shape(next(size for size in self.config.prompt_buckets if size >= tokens), False, full)
+        return self.shape(*self.config.program_rows(requests, tokens, decode=decode), full)
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         """Starts a step; the copy of its result to the host has begun when this returns."""
@@ -303,14 +300,7 @@ class ModelRunner:
                 f"engine: pages = {most}, but one sequence of {spec.max_len} tokens needs {spec.columns + 1} of "
                 f"{spec.page_size}: give more pages or a smaller max_len."
             )
-        ahead = max(self.config.max_batched_tokens, self.config.decode_steps)
-        reach = [
-            spec.columns if g.window is None else -(-(g.window + ahead) // spec.page_size) + 2 for g in spec.groups
-        ]
-        return tuple(
-            most if g.window is None else min(most, self.config.max_sequences * min(n, spec.columns) + spec.columns + 1)
-            for n, g in zip(reach, spec.groups, strict=True)
-        )
+        return pool_sizes(self.config, spec.groups, spec.page_size, spec.columns, most)
 
     def _page_bytes(self, group: LayerGroup) -> int:
         shards = self._shards

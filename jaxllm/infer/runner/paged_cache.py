@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import sharding
+from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
 from pallas_kernels._compat import target_device
@@ -103,6 +104,25 @@ def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str |
     if rule is not None and not any(group.rule for group in groups):
         raise ValueError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
     return tuple(sorted(groups, key=lambda g: g.window or 0))
+
+
+def pool_sizes(
+    config: EngineConfig, groups: Sequence[LayerGroup], page_size: int, columns: int, most: int
+) -> tuple[int, ...]:
+    """Pages of each group's pool; with a sliding window, no more than the windows of all sequences cover.
+
+    Args:
+        config: sizes of the engine.
+        groups: layer groups of the model.
+        page_size, columns: positions of a page, and pages of the longest sequence.
+        most: pages of the pools of layers without a window.
+    """
+    ahead = max(config.max_batched_tokens, config.decode_steps)
+    reach = [columns if g.window is None else -(-(g.window + ahead) // page_size) + 2 for g in groups]
+    return tuple(
+        most if g.window is None else min(most, config.max_sequences * min(n, columns) + columns + 1)
+        for n, g in zip(reach, groups, strict=True)
+    )
 
 
 @jax.tree_util.register_dataclass

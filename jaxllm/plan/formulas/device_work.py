@@ -272,8 +272,8 @@ def _weight(
     matrix: bool,
     packed: float,
 ) -> DeviceWeight:
-    stored = _part(shape, rules.spec(axes, mesh, shape), mesh)
-    used = _part(shape, rules.spec(axes, mesh, shape, gathered=True), mesh)
+    stored = shard_shape(shape, rules.spec(axes, mesh, shape), mesh)
+    used = shard_shape(shape, rules.spec(axes, mesh, shape, gathered=True), mesh)
     of_layers = axes[0] == "layers"
     layers = -(-shape[0] // stages) if of_layers else 1
     in_place = rules.mesh_axes("layers") == ("stage",)
@@ -306,7 +306,7 @@ def _weight(
     )
 
 
-def _part(shape: tuple[int, ...], spec: Any, mesh: AbstractMesh) -> tuple[int, ...]:
+def shard_shape(shape: tuple[int, ...], spec: Any, mesh: AbstractMesh) -> tuple[int, ...]:
     """Shard shape of a device."""
     out = []
     for size, split in zip(shape, spec, strict=True):
@@ -322,7 +322,7 @@ def _ways(mesh: AbstractMesh, names: tuple[str, ...]) -> int:
 @functools.lru_cache(maxsize=4096)
 def _local(rules: Rules, mesh: MeshSpec, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
     abstract = mesh.abstract()
-    return math.prod(_part(shape, rules.spec(axes, abstract, shape), abstract))
+    return math.prod(shard_shape(shape, rules.spec(axes, abstract, shape), abstract))
 
 
 @functools.lru_cache(maxsize=256)

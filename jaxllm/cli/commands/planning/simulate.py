@@ -1,0 +1,126 @@
+"""``jaxllm simulate``: serves a trace with the engine's own scheduler on devices that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
+
+
+def simulate(argv: list[str]) -> int:
+    """Simulate serving on devices elsewhere: `jaxllm simulate MODEL --on h200:8 --trace poisson:4`."""
+
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str,
+        trace: str = "poisson:1",
+        mesh: str | None = None,
+        lengths: str = "sharegpt",
+        requests: int = 300,
+        slo: str = "ttft=1,tpot=0.05",
+        weights: str = "bfloat16",
+        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
+        max_sequences: int = 256,
+        max_batched_tokens: int = 2048,
+        max_len: int | None = None,
+        page_size: int = 32,
+        decode_steps: int = 8,
+        prefix_cache: bool = True,
+        preemption: Literal["recompute", "swap"] = "recompute",
+        policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
+        router: Literal["round-robin", "shortest-queue", "prefix-aware", "mixing-penalty"] = "shortest-queue",
+        prefixes: int = 0,
+        prefix_tokens: int = 0,
+        curve: bool = True,
+        price: str = "",
+        hardware: Path | None = None,
+        seed: int = 0,
+        html: Path | None = None,
+        json: Path | None = None,
+    ) -> int:
+        """Prints throughput, TTFT and TPOT, goodput, cache use, cost and energy of a model served on devices elsewhere.
+
+        The scheduler, page allocator, prefix cache and policies are the engine's own; the time of a step is a formula
+        (docs/serve/simulate.md). Nothing is compiled and no weights are read.
+
+        Args:
+            model: recipe, FILE.py:FUNCTION, config.json, or a model's directory.
+            on: devices: a topology such as h200:1x8 or v6e:2x4, or a number of them, h200:8.
+            trace: poisson:RATE, bursty:RATE, uniform:RATE (requests per second), closed:CLIENTS, or a file of JSON
+                lines {"at": s, "prompt_tokens": n, "max_tokens": n}.
+            mesh: serving mesh of one engine, such as tensor=4; by default tensor parallelism over all devices. Devices
+                beyond it are further engines behind a router.
+            lengths: sharegpt, alpaca, conversation, code, PROMPT/OUTPUT, or a CSV file of prompt,output.
+            requests: number of requests, if the trace is not a file.
+            slo: objective: seconds to the first token and per output token after it, and the share of requests that
+                should meet both (share=0.9).
+            weights: format of the matrices: bfloat16, int8, int4, nf4, mxfp4; fp8 as other engines have it.
+            kv_dtype: format of the KV cache.
+            max_sequences: sequences that are in a batch at a time.
+            max_batched_tokens: token budget of a step.
+            max_len: longest sequence in tokens; by default that of the trace.
+            page_size: positions of a KV cache page.
+            decode_steps: tokens that a sequence decodes on the device in one step, while no request waits.
+            prefix_cache: share the KV cache of common prefixes.
+            preemption: recompute, or swap to the host.
+            policy: scheduling policy.
+            router: policy of the router over several engines.
+            prefixes: number of prefixes of which each request has one.
+            prefix_tokens: length of these prefixes, in addition to the prompts.
+            curve: also serve the trace at other rates, up to the largest that meets the objective (open loop).
+            price: dollars an hour of one device, such as h200=2.5; the table's list prices by default.
+            hardware: TOML or JSON file that changes or adds kinds of hardware.
+            seed: seed of arrivals and lengths.
+            html: page to write, with curves and the timeline of batches.
+            json: file to write the figures to.
+        """
+        import math
+
+        from jaxllm.files import write_json
+        from jaxllm.infer.engine.policies import Fair, FirstCome, Priority, Shortest
+        from jaxllm.infer.engine_config import EngineConfig
+        from jaxllm.observe.html_report import write
+        from jaxllm.simulate import Deployment, ServiceObjective, make_trace
+        from jaxllm.simulate import simulate as run_simulation
+        from jaxllm.simulate.routing import ROUTERS
+        from jaxllm.simulate.simulation_report import html_report, text_report
+        from jaxllm.simulate.simulator import rate_curve
+        from sharding import MeshSpec
+
+        config, longest = served_model(model)
+        cluster = cluster_of(on, hardware_table(hardware, price))
+        objective = ServiceObjective.parse(slo)
+        requested = make_trace(
+            trace, lengths=lengths, count=requests, seed=seed, prefixes=prefixes, prefix_tokens=prefix_tokens
+        )
+        sizes = EngineConfig(
+            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len or requested.longest,
+            page_size=page_size, decode_steps=decode_steps, prefix_cache=prefix_cache, preemption=preemption,
+            kv_dtype=kv_dtype, samplers=("plain",),
+        )  # fmt: skip
+        chosen = MeshSpec.parse(mesh) if mesh else MeshSpec.parse(f"tensor={cluster.devices}")
+        deployment = Deployment(config, cluster, chosen, sizes, weights, longest)
+        policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
+        make_policy = None if policy == "first-come" else policies[policy]
+
+        def served(what):
+            return run_simulation(deployment, what, router=ROUTERS[router](), policy=make_policy)
+
+        simulation = served(requested)
+        figures, knee, tried = simulation.figures(objective), None, []
+        if curve and math.isfinite(requested.rate):
+            knee, tried = rate_curve(served, requested, objective)
+        print(text_report(simulation, figures, knee))
+        if html is not None:
+            write(html_report(simulation, figures, tried, knee or 0.0), html)
+            print(f"saved: {html}")
+        if json is not None:
+            write_json(json, {**figures, "knee": knee, "curve": [[rate, one] for rate, one in tried]})
+            print(f"saved: {json}")
+        return 0
+
+    return tyro.cli(run, args=argv, prog="jaxllm simulate")
