@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Grammar, Request, SamplingParams
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.proposer import proposed_tokens
+from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
 from tests import environment, quick, tiny
@@ -91,6 +93,29 @@ def test_full_acceptance_takes_fewer_steps(verifying, float64):
         steps.append(engine.metrics.steps)
     equal(*made)
     assert np.diff(steps).tolist() == [41, 11]
+
+
+def test_ngrams_are_plain_decoding_in_fewer_steps(verifying, rng, float64):
+    """Short of pages, beside sampled requests with logits processors; loops of greedy decoding are found."""
+    engine, oracle = verifying
+    requests = asked(rng, engine.config, 3)
+    loop = SamplingParams(max_tokens=40, temperature=0.0, seed=1, logit_bias={7: 9.0, 8: 9.0})
+    requests += [{"prompt": [7, 8, 7, 8, 9], "params": loop, "cancel": None}]
+    oracle.mode = "silent"
+    steps = [engine.metrics.steps]
+    want = engines.serve(engine, requests)
+    steps.append(engine.metrics.steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler, "proposer", NgramProposer())
+        patch.setattr(engine, "metrics", EngineMetrics(steps=steps[1]))
+        got = engines.serve(engine, requests)
+        metrics = engine.metrics
+    equal(got, want)
+    assert engines.error("llama", "float64", got[:3]) <= 1e-10
+    assert metrics.steps - steps[1] < steps[1] - steps[0]
+    assert 0 < metrics.drafts <= metrics.proposed_tokens
+    assert metrics.accepted_tokens == sum(metrics.accepted_by_position) >= 10
+    assert metrics.accepted_by_position == sorted(metrics.accepted_by_position, reverse=True)
 
 
 @pytest.mark.drawn(0.4)

@@ -55,6 +55,7 @@ from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
@@ -80,7 +81,8 @@ class Engine:
         tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
         policy: scheduling policy, see ``jaxllm.infer.engine.policies``; None: first come, first served.
         tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
-        proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none.
+        proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none. ``of``
+            makes the one that ``config.speculate`` names.
         predict, clock: see ``PolicyState``.
         adapters: catalogue of the adapters that requests may name, if ``config.adapter_slots``; None: an empty one.
         virtual_tokens: number of places that each sequence begins with, whose tokens the model replaces by its own.
@@ -163,7 +165,12 @@ class Engine:
             ShardingError: the engine cannot serve the model on this mesh.
         """
         config, most = config or EngineConfig(), model.config.vocab_size
-        check_proposer(config, proposer)
+        if config.speculate is None:
+            check_proposer(config, proposer)
+        elif proposer is not None:
+            raise ValueError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
+        else:
+            proposer_kind(config.speculate)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
@@ -171,6 +178,8 @@ class Engine:
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
         )
         whole = MultihostRunner(runner) if runner.spans_processes else runner
+        if config.speculate is not None:
+            proposer = make_proposer(config.speculate)
         return cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
@@ -473,7 +482,6 @@ class Engine:
             step_inputs.fill(plan, shape, tables, shape.inputs.views(own), self.adapter_slots)
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
-            metrics.proposed_tokens += sum(len(c.proposed) for c in plan.chunks)
         metrics.steps += 1
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
         result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
@@ -517,7 +525,7 @@ class Engine:
                 sequence.pending -= rows
                 if chunk.proposed:
                     self.scheduler.settle(sequence, refused)
-                    self.metrics.accepted_tokens += len(chunk.proposed) - refused
+                    self.metrics.add_draft(len(chunk.proposed), len(chunk.proposed) - refused)
                 out.append(self._append_tokens(sequence, sampled[: rows - refused], outputs, row, first))
                 gained, computed = len(out[-1].tokens), chunk.count - refused
             work.append((chunk.start, gained if shape.decode else computed, gained))

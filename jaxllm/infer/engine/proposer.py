@@ -34,6 +34,11 @@ def check_proposer(config: EngineConfig, proposer: Proposer | None) -> None:
         )
 
 
+def proposals(proposer: Proposer, wanted: list[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    """Tokens that a proposer proposes for each (sequence, most tokens) of a step, see ``proposed_tokens``."""
+    return [proposed_tokens(proposer, sequence, count) for sequence, count in wanted]
+
+
 def proposed_tokens(proposer: Proposer, sequence: Sequence, count: int) -> tuple[int, ...]:
     """Tokens that a proposer proposes, up to the first that the sequence's grammar forbids.
 

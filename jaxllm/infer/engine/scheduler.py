@@ -22,7 +22,7 @@ from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.proposer import Proposer, proposed_tokens
+from jaxllm.infer.engine.proposer import Proposer, proposals
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
@@ -134,13 +134,14 @@ class Scheduler:
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
         plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
-        for later, sequence in enumerate(decodes, 1 - len(decodes)):
+        proposed = self._proposals(decodes, budget)
+        for sequence in decodes:
             while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
             if sequence.slot >= 0 and reserved:
-                proposed = self._proposed(sequence, budget + later - 1, plan)
-                self._schedule(plan, sequence, 1 + len(proposed), proposed)
-                budget -= 1 + len(proposed)
+                draft = self._with_pages(sequence, proposed.get(sequence, ()), plan)
+                self._schedule(plan, sequence, 1 + len(draft), draft)
+                budget -= 1 + len(draft)
         for sequence in prefills:
             while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
                 self._make_room(plan)
@@ -215,15 +216,22 @@ class Scheduler:
         """Whether the host has to know a sequence's last token before it decodes the next."""
         return self.proposer is not None or sequence.guide is not None
 
-    def _proposed(self, sequence: Sequence, room: int, plan: StepPlan) -> tuple[int, ...]:
-        """Tokens to verify with the sequence's next one: as many as there are rows, pages and tokens left for."""
+    def _proposals(self, decodes: list[Sequence], budget: int) -> dict[Sequence, tuple[int, ...]]:
+        """Tokens to verify with the next one of each sequence: as many as there are rows and tokens left for."""
         if self.proposer is None:
-            return ()
-        count = min(room, self.config.verify_tokens, sequence.remaining - 1)
-        found = proposed_tokens(self.proposer, sequence, count)
-        while found and not self._reserve(sequence, 1 + len(found), plan):
-            found = found[: len(found) // 2]
-        return found
+            return {}
+        wanted, room = [], budget - len(decodes)
+        for sequence in decodes:
+            if (count := min(room, self.config.verify_tokens, sequence.remaining - 1)) > 0:
+                wanted.append((sequence, count))
+                room -= count
+        return dict(zip((s for s, _ in wanted), proposals(self.proposer, wanted), strict=True))
+
+    def _with_pages(self, sequence: Sequence, draft: tuple[int, ...], plan: StepPlan) -> tuple[int, ...]:
+        """The first tokens of a draft, as many as there are pages for."""
+        while draft and not self._reserve(sequence, 1 + len(draft), plan):
+            draft = draft[: len(draft) // 2]
+        return draft
 
     def _decode_steps(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
         """Decode steps on the device before the host looks: several if no sequence waits and the pages suffice."""

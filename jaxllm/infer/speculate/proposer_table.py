@@ -1,0 +1,80 @@
+"""Proposer table: the proposers of speculative decoding by the names that ``--speculate`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxllm.infer.engine.proposer import Proposer
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
+
+
+@dataclass(frozen=True)
+class ProposerKind:
+    """Row of the proposer table.
+
+    Attributes:
+        usage: how it is named, such as ``ngram[:N]``.
+        parse: reads and checks the text after the colon, before any model is loaded; raises ValueError.
+        make: makes the proposer of what ``parse`` returned.
+    """
+
+    usage: str
+    parse: Callable[[str], Any]
+    make: Callable[[Any], Proposer]
+
+
+PROPOSERS: dict[str, ProposerKind] = {
+    "ngram": ProposerKind("ngram[:N]", parse_longest, NgramProposer),
+}
+"""Proposers by name."""
+
+
+def proposer_kind(speculate: str) -> tuple[ProposerKind, Any]:
+    """Row of ``EngineConfig.speculate`` and its parsed argument; no model is loaded.
+
+    Raises:
+        ValueError: there is no such proposer, or its argument is not legal.
+    """
+    name, _, text = speculate.partition(":")
+    if name not in PROPOSERS:
+        legal = ", ".join(kind.usage for kind in PROPOSERS.values())
+        raise ValueError(f"speculate = {speculate!r}: there is no proposer {name!r}; legal: {legal}.")
+    kind = PROPOSERS[name]
+    try:
+        return kind, kind.parse(text)
+    except ValueError as error:
+        raise ValueError(f"speculate = {speculate!r}: {error}") from None
+
+
+def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | None = None) -> EngineConfig:
+    """Configuration of an engine that speculates; the same where ``speculate`` is None.
+
+    Args:
+        config: configuration without speculation.
+        speculate: see ``EngineConfig``.
+        tokens: most draft tokens of a step, ``EngineConfig.verify_tokens``; None: the configuration's, or the default.
+
+    Raises:
+        ValueError: there is no such proposer, or it does not go with the configuration.
+    """
+    if speculate is None:
+        if tokens is not None:
+            raise ValueError(f"speculate_tokens = {tokens} without speculate: give a proposer, such as 'ngram'.")
+        return config
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"speculate_tokens = {tokens}; give 1 or more, or leave speculate out.")
+    proposer_kind(speculate)
+    return replace(config, speculate=speculate, verify_tokens=config.verify_tokens if tokens is None else tokens)
+
+
+def make_proposer(speculate: str) -> Proposer:
+    """Proposer that ``EngineConfig.speculate`` names.
+
+    Raises:
+        ValueError: see ``proposer_kind``.
+    """
+    kind, argument = proposer_kind(speculate)
+    return kind.make(argument)
