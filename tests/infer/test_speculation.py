@@ -12,10 +12,14 @@ import pytest
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.sequence import Request, Sequence
+from jaxllm.infer.speculate import draft_model
 from jaxllm.infer.speculate.ngram import SHORTEST, NgramProposer
 from jaxllm.infer.speculate.proposer_table import with_speculation
+from jaxllm.models import functional
 from jaxllm.serve.backend import EngineLoad
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.text import ByteTokenizer
+from tests import tiny
 
 
 def sequence(tokens: list[int], virtual_tokens: int = 0) -> Sequence:
@@ -59,8 +63,9 @@ def refuse(match: str, config: EngineConfig | None = None, **fields: Any) -> Non
 
 
 def test_what_is_not_legal_is_refused_before_the_model_is_loaded():
-    refuse(r"'ngramm': there is no proposer 'ngramm'; legal: ngram\[:N\]", speculate="ngramm")
+    refuse(r"'ngramm': there is no proposer 'ngramm'; legal: ngram\[:N\], draft:MODEL", speculate="ngramm")
     refuse("'ngram:0': ngram:0; N is the length in tokens", speculate="ngram:0")
+    refuse("'draft:': draft: needs a model, such as draft:smollm2", speculate="draft:")
     refuse("speculate_tokens = 0; give 1 or more", speculate="ngram", speculate_tokens=0)
     refuse("speculate_tokens = 3 without speculate", speculate_tokens=3)
     refuse("verify_tokens = 300; give 0", speculate="ngram", speculate_tokens=300)
@@ -93,3 +98,27 @@ def test_metrics_have_the_names_of_vllm():
     assert 'jaxllm:spec_decode_num_drafts_total{model_name="tiny"} 3.0' in lines
     name = "jaxllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert f'{name}{{model_name="tiny",position="1"}} 2.0' in lines
+
+
+def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
+    config = tiny.decoder(dtype="float32", vocab_size=272)
+
+    def load(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(model=functional(config), params=None, tokenizer=draft_tokens)
+
+    monkeypatch.setattr(draft_model, "load_model", load)
+    own = ByteTokenizer()
+    draft_tokens = ByteTokenizer()
+    draft_tokens.token_bytes = [*own.token_bytes[1:], own.token_bytes[0]]  # type: ignore[misc]
+    served = draft_model.ServedModel(functional(config), None, EngineConfig(max_len=16), own, own.vocab_size)
+    with pytest.raises(ValueError, match="the draft model small has another tokenizer than the served model of "):
+        draft_model.load_draft("small", served)
+    draft_tokens = own
+    for fields, message in (
+        ({"vocab_size": 100}, "the draft model has 100 tokens, the served one 272; give a draft with the same"),
+        ({"learned_positions": 8}, "sequences have 16 tokens, but the draft model has learned positions for 8"),
+        ({"prompt_tokens": 2}, r"does not go with virtual tokens \(prefix, prompt tuning\); give ngram"),
+    ):
+        config = tiny.decoder(dtype="float32", **{"vocab_size": 272} | fields)
+        with pytest.raises(ValueError, match=message):
+            draft_model.load_draft("small", served)

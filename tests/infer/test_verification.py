@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Grammar, Request, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.proposer import proposed_tokens
+from jaxllm.infer.engine.proposer import proposals
 from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
@@ -26,6 +26,18 @@ def asked(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dic
     greedy = SamplingParams(max_tokens=25, temperature=0.0, seed=1, logprobs=2, repetition_penalty=1.2)
     made += [{"prompt": rng.integers(0, engines.VOCAB, n).tolist(), "params": greedy} for n in (3, 8, 21)]
     return [one | {"cancel": None} for one in made]
+
+
+def plainly_sampled(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Requests of temperature and seed alone, greedy and sampled."""
+    return [
+        {
+            "prompt": rng.integers(0, engines.VOCAB, 4 + 5 * i).tolist(),
+            "params": SamplingParams(max_tokens=20 + i, temperature=heat, seed=i),
+            "at": i,
+        }
+        for i, heat in enumerate((0.0, 1.0, 0.6))
+    ]
 
 
 def equal(got: list[Request], want: list[Request]) -> None:
@@ -116,6 +128,29 @@ def test_ngrams_are_plain_decoding_in_fewer_steps(verifying, rng, float64):
     assert 0 < metrics.drafts <= metrics.proposed_tokens
     assert metrics.accepted_tokens == sum(metrics.accepted_by_position) >= 10
     assert metrics.accepted_by_position == sorted(metrics.accepted_by_position, reverse=True)
+
+
+@pytest.mark.drawn(0.5)
+def test_draft_models_are_plain_decoding(verifying, rng, float64):
+    """Short of pages: slots change hands, and sequences are preempted. The model itself guesses plain requests."""
+    engine, oracle = verifying
+    requests, plain = asked(rng, engine.config, 2), plainly_sampled(rng)
+    oracle.mode = "silent"
+    want = [engines.serve(engine, some) for some in (requests, plain)]
+    shares = []
+    for params in (engines.params_of("llama", "float64"), engines.params_of("llama", "float64", 5)):
+        proposer = engines.draft(engine, engines.MODELS["llama"], params)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.scheduler, "proposer", proposer)
+            patch.setattr(engine, "metrics", EngineMetrics())
+            got = engines.serve(engine, requests)
+            equal(got, want[0])
+            assert engines.error("llama", "float64", got) <= 1e-10
+            patch.setattr(engine, "metrics", EngineMetrics())
+            equal(engines.serve(engine, plain), want[1])
+            shares.append(engine.metrics.accepted_tokens / engine.metrics.proposed_tokens)
+        assert proposer.runner.program_cache.counts.late == 0
+    assert shares[0] == 1 > shares[1]
 
 
 @pytest.mark.drawn(0.4)
@@ -211,6 +246,6 @@ def test_what_is_not_legal_is_refused(verifying, float64):
     with pytest.raises(
         ValueError, match=rf"TooMany.propose returned \[1, 1, 1\] for request {request.id}; .* at most 2"
     ):
-        proposed_tokens(TooMany(), request.sequences[0], 2)
+        proposals(TooMany(), [(request.sequences[0], 2)])
     engine.cancel(request)
     engine.step()

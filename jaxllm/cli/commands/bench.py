@@ -47,8 +47,8 @@ def bench_model(argv: list[str]) -> int:
             dtype: compute dtype of a model from another library, float32 by default.
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
                 on some devices and compiles longer.
-            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before; the completion
-                stays the same (docs/serve/speculation.md).
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: most tokens that are proposed and verified in one step, 4 by default.
         """
         check_speculation(speculate, speculate_tokens)

@@ -40,8 +40,8 @@ def generate(argv: list[str]) -> int:
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
-            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before; the completion
-                stays the same (docs/serve/speculation.md).
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: most tokens that are proposed and verified in one step, 4 by default.
         """
         check_speculation(speculate, speculate_tokens)

@@ -88,8 +88,8 @@ def serve(argv: list[str]) -> int:
             adapter_rank: with --adapters: largest rank of an adapter.
             admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
                 and unload them while the server runs.
-            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before; the completion
-                stays the same (docs/serve/speculation.md).
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: most tokens that are proposed and verified in one step, 4 by default.
         """
         try:

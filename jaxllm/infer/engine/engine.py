@@ -40,7 +40,7 @@ from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.policies import Policy, Service
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import prefix_salt
-from jaxllm.infer.engine.proposer import Proposer, check_proposer
+from jaxllm.infer.engine.proposer import AnyProposer, BatchProposer, check_proposer
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Finish, Request, Sequence
@@ -55,6 +55,7 @@ from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
@@ -97,7 +98,7 @@ class Engine:
         *,
         policy: Policy | None = None,
         tpot: float | None = None,
-        proposer: Proposer | None = None,
+        proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterCatalogue | None = None,
@@ -110,6 +111,7 @@ class Engine:
             raise ValueError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
+        self.proposer = proposer
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
@@ -143,7 +145,7 @@ class Engine:
         strict: bool = False,
         policy: Policy | None = None,
         tpot: float | None = None,
-        proposer: Proposer | None = None,
+        proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         adapters: AdapterCatalogue | None = None,
     ) -> Engine:
@@ -174,12 +176,16 @@ class Engine:
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
-        runner = ModelRunner(
-            model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
-        )
-        whole = MultihostRunner(runner) if runner.spans_processes else runner
         if config.speculate is not None:
-            proposer = make_proposer(config.speculate)
+            proposer = make_proposer(
+                ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict)
+            )
+        reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
+        runner = ModelRunner(
+            model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
+            reserved_bytes=reserved,
+        )  # fmt: skip
+        whole = MultihostRunner(runner) if runner.spans_processes else runner
         return cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
@@ -422,6 +428,8 @@ class Engine:
         if params is None:
             return
         self.runner.swap(params)
+        if isinstance(self.proposer, BatchProposer):
+            self.proposer.swap(params)
         while self._in_flight:
             self._cancelled += self._process_result(self._in_flight.popleft())
         self.scheduler.restart()

@@ -22,7 +22,7 @@ from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.proposer import Proposer, proposals
+from jaxllm.infer.engine.proposer import AnyProposer, proposals
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
@@ -61,7 +61,7 @@ class Scheduler:
         columns: int,
         policy_state: PolicyState | None = None,
         rules: list[RetentionRule | None] | None = None,
-        proposer: Proposer | None = None,
+        proposer: AnyProposer | None = None,
         adapters: AdapterSlots | None = None,
     ):
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters

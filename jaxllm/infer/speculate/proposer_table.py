@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.infer.engine.proposer import Proposer
+from jaxllm.infer.engine.proposer import AnyProposer
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
 from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
 
 
@@ -18,16 +19,17 @@ class ProposerKind:
     Attributes:
         usage: how it is named, such as ``ngram[:N]``.
         parse: reads and checks the text after the colon, before any model is loaded; raises ValueError.
-        make: makes the proposer of what ``parse`` returned.
+        make: makes the proposer of what ``parse`` returned and the served model.
     """
 
     usage: str
     parse: Callable[[str], Any]
-    make: Callable[[Any], Proposer]
+    make: Callable[[Any, ServedModel], AnyProposer]
 
 
 PROPOSERS: dict[str, ProposerKind] = {
-    "ngram": ProposerKind("ngram[:N]", parse_longest, NgramProposer),
+    "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
+    "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
 }
 """Proposers by name."""
 
@@ -70,11 +72,12 @@ def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | 
     return replace(config, speculate=speculate, verify_tokens=config.verify_tokens if tokens is None else tokens)
 
 
-def make_proposer(speculate: str) -> Proposer:
-    """Proposer that ``EngineConfig.speculate`` names.
+def make_proposer(served: ServedModel) -> AnyProposer:
+    """Proposer that the ``speculate`` of a served model's configuration names.
 
     Raises:
-        ValueError: see ``proposer_kind``.
+        ValueError: see ``proposer_kind``; or the proposer does not go with the model.
     """
-    kind, argument = proposer_kind(speculate)
-    return kind.make(argument)
+    assert served.config.speculate is not None
+    kind, argument = proposer_kind(served.config.speculate)
+    return kind.make(argument, served)
