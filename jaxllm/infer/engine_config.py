@@ -44,6 +44,8 @@ class EngineConfig:
             the KV cache of the layers without a sliding window; None: all stay.
         speculate: proposer of speculative decoding: a row of ``jaxllm.infer.speculate.proposer_table.PROPOSERS`` with
             its argument, such as "ngram:4"; None: none, or that of ``Engine(proposer=)``.
+        draft_length: with ``speculate``: "adaptive": drafts have up to ``verify_tokens`` tokens, as many as acceptance
+            and the measured times of steps make worthwhile, or none; "fixed": as many as there are rows for.
         verify_tokens: most proposed tokens of a sequence that one step verifies; steps with prefill compute the logits
             of one row more than these. 0: none, or with ``speculate`` as many as ``DRAFT_TOKENS``.
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
@@ -68,6 +70,7 @@ class EngineConfig:
     kv_dtype: KvDtype = "auto"
     retention: str | None = None
     speculate: str | None = None
+    draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
     adapter_slots: int = 0
     adapter_rank: int = 64
@@ -92,6 +95,8 @@ class EngineConfig:
             raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
         if self.kv_dtype not in ("auto", "bfloat16") and self.kv_dtype not in (rows := _quantised_formats()):
             raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
+        if self.draft_length not in ("adaptive", "fixed"):
+            raise ValueError(f"engine: draft_length = {self.draft_length!r}; legal: 'adaptive', 'fixed'.")
         if self.retention is not None and self.prefix_cache:
             raise ValueError(
                 f"engine: retention = {self.retention!r} needs prefix_cache = False: entries of a page change after it "

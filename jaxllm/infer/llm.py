@@ -86,7 +86,8 @@ class LLM:
         manifest: folder that compiled programs are kept in; None: nowhere. By default in the cache folder.
         strict, policy: see ``Engine``.
         speculate: proposer of speculative decoding, such as "ngram", see ``EngineConfig``; None: the configuration's.
-        speculate_tokens: most draft tokens of a step; None: ``EngineConfig.verify_tokens``.
+        speculate_tokens: number of draft tokens of a sequence in a step, fixed; None: as the configuration says, which
+            is adaptive by default.
         adapters: LoRA adapters by the names that requests may give: directories in PEFT's format, read when they are
             needed, or adapters in memory. ``engine.load_adapter`` adds others.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxllm.infer import LLM, EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.sequence import Request, Sequence
 from jaxllm.infer.speculate import draft_model
+from jaxllm.infer.speculate.draft_length import FADE, AdaptiveDraftLength, roofline_knee
 from jaxllm.infer.speculate.ngram import SHORTEST, NgramProposer
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.models import functional
@@ -122,3 +124,69 @@ def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
         config = tiny.decoder(dtype="float32", **{"vocab_size": 272} | fields)
         with pytest.raises(ValueError, match=message):
             draft_model.load_draft("small", served)
+
+
+def many(count: int, left: int = 50) -> list[Sequence]:
+    made = [sequence([1, 2]) for _ in range(count)]
+    for one in made:
+        one.request.params = SamplingParams(max_tokens=left)
+    return made
+
+
+def measured(length: AdaptiveDraftLength, knee: float) -> AdaptiveDraftLength:
+    """With two measurements of every step of a device: 1 second up to ``knee`` rows, and more in proportion."""
+    for _ in range(2):
+        for decode, sizes in ((True, length.decode_buckets), (False, length.prompt_buckets)):
+            for rows in sizes:
+                length.record_step(rows, max(1.0, rows / knee), decode=decode)
+    return length
+
+
+def test_draft_lengths_are_those_of_an_exhaustive_search(rng):
+    """Over all lengths of three sequences, by tokens per second; the roofline gives the same as measurements."""
+    buckets = (1, 2, 4), (2, 3, 5, 7, 9, 12)
+    for knee in (1.0, 3.0, 6.0, 100.0):
+        length, sequences = measured(AdaptiveDraftLength(3, *buckets, knee), knee), many(3)
+        for one in sequences:
+            for _ in range(12):
+                length.record_draft(one, 3, int(rng.integers(0, 4)))
+        length.record_drafting(2, drafting := 2 * float(rng.choice([0.02, 0.4])))
+        rates = [length.rate(one) for one in sequences]
+
+        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=drafting / 2) -> float:
+            tokens = sum(rate**j for rate, count in zip(rates, counts, strict=True) for j in range(count + 1))
+            rows = next(size for size in buckets[bool(sum(counts))] if size >= 3 + sum(counts))
+            return tokens / (max(1.0, rows / knee) + each * max(counts))
+
+        found = length.counts(sequences)
+        own = speed(tuple(found.get(one, 0) for one in sequences))
+        best = max(map(speed, itertools.product(range(4), repeat=3)))
+        assert own == pytest.approx(best) if best > 1.03 * speed((0, 0, 0)) else not found
+        assert found or knee < 100
+        fresh = AdaptiveDraftLength(3, *buckets, knee)
+        assert fresh.counts(sequences) == {}, "plain decoding is measured first"
+        fresh._all, fresh._own, fresh._drafting, fresh._passes = length._all, length._own, length._drafting, 0
+        for _ in range(2):
+            fresh.record_step(4, max(1.0, 4 / knee), decode=True)
+        fresh._passes = length._passes
+        assert fresh.counts(sequences) == found
+
+
+def test_drafts_stop_where_none_is_accepted_and_are_tried_again():
+    length, (one,) = measured(AdaptiveDraftLength(4, (1,), (5,), 2.0), 2.0), many(1)
+    assert length.counts([one]) == {one: 4}
+    for _ in range(6):
+        length.record_draft(one, 4, 0)
+    assert length.counts([one]) == {}
+    one.tokens += [0] * 8 * FADE
+    assert length.counts([one]) == {}, "all sequences have taught it"
+    length._passes += 8 * FADE
+    one.request.params = SamplingParams(max_tokens=len(one.tokens) + 50)
+    assert length.counts([one]) == {one: 4}
+    short = many(1, left=3)
+    assert measured(AdaptiveDraftLength(4, (1,), (5,)), 5.0).counts(short) == {short[0]: 2}, "the last needs no draft"
+
+
+def test_rooflines_knee():
+    """Weights of 2 bytes on 1e12 bytes/s and 100e12 FLOP/s: 100 rows take as long as reading."""
+    assert roofline_knee(2 * 8_000, 8_000, 100e12, 1e12) == pytest.approx(100)

@@ -12,6 +12,7 @@ import pytest
 from jaxllm.infer import Engine, EngineConfig, Grammar, Request, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.proposer import proposals
+from jaxllm.infer.speculate.draft_length import FixedDraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
@@ -128,6 +129,26 @@ def test_ngrams_are_plain_decoding_in_fewer_steps(verifying, rng, float64):
     assert 0 < metrics.drafts <= metrics.proposed_tokens
     assert metrics.accepted_tokens == sum(metrics.accepted_by_position) >= 10
     assert metrics.accepted_by_position == sorted(metrics.accepted_by_position, reverse=True)
+
+
+def test_drafting_may_stop_and_begin_while_a_verification_runs(verifying, rng, float64):
+    """Adaptive lengths leave the books right: some steps draft for some sequences, others decode plainly."""
+    engine, oracle = verifying
+    requests = asked(rng, engine.config, 4)
+    oracle.mode = "silent"
+    want = engines.serve(engine, requests)
+    oracle.mode = "some"
+    oracle.learn(want)
+
+    class SomeDrafts(FixedDraftLength):
+        def counts(self, sequences: list[Any]) -> dict[Any, int]:
+            return {one: int(rng.integers(1, 4)) for one in sequences if rng.random() < 0.5}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "metrics", EngineMetrics())
+        patch.setattr(engine.scheduler, "draft_length", SomeDrafts(3))
+        equal(engines.serve(engine, requests), want)
+        assert 0 < engine.metrics.accepted_tokens < engine.metrics.proposed_tokens
 
 
 @pytest.mark.drawn(0.5)

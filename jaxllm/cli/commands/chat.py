@@ -48,7 +48,8 @@ def chat(argv: list[str]) -> int:
             mesh: device mesh, such as tensor=4; one device by default.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples; the completion stays the same (docs/serve/speculation.md).
-            speculate_tokens: with --speculate: most tokens that are proposed and verified in one step, 4 by default.
+            speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
+                up to 4, as many as pay.
         """
         check_speculation(speculate, speculate_tokens)
         use_compilation_cache()

@@ -31,6 +31,7 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
+from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
@@ -55,6 +56,7 @@ from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
 from jaxllm.models import Functional
@@ -111,13 +113,13 @@ class Engine:
             raise ValueError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
-        self.proposer = proposer
+        self.proposer, self.draft_length = proposer, self._length_of_drafts()
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
-            self.adapter_slots,
+            self.adapter_slots, self.draft_length,
         )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
@@ -502,6 +504,7 @@ class Engine:
         now = state.clock()
         if not step.shape.decode:
             state.step_times = state.step_times.with_step(step.shape.tokens, now - self._last_result_time)
+        self._record_step(step, now - self._last_result_time)
         out: list[OutputDelta] = []
         work: list[tuple[int, int, int]] = []
         for plan, own in zip(step.plans, rows, strict=True):
@@ -511,6 +514,30 @@ class Engine:
         self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
         self._last_result_time = now
         return out
+
+    def _record_step(self, step: _StepInFlight, seconds: float) -> None:
+        """Records the time of a step of plain decoding, or of a verification without prefill, for the draft length."""
+        decode, chunks = step.shape.decode, [chunk for plan in step.plans for chunk in plan.chunks]
+        speculates = any(plan.speculates for plan in step.plans)
+        verifies = speculates and not decode and all(c.count == 1 + len(c.proposed) for c in chunks)
+        if verifies or (decode and not speculates):
+            seconds -= sum(plan.drafting_seconds for plan in step.plans)
+            passes = max(plan.steps for plan in step.plans)
+            self.draft_length.record_step(step.shape.tokens, seconds / passes, decode=decode)
+
+    def _length_of_drafts(self) -> DraftLength:
+        config = self.config
+        if config.speculate is None or config.draft_length == "fixed":
+            return FixedDraftLength(config.verify_tokens)
+        return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
+
+    def _knee(self) -> float:
+        """Rows from which a step is bound by arithmetic, by the data sheet of the device; none known on a CPU."""
+        leaves = jax.tree.leaves(self.runner.params)
+        peak = peak_of(next(iter(leaves[0].devices())).device_kind) if leaves else None
+        if peak is None:
+            return AdaptiveDraftLength.knee
+        return roofline_knee(sum(x.nbytes for x in leaves), sum(x.size for x in leaves), peak.flops, peak.bandwidth)
 
     def _replica_outputs(
         self, plan: StepPlan, shape: StepShape, outputs: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
@@ -534,6 +561,7 @@ class Engine:
                 if chunk.proposed:
                     self.scheduler.settle(sequence, refused)
                     self.metrics.add_draft(len(chunk.proposed), len(chunk.proposed) - refused)
+                    self.draft_length.record_draft(sequence, len(chunk.proposed), len(chunk.proposed) - refused)
                 out.append(self._append_tokens(sequence, sampled[: rows - refused], outputs, row, first))
                 gained, computed = len(out[-1].tokens), chunk.count - refused
             work.append((chunk.start, gained if shape.decode else computed, gained))

@@ -26,6 +26,7 @@ from jaxllm.infer.engine.proposer import AnyProposer, proposals
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
 from pallas_kernels.paged_attention.retention import RetentionRule
 
 
@@ -42,6 +43,7 @@ class Scheduler:
         rules: retention rule of each layer group, or None; None: no group has one.
         proposer: proposes tokens to verify; None: no speculative decoding.
         adapters: slots of adapters, those of all replicas; None: the engine serves none.
+        draft_length: how many tokens are proposed for each sequence; None: ``config.verify_tokens``.
 
     Attributes:
         running: sequences in the batch.
@@ -63,7 +65,10 @@ class Scheduler:
         rules: list[RetentionRule | None] | None = None,
         proposer: AnyProposer | None = None,
         adapters: AdapterSlots | None = None,
+        draft_length: DraftLength | None = None,
     ):
+        self.draft_length = draft_length or FixedDraftLength(config.verify_tokens)
+        self._draft_counts: dict[Sequence, int] = {}
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
         self.rules = rules or [None] * len(counts)
         self.config, self.windows, self.page_size = config, windows, page_size
@@ -109,6 +114,7 @@ class Scheduler:
     @property
     def next_steps(self) -> int:
         """Number of decode steps that the next plan can have."""
+        self._choose_drafts()
         return self._decode_steps(*self._decodes_and_prefills(self.running))
 
     def plan(self) -> StepPlan | None:
@@ -128,13 +134,14 @@ class Scheduler:
                 if sequence.holds:
                     # It may find more than before, because other sequences have advanced.
                     self.hit_tokens += self._prefix_cache.reuse(sequence)
+        self._choose_drafts()
         decodes, prefills = self._decodes_and_prefills(sorted(self.running, key=lambda s: s.rank))
         alone = not (prefills or self.waiting or self.forks) and all(self._needs_last(s) for s in self.running)
         if alone and any(s.pending for s in self.running):
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
         plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
-        proposed = self._proposals(decodes, budget)
+        proposed = self._proposals(decodes, budget, plan)
         for sequence in decodes:
             while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
@@ -208,24 +215,45 @@ class Scheduler:
         """Splits running sequences into those that decode next and those whose prefill is not complete."""
         decodes = [
             s for s in running
-            if s.length - s.computed == 1 and s.remaining > 0 and not (self._needs_last(s) and s.pending)
+            if s.length - s.computed == 1 and s.remaining > 0 and not (s.pending and self._waits(s))
         ]  # fmt: skip
         return decodes, [s for s in running if s.length - s.computed > 1]
 
-    def _needs_last(self, sequence: Sequence) -> bool:
-        """Whether the host has to know a sequence's last token before it decodes the next."""
-        return self.proposer is not None or sequence.guide is not None
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for its pending tokens: for the last one, or because some may be refused."""
+        return self._needs_last(sequence) or sequence.unsettled > 0
 
-    def _proposals(self, decodes: list[Sequence], budget: int) -> dict[Sequence, tuple[int, ...]]:
+    def _needs_last(self, sequence: Sequence) -> bool:
+        """Whether the host has to know a sequence's last token before it decodes the next.
+
+        If there are drafts for some of a batch, the others wait too: a step for all costs as much as one for some.
+        """
+        return bool(self._draft_counts) or sequence.guide is not None
+
+    def _choose_drafts(self) -> None:
+        """Chooses the number of draft tokens of each decoding sequence."""
+        if self.proposer is not None:
+            decoding = [s for s in self.running if s.length - s.computed == 1 and s.remaining > 1]
+            self._draft_counts = self.draft_length.counts(decoding)
+
+    def _proposals(self, decodes: list[Sequence], budget: int, plan: StepPlan) -> dict[Sequence, tuple[int, ...]]:
         """Tokens to verify with the next one of each sequence: as many as there are rows and tokens left for."""
-        if self.proposer is None:
-            return {}
-        wanted, room = [], budget - len(decodes)
+        wanted, room = list[tuple[Sequence, int]](), budget - len(decodes)
         for sequence in decodes:
-            if (count := min(room, self.config.verify_tokens, sequence.remaining - 1)) > 0:
+            if (count := min(room, self._draft_counts.get(sequence, 0), sequence.remaining - 1)) > 0:
                 wanted.append((sequence, count))
                 room -= count
-        return dict(zip((s for s, _ in wanted), proposals(self.proposer, wanted), strict=True))
+        if self.proposer is None or not wanted:
+            return {}
+        clock = self.policy_state.clock
+        start = clock()
+        found = proposals(self.proposer, wanted)
+        plan.speculates, plan.drafting_seconds = True, clock() - start
+        self.draft_length.record_drafting(max(count for _, count in wanted), plan.drafting_seconds)
+        for (sequence, _), draft in zip(wanted, found, strict=True):
+            if not draft:
+                self.draft_length.record_draft(sequence, 0, 0)
+        return {sequence: draft for (sequence, _), draft in zip(wanted, found, strict=True)}
 
     def _with_pages(self, sequence: Sequence, draft: tuple[int, ...], plan: StepPlan) -> tuple[int, ...]:
         """The first tokens of a draft, as many as there are pages for."""

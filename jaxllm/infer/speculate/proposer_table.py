@@ -57,7 +57,7 @@ def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | 
     Args:
         config: configuration without speculation.
         speculate: see ``EngineConfig``.
-        tokens: most draft tokens of a step, ``EngineConfig.verify_tokens``; None: the configuration's, or the default.
+        tokens: number of draft tokens of a sequence in a step, fixed; None: as the configuration says.
 
     Raises:
         ValueError: there is no such proposer, or it does not go with the configuration.
@@ -69,7 +69,9 @@ def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | 
     if tokens is not None and tokens < 1:
         raise ValueError(f"speculate_tokens = {tokens}; give 1 or more, or leave speculate out.")
     proposer_kind(speculate)
-    return replace(config, speculate=speculate, verify_tokens=config.verify_tokens if tokens is None else tokens)
+    if tokens is None:
+        return replace(config, speculate=speculate)
+    return replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed")
 
 
 def make_proposer(served: ServedModel) -> AnyProposer:
