@@ -26,6 +26,18 @@ def load_with_progress(
         return load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=progress)
 
 
+def check_speculation(speculate: str | None, tokens: int | None) -> None:
+    """Checks ``--speculate`` and ``--speculate-tokens`` before a model is loaded.
+
+    Raises:
+        ValueError: there is no such proposer, or the number is not legal.
+    """
+    from jaxllm.infer import EngineConfig
+    from jaxllm.infer.speculate.proposer_table import with_speculation
+
+    with_speculation(EngineConfig(), speculate, tokens)
+
+
 @contextlib.contextmanager
 def progress_bar(verb: str, what: str) -> Iterator[Callable[[str, int, int], None]]:
     """Progress bar on the terminal, removed at the end; call the yielded ``progress(item, done, total)``."""

@@ -25,6 +25,7 @@ class Chat:
         max_tokens: maximum tokens of an answer.
         temperature: sampling temperature; 0 is greedy decoding.
         seed: sampling seed; each answer is sampled independently.
+        speculate, speculate_tokens: speculative decoding, see ``LLM``.
 
     Raises:
         DataError: the model has no chat template.
@@ -36,6 +37,8 @@ class Chat:
     max_tokens: int = 512
     temperature: float = 0.7
     seed: int = 0
+    speculate: str | None = None
+    speculate_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._params(self.max_tokens)
@@ -89,7 +92,9 @@ class Chat:
     def _answer(self, ids: list[int], room: int) -> Iterator[str]:
         # A conversation that is too long for its engine gets a larger engine.
         if self._llm is None or self._llm.engine.max_len < len(ids) + room:
-            self._llm = LLM(self.loaded, single_user_config(self.loaded, max(2048, len(ids) + room)))
+            room_for = max(2048, len(ids) + room)
+            sizes = single_user_config(self.loaded, room_for, self.speculate, self.speculate_tokens)
+            self._llm = LLM(self.loaded, sizes)
         for piece in self._llm.stream(ids, self._params(room)):
             if piece.text:
                 yield piece.text

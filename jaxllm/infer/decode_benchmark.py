@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.models import DecoderConfig
 
 
@@ -67,10 +68,20 @@ class DecodeBenchmark:
         batch, prompt, tokens: see ``DecodeMeasurement``.
         bandwidth: memory bandwidth in bytes per second, see ``memory_bandwidth``.
         manifest: see ``Engine.of``.
+        speculate, speculate_tokens: speculative decoding, see ``LLM``.
     """
 
     def __init__(
-        self, loaded: LoadedModel, batch: int, prompt: int, tokens: int, bandwidth: float, manifest: Any = None
+        self,
+        loaded: LoadedModel,
+        batch: int,
+        prompt: int,
+        tokens: int,
+        bandwidth: float,
+        manifest: Any = None,
+        *,
+        speculate: str | None = None,
+        speculate_tokens: int | None = None,
     ):
         self.batch, self.prompt, self.tokens, self.bandwidth = batch, prompt, tokens, bandwidth
         self.config = loaded.model.config
@@ -85,16 +96,24 @@ class DecodeBenchmark:
             max_sequences=batch, max_batched_tokens=budget, max_len=prompt + tokens, buckets=(budget,),
             samplers=("plain",), prefix_cache=False, decode_steps=16,
         )  # fmt: skip
+        sizes = with_speculation(sizes, speculate, speculate_tokens)
+        sizes = replace(sizes, buckets=tuple(sorted({budget, *sizes.verify_buckets})))
         start = time.perf_counter()
         self.engine = Engine.of(
-            loaded.model, loaded.params, sizes, vocab_size=None, mesh=loaded.mesh, manifest=manifest, strict=True
+            loaded.model,
+            loaded.params,
+            sizes,
+            tokenizer=loaded.tokenizer if speculate else None,
+            mesh=loaded.mesh,
+            manifest=manifest,
+            strict=True,
         )
         self.ready = time.perf_counter() - start
 
     def run(self) -> DecodeMeasurement:
         """Measures greedy decoding of random prompts."""
         rng = np.random.default_rng(0)
-        params = SamplingParams(max_tokens=self.tokens, temperature=0.0)
+        params = SamplingParams(max_tokens=self.tokens, temperature=0.0, ignore_eos=True)
         start = time.perf_counter()
         for _ in range(self.batch):
             self.engine.submit(rng.integers(0, self.engine.vocab_size, self.prompt), params)

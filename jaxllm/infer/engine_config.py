@@ -8,6 +8,8 @@ from typing import Literal
 from jaxllm.config import renamed_fields
 
 SamplerKind = Literal["plain", "full"]
+DRAFT_TOKENS = 4
+"""Draft tokens of a step of speculative decoding, unless another number is given."""
 KvDtype = str
 """Name of what KV cache pages hold, see ``EngineConfig.kv_dtype``."""
 
@@ -40,8 +42,12 @@ class EngineConfig:
             of ``pallas_kernels.paged_attention.kv_formats.KV_FORMATS``.
         retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``: a rule that decides which tokens leave
             the KV cache of the layers without a sliding window; None: all stay.
-        verify_tokens: most proposed tokens of a sequence that one step verifies, see ``Engine(proposer=)``; steps with
-            prefill compute the logits of one row more than these.
+        speculate: proposer of speculative decoding: a row of ``jaxllm.infer.speculate.proposer_table.PROPOSERS`` with
+            its argument, such as "ngram:4"; None: none, or that of ``Engine(proposer=)``.
+        draft_length: with ``speculate``: "adaptive": drafts have up to ``verify_tokens`` tokens, as many as acceptance
+            and the measured times of steps make worthwhile, or none; "fixed": as many as there are rows for.
+        verify_tokens: most proposed tokens of a sequence that one step verifies; steps with prefill compute the logits
+            of one row more than these. 0: none, or with ``speculate`` as many as ``DRAFT_TOKENS``.
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
             none, and programs are those of an engine that knows no adapters.
         adapter_rank: largest rank of an adapter.
@@ -63,6 +69,8 @@ class EngineConfig:
     top_logprobs: int = 5
     kv_dtype: KvDtype = "auto"
     retention: str | None = None
+    speculate: str | None = None
+    draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
     adapter_slots: int = 0
     adapter_rank: int = 64
@@ -87,11 +95,15 @@ class EngineConfig:
             raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
         if self.kv_dtype not in ("auto", "bfloat16") and self.kv_dtype not in (rows := _quantised_formats()):
             raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
+        if self.draft_length not in ("adaptive", "fixed"):
+            raise ValueError(f"engine: draft_length = {self.draft_length!r}; legal: 'adaptive', 'fixed'.")
         if self.retention is not None and self.prefix_cache:
             raise ValueError(
                 f"engine: retention = {self.retention!r} needs prefix_cache = False: entries of a page change after it "
                 "is full, so no other request can share it."
             )
+        if self.speculate is not None and not self.verify_tokens:
+            object.__setattr__(self, "verify_tokens", min(DRAFT_TOKENS, self.max_batched_tokens - 1))
         if not 0 <= self.verify_tokens < self.max_batched_tokens:
             raise ValueError(
                 f"engine: verify_tokens = {self.verify_tokens}; give 0 (none) to {self.max_batched_tokens - 1}, less "
@@ -132,7 +144,7 @@ class EngineConfig:
         return self.adapter_slots * self.adapter_columns if self.adapter_pages is None else self.adapter_pages
 
     def _check_invariant(self) -> None:
-        for name in ("retention", "verify_tokens"):
+        for name in ("retention", "speculate", "verify_tokens"):
             if getattr(self, name):
                 raise ValueError(
                     f"engine: batch_invariant does not go with {name} = {getattr(self, name)!r}: a request's steps "
@@ -169,10 +181,18 @@ class EngineConfig:
             return (self.max_batched_tokens,)
         if self.buckets is not None:
             return self.buckets
-        sizes = [self.max_batched_tokens]
-        while sizes[0] > 64:
-            sizes.insert(0, max(16, -(-sizes[0] // 4)))
-        return tuple(sizes)
+        sizes = {self.max_batched_tokens}
+        while min(sizes) > 64:
+            sizes.add(max(16, -(-min(sizes) // 4)))
+        return tuple(sorted({*sizes, *self.verify_buckets}))
+
+    @property
+    def verify_buckets(self) -> tuple[int, ...]:
+        """Token counts of steps in which a bucket of sequences verify their proposed tokens."""
+        if not self.verify_tokens:
+            return ()
+        sizes = (count * (1 + self.verify_tokens) for count in self.decode_buckets)
+        return tuple(size for size in sizes if size < self.max_batched_tokens)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

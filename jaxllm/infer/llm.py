@@ -26,6 +26,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
 from jaxllm.peft.base_hash import base_hash
@@ -84,6 +85,9 @@ class LLM:
             device.
         manifest: folder that compiled programs are kept in; None: nowhere. By default in the cache folder.
         strict, policy: see ``Engine``.
+        speculate: proposer of speculative decoding, such as "ngram", see ``EngineConfig``; None: the configuration's.
+        speculate_tokens: number of draft tokens of a sequence in a step, fixed; None: as the configuration says, which
+            is adaptive by default.
         adapters: LoRA adapters by the names that requests may give: directories in PEFT's format, read when they are
             needed, or adapters in memory. ``engine.load_adapter`` adds others.
     """
@@ -99,12 +103,15 @@ class LLM:
         strict: bool = False,
         policy: Policy | None = None,
         adapters: Mapping[str, Source] | None = None,
+        speculate: str | None = None,
+        speculate_tokens: int | None = None,
     ):
+        # Checked before the model is loaded.
+        sizes = with_speculation(config or EngineConfig(), speculate, speculate_tokens)
         over = None if mesh is None else mesh_of(mesh)
         self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, mesh=over)
         self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
-        sizes = config or EngineConfig()
         if adapters and not sizes.adapter_slots:
             sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
         own = _hash_of(self.loaded) if sizes.adapter_slots else ""
@@ -224,12 +231,14 @@ def _hash_of(loaded: LoadedModel) -> str:
     return "" if apart or not whole or has_packed(loaded.params) else base_hash(loaded.params)
 
 
-def single_user_config(loaded: LoadedModel, tokens: int) -> EngineConfig:
+def single_user_config(
+    loaded: LoadedModel, tokens: int, speculate: str | None = None, speculate_tokens: int | None = None
+) -> EngineConfig:
     """Engine configuration for one user: few programs, and room for sequences of this many tokens.
 
     The length is a power of two, so that compiled programs are found again for the next prompt. On a CPU, prefill
     chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones, and need only one
-    program.
+    program, and with speculation, see ``LLM``, a second one for verification.
     """
     room = 512
     while room < tokens:
@@ -237,9 +246,11 @@ def single_user_config(loaded: LoadedModel, tokens: int) -> EngineConfig:
     most, _ = hard_limit(loaded.model.config)
     room = room if most is None else min(room, most)
     buckets = (64,) if jax.default_backend() == "cpu" else (64, 512)
-    return EngineConfig(
+    config = EngineConfig(
         max_sequences=1, max_batched_tokens=buckets[-1], max_len=room, buckets=buckets, samplers=("plain",)
     )
+    config = with_speculation(config, speculate, speculate_tokens)
+    return replace(config, buckets=tuple(sorted({*buckets, *config.verify_buckets})))
 
 
 def completion(request: Request) -> Completion:

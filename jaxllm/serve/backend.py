@@ -29,6 +29,7 @@ class EngineLoad:
         counters: cumulative counters by name.
         programs: FLOPs, bytes and utilisation by the name of the compiled program.
         gauges: further values of now, by name; those of adapters.
+        accepted_by_position: draft tokens that were accepted, by position in the draft; None without speculation.
     """
 
     running: int = 0
@@ -38,6 +39,7 @@ class EngineLoad:
     counters: dict[str, int] = field(default_factory=dict)
     programs: dict[str, ProgramUtilisation] = field(default_factory=dict)
     gauges: dict[str, int] = field(default_factory=dict)
+    accepted_by_position: list[int] | None = None
 
 
 @runtime_checkable
@@ -145,6 +147,12 @@ class EngineBackend:
                 "adapters_on_host": slots.on_host,
                 "adapters_on_device": slots.resident,
             }
+        if speculates := self._engine.config.verify_tokens > 0:
+            counters |= {
+                "spec_decode_num_drafts": metrics.drafts,
+                "spec_decode_num_draft_tokens": metrics.proposed_tokens,
+                "spec_decode_num_accepted_tokens": metrics.accepted_tokens,
+            }
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.forks),
@@ -161,6 +169,7 @@ class EngineBackend:
             | counters,
             programs=program_utilisation(self._engine),
             gauges=gauges,
+            accepted_by_position=list(metrics.accepted_by_position) if speculates else None,
         )
 
     def describe(self) -> dict[str, Any]:

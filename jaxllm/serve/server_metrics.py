@@ -82,6 +82,14 @@ class ServerMetrics:
             )
             family.add_metric([self.name], value)
             yield family
+        if load.accepted_by_position is not None:
+            family = CounterMetricFamily(
+                PREFIX + "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft.",
+                labels=["model_name", "position"],
+            )  # fmt: skip
+            for position, count in enumerate(load.accepted_by_position):
+                family.add_metric([self.name, str(position)], count)
+            yield family
         for field, (kind, help_) in _PROGRAM_METRICS.items():
             family = kind(PREFIX + field, help_, labels=["model_name", "bucket"])
             for bucket, use in sorted(load.programs.items()):

@@ -16,6 +16,7 @@ import pytest
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.engine.page_allocator import NO_PAGE
 from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -138,9 +139,9 @@ def model_of(name: str, dtype: str) -> DecoderConfig:
 
 
 @functools.cache
-def params_of(name: str, dtype: str) -> Any:
+def params_of(name: str, dtype: str, seed: int = 4) -> Any:
     # Scaled up, so that the next token is neither certain nor a toss-up.
-    return jax.tree.map(jnp.asarray, quick.params(model_of(name, dtype), seed=4, scale=0.5))
+    return jax.tree.map(jnp.asarray, quick.params(model_of(name, dtype), seed=seed, scale=0.5))
 
 
 def build(
@@ -151,6 +152,17 @@ def build(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return Engine.of(functional(model_of(model, dtype)), params, config, strict=True, **fields)
+
+
+def draft(engine: Engine, config: DecoderConfig, params: Any) -> DraftModelProposer:
+    """A draft model for an engine, whose programs compile fast."""
+    runner, dtype = engine.runner, str(jax.tree.leaves(params)[0].dtype)
+    served = ServedModel(
+        runner.model, runner.params, engine.config, None, engine.vocab_size, mesh=runner.mesh, strict=True
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        return DraftModelProposer(functional(replace(config, dtype=dtype, param_dtype=dtype)), params, served)
 
 
 @functools.lru_cache(4)

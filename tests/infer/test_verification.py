@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Grammar, Request, SamplingParams
-from jaxllm.infer.engine.proposer import proposed_tokens
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
+from jaxllm.infer.engine.proposer import proposals
+from jaxllm.infer.speculate.draft_length import FixedDraftLength
+from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models import functional
 from jaxllm.text import ByteTokenizer
 from tests import environment, quick, tiny
@@ -24,6 +27,18 @@ def asked(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dic
     greedy = SamplingParams(max_tokens=25, temperature=0.0, seed=1, logprobs=2, repetition_penalty=1.2)
     made += [{"prompt": rng.integers(0, engines.VOCAB, n).tolist(), "params": greedy} for n in (3, 8, 21)]
     return [one | {"cancel": None} for one in made]
+
+
+def plainly_sampled(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Requests of temperature and seed alone, greedy and sampled."""
+    return [
+        {
+            "prompt": rng.integers(0, engines.VOCAB, 4 + 5 * i).tolist(),
+            "params": SamplingParams(max_tokens=20 + i, temperature=heat, seed=i),
+            "at": i,
+        }
+        for i, heat in enumerate((0.0, 1.0, 0.6))
+    ]
 
 
 def equal(got: list[Request], want: list[Request]) -> None:
@@ -91,6 +106,72 @@ def test_full_acceptance_takes_fewer_steps(verifying, float64):
         steps.append(engine.metrics.steps)
     equal(*made)
     assert np.diff(steps).tolist() == [41, 11]
+
+
+def test_ngrams_are_plain_decoding_in_fewer_steps(verifying, rng, float64):
+    """Short of pages, beside sampled requests with logits processors; loops of greedy decoding are found."""
+    engine, oracle = verifying
+    requests = asked(rng, engine.config, 3)
+    loop = SamplingParams(max_tokens=40, temperature=0.0, seed=1, logit_bias={7: 9.0, 8: 9.0})
+    requests += [{"prompt": [7, 8, 7, 8, 9], "params": loop, "cancel": None}]
+    oracle.mode = "silent"
+    steps = [engine.metrics.steps]
+    want = engines.serve(engine, requests)
+    steps.append(engine.metrics.steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler, "proposer", NgramProposer())
+        patch.setattr(engine, "metrics", EngineMetrics(steps=steps[1]))
+        got = engines.serve(engine, requests)
+        metrics = engine.metrics
+    equal(got, want)
+    assert engines.error("llama", "float64", got[:3]) <= 1e-10
+    assert metrics.steps - steps[1] < steps[1] - steps[0]
+    assert 0 < metrics.drafts <= metrics.proposed_tokens
+    assert metrics.accepted_tokens == sum(metrics.accepted_by_position) >= 10
+    assert metrics.accepted_by_position == sorted(metrics.accepted_by_position, reverse=True)
+
+
+def test_drafting_may_stop_and_begin_while_a_verification_runs(verifying, rng, float64):
+    """Adaptive lengths leave the books right: some steps draft for some sequences, others decode plainly."""
+    engine, oracle = verifying
+    requests = asked(rng, engine.config, 4)
+    oracle.mode = "silent"
+    want = engines.serve(engine, requests)
+    oracle.mode = "some"
+    oracle.learn(want)
+
+    class SomeDrafts(FixedDraftLength):
+        def counts(self, sequences: list[Any]) -> dict[Any, int]:
+            return {one: int(rng.integers(1, 4)) for one in sequences if rng.random() < 0.5}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "metrics", EngineMetrics())
+        patch.setattr(engine.scheduler, "draft_length", SomeDrafts(3))
+        equal(engines.serve(engine, requests), want)
+        assert 0 < engine.metrics.accepted_tokens < engine.metrics.proposed_tokens
+
+
+@pytest.mark.drawn(0.5)
+def test_draft_models_are_plain_decoding(verifying, rng, float64):
+    """Short of pages: slots change hands, and sequences are preempted. The model itself guesses plain requests."""
+    engine, oracle = verifying
+    requests, plain = asked(rng, engine.config, 2), plainly_sampled(rng)
+    oracle.mode = "silent"
+    want = [engines.serve(engine, some) for some in (requests, plain)]
+    shares = []
+    for params in (engines.params_of("llama", "float64"), engines.params_of("llama", "float64", 5)):
+        proposer = engines.draft(engine, engines.MODELS["llama"], params)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.scheduler, "proposer", proposer)
+            patch.setattr(engine, "metrics", EngineMetrics())
+            got = engines.serve(engine, requests)
+            equal(got, want[0])
+            assert engines.error("llama", "float64", got) <= 1e-10
+            patch.setattr(engine, "metrics", EngineMetrics())
+            equal(engines.serve(engine, plain), want[1])
+            shares.append(engine.metrics.accepted_tokens / engine.metrics.proposed_tokens)
+        assert proposer.runner.program_cache.counts.late == 0
+    assert shares[0] == 1 > shares[1]
 
 
 @pytest.mark.drawn(0.3)
@@ -186,6 +267,6 @@ def test_what_is_not_legal_is_refused(verifying, float64):
     with pytest.raises(
         ValueError, match=rf"TooMany.propose returned \[1, 1, 1\] for request {request.id}; .* at most 2"
     ):
-        proposed_tokens(TooMany(), request.sequences[0], 2)
+        proposals(TooMany(), [(request.sequences[0], 2)])
     engine.cancel(request)
     engine.step()

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 
 
@@ -30,6 +30,8 @@ def bench_model(argv: list[str]) -> int:
         rounds: int = 3,
         dtype: Literal["float32", "bfloat16"] | None = None,
         layers: Literal["stacked", "apart"] = "stacked",
+        speculate: str | None = None,
+        speculate_tokens: int | None = None,
     ) -> int:
         """Measures greedy decoding of random prompts; prints the fastest of several rounds per batch size.
 
@@ -45,7 +47,12 @@ def bench_model(argv: list[str]) -> int:
             dtype: compute dtype of a model from another library, float32 by default.
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
                 on some devices and compiles longer.
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
+            speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
+                up to 4, as many as pay.
         """
+        check_speculation(speculate, speculate_tokens)
         use_compilation_cache()
         from jaxllm.infer.decode_benchmark import DecodeBenchmark, memory_bandwidth
 
@@ -54,9 +61,13 @@ def bench_model(argv: list[str]) -> int:
         loaded, bandwidth = load_with_progress(model, dtype, layers), memory_bandwidth()
         print(f"{model}, prompts of {prompt} tokens, {tokens} generated; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:
-            measured = DecodeBenchmark(loaded, batch, prompt, tokens, bandwidth)
+            measured = DecodeBenchmark(
+                loaded, batch, prompt, tokens, bandwidth, speculate=speculate, speculate_tokens=speculate_tokens
+            )
             measured.run()
             print(min((measured.run() for _ in range(rounds)), key=lambda figures: figures.seconds), flush=True)
+            if speculate is not None:
+                print(measured.engine.metrics.show_drafts(), flush=True)
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm bench")

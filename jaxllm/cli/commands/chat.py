@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def chat(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         mesh: str | None = None,
+        speculate: str | None = None,
+        speculate_tokens: int | None = None,
     ) -> int:
         """Holds a conversation, one message per line, or answers a single --message.
 
@@ -44,14 +46,22 @@ def chat(argv: list[str]) -> int:
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
+            speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
+                up to 4, as many as pay.
         """
+        check_speculation(speculate, speculate_tokens)
         use_compilation_cache()
         from jaxllm.files import DataError
         from jaxllm.infer import Chat
 
         opening = [{"role": "system", "content": system}] if system else []
         loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
-        talk = Chat(loaded, list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed)
+        talk = Chat(
+            loaded, list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed, speculate=speculate,
+            speculate_tokens=speculate_tokens,
+        )  # fmt: skip
         if message:
             speak(talk, message)
             return 0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 
 
@@ -23,6 +23,8 @@ def generate(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         mesh: str | None = None,
+        speculate: str | None = None,
+        speculate_tokens: int | None = None,
     ) -> int:
         """Generates a completion of a prompt and streams it to the terminal.
 
@@ -38,14 +40,19 @@ def generate(argv: list[str]) -> int:
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
+            speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
+                up to 4, as many as pay.
         """
+        check_speculation(speculate, speculate_tokens)
         use_compilation_cache()
         from jaxllm.infer import LLM, SamplingParams, single_user_config
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
-        llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens))
+        llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens, speculate, speculate_tokens))
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

@@ -49,6 +49,8 @@ def serve(argv: list[str]) -> int:
         adapter_slots: int = 32,
         adapter_rank: int = 64,
         admin_key_file: Path | None = None,
+        speculate: str | None = None,
+        speculate_tokens: int | None = None,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -86,6 +88,10 @@ def serve(argv: list[str]) -> int:
             adapter_rank: with --adapters: largest rank of an adapter.
             admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
                 and unload them while the server runs.
+            speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
+                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
+            speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
+                up to 4, as many as pay.
         """
         try:
             from jaxllm.serve import ServeConfig, backend_factory
@@ -95,6 +101,7 @@ def serve(argv: list[str]) -> int:
         use_compilation_cache()
         from jaxllm.infer import LLM, EngineConfig
         from jaxllm.infer.engine.policies import Fair, Priority, Shortest
+        from jaxllm.infer.speculate.proposer_table import with_speculation
 
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
@@ -106,7 +113,7 @@ def serve(argv: list[str]) -> int:
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
             raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
-        sizes = EngineConfig(
+        plain = EngineConfig(
             max_sequences=max_sequences,
             max_batched_tokens=max_batched_tokens,
             max_len=max_len,
@@ -115,6 +122,7 @@ def serve(argv: list[str]) -> int:
             adapter_slots=0 if found is None else adapter_slots,
             adapter_rank=adapter_rank,
         )
+        sizes = with_speculation(plain, speculate, speculate_tokens)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
 

@@ -31,6 +31,7 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
+from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
@@ -40,7 +41,7 @@ from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.policies import Policy, Service
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import prefix_salt
-from jaxllm.infer.engine.proposer import Proposer, check_proposer
+from jaxllm.infer.engine.proposer import AnyProposer, BatchProposer, check_proposer
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Finish, Request, Sequence
@@ -55,6 +56,9 @@ from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
+from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
+from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
@@ -80,7 +84,8 @@ class Engine:
         tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
         policy: scheduling policy, see ``jaxllm.infer.engine.policies``; None: first come, first served.
         tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
-        proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none.
+        proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none. ``of``
+            makes the one that ``config.speculate`` names.
         predict, clock: see ``PolicyState``.
         adapters: catalogue of the adapters that requests may name, if ``config.adapter_slots``; None: an empty one.
         virtual_tokens: number of places that each sequence begins with, whose tokens the model replaces by its own.
@@ -95,7 +100,7 @@ class Engine:
         *,
         policy: Policy | None = None,
         tpot: float | None = None,
-        proposer: Proposer | None = None,
+        proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterCatalogue | None = None,
@@ -108,12 +113,13 @@ class Engine:
             raise ValueError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
+        self.proposer, self.draft_length = proposer, self._length_of_drafts()
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
-            self.adapter_slots,
+            self.adapter_slots, self.draft_length,
         )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
@@ -141,7 +147,7 @@ class Engine:
         strict: bool = False,
         policy: Policy | None = None,
         tpot: float | None = None,
-        proposer: Proposer | None = None,
+        proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         adapters: AdapterCatalogue | None = None,
     ) -> Engine:
@@ -163,13 +169,24 @@ class Engine:
             ShardingError: the engine cannot serve the model on this mesh.
         """
         config, most = config or EngineConfig(), model.config.vocab_size
-        check_proposer(config, proposer)
+        if config.speculate is None:
+            check_proposer(config, proposer)
+        elif proposer is not None:
+            raise ValueError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
+        else:
+            proposer_kind(config.speculate)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
+        if config.speculate is not None:
+            proposer = make_proposer(
+                ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict)
+            )
+        reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
         runner = ModelRunner(
-            model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict
-        )
+            model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
+            reserved_bytes=reserved,
+        )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
         return cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
@@ -413,6 +430,8 @@ class Engine:
         if params is None:
             return
         self.runner.swap(params)
+        if isinstance(self.proposer, BatchProposer):
+            self.proposer.swap(params)
         while self._in_flight:
             self._cancelled += self._process_result(self._in_flight.popleft())
         self.scheduler.restart()
@@ -473,7 +492,6 @@ class Engine:
             step_inputs.fill(plan, shape, tables, shape.inputs.views(own), self.adapter_slots)
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
-            metrics.proposed_tokens += sum(len(c.proposed) for c in plan.chunks)
         metrics.steps += 1
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
         result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
@@ -486,6 +504,7 @@ class Engine:
         now = state.clock()
         if not step.shape.decode:
             state.step_times = state.step_times.with_step(step.shape.tokens, now - self._last_result_time)
+        self._record_step(step, now - self._last_result_time)
         out: list[OutputDelta] = []
         work: list[tuple[int, int, int]] = []
         for plan, own in zip(step.plans, rows, strict=True):
@@ -495,6 +514,30 @@ class Engine:
         self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
         self._last_result_time = now
         return out
+
+    def _record_step(self, step: _StepInFlight, seconds: float) -> None:
+        """Records the time of a step of plain decoding, or of a verification without prefill, for the draft length."""
+        decode, chunks = step.shape.decode, [chunk for plan in step.plans for chunk in plan.chunks]
+        speculates = any(plan.speculates for plan in step.plans)
+        verifies = speculates and not decode and all(c.count == 1 + len(c.proposed) for c in chunks)
+        if verifies or (decode and not speculates):
+            seconds -= sum(plan.drafting_seconds for plan in step.plans)
+            passes = max(plan.steps for plan in step.plans)
+            self.draft_length.record_step(step.shape.tokens, seconds / passes, decode=decode)
+
+    def _length_of_drafts(self) -> DraftLength:
+        config = self.config
+        if config.speculate is None or config.draft_length == "fixed":
+            return FixedDraftLength(config.verify_tokens)
+        return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
+
+    def _knee(self) -> float:
+        """Rows from which a step is bound by arithmetic, by the data sheet of the device; none known on a CPU."""
+        leaves = jax.tree.leaves(self.runner.params)
+        peak = peak_of(next(iter(leaves[0].devices())).device_kind) if leaves else None
+        if peak is None:
+            return AdaptiveDraftLength.knee
+        return roofline_knee(sum(x.nbytes for x in leaves), sum(x.size for x in leaves), peak.flops, peak.bandwidth)
 
     def _replica_outputs(
         self, plan: StepPlan, shape: StepShape, outputs: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]
@@ -517,7 +560,8 @@ class Engine:
                 sequence.pending -= rows
                 if chunk.proposed:
                     self.scheduler.settle(sequence, refused)
-                    self.metrics.accepted_tokens += len(chunk.proposed) - refused
+                    self.metrics.add_draft(len(chunk.proposed), len(chunk.proposed) - refused)
+                    self.draft_length.record_draft(sequence, len(chunk.proposed), len(chunk.proposed) - refused)
                 out.append(self._append_tokens(sequence, sampled[: rows - refused], outputs, row, first))
                 gained, computed = len(out[-1].tokens), chunk.count - refused
             work.append((chunk.start, gained if shape.decode else computed, gained))

@@ -43,7 +43,9 @@ class EngineMetrics:
         steps: steps sent to the device; a decode loop on the device is one.
         prompt_tokens, generated_tokens: tokens that were computed, and returned.
         padding_tokens: padding rows of flat batches.
-        proposed_tokens, accepted_tokens: tokens that a proposer proposed, and those of them that were sampled.
+        drafts: verifications of the tokens that a proposer proposed for a sequence.
+        proposed_tokens, accepted_tokens: tokens that were proposed, and those of them that were sampled.
+        accepted_by_position: accepted tokens by their position in a draft.
         finished: completions by finish reason.
         programs: work by program name.
     """
@@ -52,10 +54,34 @@ class EngineMetrics:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     padding_tokens: int = 0
+    drafts: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
     finished: dict[str, int] = field(default_factory=dict)
     programs: dict[str, ProgramMetrics] = field(default_factory=dict)
+
+    def add_draft(self, proposed: int, accepted: int) -> None:
+        """Adds a verification of ``proposed`` tokens, of which the first ``accepted`` were sampled."""
+        self.drafts += 1
+        self.proposed_tokens += proposed
+        self.accepted_tokens += accepted
+        self.accepted_by_position += [0] * (proposed - len(self.accepted_by_position))
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens that a verification gives: the accepted ones, and the one sampled after them."""
+        return 1 + self.accepted_tokens / max(1, self.drafts)
+
+    def show_drafts(self) -> str:
+        """Line about speculation: acceptance length, and the share of drafts whose token was accepted, by position."""
+        shares = ", ".join(f"{count / max(1, self.drafts):.0%}" for count in self.accepted_by_position)
+        return (
+            f"speculation: {self.drafts} drafts, {self.proposed_tokens} draft tokens, {self.accepted_tokens} accepted; "
+            f"{self.acceptance_length:.2f} tokens a verification; accepted by position: {shares or 'none'}"
+        )
 
     def add_step(
         self,

@@ -6,7 +6,7 @@ differs, so a completion is the same token by token, whatever is proposed.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import EngineConfig
@@ -14,14 +14,30 @@ from jaxllm.infer.engine_config import EngineConfig
 
 @runtime_checkable
 class Proposer(Protocol):
-    """Proposer of an engine, see ``Engine(proposer=)``."""
+    """Proposer of an engine, see ``Engine(proposer=)``; it proposes for one sequence after the other."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
         """Proposes up to ``count`` tokens that may follow ``sequence.tokens``, which are all known; or none."""
         ...
 
 
-def check_proposer(config: EngineConfig, proposer: Proposer | None) -> None:
+@runtime_checkable
+class BatchProposer(Protocol):
+    """Proposer that proposes for all sequences of a step together, such as a draft model."""
+
+    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Proposes for each (sequence, most tokens), as ``Proposer.propose`` does for one."""
+        ...
+
+    def swap(self, params: Any) -> None:
+        """Takes notice of new weights of the served model, see ``Engine.swap``."""
+        ...
+
+
+AnyProposer = Proposer | BatchProposer
+
+
+def check_proposer(config: EngineConfig, proposer: AnyProposer | None) -> None:
     """Checks that an engine with this configuration can use a proposer.
 
     Raises:
@@ -34,15 +50,26 @@ def check_proposer(config: EngineConfig, proposer: Proposer | None) -> None:
         )
 
 
-def proposed_tokens(proposer: Proposer, sequence: Sequence, count: int) -> tuple[int, ...]:
-    """Tokens that a proposer proposes, up to the first that the sequence's grammar forbids.
+def proposals(proposer: AnyProposer, wanted: list[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    """Tokens that a proposer proposes for each (sequence, most tokens) of a step.
+
+    Each proposal ends before the first token that the sequence's grammar forbids.
 
     Raises:
         ValueError: the proposer returned more tokens than asked, or one that is no token.
     """
-    if count < 1:
-        return ()
-    found = [int(token) for token in proposer.propose(sequence, count)]
+    if isinstance(proposer, BatchProposer):
+        found = proposer.propose_all(wanted)
+    else:
+        found = [proposer.propose(sequence, count) for sequence, count in wanted]
+    return [
+        _legal(proposer, sequence, count, [int(token) for token in tokens])
+        for (sequence, count), tokens in zip(wanted, found, strict=True)
+    ]
+
+
+def _legal(proposer: AnyProposer, sequence: Sequence, count: int, found: list[int]) -> tuple[int, ...]:
+    """Proposed tokens up to the first that the sequence's grammar forbids."""
     if len(found) > count or min(found, default=0) < 0:
         raise ValueError(
             f"{type(proposer).__name__}.propose returned {found} for request {sequence.request.id}; "

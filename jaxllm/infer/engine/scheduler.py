@@ -22,10 +22,11 @@ from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.proposer import Proposer, proposed_tokens
+from jaxllm.infer.engine.proposer import AnyProposer, proposals
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
 from pallas_kernels.paged_attention.retention import RetentionRule
 
 
@@ -42,6 +43,7 @@ class Scheduler:
         rules: retention rule of each layer group, or None; None: no group has one.
         proposer: proposes tokens to verify; None: no speculative decoding.
         adapters: slots of adapters, those of all replicas; None: the engine serves none.
+        draft_length: how many tokens are proposed for each sequence; None: ``config.verify_tokens``.
 
     Attributes:
         running: sequences in the batch.
@@ -61,9 +63,12 @@ class Scheduler:
         columns: int,
         policy_state: PolicyState | None = None,
         rules: list[RetentionRule | None] | None = None,
-        proposer: Proposer | None = None,
+        proposer: AnyProposer | None = None,
         adapters: AdapterSlots | None = None,
+        draft_length: DraftLength | None = None,
     ):
+        self.draft_length = draft_length or FixedDraftLength(config.verify_tokens)
+        self._draft_counts: dict[Sequence, int] = {}
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
         self.rules = rules or [None] * len(counts)
         self.config, self.windows, self.page_size = config, windows, page_size
@@ -109,6 +114,7 @@ class Scheduler:
     @property
     def next_steps(self) -> int:
         """Number of decode steps that the next plan can have."""
+        self._choose_drafts()
         return self._decode_steps(*self._decodes_and_prefills(self.running))
 
     def plan(self) -> StepPlan | None:
@@ -128,19 +134,21 @@ class Scheduler:
                 if sequence.holds:
                     # It may find more than before, because other sequences have advanced.
                     self.hit_tokens += self._prefix_cache.reuse(sequence)
+        self._choose_drafts()
         decodes, prefills = self._decodes_and_prefills(sorted(self.running, key=lambda s: s.rank))
         alone = not (prefills or self.waiting or self.forks) and all(self._needs_last(s) for s in self.running)
         if alone and any(s.pending for s in self.running):
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
         plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
-        for later, sequence in enumerate(decodes, 1 - len(decodes)):
+        proposed = self._proposals(decodes, budget, plan)
+        for sequence in decodes:
             while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
             if sequence.slot >= 0 and reserved:
-                proposed = self._proposed(sequence, budget + later - 1, plan)
-                self._schedule(plan, sequence, 1 + len(proposed), proposed)
-                budget -= 1 + len(proposed)
+                draft = self._with_pages(sequence, proposed.get(sequence, ()), plan)
+                self._schedule(plan, sequence, 1 + len(draft), draft)
+                budget -= 1 + len(draft)
         for sequence in prefills:
             while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
                 self._make_room(plan)
@@ -207,23 +215,51 @@ class Scheduler:
         """Splits running sequences into those that decode next and those whose prefill is not complete."""
         decodes = [
             s for s in running
-            if s.length - s.computed == 1 and s.remaining > 0 and not (self._needs_last(s) and s.pending)
+            if s.length - s.computed == 1 and s.remaining > 0 and not (s.pending and self._waits(s))
         ]  # fmt: skip
         return decodes, [s for s in running if s.length - s.computed > 1]
 
-    def _needs_last(self, sequence: Sequence) -> bool:
-        """Whether the host has to know a sequence's last token before it decodes the next."""
-        return self.proposer is not None or sequence.guide is not None
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for its pending tokens: for the last one, or because some may be refused."""
+        return self._needs_last(sequence) or sequence.unsettled > 0
 
-    def _proposed(self, sequence: Sequence, room: int, plan: StepPlan) -> tuple[int, ...]:
-        """Tokens to verify with the sequence's next one: as many as there are rows, pages and tokens left for."""
-        if self.proposer is None:
-            return ()
-        count = min(room, self.config.verify_tokens, sequence.remaining - 1)
-        found = proposed_tokens(self.proposer, sequence, count)
-        while found and not self._reserve(sequence, 1 + len(found), plan):
-            found = found[: len(found) // 2]
-        return found
+    def _needs_last(self, sequence: Sequence) -> bool:
+        """Whether the host has to know a sequence's last token before it decodes the next.
+
+        If there are drafts for some of a batch, the others wait too: a step for all costs as much as one for some.
+        """
+        return bool(self._draft_counts) or sequence.guide is not None
+
+    def _choose_drafts(self) -> None:
+        """Chooses the number of draft tokens of each decoding sequence."""
+        if self.proposer is not None:
+            decoding = [s for s in self.running if s.length - s.computed == 1 and s.remaining > 1]
+            self._draft_counts = self.draft_length.counts(decoding)
+
+    def _proposals(self, decodes: list[Sequence], budget: int, plan: StepPlan) -> dict[Sequence, tuple[int, ...]]:
+        """Tokens to verify with the next one of each sequence: as many as there are rows and tokens left for."""
+        wanted, room = list[tuple[Sequence, int]](), budget - len(decodes)
+        for sequence in decodes:
+            if (count := min(room, self._draft_counts.get(sequence, 0), sequence.remaining - 1)) > 0:
+                wanted.append((sequence, count))
+                room -= count
+        if self.proposer is None or not wanted:
+            return {}
+        clock = self.policy_state.clock
+        start = clock()
+        found = proposals(self.proposer, wanted)
+        plan.speculates, plan.drafting_seconds = True, clock() - start
+        self.draft_length.record_drafting(max(count for _, count in wanted), plan.drafting_seconds)
+        for (sequence, _), draft in zip(wanted, found, strict=True):
+            if not draft:
+                self.draft_length.record_draft(sequence, 0, 0)
+        return {sequence: draft for (sequence, _), draft in zip(wanted, found, strict=True)}
+
+    def _with_pages(self, sequence: Sequence, draft: tuple[int, ...], plan: StepPlan) -> tuple[int, ...]:
+        """The first tokens of a draft, as many as there are pages for."""
+        while draft and not self._reserve(sequence, 1 + len(draft), plan):
+            draft = draft[: len(draft) // 2]
+        return draft
 
     def _decode_steps(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
         """Decode steps on the device before the host looks: several if no sequence waits and the pages suffice."""

@@ -51,6 +51,8 @@ class StepPlan:
         swap_out: preempted sequences to copy to the host first: (sequence, per group: columns and pages).
         swap_in: sequences to copy back after that: the same.
         admitted: sequences that got a slot.
+        speculates: tokens were to be proposed for some of its sequences.
+        drafting_seconds: time that the proposer took.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -59,6 +61,8 @@ class StepPlan:
     swap_out: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
     swap_in: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    speculates: bool = False
+    drafting_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:

@@ -47,7 +47,8 @@ CPU_MEMORY_SHARE = 0.25
 class ModelRunner:
     """Runner of a model on the devices of this process, or its part of a mesh over several processes.
 
-    Compiles all programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``.
+    Compiles all programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``; ``reserved_bytes``
+    of each device are left to others, such as a draft model.
 
     Attributes:
         spec: sizes, all settled.
@@ -70,7 +71,9 @@ class ModelRunner:
         mesh: jax.sharding.Mesh | None = None,
         manifest: Path | None = None,
         strict: bool = False,
+        reserved_bytes: int = 0,
     ):
+        self._reserved_bytes = reserved_bytes
         self.config, self.vocab_size = config, vocab_size
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
@@ -270,6 +273,7 @@ class ModelRunner:
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
             weights, slots = map(_bytes_of, (self._abstract_weights, self._abstract_state() if self._full else ()))
             room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - weights - temporaries - slots
+            room -= self._reserved_bytes
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
 

@@ -1,0 +1,210 @@
+"""Draft length: how many tokens are drafted for each sequence of a step, by acceptance and by what a step costs.
+
+If each draft token is accepted with probability ``a``, the j-th is worth a^j tokens; it costs a row of the verification
+and a pass of the drafter. Decoding is bound by memory while a batch is small, so that rows are nearly free, and by
+arithmetic when it is large: then no draft pays, and sequences decode plainly, several tokens a step. Costs are measured
+as steps run; a step that has not run yet is estimated by the roofline. It is the goodput of SmartSpec
+(arXiv:2406.14066), with a length for each sequence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from jaxllm.infer.engine.sequence import Sequence
+
+OPTIMISM = 0.8
+"""Acceptance that is assumed before anything is verified, and that old evidence fades to."""
+WEIGHT = 2.0
+"""Evidence, in tokens, that the assumed acceptance counts as."""
+FADE = 256
+"""Tokens after which evidence counts half, so that drafting is tried again now and then."""
+MARGIN = 1.03
+"""Gain in speed from which drafting is worth its variance."""
+
+
+@runtime_checkable
+class DraftLength(Protocol):
+    """Draft length of an engine's sequences."""
+
+    def counts(self, sequences: list[Sequence]) -> dict[Sequence, int]:
+        """Most draft tokens for each sequence of the next step; a sequence without any is left out."""
+        ...
+
+    def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        """Records a verification, or that nothing was proposed."""
+        ...
+
+    def record_drafting(self, depth: int, seconds: float) -> None:
+        """Records the time of drafting ``depth`` tokens for all sequences of a step."""
+        ...
+
+    def record_step(self, rows: int, seconds: float, *, decode: bool) -> None:
+        """Records the time of a pass of the served model over so many rows, padding included."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedDraftLength:
+    """Fixed draft length: as many tokens for every sequence.
+
+    Attributes:
+        most: tokens.
+    """
+
+    most: int
+
+    def counts(self, sequences: list[Sequence]) -> dict[Sequence, int]:
+        """The same number for each sequence."""
+        return dict.fromkeys(sequences, self.most)
+
+    def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        """Does nothing."""
+
+    def record_drafting(self, depth: int, seconds: float) -> None:
+        """Does nothing."""
+
+    def record_step(self, rows: int, seconds: float, *, decode: bool) -> None:
+        """Does nothing."""
+
+
+@dataclass
+class _Acceptance:
+    """Evidence about the acceptance of draft tokens, which fades as tokens are generated without any."""
+
+    accepted: float = 0.0
+    tried: float = 0.0
+    at: int = 0
+
+    def add(self, accepted: int, tried: int, now: int) -> None:
+        """Adds ``tried`` draft tokens that were compared, of which ``accepted`` were equal."""
+        kept = self._kept(now)
+        self.accepted, self.tried, self.at = self.accepted * kept + accepted, self.tried * kept + tried, now
+
+    def rate(self, assumed: float, now: int) -> float:
+        """Expected acceptance of the next draft token."""
+        kept = self._kept(now)
+        return (self.accepted * kept + assumed * WEIGHT) / (self.tried * kept + WEIGHT)
+
+    def _kept(self, now: int) -> float:
+        return 0.5 ** (max(0, now - self.at) / FADE)
+
+
+@dataclass
+class _Duration:
+    """Running mean of measured seconds; the first measurement alone is not trusted."""
+
+    seconds: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        if self.count <= 2:
+            self.seconds = seconds if self.count == 1 else min(self.seconds, seconds)
+        else:
+            self.seconds += 0.1 * (min(seconds, 2 * self.seconds) - self.seconds)
+
+    @property
+    def known(self) -> bool:
+        return self.count >= 2
+
+
+@dataclass
+class AdaptiveDraftLength:
+    """Adaptive draft length: the drafts that make the next step's tokens per second largest.
+
+    Attributes:
+        most: most draft tokens of a sequence.
+        decode_buckets, prompt_buckets: rows that steps of plain decoding, and of verification, are padded to.
+        knee: rows at which a step is bound by arithmetic instead of memory, see ``roofline_knee``.
+    """
+
+    most: int
+    decode_buckets: Many[int]
+    prompt_buckets: Many[int]
+    knee: float = 1e9
+    _plain: dict[int, _Duration] = field(default_factory=dict)
+    _verify: dict[int, _Duration] = field(default_factory=dict)
+    _drafting: _Duration = field(default_factory=_Duration)
+    _all: _Acceptance = field(default_factory=_Acceptance)
+    _own: weakref.WeakKeyDictionary[Sequence, _Acceptance] = field(default_factory=weakref.WeakKeyDictionary)
+    _passes: int = 0
+
+    def counts(self, sequences: list[Sequence]) -> dict[Sequence, int]:
+        """Draft tokens of each sequence, the most promising first; none until plain decoding has been measured."""
+        if not sequences or not self._plain_known(len(sequences)):
+            return {}
+        # Every draft token by its expected worth: the most promising first, and a sequence's in their order.
+        gains = sorted(
+            (-(rate**depth), depth, number)
+            for number, (one, rate) in enumerate((one, self.rate(one)) for one in sequences)
+            for depth in range(1, min(self.most, one.remaining - 1) + 1)
+        )
+        batch, taken = len(sequences), []
+        best = MARGIN * batch / self.plain_seconds(batch)
+        for deepest in range(1, self.most + 1):
+            some, tokens = [one for one in gains if one[1] <= deepest], float(batch)
+            for rows, (gain, _, _) in enumerate(some, 1):
+                tokens -= gain
+                seconds = self.verify_seconds(batch, batch + rows) + deepest * self._drafting.seconds
+                if tokens / seconds > best:
+                    best, taken = tokens / seconds, some[:rows]
+        counts: dict[Sequence, int] = {}
+        for _, depth, number in taken:
+            counts[sequences[number]] = max(depth, counts.get(sequences[number], 0))
+        return counts
+
+    def rate(self, one: Sequence) -> float:
+        """Expected acceptance of a sequence's next draft token."""
+        overall = self._all.rate(OPTIMISM, self._passes)
+        return self._own[one].rate(overall, one.generated) if one in self._own else overall
+
+    def plain_seconds(self, batch: int) -> float:
+        """Seconds of a pass that decodes a token of each of so many sequences."""
+        return self._plain[_bucket(self.decode_buckets, batch)].seconds
+
+    def verify_seconds(self, batch: int, rows: int) -> float:
+        """Seconds of a step with so many rows: measured, or by the roofline from what plain decoding takes."""
+        if rows > self.prompt_buckets[-1]:
+            return float("inf")
+        bucket = _bucket(self.prompt_buckets, rows)
+        if bucket in self._verify and self._verify[bucket].known:
+            return self._verify[bucket].seconds
+        rows = _bucket(self.decode_buckets, batch)
+        return self.plain_seconds(batch) * max(self.knee, bucket) / max(self.knee, rows)
+
+    def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        """Records a verification; nothing proposed counts as a refused token."""
+        tried = accepted + (accepted < proposed or not proposed)
+        self._all.add(accepted, tried, self._passes)
+        self._own.setdefault(sequence, _Acceptance()).add(accepted, tried, sequence.generated)
+
+    def record_drafting(self, depth: int, seconds: float) -> None:
+        """Records the time of drafting."""
+        self._drafting.add(seconds / depth)
+
+    def record_step(self, rows: int, seconds: float, *, decode: bool) -> None:
+        """Records the time of a pass."""
+        self._passes += 1
+        (self._plain if decode else self._verify).setdefault(rows, _Duration()).add(seconds)
+
+    def _plain_known(self, batch: int) -> bool:
+        bucket = _bucket(self.decode_buckets, batch)
+        return bucket in self._plain and self._plain[bucket].known
+
+
+def roofline_knee(weight_bytes: int, weights: int, flops: float, bandwidth: float) -> float:
+    """Rows of a step from which its matmuls take longer than reading the weights.
+
+    Args:
+        weight_bytes, weights: bytes and number of the weights that a step reads.
+        flops, bandwidth: peak of the device, per second.
+    """
+    return (weight_bytes / bandwidth) / (2 * weights / flops)
+
+
+def _bucket(sizes: Many[int], count: int) -> int:
+    return next((size for size in sizes if size >= count), sizes[-1])

@@ -1,0 +1,85 @@
+"""Proposer table: the proposers of speculative decoding by the names that ``--speculate`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxllm.infer.engine.proposer import AnyProposer
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
+from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
+
+
+@dataclass(frozen=True)
+class ProposerKind:
+    """Row of the proposer table.
+
+    Attributes:
+        usage: how it is named, such as ``ngram[:N]``.
+        parse: reads and checks the text after the colon, before any model is loaded; raises ValueError.
+        make: makes the proposer of what ``parse`` returned and the served model.
+    """
+
+    usage: str
+    parse: Callable[[str], Any]
+    make: Callable[[Any, ServedModel], AnyProposer]
+
+
+PROPOSERS: dict[str, ProposerKind] = {
+    "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
+    "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
+}
+"""Proposers by name."""
+
+
+def proposer_kind(speculate: str) -> tuple[ProposerKind, Any]:
+    """Row of ``EngineConfig.speculate`` and its parsed argument; no model is loaded.
+
+    Raises:
+        ValueError: there is no such proposer, or its argument is not legal.
+    """
+    name, _, text = speculate.partition(":")
+    if name not in PROPOSERS:
+        legal = ", ".join(kind.usage for kind in PROPOSERS.values())
+        raise ValueError(f"speculate = {speculate!r}: there is no proposer {name!r}; legal: {legal}.")
+    kind = PROPOSERS[name]
+    try:
+        return kind, kind.parse(text)
+    except ValueError as error:
+        raise ValueError(f"speculate = {speculate!r}: {error}") from None
+
+
+def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | None = None) -> EngineConfig:
+    """Configuration of an engine that speculates; the same where ``speculate`` is None.
+
+    Args:
+        config: configuration without speculation.
+        speculate: see ``EngineConfig``.
+        tokens: number of draft tokens of a sequence in a step, fixed; None: as the configuration says.
+
+    Raises:
+        ValueError: there is no such proposer, or it does not go with the configuration.
+    """
+    if speculate is None:
+        if tokens is not None:
+            raise ValueError(f"speculate_tokens = {tokens} without speculate: give a proposer, such as 'ngram'.")
+        return config
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"speculate_tokens = {tokens}; give 1 or more, or leave speculate out.")
+    proposer_kind(speculate)
+    if tokens is None:
+        return replace(config, speculate=speculate)
+    return replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed")
+
+
+def make_proposer(served: ServedModel) -> AnyProposer:
+    """Proposer that the ``speculate`` of a served model's configuration names.
+
+    Raises:
+        ValueError: see ``proposer_kind``; or the proposer does not go with the model.
+    """
+    assert served.config.speculate is not None
+    kind, argument = proposer_kind(served.config.speculate)
+    return kind.make(argument, served)

@@ -1,0 +1,192 @@
+"""Proposers of speculative decoding: what they propose, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.infer import LLM, EngineConfig, SamplingParams
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
+from jaxllm.infer.engine.sequence import Request, Sequence
+from jaxllm.infer.speculate import draft_model
+from jaxllm.infer.speculate.draft_length import FADE, AdaptiveDraftLength, roofline_knee
+from jaxllm.infer.speculate.ngram import SHORTEST, NgramProposer
+from jaxllm.infer.speculate.proposer_table import with_speculation
+from jaxllm.models import functional
+from jaxllm.serve.backend import EngineLoad
+from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.text import ByteTokenizer
+from tests import tiny
+
+
+def sequence(tokens: list[int], virtual_tokens: int = 0) -> Sequence:
+    request = Request(0, tokens, SamplingParams(), b"", 0, frozenset(), virtual_tokens=virtual_tokens)
+    return Sequence(request, 0, 0, list(tokens))
+
+
+def brute_force(tokens: list[int], longest: int, count: int) -> list[int]:
+    """What follows the latest earlier occurrence of the longest suffix; beyond the end, what is proposed."""
+    for size in range(min(longest, len(tokens)), min(SHORTEST, longest) - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                grown = list(tokens)
+                while len(grown) < len(tokens) + count:
+                    grown.append(grown[end + len(grown) - len(tokens)])
+                return grown[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize("longest", [1, 2, 4])
+def test_ngrams_are_those_of_a_search_through_all_tokens(longest, rng):
+    for _ in range(20):
+        proposer, one = NgramProposer(longest), sequence(rng.integers(0, 3, int(rng.integers(1, 30))).tolist())
+        for _ in range(6):
+            count = int(rng.integers(1, 9))
+            assert proposer.propose(one, count) == brute_force(one.tokens, longest, count)
+            one.tokens += rng.integers(0, 3, int(rng.integers(1, 5))).tolist()
+
+
+def test_virtual_tokens_are_in_no_ngram():
+    proposer = NgramProposer(2)
+    assert proposer.propose(sequence([5, 5, 5, 6]), 1) == []
+    assert proposer.propose(sequence([5, 5, 5]), 2) == [5, 5]
+    assert proposer.propose(sequence([5, 5, 5], virtual_tokens=2), 2) == []
+
+
+def refuse(match: str, config: EngineConfig | None = None, **fields: Any) -> None:
+    """Checks that an LLM refuses arguments, before it looks for the model."""
+    with pytest.raises(ValueError, match=match):
+        LLM("no/such/model", config, **fields)
+
+
+def test_what_is_not_legal_is_refused_before_the_model_is_loaded():
+    refuse(r"'ngramm': there is no proposer 'ngramm'; legal: ngram\[:N\], draft:MODEL", speculate="ngramm")
+    refuse("'ngram:0': ngram:0; N is the length in tokens", speculate="ngram:0")
+    refuse("'draft:': draft: needs a model, such as draft:smollm2", speculate="draft:")
+    refuse("speculate_tokens = 0; give 1 or more", speculate="ngram", speculate_tokens=0)
+    refuse("speculate_tokens = 3 without speculate", speculate_tokens=3)
+    refuse("verify_tokens = 300; give 0", speculate="ngram", speculate_tokens=300)
+    invariant = EngineConfig(batch_invariant=True, preemption="swap", samplers=("full",), decode_steps=1)
+    refuse("batch_invariant does not go with speculate = 'ngram'", invariant, speculate="ngram")
+
+
+def test_steps_that_verify_have_buckets_of_their_own():
+    plain = EngineConfig(max_sequences=4)
+    config = with_speculation(plain, "ngram", 3)
+    assert plain.prompt_buckets == (64, 256)
+    assert config.prompt_buckets == (4, 8, 16, 64, 256)
+    assert EngineConfig(speculate="ngram").verify_tokens == 4
+    assert dataclasses.replace(plain, buckets=(256,), speculate="ngram").prompt_buckets == (256,)
+    assert with_speculation(plain, None) == plain
+    assert np.all(np.diff(EngineConfig(speculate="ngram", max_batched_tokens=20).prompt_buckets) > 0)
+
+
+def test_metrics_have_the_names_of_vllm():
+    counts = EngineMetrics()
+    for proposed, accepted in ((3, 2), (2, 0), (4, 4)):
+        counts.add_draft(proposed, accepted)
+    assert counts.accepted_by_position == [2, 2, 1, 1]
+    assert counts.acceptance_length == 3
+    assert "3 drafts, 9 draft tokens, 6 accepted; 3.00 tokens a verification" in counts.show_drafts()
+    metrics = ServerMetrics("tiny")
+    load = EngineLoad(counters={"spec_decode_num_drafts": 3}, accepted_by_position=counts.accepted_by_position)
+    metrics._backend = SimpleNamespace(load=lambda: load)  # type: ignore[assignment]
+    lines = metrics.text().decode().splitlines()
+    assert 'jaxllm:spec_decode_num_drafts_total{model_name="tiny"} 3.0' in lines
+    name = "jaxllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert f'{name}{{model_name="tiny",position="1"}} 2.0' in lines
+
+
+def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
+    config = tiny.decoder(dtype="float32", vocab_size=272)
+
+    def load(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(model=functional(config), params=None, tokenizer=draft_tokens)
+
+    monkeypatch.setattr(draft_model, "load_model", load)
+    own = ByteTokenizer()
+    draft_tokens = ByteTokenizer()
+    draft_tokens.token_bytes = [*own.token_bytes[1:], own.token_bytes[0]]  # type: ignore[misc]
+    served = draft_model.ServedModel(functional(config), None, EngineConfig(max_len=16), own, own.vocab_size)
+    with pytest.raises(ValueError, match="the draft model small has another tokenizer than the served model of "):
+        draft_model.load_draft("small", served)
+    draft_tokens = own
+    for fields, message in (
+        ({"vocab_size": 100}, "the draft model has 100 tokens, the served one 272; give a draft with the same"),
+        ({"learned_positions": 8}, "sequences have 16 tokens, but the draft model has learned positions for 8"),
+        ({"prompt_tokens": 2}, r"does not go with virtual tokens \(prefix, prompt tuning\); give ngram"),
+    ):
+        config = tiny.decoder(dtype="float32", **{"vocab_size": 272} | fields)
+        with pytest.raises(ValueError, match=message):
+            draft_model.load_draft("small", served)
+
+
+def many(count: int, left: int = 50) -> list[Sequence]:
+    made = [sequence([1, 2]) for _ in range(count)]
+    for one in made:
+        one.request.params = SamplingParams(max_tokens=left)
+    return made
+
+
+def measured(length: AdaptiveDraftLength, knee: float) -> AdaptiveDraftLength:
+    """With two measurements of every step of a device: 1 second up to ``knee`` rows, and more in proportion."""
+    for _ in range(2):
+        for decode, sizes in ((True, length.decode_buckets), (False, length.prompt_buckets)):
+            for rows in sizes:
+                length.record_step(rows, max(1.0, rows / knee), decode=decode)
+    return length
+
+
+def test_draft_lengths_are_those_of_an_exhaustive_search(rng):
+    """Over all lengths of three sequences, by tokens per second; the roofline gives the same as measurements."""
+    buckets = (1, 2, 4), (2, 3, 5, 7, 9, 12)
+    for knee in (1.0, 3.0, 6.0, 100.0):
+        length, sequences = measured(AdaptiveDraftLength(3, *buckets, knee), knee), many(3)
+        for one in sequences:
+            for _ in range(12):
+                length.record_draft(one, 3, int(rng.integers(0, 4)))
+        length.record_drafting(2, drafting := 2 * float(rng.choice([0.02, 0.4])))
+        rates = [length.rate(one) for one in sequences]
+
+        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=drafting / 2) -> float:
+            tokens = sum(rate**j for rate, count in zip(rates, counts, strict=True) for j in range(count + 1))
+            rows = next(size for size in buckets[bool(sum(counts))] if size >= 3 + sum(counts))
+            return tokens / (max(1.0, rows / knee) + each * max(counts))
+
+        found = length.counts(sequences)
+        own = speed(tuple(found.get(one, 0) for one in sequences))
+        best = max(map(speed, itertools.product(range(4), repeat=3)))
+        assert own == pytest.approx(best) if best > 1.03 * speed((0, 0, 0)) else not found
+        assert found or knee < 100
+        fresh = AdaptiveDraftLength(3, *buckets, knee)
+        assert fresh.counts(sequences) == {}, "plain decoding is measured first"
+        fresh._all, fresh._own, fresh._drafting, fresh._passes = length._all, length._own, length._drafting, 0
+        for _ in range(2):
+            fresh.record_step(4, max(1.0, 4 / knee), decode=True)
+        fresh._passes = length._passes
+        assert fresh.counts(sequences) == found
+
+
+def test_drafts_stop_where_none_is_accepted_and_are_tried_again():
+    length, (one,) = measured(AdaptiveDraftLength(4, (1,), (5,), 2.0), 2.0), many(1)
+    assert length.counts([one]) == {one: 4}
+    for _ in range(6):
+        length.record_draft(one, 4, 0)
+    assert length.counts([one]) == {}
+    one.tokens += [0] * 8 * FADE
+    assert length.counts([one]) == {}, "all sequences have taught it"
+    length._passes += 8 * FADE
+    one.request.params = SamplingParams(max_tokens=len(one.tokens) + 50)
+    assert length.counts([one]) == {one: 4}
+    short = many(1, left=3)
+    assert measured(AdaptiveDraftLength(4, (1,), (5,)), 5.0).counts(short) == {short[0]: 2}, "the last needs no draft"
+
+
+def test_rooflines_knee():
+    """Weights of 2 bytes on 1e12 bytes/s and 100e12 FLOP/s: 100 rows take as long as reading."""
+    assert roofline_knee(2 * 8_000, 8_000, 100e12, 1e12) == pytest.approx(100)
