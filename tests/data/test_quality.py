@@ -1,5 +1,7 @@
 """Data quality: duplicates, languages and contamination in texts whose truth is known."""
 
+import itertools
+
 import pytest
 
 from jaxllm.data import corpus

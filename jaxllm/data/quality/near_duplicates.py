@@ -1,4 +1,4 @@
-"""Duplicates across a corpus by sorted files: memory is bounded by the settings below, not by the corpus.
+"""Deduplication across a corpus by sorted files: memory is bounded by the settings below, not by the corpus.
 
 A document is a duplicate if an *earlier* one, in the order of sources, files and rows, is equal to it or similar: so
 the verdict on a document depends on no other verdict, and each can be found by itself. Equal texts have equal words.
