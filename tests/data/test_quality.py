@@ -45,7 +45,8 @@ def test_duplicates_of_both_kinds_are_found(rng):
         texts.append(text)
         truth.append(of)
     found = find_duplicates(texts)
-    assert found.duplicate_of.tolist() == truth
+    # Two copies may have the same word changed: the later one repeats the earlier, which repeats the origin.
+    assert found.duplicate_of[found.duplicate_of].tolist() == truth
     assert found.keep.tolist() == [of == n for n, of in enumerate(truth)]
     assert found.exact + found.near == sum(of != n for n, of in enumerate(truth))
     assert (found.similarity[~found.keep] >= 0.8).all()
