@@ -5,7 +5,7 @@
 
 Synthetic documents of 100 to 400 words in files of 10,000; a tenth are copies, a tenth nearly. Everyone reads the same
 JSONL and writes the documents that stay, in one process on one core: ours and datatrove by exact and MinHash
-deduplication with the same number of hashes, `jaxllm data dedup` by its own. Turns alternate within one run.
+deduplication with as many hashes (`jaxllm data dedup` with 128). Turns alternate within one run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OURS = """
 import sys
 from pathlib import Path
 from jaxllm.data.prepare.corpus_config import CorpusConfig, CorpusSource, DedupRule
-from jaxllm.data.prepare import near_duplicates
+from jaxllm.data.quality import near_duplicates
 from jaxllm.data.prepare.preparation import prepare_corpus
 folder = Path(sys.argv[1])
 if sys.argv[3:]:

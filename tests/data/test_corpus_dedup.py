@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxllm.data.prepare import near_duplicates as nd
+from jaxllm.data.quality import near_duplicates as nd
 
 pytest.importorskip("rensa")
 

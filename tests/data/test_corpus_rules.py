@@ -10,11 +10,18 @@ import dataclasses
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.data.prepare.corpus_config import CorpusConfig, CorpusSource, LanguageRule, PIIMasks, QualityRules
+from jaxllm.data.prepare.corpus_config import (
+    Blocklist,
+    CorpusConfig,
+    CorpusSource,
+    LanguageRule,
+    PIIMasks,
+    QualityRules,
+)
 from jaxllm.data.prepare.document_rules import DocumentRules
+from jaxllm.files import DataError
 
 pytest.importorskip("datatrove")
-pytest.importorskip("py3langid")
 
 SOURCE = CorpusSource("s", ("a.jsonl",), "CC0")
 
@@ -190,3 +197,35 @@ def test_a_text_without_words_is_dropped_by_name():
         rules(quality=QualityRules(("gopher_quality",), gopher_quality={"min_doc_words": 0})).apply("\x00 ! \n")[1]
         == "no_words"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A Bad word.", "blocked_word"),
+        ("badly said, and embad too", ""),
+        ("two\tbad", "blocked_word"),
+        ("the very worst (very  worst)", "blocked_word"),
+        ("very, worst", ""),
+        ("これは悪い文", "blocked_word"),
+        ("c++!", "blocked_word"),
+        ("", ""),
+    ],
+)
+def test_blocklist(tmp_path, text, expected):
+    (tmp_path / "list.txt").write_text("bad\n\nVery Worst\n悪い\nc++\n", encoding="utf-8")
+    found, rule, _ = rules(blocklist=Blocklist((str(tmp_path / "list.txt"),))).apply(text)
+    assert rule == (expected or ("" if text else "no_text"))
+    assert found == text
+
+
+def test_a_blocklist_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes("schön".encode("latin-1"))
+    for name, message in [("absent.txt", "No such file"), ("empty.txt", "no words in"), ("latin.txt", "utf-8")]:
+        with pytest.raises(DataError, match=message):
+            rules(blocklist=Blocklist((str(tmp_path / name),)))
+    with pytest.raises(ConfigError, match="is a URL"):
+        Blocklist(("s3://b/list.txt",))
+    with pytest.raises(ConfigError, match="empty"):
+        Blocklist(())

@@ -442,3 +442,18 @@ def test_the_command_prints_what_was_dropped(tmp_path, stories, capsys, monkeypa
         assert main(["data", "prepare", str(other), "--part", f"{stage}:0/1"]) == 0
     assert main(["data", "prepare", str(other), "--part", "finish"]) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "slurm")
+
+
+def test_texts_without_words_are_deduplicated_as_they_are(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["!!!", "?", "!!!"])
+    found = prepared(settings(tmp_path, "[dedup]", files='"a.jsonl"'))
+    assert texts(found.path.parent) == ["!!!", "?"]
+
+
+def test_another_blocklist_is_refused_in_a_folder_that_was_begun(tmp_path, stories):
+    (tmp_path / "list.txt").write_text(stories[2].split()[4] + "\n")
+    path = settings(tmp_path, '[blocklist]\nfiles = ["list.txt"]')
+    plan_corpus(read_corpus_config(path))
+    (tmp_path / "list.txt").write_text("other words\n")
+    with pytest.raises(DataError, match="blocklist"):
+        prepared(path)

@@ -1,12 +1,14 @@
 """Data quality: duplicates, languages and contamination in texts whose truth is known."""
 
-import numpy as np
+import itertools
+
 import pytest
 
 from jaxllm.data import corpus
 from jaxllm.data.quality.contamination import find_contamination
-from jaxllm.data.quality.corpus_stats import count_languages, detect_language, length_stats
-from jaxllm.data.quality.dedup import NUM_HASHES, find_duplicates, minhash_signature, rows_per_band
+from jaxllm.data.quality.corpus_stats import length_stats
+from jaxllm.data.quality.dedup import find_duplicates
+from jaxllm.data.quality.language import detect_language
 from jaxllm.data.quality.word_shingles import ngram_hashes, words
 
 WORDS = [f"w{n}" for n in range(4000)]
@@ -26,20 +28,6 @@ def test_ngrams_are_equal_where_the_words_are():
     assert words("Größe_1 x") == ["größe_1", "x"]
 
 
-def test_signatures_estimate_the_jaccard_similarity(rng):
-    """The mean over many pairs is within five standard errors of the truth."""
-    errors = []
-    for _ in range(60):
-        text = sentence(rng, 300).split()
-        cut = int(rng.integers(0, 280))
-        other = text[cut:] + sentence(rng, cut).split()
-        a, b = (set(ngram_hashes(" ".join(one), 5).tolist()) for one in (text, other))
-        estimate = (minhash_signature(" ".join(text)) == minhash_signature(" ".join(other))).mean()
-        errors.append(estimate - len(a & b) / len(a | b))
-    assert abs(np.mean(errors)) < 5 * 0.5 / np.sqrt(NUM_HASHES * 60)
-    assert np.abs(errors).max() < 6 * 0.5 / np.sqrt(NUM_HASHES)
-
-
 def test_duplicates_of_both_kinds_are_found(rng):
     texts, truth = [], []
     for number in range(120):
@@ -57,7 +45,8 @@ def test_duplicates_of_both_kinds_are_found(rng):
         texts.append(text)
         truth.append(of)
     found = find_duplicates(texts)
-    assert found.duplicate_of.tolist() == truth
+    # Two copies may have the same word changed: the later one repeats the earlier, which repeats the origin.
+    assert found.duplicate_of[found.duplicate_of].tolist() == truth
     assert found.keep.tolist() == [of == n for n, of in enumerate(truth)]
     assert found.exact + found.near == sum(of != n for n, of in enumerate(truth))
     assert (found.similarity[~found.keep] >= 0.8).all()
@@ -74,38 +63,23 @@ def test_different_texts_are_kept():
         find_duplicates([], threshold=1.5)
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95])
-def test_bands_find_pairs_at_the_threshold(threshold):
-    rows = rows_per_band(threshold)
-    assert 1 - (1 - threshold**rows) ** (NUM_HASHES // rows) >= 0.99
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
         ("The quick brown fox jumps over the lazy dog and it is not the end of the story.", "en"),
         ("Der schnelle braune Fuchs springt über den faulen Hund, und das ist nicht das Ende.", "de"),
-        ("Le renard brun saute par-dessus le chien paresseux et ce n'est pas la fin de l'histoire.", "fr"),
-        ("El zorro marrón salta sobre el perro perezoso y no es el final de la historia.", "es"),
-        ("Быстрая лиса прыгает через собаку, и это не конец того, что было на самом деле.", "ru"),
         ("これは日本語の文章です。", "ja"),
-        ("这是一个中文句子。", "zh"),
-        ("이것은 한국어 문장입니다.", "ko"),
         ("αυτή είναι μια πρόταση", "el"),
-        ("xyzzy plugh qux", "latin"),
-        ("1 + 1 = 2 !!!", "none"),
-        ("", "none"),
+        ("xyzzy plugh qux", "undecided"),
+        ("1 + 1 = 2 !!!", "undecided"),
+        ("", "undecided"),
     ],
 )  # fmt: skip
 def test_languages(text, code):
     assert detect_language(text) == code
 
 
-def test_counts():
-    assert count_languages(["the cat is on the mat", "der Hund ist in dem Haus", "the dog of the man"]) == {
-        "en": 2,
-        "de": 1,
-    }
+def test_lengths():
     known = length_stats(list(range(1, 101)))
     assert (known.count, known.total, known.least, known.p50, known.p90, known.p99, known.most) == (
         100, 5050, 1, 51, 91, 100, 100,
@@ -138,6 +112,19 @@ def test_the_wording_of_all_items_is_no_contamination(rng):
         find_contamination([], [])
     with pytest.raises(ValueError, match="n-grams of 1"):
         find_contamination([], ["x"], ngram_words=1)
+
+
+def test_a_similar_document_is_one_of_an_earlier_dropped_one(rng):
+    """A chain of documents, each similar to the one before it only: all but the first have an earlier similar one."""
+    chain = [sentence(rng, 100).split()]
+    for number in range(5):
+        chain.append([*chain[-1]])
+        chain[-1][15 * number : 15 * number + 5] = sentence(rng, 5).split()
+    found = find_duplicates([" ".join(one) for one in chain], threshold=0.8)
+    assert found.duplicate_of.tolist() == [0, 0, 1, 2, 3, 4]
+    grams = [set(zip(*(one[place:] for place in range(5)), strict=False)) for one in chain]
+    exact = [len(a & b) / len(a | b) for a, b in itertools.pairwise(grams)]
+    assert found.similarity[1:].tolist() == exact
 
 
 def test_pairs_above_the_threshold_are_found(rng):

@@ -134,9 +134,9 @@ MUTANTS = [
     ),
     Mutant(
         "ngram_similarity_of_one_band",
-        "jaxllm/data/quality/dedup.py",
-        "own[band * rows : (band + 1) * rows]",
-        "own[:rows]",
+        "jaxllm/data/quality/near_duplicates.py",
+        "part = np.array(signature.digest(), np.uint64)[: self.bands * self.rows].reshape(self.bands, self.rows)",
+        "part = np.tile(np.array(signature.digest(), np.uint64)[: self.rows], (self.bands, 1))",
         ("tests/data/test_quality.py::test_pairs_above_the_threshold_are_found",),
     ),
     Mutant(

@@ -202,7 +202,8 @@ def pack(
 
 def stats(read: DataInputArgs, words: TokenizerArgs) -> int:
     """Show lengths, languages, characters and tokens of documents."""
-    from jaxllm.data.quality.corpus_stats import detect_language, length_stats
+    from jaxllm.data.quality.corpus_stats import length_stats
+    from jaxllm.data.quality.language import detect_language
 
     characters, spoken = [], Counter()
     documents = read.documents()
@@ -227,7 +228,7 @@ def dedup(read: DataInputArgs, out: Path, threshold: float = 0.8, exact: bool = 
 
     Args:
         out: JSONL file to write.
-        threshold: estimated Jaccard similarity of 5-grams of words from which on documents are near-duplicates.
+        threshold: Jaccard similarity of 5-grams of words from which on documents are near-duplicates.
         exact: remove exact duplicates only.
     """
     from jaxllm.data.quality.dedup import find_duplicates

@@ -14,6 +14,9 @@
     [quality]
     rules = ["gopher_repetition", "gopher_quality", "c4", "fineweb"]
 
+    [blocklist]
+    files = ["bad_words.txt"]
+
     [pii]
 
     [dedup]
@@ -110,6 +113,21 @@ class QualityRules:
 
 
 @dataclass(frozen=True)
+class Blocklist:
+    """Block list: a document with any of its words or phrases is dropped, as C4 does with its list of bad words."""
+
+    files: tuple[str, ...]
+    """Text files of this machine, one word or phrase a line; upper and lower case are the same."""
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ConfigError("blocklist.files is empty; give text files with one word or phrase a line")
+        for name in self.files:
+            if "://" in name:
+                raise ConfigError(f"blocklist.files: {name!r} is a URL; copy the list to a file of this machine")
+
+
+@dataclass(frozen=True)
 class PIIMasks:
     """Masks of personal data in documents (datatrove's PIIFormatter)."""
 
@@ -173,6 +191,8 @@ class CorpusConfig:
     """Language rule; none keeps every language."""
     quality: QualityRules | None = None
     """Quality rules; none keeps every quality."""
+    blocklist: Blocklist | None = None
+    """Block list; none drops no words."""
     pii: PIIMasks | None = None
     """Masks of personal data; none masks nothing."""
     dedup: DedupRule | None = None
@@ -223,11 +243,12 @@ def read_corpus_config(path: Path) -> CorpusConfig:
         return name if "://" in name else str(base / Path(name).expanduser())
 
     source = tuple(dataclasses.replace(one, files=tuple(map(absolute, one.files))) for one in config.source)
-    rule = config.decontamination
+    rule, words = config.decontamination, config.blocklist
     return dataclasses.replace(
         config,
         out=absolute(config.out),
         tokenizer=config.tokenizer if config.tokenizer == "byte" else absolute(config.tokenizer),
         source=source,
+        blocklist=words and Blocklist(tuple(map(absolute, words.files))),
         decontamination=rule and dataclasses.replace(rule, evals=tuple(map(absolute, rule.evals))),
     )

@@ -1,4 +1,4 @@
-"""Document rules: language, quality rules of published corpora, and masks of personal data.
+"""Document rules: language, quality rules of published corpora, block lists, and masks of personal data.
 
 The rules are those of datatrove, each with its own name for why a document is dropped; languages are told by py3langid,
 whose model is in its package. Words are what whitespace separates, as in the published rules, unless datatrove's
@@ -11,11 +11,12 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jaxllm.config import ConfigError, closest
-from jaxllm.data.prepare.corpus_config import CorpusConfig, LanguageRule, PIIMasks, QualityRules
+from jaxllm.data.prepare.corpus_config import Blocklist, CorpusConfig, LanguageRule, PIIMasks, QualityRules
+from jaxllm.data.quality.language import detect_language, known_languages
 from jaxllm.files import DataError
 
 INSTALL = "pip install 'jaxllm[corpus]'"
@@ -26,11 +27,12 @@ Verdict = tuple[str, str]
 Rule = Callable[[str], Verdict]
 
 _LETTER = re.compile(r"\w")
+_UNSPACED = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"')\]’”]*\s+")  # noqa: RUF001
 
 
 class DocumentRules:
-    """Rules of a corpus that look at one document: language, quality, masks; in this order."""
+    """Rules of a corpus that look at one document: language, quality, block list, masks; in this order."""
 
     def __init__(self, config: CorpusConfig):
         self._rules: list[Rule] = []
@@ -38,6 +40,8 @@ class DocumentRules:
             self._rules.append(language_rule(config.language))
         if config.quality:
             self._rules += quality_rules(config.quality)
+        if config.blocklist:
+            self._rules.append(blocklist_rule(config.blocklist))
         self._masks = masks(config.pii) if config.pii else {}
 
     def apply(self, text: str) -> tuple[str, str, list[str]]:
@@ -58,31 +62,42 @@ class DocumentRules:
 def language_rule(config: LanguageRule) -> Rule:
     """Language rule: drops documents by `language_CODE`, or `language_undecided`. Raises ConfigError for a code that
     py3langid does not know."""
-    identifier = _language_identifier()
+    known = known_languages()
     for code in config.keep:
-        if code not in identifier.labels:
-            raise ConfigError(f"language.keep: no language {code!r}; legal: {', '.join(sorted(identifier.labels))}")
+        if code not in known:
+            raise ConfigError(f"language.keep: no language {code!r}; legal: {', '.join(known)}")
 
     def rule(text: str) -> Verdict:
-        code, probability = identifier.classify(text[:SAMPLE_CHARACTERS])
-        if probability < config.min_probability:
-            return text, "language_undecided"
+        code = detect_language(text, config.min_probability)
         return text, "" if code in config.keep else f"language_{code}"
 
     return rule
 
 
-@lru_cache(maxsize=1)
-def _language_identifier() -> Any:
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise DataError(f"[language] needs the package py3langid: {INSTALL}") from None
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+def blocklist_rule(config: Blocklist) -> Rule:
+    """Block list rule: drops documents by `blocked_word` (C4, arXiv:1910.10683, section 2.2).
 
+    A word counts where no letter or digit is beside it; one without spaces between words (Chinese, Japanese, Thai),
+    anywhere. Raises DataError for a list that cannot be read or is empty.
+    """
+    listed: set[str] = set()
+    for name in config.files:
+        try:
+            lines = Path(name).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"blocklist.files: {name}: {getattr(error, 'strerror', None) or error}") from None
+        listed |= {line.strip().lower() for line in lines} - {""}
+    if not listed:
+        raise DataError(f"blocklist.files: no words in {', '.join(config.files)}")
+    parts = [
+        re.escape(word) if _UNSPACED.search(word) else rf"(?<!\w){re.escape(word)}(?!\w)" for word in sorted(listed)
+    ]
+    pattern = re.compile("|".join(parts))
 
-SAMPLE_CHARACTERS = 10_000
-"""Characters of a document from which its language is told."""
+    def rule(text: str) -> Verdict:
+        return text, "blocked_word" if pattern.search(text.lower()) else ""
+
+    return rule
 
 
 def quality_rules(config: QualityRules) -> Iterator[Rule]:

@@ -16,7 +16,6 @@ from jaxllm.data.prepare.corpus_report import corpus_report
 from jaxllm.data.prepare.corpus_rows import corpus_format
 from jaxllm.data.prepare.document_rules import DocumentRules
 from jaxllm.data.prepare.executors import StageProgress, run_stages
-from jaxllm.data.prepare.near_duplicates import BandKeys
 from jaxllm.data.prepare.object_cache import list_files
 from jaxllm.data.prepare.rule_counts import RuleCounts, load_counts
 from jaxllm.data.prepare.stages import (
@@ -25,6 +24,7 @@ from jaxllm.data.prepare.stages import (
     open_corpus_tokenizer,
     write_plan,
 )
+from jaxllm.data.quality.near_duplicates import BandKeys
 from jaxllm.data.token_files import sidecar
 from jaxllm.files import DataError, atomic, read_json, write_json
 
@@ -114,8 +114,10 @@ def plan_corpus(config: CorpusConfig) -> Path:
     evals = [vars(one) for one in list_files(rule.evals, "decontamination.evals")] if rule else []
     tokenizer = open_corpus_tokenizer(config).fingerprint
     libraries = {name: importlib.metadata.version(name) for name in used_libraries(config)}
+    lists = [vars(one) for one in list_files(config.blocklist.files, "blocklist.files")] if config.blocklist else []
     work = work_folder(config)
-    write_plan(config, files, work, {"tokenizer": tokenizer, "evaluations": evals, **libraries})
+    inputs = {"tokenizer": tokenizer, "evaluations": evals, "blocklist": lists}
+    write_plan(config, files, work, inputs | libraries)
     return work
 
 
@@ -162,7 +164,7 @@ def finish_corpus(work: Path) -> PreparedCorpus:
             "files": files,
         })  # fmt: skip
     corpus.tokenizer.save(out / "tokenizer")
-    libraries = {k: v for k, v in plan["libraries"].items() if k not in ("tokenizer", "evaluations")}
+    libraries = {k: v for k, v in plan["libraries"].items() if k not in ("tokenizer", "evaluations", "blocklist")}
     common = {
         "format": FORMAT,
         "version": 1,

@@ -27,15 +27,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxllm.config import from_dict, to_dict
-from jaxllm.data.prepare import near_duplicates
 from jaxllm.data.prepare.corpus_config import CorpusConfig, CorpusSource
 from jaxllm.data.prepare.corpus_rows import corpus_format, read_rows_of
 from jaxllm.data.prepare.document_rules import DocumentRules
 from jaxllm.data.prepare.document_store import BATCH, DocumentStore, write_documents
-from jaxllm.data.prepare.near_duplicates import BAND, EXACT, PAIR, BandKeys, SortedWriter, document_id, save_sorted
 from jaxllm.data.prepare.object_cache import StoredFile, list_files, local_copy
 from jaxllm.data.prepare.rule_counts import RuleCounts, load_counts, save_counts
+from jaxllm.data.quality import near_duplicates
 from jaxllm.data.quality.contamination import EvaluationIndex
+from jaxllm.data.quality.near_duplicates import BAND, EXACT, PAIR, BandKeys, SortedWriter, document_id, save_sorted
 from jaxllm.data.quality.word_shingles import words
 from jaxllm.data.sources.remote_files import content_sha256
 from jaxllm.data.token_files import sidecar, write_tokens

@@ -1,36 +1,48 @@
-"""Deduplication: exact, and near by MinHash (Broder 1997) with LSH bands (Indyk and Motwani 1998).
+"""Deduplication of documents in one process, by the keys and verdicts of `near_duplicates`.
 
-A text is the set of its 5-word shingles. Its MinHash signature is the smallest hash of the set under each of 128 hash
-functions: two texts agree at a position with a probability equal to their Jaccard similarity, so the share of equal
-positions estimates it with a standard deviation of at most 1 / (2 sqrt(128)) = 0.044. Texts that agree in a whole band
-of positions are compared; the size of a band is chosen so that pairs at the threshold are found.
+A document is a duplicate if an earlier one, kept or not, has the same words or a Jaccard similarity of sets of 5-word
+n-grams of `threshold` or more. Texts and keys lie in a temporary folder, so memory grows by a few bytes a document.
+Corpora of many files and processes: `jaxllm data prepare`.
 """
 
-import hashlib
-from collections.abc import Iterable
+import json
+import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Int, UInt64
+from jaxtyping import Float, Int
 
-from jaxllm.data.quality.word_shingles import ngram_hashes, words
-from jaxllm.data.shuffle import splitmix64
+from jaxllm.data.quality.near_duplicates import (
+    BAND,
+    EXACT,
+    PAIR,
+    BandKeys,
+    SortedWriter,
+    candidate_pairs,
+    exact_keys,
+    exact_pairs,
+    partition,
+    partition_count,
+    similar_documents,
+    unique_pairs,
+)
+from jaxllm.data.quality.word_shingles import words
 
 NUM_HASHES = 128
-"""Hash functions, the length of a signature."""
+"""Hash functions of a MinHash signature."""
 SHINGLE_WORDS = 5
-"""Words in a shingle."""
-MIN_RECALL = 0.99
-"""Least probability that a pair at the threshold shares a band."""
+"""Words of an n-gram."""
 
 
 @dataclass(frozen=True, eq=False)
 class Duplicates:
     """Result of deduplication.
 
-    keep[d]: whether document d is kept, as the first of its kind, bool.
-    duplicate_of[d]: index of the document that d repeats; d itself if it is kept.
-    similarity[d]: estimated Jaccard similarity with that document; 1 for equal texts.
+    keep[d]: whether document d has no earlier duplicate, bool.
+    duplicate_of[d]: index of an earlier document that d repeats; d itself if it is kept.
+    similarity[d]: Jaccard similarity with that document; 1 for equal words.
     exact, near: numbers of exact and near duplicates.
     """
 
@@ -41,30 +53,8 @@ class Duplicates:
     near: int
 
 
-def minhash_signature(text: str) -> UInt64[np.ndarray, "128"]:
-    """MinHash signature of a text's set of shingles; all bits are one for a text without words."""
-    grams = np.unique(ngram_hashes(text, SHINGLE_WORDS))
-    if not len(grams):
-        return np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
-    out = np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
-    for begin in range(0, len(grams), 4096):  # bounds the memory of the hash table
-        part = splitmix64(grams[None, begin : begin + 4096] ^ _SALTS[:, None])
-        out = np.minimum(out, part.min(axis=1))
-    return out
-
-
-_SALTS = splitmix64(np.arange(1, NUM_HASHES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-
-
-def rows_per_band(threshold: float) -> int:
-    """Largest LSH band with which a pair at `threshold` shares a band with probability `MIN_RECALL` or more."""
-    legal = [r for r in range(1, NUM_HASHES + 1) if NUM_HASHES % r == 0]
-    good = [r for r in legal if 1 - (1 - threshold**r) ** (NUM_HASHES // r) >= MIN_RECALL]
-    return max(good, default=1)
-
-
 def find_duplicates(texts: Iterable[str], *, threshold: float | None = 0.8) -> Duplicates:
-    """Deduplication: finds later documents that repeat an earlier one.
+    """Finds documents that repeat an earlier one.
 
     Texts are equal if their words are equal (case, punctuation and spacing do not matter).
 
@@ -75,36 +65,42 @@ def find_duplicates(texts: Iterable[str], *, threshold: float | None = 0.8) -> D
     """
     if threshold is not None and not 0 < threshold <= 1:
         raise ValueError(f"threshold is {threshold}; legal: above 0 and up to 1, or None for exact duplicates only")
-    first_with: dict[bytes, int] = {}
-    of: list[int] = []
-    similarity: list[float] = []
-    bands: dict[tuple[int, bytes], list[int]] = {}
-    signatures: dict[int, np.ndarray] = {}
-    exact = near = 0
-    rows = rows_per_band(threshold) if threshold is not None else 0
-    for number, text in enumerate(texts):
-        listed = words(text)
-        key = hashlib.blake2b(" ".join(listed or [text]).encode(errors="surrogatepass"), digest_size=16).digest()
-        same = first_with.setdefault(key, number)
-        if same != number:
-            exact += 1
-            of.append(of[same])
-            similarity.append(similarity[same])
-            continue
-        best, share = number, 1.0
-        if threshold is not None and listed:
-            own = minhash_signature(text)
-            keys = [(band, own[band * rows : (band + 1) * rows].tobytes()) for band in range(NUM_HASHES // rows)]
-            candidates = {one for key in keys for one in bands.get(key, ())}
-            shares = {one: float((signatures[one] == own).mean()) for one in candidates}
-            if shares and max(shares.values()) >= threshold:
-                best, share = min(shares, key=lambda one: (-shares[one], one)), max(shares.values())
-                near += 1
-            else:
-                signatures[number] = own
-                for key in keys:
-                    bands.setdefault(key, []).append(number)
-        of.append(best)
-        similarity.append(share)
-    whole = np.array(of, np.int64)
-    return Duplicates(whole == np.arange(len(whole)), whole, np.array(similarity), exact, near)
+    keys = None if threshold is None else BandKeys(threshold, NUM_HASHES, SHINGLE_WORDS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        exact, bands = SortedWriter(folder, "exact", EXACT), SortedWriter(folder, "bands", BAND)
+        places = [0]
+        with (folder / "texts").open("wb") as file:
+            for number, text in enumerate(texts):
+                listed = words(text)
+                exact.add(*exact_keys(text, listed), number)
+                if keys is not None:
+                    bands.add(keys(listed), number)
+                    places.append(places[-1] + file.write(json.dumps(text).encode()))
+                else:
+                    places.append(0)
+        exact.close()
+        bands.close()
+        equal = _pairs(folder / "exact.npy", exact_pairs)
+        count = len(places) - 1
+        of, similarity = np.arange(count), np.ones(count)
+        of[equal["id"].astype(int)] = equal["other"]
+        if threshold is not None:
+            pairs = _pairs(folder / "bands.npy", candidate_pairs)
+            pairs = pairs[~np.isin(pairs["id"], equal["id"])]
+            with (folder / "texts").open("rb") as file:
+
+                def text_of(number: int) -> str:
+                    file.seek(places[number])
+                    return json.loads(file.read(places[number + 1] - places[number]))
+
+                for number, other, share in similar_documents(pairs, text_of, threshold, SHINGLE_WORDS):
+                    of[number], similarity[number] = other, share
+    keep = of == np.arange(count)
+    return Duplicates(keep, of, similarity, len(equal), int((~keep).sum()) - len(equal))
+
+
+def _pairs(path: Path, find: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    count = partition_count(len(np.load(path, mmap_mode="r")))
+    found = [find(partition([path], number, count)) for number in range(count)]
+    return unique_pairs(np.concatenate([np.empty(0, PAIR), *found]))

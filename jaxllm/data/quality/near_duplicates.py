@@ -1,4 +1,4 @@
-"""Duplicates across a corpus by sorted files: memory is bounded by the settings below, not by the corpus.
+"""Deduplication across a corpus by sorted files: memory is bounded by the settings below, not by the corpus.
 
 A document is a duplicate if an *earlier* one, in the order of sources, files and rows, is equal to it or similar: so
 the verdict on a document depends on no other verdict, and each can be found by itself. Equal texts have equal words.
@@ -25,7 +25,7 @@ from jaxtyping import UInt64
 
 from jaxllm.data.quality.word_shingles import words
 from jaxllm.data.shuffle import splitmix64
-from jaxllm.files import DataError, atomic
+from jaxllm.files import atomic
 
 EXACT = np.dtype([("key", "<u8"), ("check", "<u8"), ("id", "<u8")])
 BAND = np.dtype([("key", "<u8"), ("id", "<u8")])
@@ -80,10 +80,8 @@ class BandKeys:
     """LSH band keys of texts: a 64-bit hash of each band of a MinHash signature."""
 
     def __init__(self, threshold: float, hashes: int, ngram_words: int):
-        try:
-            from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
-        except ImportError:
-            raise DataError("[dedup] needs the package rensa: pip install 'jaxllm[corpus]'") from None
+        from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
+
         self._kind: Any = RMinHash
         self._hashes, self._ngram_words = hashes, ngram_words
         self.rows = band_rows(threshold, hashes)
@@ -112,7 +110,7 @@ class SortedWriter:
 
     def add(self, *fields: Any) -> None:
         """Adds records: one array, or one value for all, for each field."""
-        count = max(np.size(one) for one in fields)
+        (count,) = np.broadcast_shapes((1,), *map(np.shape, fields))
         if self._count + count > RUN_RECORDS:
             self._flush()
         for name, values in zip(self._kind.names or (), fields, strict=True):
