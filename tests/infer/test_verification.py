@@ -24,7 +24,7 @@ from tests.infer.proposers import Mode, OracleProposer
 def asked(rng: np.random.Generator, config: EngineConfig, many: int) -> list[dict[str, Any]]:
     """Random traffic without cancellations, with greedy completions and logits processors among it."""
     made = engines.traffic(rng, config, many)
-    greedy = SamplingParams(max_tokens=25, temperature=0.0, seed=1, logprobs=2, repetition_penalty=1.2)
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, seed=1, logprobs=2, repetition_penalty=1.2)
     made += [{"prompt": rng.integers(0, engines.VOCAB, n).tolist(), "params": greedy} for n in (3, 8, 21)]
     return [one | {"cancel": None} for one in made]
 
