@@ -457,3 +457,15 @@ def test_another_blocklist_is_refused_in_a_folder_that_was_begun(tmp_path, stori
     (tmp_path / "list.txt").write_text("other words\n")
     with pytest.raises(DataError, match="blocklist"):
         prepared(path)
+
+
+def test_evaluations_without_items_are_named_before_any_work(tmp_path, stories, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "other.jsonl").write_text("")
+    path = settings(tmp_path, '[decontamination]\nevals = ["empty.jsonl", "other.jsonl"]')
+    assert main(["data", "prepare", str(path)]) == 2
+    assert "error: decontamination.evals: there are no items in" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not list((tmp_path / "out").glob(".work/filter/*"))
+    (tmp_path / "other.jsonl").write_text('{"text": "one two three four five six"}\n')
+    assert main(["data", "prepare", str(path)]) == 0

@@ -21,6 +21,7 @@ from jaxllm.data.prepare.rule_counts import RuleCounts, load_counts
 from jaxllm.data.prepare.stages import (
     Corpus,
     InputFile,
+    evaluation_items,
     open_corpus_tokenizer,
     write_plan,
 )
@@ -112,6 +113,8 @@ def plan_corpus(config: CorpusConfig) -> Path:
         BandKeys(config.dedup.threshold, config.dedup.hashes, config.dedup.ngram_words)
     rule = config.decontamination
     evals = [vars(one) for one in list_files(rule.evals, "decontamination.evals")] if rule else []
+    if rule:
+        next(evaluation_items(rule.evals, rule.text_field, work_folder(config) / "objects"))
     tokenizer = open_corpus_tokenizer(config).fingerprint
     libraries = {name: importlib.metadata.version(name) for name in used_libraries(config)}
     lists = [vars(one) for one in list_files(config.blocklist.files, "blocklist.files")] if config.blocklist else []

@@ -199,14 +199,21 @@ def open_corpus_tokenizer(config: CorpusConfig) -> Tokenizer:
 
 
 def evaluation_items(evals: tuple[str, ...], text_field: str, cache: Path) -> Iterator[str]:
-    """Items of evaluation sets. Raises DataError for a file that cannot be read, or a row without an item."""
+    """Items of evaluation sets, one at least.
+
+    Raises DataError for a file that cannot be read, a row without an item, or files without any.
+    """
+    found = False
     for stored in list_files(evals, "decontamination.evals"):
         source = CorpusSource("evals", (stored.name,), "", text_field=text_field)
         kind = corpus_format(stored.name, source)
         for one in read_rows_of(local_copy(stored, cache), stored.name, kind, source, 1 << 62):
             if one.rule:
                 raise DataError(f"decontamination.evals: {one.why}")
+            found = True
             yield one.text
+    if not found:
+        raise DataError(f"decontamination.evals: there are no items in {', '.join(evals)}")
 
 
 def _filter(corpus: Corpus, number: int) -> None:
