@@ -36,7 +36,7 @@ FLOORS = [
     {"jaxllm.peft"},
     {"jaxllm.convert"},
     {"jaxllm.train", "jaxllm.infer"},
-    {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
+    {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals", "jaxllm.posttrain"},
     {"jaxllm.cli", "recipes", "tpu_scripts", "benchmarks", "notebooks", "jaxllm"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
