@@ -49,6 +49,12 @@ RECIPES = {
     "qwen3_235b_a22b": "v5p:4x8x8",
     "quickstart": "cpu:1",
     "sft_smollm2": "h100:1x1",
+    "dpo_smollm2": "h100:1x1",
+    "ipo_smollm2": "h100:1x1",
+    "kto_smollm2": "h100:1x1",
+    "orpo_smollm2": "h100:1x1",
+    "reward_smollm2": "h100:1x1",
+    "simpo_smollm2": "h100:1x1",
 }
 """Topology that each recipe is compiled for: one where it fits and compiles quickly."""
 SCHEDULES = {

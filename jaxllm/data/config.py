@@ -10,7 +10,8 @@ from jaxllm.data.sources.text_files import SEPARATOR
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens", "corpus"]
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow", "webdataset", "tokens", "corpus")
-CONTENTS = ("text", "chat")
+CONTENTS = ("text", "chat", "preference", "unpaired_preference")
+Content = Literal["text", "chat", "preference", "unpaired_preference"]
 PACKINGS = ("concat", "documents")
 WHEN_EXHAUSTED = ("error", "renormalise")
 TEXT_FIELD = "text"
@@ -30,7 +31,7 @@ class SourceConfig:
     """Epochs after which the source is exhausted; None is no limit."""
     source_format: Format = "auto"
     """Same as data.source_format."""
-    content: Literal["text", "chat"] = "text"
+    content: Content = "text"
     """Same as data.content."""
     separator: str | None = SEPARATOR
     """Same as data.separator."""
@@ -60,9 +61,10 @@ class DataConfig:
     decompressed."""
     source_format: Format = "auto"
     """File format of the source; auto takes it from the suffix of the name."""
-    content: Literal["text", "chat"] = "text"
+    content: Content = "text"
     """text: every token is a target. chat: conversations through the model's chat template, with a loss mask over the
-    assistant's messages."""
+    assistant's messages. preference: records with prompt, chosen and rejected, for preference objectives;
+    unpaired_preference: records with prompt, completion and label, for the objective kto."""
     separator: str | None = SEPARATOR
     """Text files: the line that ends a document; "" is the blank-line rule, None makes each file one document."""
     text_field: str = TEXT_FIELD
@@ -112,10 +114,18 @@ class DataConfig:
         chats = [one.content == "chat" for one in self.sources]
         if any(chats) and self.packing != "documents":
             raise ValueError("data.packing is 'concat', which splits conversations; set data.packing='documents'")
+        if any("preference" in one.content for one in self.sources):
+            self._check_preferences()
         if self.mixture:
             self._check_mixture()
         elif self.when_exhausted != "error":
             raise ValueError("data.when_exhausted is set, but has no effect without data.mixture; leave it out")
+
+    def _check_preferences(self) -> None:
+        if self.mixture:
+            raise ValueError("data.mixture has a source of preferences, which cannot be mixed; set data.source instead")
+        if self.packing != "documents":
+            raise ValueError("data.packing is 'concat', which splits pairs; set data.packing='documents'")
 
     def _check_mixture(self) -> None:
         own = ("source", "source_format", "content", "separator", "text_field", "heldout")

@@ -12,11 +12,13 @@ from jaxllm.data.data_source import DataSource
 from jaxllm.data.dataset import HeldoutDataset, TokenDataset, make_heldout
 from jaxllm.data.mixture import NAME as MIXTURE_ORDER
 from jaxllm.data.mixture import MixtureDataset, MixtureSource, exact_shares
+from jaxllm.data.preference_rows import load_preference_rows
 from jaxllm.data.prepare.corpus_manifest import open_corpus
 from jaxllm.data.sequence_packing import PackingPlan, pack_concat, pack_documents
 from jaxllm.data.sources.chitchat import NAME as CHITCHAT
 from jaxllm.data.sources.chitchat import Chitchat, find_chitchat
 from jaxllm.data.sources.documents import BadRecords, Documents, hold_out
+from jaxllm.data.sources.preference_records import PREFERENCE_CONTENTS
 from jaxllm.data.sources.records import RecordFiles
 from jaxllm.data.sources.remote_files import File, file_format, find_files
 from jaxllm.data.sources.text_files import TextFiles, bundled
@@ -73,6 +75,8 @@ def load_dataset(
 
     Raises DataError naming file and row for data that cannot be used, ValueError for settings that conflict.
     """
+    if config.content in PREFERENCE_CONTENTS:
+        return _preferences(config, tokenizer, template, virtual_tokens)
     if config.mixture:
         exact_shares([one.weight for one in config.mixture])  # raises for illegal weights before anything is read
     rows = replace(config, seq_len=config.seq_len - virtual_tokens) if virtual_tokens else config
@@ -113,6 +117,18 @@ def load_dataset(
         lines[-1] += f"; held out {documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes each"
     # A cached property serves a protocol's property; the type checker does not see it.
     return Dataset(config, training, evaluation, tokenizer, "\n".join(lines))  # pyright: ignore[reportArgumentType]
+
+
+def _preferences(
+    config: DataConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None, virtual_tokens: int
+) -> Dataset:
+    own = SourceConfig("source", config.source, content=config.content)
+    if as_tuple(config.source) == (corpus.NAME,):
+        raise ValueError("data.content is 'preference', but the bundled corpus has no preferences; set data.source")
+    _reject_ineffective(config.sources[0], config, "preferences", "separator", "text_field", "source_format")
+    tokenizer = _open_tokenizer(config, [_OpenedSource(own, None)], tokenizer)
+    found = load_preference_rows(config, tokenizer, template or _template(config), virtual_tokens=virtual_tokens)
+    return Dataset(config, found.train, found.heldout, tokenizer, found.summary)
 
 
 def open_documents(source: SourceConfig, *, skip_bad_records: bool = False) -> Documents:
@@ -282,6 +298,8 @@ def _open_tokenizer(config: DataConfig, opened: list[_OpenedSource], given: Toke
     if name != "bpe":
         return resolve_tokenizer(config.tokenizer, None)
     for one in opened:
+        if one.config.content in PREFERENCE_CONTENTS:
+            raise DataError(f"data.tokenizer is {config.tokenizer!r}, which cannot be trained on preferences; name one")
         if one.texts is None:
             raise DataError(
                 f"{at(one.files[0])}: contains tokens, so {config.tokenizer!r} cannot be trained on it; "

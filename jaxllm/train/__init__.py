@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxllm.train.run import Run
     from jaxllm.train.step.loss import loss_sums, value_and_grad
     from jaxllm.train.step.loss_spikes import SpikeConfig
+    from jaxllm.train.step.objective import ObjectiveConfig
     from jaxllm.train.step.param_average import EmaConfig
     from jaxllm.train.step.routing_losses import RoutingConfig
     from jaxllm.train.step.train_state import TrainState, abstract_state, init_state
@@ -41,6 +42,7 @@ __getattr__, __dir__ = lazy_exports(
             "value_and_grad",
         ),
         "jaxllm.train.step.loss_spikes": ("SpikeConfig",),
+        "jaxllm.train.step.objective": ("ObjectiveConfig",),
         "jaxllm.train.step.param_average": ("EmaConfig",),
         "jaxllm.train.step.routing_losses": ("RoutingConfig",),
         "jaxllm.train.step.train_state": (
@@ -61,6 +63,7 @@ __all__ = [
     "Evaluation",
     "Evaluator",
     "NonFiniteLossError",
+    "ObjectiveConfig",
     "ResumeError",
     "RoutingConfig",
     "Run",

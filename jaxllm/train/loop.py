@@ -27,7 +27,14 @@ from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.train.config import RunConfig
-from jaxllm.train.evaluate import Evaluation, Evaluator
+from jaxllm.train.evaluate import (
+    Evaluation,
+    Evaluator,
+    described_evaluation,
+    evaluates_objective,
+    heldout_metrics,
+    objective_evaluator,
+)
 from jaxllm.train.records.live_view import LiveView
 from jaxllm.train.records.loss_plot import draw_loss
 from jaxllm.train.records.receipt import make_receipt
@@ -261,17 +268,21 @@ def make_evaluator(run: Run) -> Evaluator | None:
     # Whatever attention the run trains with, a model is evaluated with the one that it is served with.
     model = dataclasses.replace(run.model, training_context=run.model.text_context)
     sums = pipelined_loss_sums(model, *pipeline_plan(run.config, stages)) if stages > 1 else None
+    if evaluates_objective(run.config):
+        return objective_evaluator(
+            run.config, model, run.mesh, run.data.heldout, run.reference, run.compiler_options or None
+        )
     return Evaluator(model, run.mesh, run.data.heldout, sums)
 
 
 def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveView) -> None:
-    """Prints and logs one evaluation: cross-entropy in nats per token, and bits per byte.
+    """Prints and logs one evaluation: cross-entropy in nats per token and bits per byte, or the objective's metrics.
 
     Args:
         log: ``(step, row)``, such as ``MetricSinks.log``.
     """
-    log(step, {"heldout_nll": evaluation.nll, "heldout_bits_per_byte": evaluation.bits_per_byte})
-    view.say(f"step {step}: held out {evaluation.nll:.4f} nats per token, {evaluation.bits_per_byte:.4f} bits per byte")
+    log(step, heldout_metrics(evaluation))
+    view.say(f"step {step}: held out {described_evaluation(evaluation)}")
 
 
 def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool) -> Evaluation | None:
@@ -296,7 +307,7 @@ def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool
     last = [row for row in rows if "nll" in row][-1]
     result: dict[str, Any] = {"steps": config.steps, "nll": last["nll"]}
     if evaluation is not None:
-        result |= {"heldout_nll": evaluation.nll, "heldout_bits_per_byte": evaluation.bits_per_byte}
+        result |= heldout_metrics(evaluation)
     if trained or not files.receipt.exists():
         files.write_json(files.receipt, make_receipt(config, data_hash=run.data.train.fingerprint, result=result))
     view.say(f"Done: {files.path} (loss.png, metrics.jsonl, checkpoints, receipt.json; `jaxllm report` draws it)")

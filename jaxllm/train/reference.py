@@ -1,7 +1,8 @@
 """Frozen reference model of a run: parameters beside the trained ones, which score batches for the objective.
 
 They are sharded as the trained ones are, and are in neither the optimizer nor the checkpoints: a checkpoint has their
-source and a checksum, and a resumed run loads them again.
+source and a checksum, and a resumed run loads them again. A run that trains nothing but the adapter of its model has
+the reference in its own state: the base, without a second copy.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from jaxtyping import Array
 import sharding
 from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
+from jaxllm.peft.adapted_model import base_params
 from jaxllm.peft.base_hash import params_checksum
+from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.train.config import RunConfig
 from jaxllm.train.init_from import InitialModel, open_initial_model
+from jaxllm.train.run_model import run_model, trained_params
 from jaxllm.train.step.loss import token_logprobs
 from jaxllm.train.step.train_state import initial_params
 
@@ -44,6 +48,7 @@ class ReferenceModel:
         self.source, self._config, self._model, self._mesh = config.reference, config, model, mesh
         self._opened = init_model if self.source == START else open_initial_model(self.source, config.model)
         self._params: Any = None
+        self.is_base = self.source == START and trains_adapter_only(config)
 
     @property
     def params(self) -> Any:
@@ -61,17 +66,19 @@ class ReferenceModel:
         return self._params
 
     def facts(self) -> dict[str, str]:
-        """Source and checksum of the parameters, for checkpoints."""
-        return {"source": self.source, "checksum": params_checksum(self.params)}
+        """Source and checksum of the parameters, for checkpoints; those of a run's own base are among its facts."""
+        return {"source": self.source} | ({} if self.is_base else {"checksum": params_checksum(self.params)})
 
-    def compile_scorer(self, batch: Any, options: Any) -> Callable[[Any], Any]:
-        """Compiled function that adds ``reference_logprobs`` to a batch.
+    def compile_scorer(self, batch: Any, options: Any, trained: Any) -> Callable[[Any, Any], Any]:
+        """Compiled function ``(params, batch) -> batch`` that adds ``reference_logprobs`` to a batch.
 
         Args:
             batch: shapes and shardings of the data source's batches.
             options: of the compiler.
+            trained: shapes and shardings of the run's parameters, which have the base where that is the reference.
         """
-        config, params = self._config, self.params
+        config, own = self._config, self.is_base
+        params = base_params(trained) if own else self.params
 
         def score(params: Any, batch: Any) -> Array:
             shared: dict[str, Any] = {"accumulate": config.accumulate, "layout": config.parallel.layout}
@@ -79,9 +86,23 @@ class ReferenceModel:
 
         with jax.set_mesh(self._mesh):
             compiled = jax.jit(score).lower(params, batch).compile(compiler_options=options)
-        return lambda batch: batch._replace(reference_logprobs=compiled(params, batch))
+
+        frozen = None if own else params
+
+        def add_scores(trained: Any, batch: Any) -> Any:
+            return batch._replace(reference_logprobs=compiled(base_params(trained) if own else frozen, batch))
+
+        return add_scores
 
     def scores(self, batch: Any) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of the ``reference_logprobs`` of a batch."""
         dtype = at_least_f32(jnp.dtype(self._config.model.dtype))
         return jax.ShapeDtypeStruct(batch.tokens.shape, dtype, sharding=batch.tokens.sharding)
+
+
+def trains_adapter_only(config: RunConfig) -> bool:
+    """Whether the base of a run's adapter stays as it was loaded, so that the run without its adapter is its start."""
+    method = ADAPTER_METHODS[config.adapter.kind] if config.adapter else None
+    if method is None or method.declare is None or method.needs_gradients or method.architecture is not None:
+        return False
+    return not any(jax.tree.leaves(base_params(trained_params(config, run_model(config)))))

@@ -34,7 +34,7 @@ from jaxllm.train.run_model import base_model, run_model, trained_params
 from jaxllm.train.run_processes import local_part, put_batch
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.objective_support import check_batch_fields, check_reference
+from jaxllm.train.step.objective_support import check_batch_fields, check_content, check_reference
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
 from jaxllm.train.step.step_builder import (
     build_optimizer,
@@ -56,7 +56,7 @@ class StepPrograms:
 
     Args:
         gradients, update: the programs of a ``SplitStep``.
-        score: scores a batch with the reference model; None without one.
+        score: ``(params, batch) -> batch``, which scores a batch with the reference model; None without one.
     """
 
     def __init__(self, gradients: Any, update: Any, score: Any = None):
@@ -70,7 +70,7 @@ class StepPrograms:
             batch: of the step.
             wait: called after the gradients are dispatched and before the update; it blocks while the state is copied.
         """
-        batch = batch if self._score is None else self._score(batch)
+        batch = batch if self._score is None else self._score(state.params, batch)
         gradients = self._gradients(state, batch)
         wait()
         return self._update(state, batch, gradients)
@@ -120,6 +120,8 @@ class Run:
         self.base = FrozenBase(config, self.model, self.mesh, init) if config.adapter else None
         self.reference = ReferenceModel(config, base_model(config), self.mesh, init) if config.reference else None
         known, virtual = (init and init.tokenizer, init and init.template), config.adapter.virtual_tokens
+        if data is None:
+            check_content(config)
         self.data = load_dataset(config.data, *known, virtual_tokens=virtual) if data is None else data
         self.data.train.check_steps(config.steps)
         self.batches = SkippingDataset(self.data.train)
@@ -155,7 +157,7 @@ class Run:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
         options, score = self.compiler_options or None, None
         if self.reference is not None:
-            score = self.reference.compile_scorer(batch, options)
+            score = self.reference.compile_scorer(batch, options, self.abstract.params)
             batch = batch._replace(reference_logprobs=self.reference.scores(batch))
         if self.config.checkpoint.saving == "overlapped":
             split = build_split_step(self.config, self.model, grads, self.optimizer, layers=layers)
@@ -171,7 +173,9 @@ class Run:
         with jax.set_mesh(self.mesh):
             compiled = step.lower(self.abstract, batch).compile(compiler_options=options)
         seconds = time.monotonic() - start
-        return (compiled if score is None else lambda state, batch: compiled(state, score(batch))), seconds
+        return (
+            compiled if score is None else lambda state, batch: compiled(state, score(state.params, batch))
+        ), seconds
 
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""

@@ -37,7 +37,7 @@ FLOORS = [
     {"jaxllm.convert"},
     {"jaxllm.train", "jaxllm.infer"},
     {"jaxllm.effort"},
-    {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals"},
+    {"jaxllm.plan", "jaxllm.serve", "jaxllm.evals", "jaxllm.posttrain"},
     {"jaxllm.simulate"},
     {"jaxllm.cli", "recipes", "tpu_scripts", "benchmarks", "notebooks", "jaxllm"},
 ]

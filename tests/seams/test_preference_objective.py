@@ -31,7 +31,7 @@ from tests.environment import ROOT
 from tests.seams.preference_objective import DPOObjective
 from tests.train import runs
 
-OBJECTIVES["dpo"] = DPOObjective  # the row
+OBJECTIVES["row_pairs"] = DPOObjective  # the row
 
 MODEL = tiny.decoder(dtype="float64", vocab_size=272, layers=1, heads=4, kv_heads=4, remat="full")
 BETA, STEPS, ROWS, LENGTH = 0.7, 4, 8, 8
@@ -64,7 +64,7 @@ def dpo_run(folder: Path, **fields: Any) -> RunConfig:
         "model": MODEL,
         "mesh": "data=2,fsdp=2,tensor=2",
         "accumulate": 2,
-        "objective": ObjectiveConfig("dpo", (f"beta={BETA}",)),
+        "objective": ObjectiveConfig("row_pairs", (f"beta={BETA}",)),
         "reference": "start",
         "steps": STEPS,
         "batch_size": ROWS,
@@ -193,17 +193,17 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path, monkeypatch):
         reference=""
     )
     assert "'cross_entropy' reads no reference_logprobs".replace("'", '"') in refusal(objective=ObjectiveConfig())
-    assert "unknown key 'betta'. Did you mean 'beta'?" in refusal(objective=ObjectiveConfig("dpo", ("betta=1",)))
-    assert "'beta' has no value" in refusal(objective=ObjectiveConfig("dpo", ("beta",)))
+    assert "unknown key 'betta'. Did you mean 'beta'?" in refusal(objective=ObjectiveConfig("row_pairs", ("betta=1",)))
+    assert "'beta' has no value" in refusal(objective=ObjectiveConfig("row_pairs", ("beta",)))
     assert "has no z-loss; set z_loss to 0" in refusal(z_loss=0.1)
-    monkeypatch.delitem(OBJECTIVES, "dpo")
-    assert "objective.name = 'dpo'; legal: cross_entropy" in refusal()
+    monkeypatch.delitem(OBJECTIVES, "row_pairs")
+    assert "objective.name = 'row_pairs'; legal: cross_entropy" in refusal()
 
 
 def test_the_configuration_is_stored(tmp_path):
     config = dpo_run(tmp_path)
     stored = json.loads(json.dumps(to_dict(config)))
-    assert stored["objective"] == {"name": "dpo", "options": [f"beta={BETA}"]}
+    assert stored["objective"] == {"name": "row_pairs", "options": [f"beta={BETA}"]}
     assert make_objective(config.objective) == DPOObjective(BETA)
 
 

@@ -1,4 +1,4 @@
-"""``jaxllm eval``: bits per byte on held-out text, or scores on tasks."""
+"""``jaxllm eval``: bits per byte on held-out text, accuracy on held-out pairs, or scores on tasks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def evaluate(argv: list[str]) -> int:
         """Measures bits per byte on the held-out split of the run's data (lower is better), or scores on --tasks.
 
         Bits per byte are compared with those of a byte bigram model; the exit status is 1 if the model is not better.
+        A run with a preference objective is evaluated on its held-out pairs: loss, accuracy, margin of the rewards.
 
         Args:
             model: a run's directory; with --tasks, any model as for `jaxllm generate`.
@@ -58,6 +59,7 @@ def evaluate(argv: list[str]) -> int:
         from jaxllm.data import bigram_baseline_of, load_dataset
         from jaxllm.infer import load_model
         from jaxllm.train import Evaluator, RunConfig
+        from jaxllm.train.evaluate import evaluate_loaded, evaluates_objective
         from sharding import MeshSpec
 
         # Several processes share the data; a single process uses its first device.
@@ -68,6 +70,13 @@ def evaluate(argv: list[str]) -> int:
         dataset = load_dataset(config.data, loaded.tokenizer, loaded.template)
         if dataset.heldout is None:
             raise UsageError(f"{model} was trained without held-out text; train with --data.heldout-fraction above 0.")
+        if evaluates_objective(config):
+            found = evaluate_loaded(config, loaded.model, loaded.params, loaded.mesh, dataset.heldout)
+            if group.is_leader:
+                print(f"{model}, step {loaded.step}: {config.objective.name} on held-out data of {config.data.content}")
+                for name, value in found.metrics.items():
+                    print(f"  {name:16} {value:.4f}")
+            return 0
         result = Evaluator(loaded.model, loaded.mesh, dataset.heldout)(
             loaded.params,
             lambda batches: track(

@@ -29,6 +29,7 @@ class LiveView:
         peak: peak FLOP/s of all devices together; None where unknown.
         log_every: steps between two lines where the output is not interactive.
         quiet: show nothing; for all processes but one.
+        shown: metric that is shown as the loss.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class LiveView:
         log_every: int,
         *,
         quiet: bool = False,
+        shown: str = "nll",
     ):
-        self.console = Console(quiet=quiet)
+        self.console, self._shown = Console(quiet=quiet), shown
         self._total, self._first = total, first
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
         self._log_every = log_every
@@ -85,7 +87,7 @@ class LiveView:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Shows the metrics of step ``step``."""
         self._times.append((step, time.monotonic()))
-        self._losses.append(metrics["nll"])
+        self._losses.append(metrics[self._shown])
         if self._live is not None:
             self._bar.update(self._task, completed=step)
             self._live.update(Group(self._bar, self._panel(step, metrics)))
@@ -103,7 +105,7 @@ class LiveView:
         rate = self.tokens_per_second
         left = (self._total - step) * self._tokens / rate if rate else 0.0
         figures = [
-            ("loss", f"{metrics['nll']:.4f}"),
+            ("loss", f"{metrics[self._shown]:.4f}"),
             ("grad", f"{metrics['grad_norm']:.2f}"),
             ("lr", f"{metrics['learning_rate']:.1e}"),
             ("tok/s", f"{rate:,.0f}"),

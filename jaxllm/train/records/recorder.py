@@ -16,6 +16,7 @@ from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
 from jaxllm.observe.metric_sinks import JsonLines, MetricSinks
 from jaxllm.observe.profiler import Profiler
+from jaxllm.train.evaluate import evaluates_objective
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from jaxllm.train.records.live_view import LiveView, memory_bytes
 from jaxllm.train.records.receipt import git_commit, versions
@@ -153,4 +154,5 @@ def make_live_view(run: Run, first: int) -> LiveView:
         peak=known["peak_flops"],
         log_every=run.config.log_every,
         quiet=not run.group.is_leader,
+        shown="loss" if evaluates_objective(run.config) else "nll",
     )

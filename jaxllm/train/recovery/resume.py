@@ -53,7 +53,7 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             f"data.tokenizer = {run.config.data.tokenizer!r} now gives {run.data.tokenizer.fingerprint[:12]}). "
             f"Use {run.directory.tokenizer}, or start a new run under another name."
         )
-    if run.reference is not None and found.meta["reference"] != run.reference.facts():
+    if run.reference is not None and not run.reference.facts().items() <= found.meta["reference"].items():
         raise ResumeError(
             f"{run.directory.path} was trained with another reference model: {found.meta['reference']}, now "
             f"{run.reference.facts()}. Restore the parameters of reference = {run.reference.source!r}, or start a new "

@@ -21,6 +21,18 @@ def check_reference(config: RunConfig) -> None:
         )
 
 
+def check_content(config: RunConfig) -> None:
+    """Checks that the run's data is of the kind that the objective takes; raises ConfigError."""
+    objective = make_objective(config.objective, config.z_loss)
+    for one in config.data.sources:
+        if one.content not in objective.contents:
+            legal = " or ".join(f'"{name}"' for name in objective.contents)
+            raise ConfigError(
+                f'objective.name = "{config.objective.name}" takes data.content = {legal}, not "{one.content}"; change '
+                "one of them."
+            )
+
+
 def check_batch_fields(config: RunConfig, batch: Batch) -> None:
     """Checks the shape of a data source's batches, and that their optional fields are those that the objective reads.
 
