@@ -7,6 +7,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,11 +18,13 @@ from jaxllm.infer.speculate import draft_model
 from jaxllm.infer.speculate.draft_length import FADE, AdaptiveDraftLength, roofline_knee
 from jaxllm.infer.speculate.ngram import SHORTEST, NgramProposer
 from jaxllm.infer.speculate.proposer_table import with_speculation
-from jaxllm.models import functional
+from jaxllm.infer.speculate.self_draft import SelfDraftProposer, with_layers
+from jaxllm.models import Segments, functional, unstack_layers
 from jaxllm.serve.backend import EngineLoad
 from jaxllm.serve.server_metrics import ServerMetrics
 from jaxllm.text import ByteTokenizer
 from tests import tiny
+from tests.infer import engines
 
 
 def sequence(tokens: list[int], virtual_tokens: int = 0) -> Sequence:
@@ -65,9 +68,10 @@ def refuse(match: str, config: EngineConfig | None = None, **fields: Any) -> Non
 
 
 def test_what_is_not_legal_is_refused_before_the_model_is_loaded():
-    refuse(r"'ngramm': there is no proposer 'ngramm'; legal: ngram\[:N\], draft:MODEL", speculate="ngramm")
+    refuse(r"'ngramm': there is no proposer 'ngramm'; legal: ngram\[:N\], draft:MODEL, self:LAYERS", speculate="ngramm")
     refuse("'ngram:0': ngram:0; N is the length in tokens", speculate="ngram:0")
     refuse("'draft:': draft: needs a model, such as draft:smollm2", speculate="draft:")
+    refuse("'self:x': self:x; give the number of layers that the draft keeps", speculate="self:x")
     refuse("speculate_tokens = 0; give 1 or more", speculate="ngram", speculate_tokens=0)
     refuse("speculate_tokens = 3 without speculate", speculate_tokens=3)
     refuse("verify_tokens = 300; give 0", speculate="ngram", speculate_tokens=300)
@@ -190,3 +194,33 @@ def test_drafts_stop_where_none_is_accepted_and_are_tried_again():
 def test_rooflines_knee():
     """Weights of 2 bytes on 1e12 bytes/s and 100e12 FLOP/s: 100 rows take as long as reading."""
     assert roofline_knee(2 * 8_000, 8_000, 100e12, 1e12) == pytest.approx(100)
+
+
+@pytest.mark.drawn(0.3)
+def test_a_model_of_some_layers_is_the_layers_one_after_the_other(rng, float64):
+    """Layers of several kinds, stacked and apart; all of them are the model itself."""
+    config = engines.model_of("gemma3", "float64")
+    model, params = functional(config), engines.params_of("gemma3", "float64")
+    tokens, positions = jnp.asarray(rng.integers(0, engines.VOCAB, (1, 9)), jnp.int32), jnp.arange(9)[None]
+
+    def hidden(model: Any, params: Any) -> np.ndarray:
+        return np.asarray(model.forward(params, tokens, positions, Segments())[0])
+
+    for weights in (params, unstack_layers(params)):
+        np.testing.assert_allclose(
+            hidden(*with_layers(model, weights, [0, 1, 2, 3])), hidden(model, params), rtol=0, atol=1e-12
+        )
+    smaller, weights = with_layers(model, params, [1, 3])
+    assert smaller.config.blocks == (config.blocks[1], config.blocks[3])
+    want = model.embed(params, tokens, positions)
+    for layer in (1, 3):
+        single, own = with_layers(model, params, [layer])
+        want = single.blocks(own, want, positions, Segments())[0]
+    np.testing.assert_allclose(hidden(smaller, weights), want, rtol=0, atol=1e-12)
+
+
+def test_a_self_draft_keeps_fewer_layers_than_there_are():
+    config = tiny.decoder(dtype="float32", layers=3)
+    served = draft_model.ServedModel(functional(config), None, EngineConfig(max_len=16), None, 8)
+    with pytest.raises(ValueError, match="self:3, but the model has 3 layers; keep 1 to 2"):
+        SelfDraftProposer(3, served)

@@ -89,7 +89,8 @@ def serve(argv: list[str]) -> int:
             admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
                 and unload them while the server runs.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
-                a smaller model samples; the completion stays the same (docs/serve/speculation.md).
+                a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
+                stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
         """

@@ -431,7 +431,7 @@ class Engine:
             return
         self.runner.swap(params)
         if isinstance(self.proposer, BatchProposer):
-            self.proposer.swap(params)
+            self.proposer.swap(self.runner.params)
         while self._in_flight:
             self._cancelled += self._process_result(self._in_flight.popleft())
         self.scheduler.restart()

@@ -10,6 +10,7 @@ from jaxllm.infer.engine.proposer import AnyProposer
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
 from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
+from jaxllm.infer.speculate.self_draft import SelfDraftProposer, parse_kept
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ProposerKind:
 PROPOSERS: dict[str, ProposerKind] = {
     "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
     "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
+    "self": ProposerKind("self:LAYERS", parse_kept, SelfDraftProposer),
 }
 """Proposers by name."""
 
