@@ -16,7 +16,7 @@ from jaxllm.train.step.objective_support import check_content
 from tests.posttrain.pairs import OPTIONS, objective_error
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_loss_and_gradients(rng, float64):
     """Of one objective, in three rows; of each: `make proof posttraining ONLY=preference_losses`."""
     assert objective_error(str(rng.choice(list(OPTIONS))), rng, (3,)) < 1e-10
