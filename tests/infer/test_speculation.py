@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +115,7 @@ def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
         return SimpleNamespace(model=functional(config), params=None, tokenizer=draft_tokens)
 
     monkeypatch.setattr(draft_model, "load_model", load)
+    monkeypatch.setattr(draft_model, "find_model", Path)
     own = ByteTokenizer()
     draft_tokens = ByteTokenizer()
     draft_tokens.token_bytes = [*own.token_bytes[1:], own.token_bytes[0]]  # type: ignore[misc]
@@ -224,3 +227,25 @@ def test_a_self_draft_keeps_fewer_layers_than_there_are():
     served = draft_model.ServedModel(functional(config), None, EngineConfig(max_len=16), None, 8)
     with pytest.raises(ValueError, match="self:3, but the model has 3 layers; keep 1 to 2"):
         SelfDraftProposer(3, served)
+
+
+@pytest.mark.drawn(0.4)
+def test_an_engine_makes_the_proposer_that_its_configuration_names(rng, float64):
+    """Self-speculation of a measured length, before and after other weights: greedy tokens are the model's."""
+    sizes = dataclasses.replace(engines.ENGINES["one after the other"], speculate="self:1")
+    engine = engines.build(sizes, "llama", "float64")
+    assert isinstance(engine.proposer, SelfDraftProposer)
+    assert isinstance(engine.draft_length, AdaptiveDraftLength)
+    assert engine.config.verify_tokens == 4
+    asked = [{"prompt": [7, 8, 9], "params": SamplingParams(max_tokens=40, temperature=0.0)}]
+    for seed in (4, 5):
+        params = engines.params_of("llama", "float64", seed)
+        if seed == 5:
+            engine.swap(params)
+        tokens = engines.serve(engine, asked)[0].sequences[0].tokens
+        likeliest = engines.logprobs_of("llama", "float64", tokens, params).argmax(axis=1)
+        assert tokens[3:] == likeliest[2:-1].tolist()
+        assert engine.metrics.drafts > 0, "tried at least once, before its cost is known"
+        first = engine.proposer.runner.params["segments"]["0"]["0"]["attention"]["q"]
+        np.testing.assert_array_equal(first[0], params["segments"]["0"]["0"]["attention"]["q"][0])
+    assert engine.proposer.device_bytes > sum(x.nbytes for x in jax.tree.leaves(engine.proposer.runner.params))
