@@ -152,15 +152,15 @@ def measured(length: AdaptiveDraftLength, knee: float) -> AdaptiveDraftLength:
 def test_draft_lengths_are_those_of_an_exhaustive_search(rng):
     """Over all lengths of three sequences, by tokens per second; the roofline gives the same as measurements."""
     buckets = (1, 2, 4), (2, 3, 5, 7, 9, 12)
-    for knee in (1.0, 3.0, 6.0, 100.0):
+    for knee, each in ((1.0, 0.0), (3.0, 0.02), (6.0, 0.02), (100.0, 0.4)):
         length, sequences = measured(AdaptiveDraftLength(3, *buckets, knee), knee), many(3)
         for one in sequences:
             for _ in range(12):
                 length.record_draft(one, 3, int(rng.integers(0, 4)))
-        length.record_drafting(2, drafting := 2 * float(rng.choice([0.02, 0.4])))
+        length.record_drafting(2, 2 * each)
         rates = [length.rate(one) for one in sequences]
 
-        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=drafting / 2) -> float:
+        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=each) -> float:
             tokens = sum(rate**j for rate, count in zip(rates, counts, strict=True) for j in range(count + 1))
             rows = next(size for size in buckets[bool(sum(counts))] if size >= 3 + sum(counts))
             return tokens / (max(1.0, rows / knee) + each * max(counts))
