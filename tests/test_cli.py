@@ -16,6 +16,7 @@ import pytest
 
 import jaxllm
 from jaxllm import cli
+from jaxllm.infer import EngineConfig
 from jaxllm.train import RunConfig, TrainResult
 from recipes.quickstart import quickstart
 from tests import environment
@@ -78,8 +79,13 @@ def test_the_summary_of_a_command_is_the_first_line_of_its_docstring():
 
 def test_serve_accepts_deprecated_options(monkeypatch, capsys):
     seen = []
+
+    def make(**fields):
+        seen.append(fields)
+        return EngineConfig(**fields)
+
     monkeypatch.setattr("jaxllm.serve.serve", lambda config, factory: None)
-    monkeypatch.setattr("jaxllm.infer.EngineConfig", lambda **fields: seen.append(fields))
+    monkeypatch.setattr("jaxllm.infer.EngineConfig", make)
     assert run("serve", "x", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
     assert capsys.readouterr().err == ""
     assert run("serve", "x", "--sequences", "4", "--budget=64") == 0

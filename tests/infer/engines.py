@@ -17,6 +17,7 @@ from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.engine.page_allocator import NO_PAGE
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
+from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -156,13 +157,26 @@ def build(
 
 def draft(engine: Engine, config: DecoderConfig, params: Any) -> DraftModelProposer:
     """A draft model for an engine, whose programs compile fast."""
-    runner, dtype = engine.runner, str(jax.tree.leaves(params)[0].dtype)
-    served = ServedModel(
-        runner.model, runner.params, engine.config, None, engine.vocab_size, mesh=runner.mesh, strict=True
-    )  # fmt: skip
+    dtype = str(jax.tree.leaves(params)[0].dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
-        return DraftModelProposer(functional(replace(config, dtype=dtype, param_dtype=dtype)), params, served)
+        draft = functional(replace(config, dtype=dtype, param_dtype=dtype))
+        return DraftModelProposer(draft, params, _served(engine))
+
+
+def self_draft(engine: Engine, kept: int) -> SelfDraftProposer:
+    """Self-speculation of an engine by so many layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        return SelfDraftProposer(kept, _served(engine))
+
+
+def _served(engine: Engine) -> ServedModel:
+    runner = engine.runner
+    assert runner.model is not None
+    return ServedModel(
+        runner.model, runner.params, engine.config, None, engine.vocab_size, mesh=runner.mesh, strict=True
+    )
 
 
 @functools.lru_cache(4)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +115,7 @@ def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
         return SimpleNamespace(model=functional(config), params=None, tokenizer=draft_tokens)
 
     monkeypatch.setattr(draft_model, "load_model", load)
+    monkeypatch.setattr(draft_model, "find_model", Path)
     own = ByteTokenizer()
     draft_tokens = ByteTokenizer()
     draft_tokens.token_bytes = [*own.token_bytes[1:], own.token_bytes[0]]  # type: ignore[misc]
@@ -149,15 +152,15 @@ def measured(length: AdaptiveDraftLength, knee: float) -> AdaptiveDraftLength:
 def test_draft_lengths_are_those_of_an_exhaustive_search(rng):
     """Over all lengths of three sequences, by tokens per second; the roofline gives the same as measurements."""
     buckets = (1, 2, 4), (2, 3, 5, 7, 9, 12)
-    for knee in (1.0, 3.0, 6.0, 100.0):
+    for knee, each in ((1.0, 0.0), (3.0, 0.02), (6.0, 0.02), (100.0, 0.4)):
         length, sequences = measured(AdaptiveDraftLength(3, *buckets, knee), knee), many(3)
         for one in sequences:
             for _ in range(12):
                 length.record_draft(one, 3, int(rng.integers(0, 4)))
-        length.record_drafting(2, drafting := 2 * float(rng.choice([0.02, 0.4])))
+        length.record_drafting(2, 2 * each)
         rates = [length.rate(one) for one in sequences]
 
-        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=drafting / 2) -> float:
+        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=each) -> float:
             tokens = sum(rate**j for rate, count in zip(rates, counts, strict=True) for j in range(count + 1))
             rows = next(size for size in buckets[bool(sum(counts))] if size >= 3 + sum(counts))
             return tokens / (max(1.0, rows / knee) + each * max(counts))
@@ -224,3 +227,25 @@ def test_a_self_draft_keeps_fewer_layers_than_there_are():
     served = draft_model.ServedModel(functional(config), None, EngineConfig(max_len=16), None, 8)
     with pytest.raises(ValueError, match="self:3, but the model has 3 layers; keep 1 to 2"):
         SelfDraftProposer(3, served)
+
+
+@pytest.mark.drawn(0.4)
+def test_an_engine_makes_the_proposer_that_its_configuration_names(rng, float64):
+    """Self-speculation of a measured length, before and after other weights: greedy tokens are the model's."""
+    sizes = dataclasses.replace(engines.ENGINES["one after the other"], speculate="self:1")
+    engine = engines.build(sizes, "llama", "float64")
+    assert isinstance(engine.proposer, SelfDraftProposer)
+    assert isinstance(engine.draft_length, AdaptiveDraftLength)
+    assert engine.config.verify_tokens == 4
+    asked = [{"prompt": [7, 8, 9], "params": SamplingParams(max_tokens=40, temperature=0.0)}]
+    for seed in (4, 5):
+        params = engines.params_of("llama", "float64", seed)
+        if seed == 5:
+            engine.swap(params)
+        tokens = engines.serve(engine, asked)[0].sequences[0].tokens
+        likeliest = engines.logprobs_of("llama", "float64", tokens, params).argmax(axis=1)
+        assert tokens[3:] == likeliest[2:-1].tolist()
+        assert engine.metrics.drafts > 0, "tried at least once, before its cost is known"
+        first = engine.proposer.runner.params["segments"]["0"]["0"]["attention"]["q"]
+        np.testing.assert_array_equal(first[0], params["segments"]["0"]["0"]["attention"]["q"][0])
+    assert engine.proposer.device_bytes > sum(x.nbytes for x in jax.tree.leaves(engine.proposer.runner.params))

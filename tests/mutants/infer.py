@@ -5,9 +5,32 @@ from tests.mutants.mutant import Mutant
 POLICIES = "tests/infer/test_policies.py"
 ALLOCATOR = "tests/infer/test_page_allocator.py"
 SAMPLER = "tests/infer/test_sampler.py"
+SPECULATION = "tests/infer/test_speculation.py"
+VERIFICATION = "tests/infer/test_verification.py"
 DEADLINE = f"{POLICIES}::test_deadlines_come_before_arrival"
 
 MUTANTS = [
+    Mutant(
+        "unsettled_tokens_are_decoded_from",
+        "jaxllm/infer/engine/scheduler.py",
+        "        return self._needs_last(sequence) or sequence.unsettled > 0\n",
+        "        return self._needs_last(sequence)\n",
+        (f"{VERIFICATION}::test_drafting_may_stop_and_begin_while_a_verification_runs",),
+    ),
+    Mutant(
+        "evidence_about_drafts_never_fades",
+        "jaxllm/infer/speculate/draft_length.py",
+        "        return 0.5 ** (max(0, now - self.at) / FADE)\n",
+        "        return 1.0\n",
+        (f"{SPECULATION}::test_drafts_stop_where_none_is_accepted_and_are_tried_again",),
+    ),
+    Mutant(
+        "drafts_cost_no_time",
+        "jaxllm/infer/speculate/draft_length.py",
+        "batch + rows) + deepest * self._drafting.seconds\n",
+        "batch + rows)\n",
+        (f"{SPECULATION}::test_draft_lengths_are_those_of_an_exhaustive_search",),
+    ),
     Mutant(
         "top_p_takes_one_more_at_an_exact_mass",
         "jaxllm/infer/runner/sampler.py",

@@ -25,8 +25,8 @@ class Proposer(Protocol):
 class BatchProposer(Protocol):
     """Proposer that proposes for all sequences of a step together, such as a draft model."""
 
-    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Proposes for each (sequence, most tokens), as ``Proposer.propose`` does for one."""
+    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> list[list[int] | None]:
+        """Proposes for each (sequence, most tokens), as ``Proposer.propose`` does for one; None: not ready for it."""
         ...
 
     def swap(self, params: Any) -> None:
@@ -50,8 +50,8 @@ def check_proposer(config: EngineConfig, proposer: AnyProposer | None) -> None:
         )
 
 
-def proposals(proposer: AnyProposer, wanted: list[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-    """Tokens that a proposer proposes for each (sequence, most tokens) of a step.
+def proposals(proposer: AnyProposer, wanted: list[tuple[Sequence, int]]) -> list[tuple[int, ...] | None]:
+    """Tokens that a proposer proposes for each (sequence, most tokens) of a step; None where it is not ready yet.
 
     Each proposal ends before the first token that the sequence's grammar forbids.
 
@@ -63,7 +63,7 @@ def proposals(proposer: AnyProposer, wanted: list[tuple[Sequence, int]]) -> list
     else:
         found = [proposer.propose(sequence, count) for sequence, count in wanted]
     return [
-        _legal(proposer, sequence, count, [int(token) for token in tokens])
+        None if tokens is None else _legal(proposer, sequence, count, [int(token) for token in tokens])
         for (sequence, count), tokens in zip(wanted, found, strict=True)
     ]
 

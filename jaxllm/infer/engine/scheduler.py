@@ -249,11 +249,13 @@ class Scheduler:
         start = clock()
         found = proposals(self.proposer, wanted)
         plan.speculates, plan.drafting_seconds = True, clock() - start
-        self.draft_length.record_drafting(max(count for _, count in wanted), plan.drafting_seconds)
-        for (sequence, _), draft in zip(wanted, found, strict=True):
+        if None not in found:
+            self.draft_length.record_drafting(max(count for _, count in wanted), plan.drafting_seconds)
+        drafts = {sequence: draft for (sequence, _), draft in zip(wanted, found, strict=True) if draft is not None}
+        for sequence, draft in drafts.items():
             if not draft:
                 self.draft_length.record_draft(sequence, 0, 0)
-        return {sequence: draft for (sequence, _), draft in zip(wanted, found, strict=True)}
+        return drafts
 
     def _with_pages(self, sequence: Sequence, draft: tuple[int, ...], plan: StepPlan) -> tuple[int, ...]:
         """The first tokens of a draft, as many as there are pages for."""

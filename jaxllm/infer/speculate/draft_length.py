@@ -18,9 +18,9 @@ from jaxllm.infer.engine.sequence import Sequence
 
 OPTIMISM = 0.8
 """Acceptance that is assumed before anything is verified, and that old evidence fades to."""
-WEIGHT = 2.0
+WEIGHT = 4.0
 """Evidence, in tokens, that the assumed acceptance counts as."""
-FADE = 256
+FADE = 128
 """Tokens after which evidence counts half, so that drafting is tried again now and then."""
 MARGIN = 1.03
 """Gain in speed from which drafting is worth its variance."""

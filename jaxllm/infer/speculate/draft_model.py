@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxllm.convert.load import load_model
+from jaxllm.hub import find_model
 from jaxllm.infer.engine import step_inputs
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
@@ -126,8 +127,8 @@ class DraftModelProposer:
         leaves = jax.tree.leaves((self.runner.params, self.runner.pools))
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
-    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Proposes up to so many tokens for each sequence; none for those whose prompts it has not read yet.
+    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> list[list[int] | None]:
+        """Proposes up to so many tokens for each sequence; None for those that it has not read to their end yet.
 
         A call reads at most ``max_batched_tokens`` tokens, so that a long prompt does not hold up other sequences.
         """
@@ -142,7 +143,7 @@ class DraftModelProposer:
         drafts = {one: [token for step in steps_run for token in step.tokens(one)] for one in drafting}
         for one, draft in drafts.items():
             self._held[one.replica, one.slot] = _Held(one, len(one.tokens), draft[:-1])
-        return [_until_stop(one, drafts.get(one, [])[:count]) for one, count in wanted]
+        return [_until_stop(one, drafts[one][:count]) if one in drafts else None for one, count in wanted]
 
     def swap(self, params: Any) -> None:
         """Does nothing: the draft's weights are not those that the engine replaces."""
@@ -196,12 +197,13 @@ def parse_model(text: str) -> str:
 
 
 def load_draft(name: str, served: ServedModel) -> DraftModelProposer:
-    """Loads a draft model and makes its proposer.
+    """Loads a draft model, in the served model's dtype unless it is a run's, and makes its proposer.
 
     Raises:
         ValueError: its tokenizer is not the served model's; or see ``DraftModelProposer``.
     """
-    loaded = load_model(name, mesh=served.mesh)
+    is_run = (find_model(name) / "checkpoints").is_dir()
+    loaded = load_model(name, mesh=served.mesh, dtype=None if is_run else served.model.config.dtype)
     own, theirs = loaded.tokenizer, served.tokenizer
     if theirs is None or own.token_bytes != theirs.token_bytes or own.special_names != theirs.special_names:
         sizes = "" if theirs is None else f" of {theirs.vocab_size} tokens, the draft's has {own.vocab_size}"

@@ -1,0 +1,178 @@
+"""Speculative decoding: completions are those of plain decoding, and samples have the model's distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.stats
+
+from jaxllm.infer import Engine, SamplingParams
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
+from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
+from jaxllm.infer.speculate.ngram import NgramProposer
+from pallas_kernels.paged_attention.kv_formats import quantised_formats
+from tests.infer import engines
+from tests.infer.proposers import OracleProposer
+from tests.infer.test_verification import asked, equal
+from tests.proofs.harness import proof
+
+WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous")
+PROPOSERS = ("ngram", "draft", "self")
+FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
+MOST = 3
+"""Draft tokens."""
+
+
+class RandomDraftLength(FixedDraftLength):
+    """Lengths at random, none for some: drafting begins and stops while steps are in flight."""
+
+    def __init__(self, rng: np.random.Generator):
+        super().__init__(MOST)
+        object.__setattr__(self, "rng", rng)
+
+    def counts(self, sequences: list[Any]) -> dict[Any, int]:
+        rng: np.random.Generator = self.rng  # type: ignore[attr-defined]
+        if rng.random() < 0.3:
+            return {}
+        return {one: int(rng.integers(1, MOST + 1)) for one in sequences if rng.random() < 0.8}
+
+
+def build(way: str, family: str, **fields: Any) -> Engine:
+    """An engine that verifies, in float64; ``speculate`` gives it a proposer."""
+    sizes = dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, **fields)
+    return engines.build(sizes, family, "float64", proposer=OracleProposer("silent", np.random.default_rng(0), 1))
+
+
+def speculate(engine: Engine, proposer: Any, length: DraftLength) -> None:
+    """Gives an engine a proposer and lengths of drafts."""
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, Scheduler)
+    engine.proposer = scheduler.proposer = proposer
+    engine.draft_length = scheduler.draft_length = length
+    engine.metrics = EngineMetrics()
+
+
+def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator) -> Any:
+    """A proposer of each kind; the draft is the model with other numbers mixed in."""
+    if name == "ngram":
+        return NgramProposer(int(rng.integers(1, 5)))
+    if name == "self":
+        layers = engines.model_of(family, "float64").layers
+        return engines.self_draft(engine, int(rng.integers(1, layers)))
+    share, one, other = rng.choice([0.0, 0.1, 0.5]), *(engines.params_of(family, "float64", seed) for seed in (4, 5))
+    params = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
+    return engines.draft(engine, engines.model_of(family, "float64"), params)
+
+
+@proof("speculation", count=40, sample=1, float64=True, bound=1e-10, counts=("proposed", "accepted"))
+def speculated_is_plain(seed: int) -> dict[str, float]:
+    """Every proposer, family, KV format and way to serve, drawn: tokens, texts and ends are those of plain decoding.
+
+    Greedy and sampled, with logits processors, grammars' masks apart, several completions, short of pages, and with
+    lengths of drafts that change at random. Log-probabilities are those of the training forward where the KV cache
+    holds what was computed.
+    """
+    rng = np.random.default_rng(seed)
+    way, name, family = (str(rng.choice(some)) for some in (WAYS, PROPOSERS, FAMILIES))
+    lossy = ("bfloat16", *quantised_formats())
+    kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
+    engine = build(way, family, kv_dtype=kv)
+    requests = asked(rng, engine.config, 3)
+    want = engines.serve(engine, requests)
+    assert engine.metrics.drafts == 0
+    proposer = proposer_of(name, engine, family, rng)
+    counts = {"error": 0.0, "proposed": 0.0, "accepted": 0.0}
+    for length in (FixedDraftLength(MOST), RandomDraftLength(rng)):
+        speculate(engine, proposer, length)
+        got = engines.serve(engine, requests)
+        equal(got, want)
+        if kv == "auto":
+            counts["error"] = max(counts["error"], engines.error(family, "float64", got))
+        counts["proposed"] += engine.metrics.proposed_tokens
+        counts["accepted"] += engine.metrics.accepted_tokens
+    if name != "ngram":
+        assert proposer.runner.program_cache.counts.late == 0
+        assert counts["proposed"] > 0
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
+    return counts
+
+
+DRAWS, ALLOWED = 6000, (3, 11, 20, 37)
+"""Completions of two tokens and one more; the tokens that they may have."""
+
+
+@proof("speculation", cases=PROPOSERS, sample=1, float64=True)
+def samples_have_the_exact_distribution(name: str) -> None:
+    """Chi-square of the second and third token against the model's probabilities, and equality draw by draw."""
+    engine, rng = build("roomy", "llama", decode_steps=1), np.random.default_rng([*name.encode()])
+    prompt = [5, 9, 5, 9, *ALLOWED, 5, 9]
+    requests = [
+        {"prompt": prompt, "params": SamplingParams(max_tokens=4, seed=seed, allowed_tokens=ALLOWED)}
+        for seed in range(DRAWS)
+    ]
+    want = engines.serve(engine, requests, check=False)
+    speculate(engine, proposer_of(name, engine, "llama", rng), FixedDraftLength(MOST))
+    got = engines.serve(engine, requests, check=False)
+    equal(got, want)
+    assert engine.metrics.accepted_tokens > DRAWS / 20
+    expected = np.zeros((4,) * 3)
+    logs = lambda tokens: engines.logprobs_of("llama", "float64", tokens)[-1][list(ALLOWED)]  # noqa: E731
+    first = softmax(logs(prompt))
+    for i, j in itertools.product(range(4), repeat=2):
+        second = softmax(logs([*prompt, ALLOWED[i]]))
+        third = softmax(logs([*prompt, ALLOWED[i], ALLOWED[j]]))
+        expected[i, j] = first[i] * second[j] * third
+    seen = np.zeros((4,) * 3)
+    for request in got:
+        seen[tuple(ALLOWED.index(token) for token in request.sequences[0].tokens[len(prompt) :][:3])] += 1
+    enough = expected * DRAWS >= 5
+    observed = np.append(seen[enough], seen[~enough].sum())
+    wanted = np.append(expected[enough], expected[~enough].sum()) * DRAWS
+    assert scipy.stats.chisquare(observed, wanted).pvalue > 1e-4
+
+
+def softmax(logs: np.ndarray) -> np.ndarray:
+    weights = np.exp(logs - logs.max())
+    return weights / weights.sum()
+
+
+@proof("speculation", count=6, sample=1, counts=("preemptions",))
+def nothing_leaks(seed: int) -> dict[str, float]:
+    """64 streams, cancelled, preempted and with weights replaced, under measured lengths: every page comes back."""
+    rng = np.random.default_rng(seed)
+    name, way = str(rng.choice(PROPOSERS)), str(rng.choice(["tight, recompute", "tight, swap"]))
+    engine = engines.build(
+        dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST),
+        proposer=OracleProposer("silent", rng, 1),
+    )
+    if name == "draft":
+        proposer: Any = engines.draft(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
+    else:
+        proposer = NgramProposer() if name == "ngram" else engines.self_draft(engine, 1)
+    config = engine.config
+    speculate(engine, proposer, AdaptiveDraftLength(MOST, config.decode_buckets, config.prompt_buckets))
+    made, step = [], 0
+    traffic = engines.traffic(rng, config, 64)
+    while engine.busy or len(made) < len(traffic):
+        for one in traffic[len(made) : len(made) + int(rng.integers(0, 4))]:
+            made.append(engine.submit(one["prompt"], one["params"], salt=one["salt"]))
+        if made and rng.random() < 0.05:
+            engine.cancel(made[int(rng.integers(len(made)))])
+        if rng.random() < 0.005:
+            engine.swap(engine.runner.params)
+        engine.step()
+        engines.check_books(engine)
+        step += 1
+        assert step < 20_000
+    assert all(s.finish in ("stop", "length", "cancelled") for r in made for s in r.sequences)
+    assert all(pages.available == pages.count for pages in engine.scheduler.pages)
+    runners = [engine.runner] if name == "ngram" else [engine.runner, proposer.runner]
+    assert all(one.program_cache is not None and one.program_cache.counts.late == 0 for one in runners)
+    assert engine.metrics.drafts > 0
+    return {"preemptions": float(engine.scheduler.preemptions)}
