@@ -76,7 +76,7 @@ class EffortSolver:
         Raises:
             ValueError: a parameter does not go with the policy, or the engine refuses a request.
         """
-        tools = EffortTools(self.llm.tokenizer, self.embed)
+        tools = EffortTools(self.llm.tokenizer, self.embed, self.llm.engine.max_len)
         return self.run(policy.solve_all(self.problems(prompts, params), tools))
 
     def run(self, rounds: Rounds[T]) -> T:

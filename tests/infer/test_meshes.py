@@ -11,6 +11,7 @@ import pytest
 
 import sharding
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
+from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
@@ -19,7 +20,6 @@ from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.serving_mesh import placements, serving_model, serving_rules
 from jaxllm.models import functional
 from jaxllm.models.attention_context import KVSpec
-from jaxllm.infer.embedder import Embedder
 from tests import quick
 from tests.infer import engines
 from tests.infer.engines import LONGEST

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.models import functional
 from jaxllm.peft.adapted_model import adapted_model
 from jaxllm.peft.adapter_method import AdapterConfig
-from jaxllm.infer.embedder import Embedder
 from tests import quick, tiny
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -16,11 +16,11 @@ import pytest
 
 from jaxllm.hub import decoder_config
 from jaxllm.infer import AdapterCatalogue, AsyncEngine, Engine, EngineConfig
+from jaxllm.infer.embedder import Embedder
 from jaxllm.models import functional
 from jaxllm.peft import Adapter, LowRank, read_peft, write_peft
 from jaxllm.peft.adapter import factor_shapes
 from jaxllm.serve import Backend, EngineBackend
-from jaxllm.infer.embedder import Embedder
 from jaxllm.text.byte_tokenizer import ByteTokenizer
 from tests import quick
 from tests.serve.servers import TEMPLATE

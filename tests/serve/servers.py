@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.adapter_catalogue import AdapterRevision
+from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
-from jaxllm.infer.embedder import Embedder
 from jaxllm.serve.server import BackendFactory
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer

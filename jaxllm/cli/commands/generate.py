@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
+
+if TYPE_CHECKING:
+    from jaxllm.convert.load import LoadedModel
+    from jaxllm.effort import EffortPolicy
+    from jaxllm.infer import SamplingParams
+
+MOST_SEQUENCES = 16
+"""Candidates of an effort policy that ``jaxllm generate`` runs at a time; more wait."""
 
 
 def generate(argv: list[str]) -> int:
@@ -23,6 +35,7 @@ def generate(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         mesh: str | None = None,
+        effort: Path | None = None,
     ) -> int:
         """Generates a completion of a prompt and streams it to the terminal.
 
@@ -38,12 +51,16 @@ def generate(argv: list[str]) -> int:
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
+            effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
         """
         use_compilation_cache()
         from jaxllm.infer import LLM, SamplingParams, single_user_config
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        policy = None if effort is None else read_policy(effort)
         loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
+        if policy is not None:
+            return spend(loaded, policy, prompt, params)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
         llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens))
         stream = llm.stream(prompt, params)
@@ -54,3 +71,41 @@ def generate(argv: list[str]) -> int:
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm generate")
+
+
+def read_policy(file: Path) -> EffortPolicy:
+    """Effort policy of a file.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    from jaxllm.config import ConfigError
+    from jaxllm.effort import load_policy
+
+    try:
+        return load_policy(file)
+    except ConfigError as error:
+        raise UsageError(f"--effort: {error}") from None
+
+
+def spend(loaded: LoadedModel, policy: EffortPolicy, prompt: str, params: SamplingParams) -> int:
+    """Completes a prompt by an effort policy; prints what it spent to the standard error.
+
+    Raises:
+        UsageError: the policy does not go with the options.
+    """
+    from jaxllm.effort import EffortSolver
+    from jaxllm.infer import LLM, single_user_config
+
+    # Questions, revisions and steps make the prompt longer than it is given.
+    sizes = single_user_config(loaded, 4 * (len(loaded.tokenizer.encode(prompt)) + 1 + params.max_tokens))
+    sizes = dataclasses.replace(sizes, max_sequences=min(policy.width, MOST_SEQUENCES), samplers=("full",))
+    try:
+        (found,) = EffortSolver(LLM(loaded, sizes)).solve(policy, [prompt], params)
+    except ValueError as error:
+        raise UsageError(f"--effort: {error}") from None
+    print(prompt + found.best.text)
+    print(
+        f"{len(found.candidates)} candidates, {found.tokens} tokens generated; score {found.score:.4g}", file=sys.stderr
+    )
+    return 0

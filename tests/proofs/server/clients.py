@@ -9,8 +9,8 @@ from typing import Any
 import openai
 
 from jaxllm.infer import LLM, AsyncEngine, EngineConfig
-from jaxllm.serve import EngineBackend, ServeConfig
 from jaxllm.infer.embedder import Embedder
+from jaxllm.serve import EngineBackend, ServeConfig
 from tests.proofs.harness import proof
 from tests.serve import servers
 from tests.serve.driving import FEATURES
