@@ -29,7 +29,8 @@ class EffortSolver:
     """
 
     def __init__(self, llm: LLM, models: Mapping[str, LLM] | None = None, *, pooling: Pooling = "last"):
-        self.llm, self.models, self.pooling = llm, dict(models or {}), pooling
+        self.llm, self.models = llm, dict(models or {})
+        self.pooling: Pooling = pooling
 
     @functools.cached_property
     def _embedder(self) -> Embedder:
