@@ -233,9 +233,8 @@ def _tagged(table: OneOf, value: dict[str, Any], where: str) -> Any:
     Raises:
         ConfigError: there is no tag, or no such class.
     """
-    named = {
-        field.default: kind for kind in table.rows for field in dataclasses.fields(kind) if field.name == table.tag
-    }
+    fields = [(kind, field) for kind in table.rows for field in dataclasses.fields(kind)]
+    named = {str(field.default): kind for kind, field in fields if field.name == table.tag}
     if (name := value.get(table.tag)) not in named:
         raise ConfigError(
             f"{where}: {table.tag} = {name!r}.{closest(str(name), named)} Legal values: {', '.join(named)}."

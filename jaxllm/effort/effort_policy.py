@@ -95,10 +95,11 @@ class EffortPolicy(ABC):
                     f"{name} = {getattr(params, name)!r} does not go with an effort policy, which chooses one "
                     f"completion itself; leave it at {getattr(fresh, name)!r}."
                 )
-        if self.budget is not None and self.budget < params.max_tokens:
+        least = params.max_tokens + verifier_reserve(getattr(self, "verifier", None))
+        if self.budget is not None and self.budget < least:
             raise ValueError(
-                f"budget = {self.budget} tokens, and a completion may take max_tokens = {params.max_tokens}: not one "
-                "fits. Give a larger budget, or a smaller max_tokens (in the policy: sampling.max_tokens)."
+                f"budget = {self.budget} tokens, and a completion may take {least} (max_tokens = {params.max_tokens}): "
+                "not one fits. Give a larger budget, or a smaller max_tokens (in the policy: sampling.max_tokens)."
             )
         return replace(problem, params=params)
 

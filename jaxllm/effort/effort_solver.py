@@ -29,7 +29,8 @@ class EffortSolver:
     """
 
     def __init__(self, llm: LLM, models: Mapping[str, LLM] | None = None, *, pooling: Pooling = "last"):
-        self.llm, self.models, self.pooling = llm, dict(models or {}), pooling
+        self.llm, self.models = llm, dict(models or {})
+        self.pooling: Pooling = pooling
 
     @functools.cached_property
     def _embedder(self) -> Embedder:
@@ -76,7 +77,7 @@ class EffortSolver:
         Raises:
             ValueError: a parameter does not go with the policy, or the engine refuses a request.
         """
-        tools = EffortTools(self.llm.tokenizer, self.embed)
+        tools = EffortTools(self.llm.tokenizer, self.embed, self.llm.engine.max_len)
         return self.run(policy.solve_all(self.problems(prompts, params), tools))
 
     def run(self, rounds: Rounds[T]) -> T:

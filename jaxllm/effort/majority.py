@@ -43,16 +43,17 @@ class Majority(EffortPolicy):
 
     def solve(self, problem: EffortProblem, tools: EffortTools) -> Rounds[EffortSolution]:
         """Draws candidates and lets their answers vote; one without an answer has no vote."""
-        candidates = list[Candidate]()
+        candidates, weights = list[Candidate](), list[float]()
         while len(candidates) < self.n:
             missing = self.n - len(candidates)
             found = yield from draw(self, problem, tools, missing, len(candidates), self.verifier)
             if not found:
                 break
             candidates += found
-        weights = [1.0] * len(candidates)
-        if self.verifier is not None:
-            weights = yield from verify(self.verifier, problem, candidates, tools)
+            if self.verifier is None:
+                weights += [1.0] * len(found)
+            else:
+                weights += yield from verify(self.verifier, problem, found, tools)
         votes: dict[str, float] = {}
         answers = [self.answer_of(one.text) for one in candidates]
         for answer, weight in zip(answers, weights, strict=True):

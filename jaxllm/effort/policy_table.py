@@ -7,12 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import ConfigError, closest, from_dict, to_dict
+from jaxllm.effort.adaptive_best_of_k import AdaptiveBestOfK
 from jaxllm.effort.best_of_n import BestOfN
+from jaxllm.effort.compute_optimal import ComputeOptimal
 from jaxllm.effort.effort_policy import POLICIES, EffortPolicy
 from jaxllm.effort.majority import Majority
+from jaxllm.effort.revision import Revision
+from jaxllm.effort.sample_mixture import SampleMixture
+from jaxllm.effort.selective_allocation import SelectiveAllocation
+from jaxllm.effort.verifier_beam import VerifierBeam
 from jaxllm.files import write_json
 
-POLICIES[:] = [BestOfN, Majority]
+POLICIES[:] = [
+    BestOfN,
+    Majority,
+    VerifierBeam,
+    Revision,
+    ComputeOptimal,
+    AdaptiveBestOfK,
+    SampleMixture,
+    SelectiveAllocation,
+]
 
 
 def policy_names() -> list[str]:

@@ -122,38 +122,58 @@ class EffortTools:
     Attributes:
         tokenizer: tokenizer of the model.
         embed: hidden state after some token ids, float32 [D] of norm 1.
+        max_len: most tokens of a sequence, prompt included.
         budget: token budget that its samples are charged to.
     """
 
     tokenizer: Tokenizer
     embed: Callable[[Sequence[int]], np.ndarray]
+    max_len: int
     budget: TokenBudget = field(default_factory=TokenBudget)
 
     def with_budget(self, total: int | None) -> EffortTools:
         """The same tools with a fresh budget."""
         return replace(self, budget=TokenBudget(total))
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that continues another."""
+    def encode(self, text: str, *, specials: bool = False) -> tuple[int, ...]:
+        """Token ids of a text that continues another; ``specials``: names of special tokens in it are those tokens.
+
+        A policy's own texts, such as a question to a judge, may name special tokens: those of a chat template. What a
+        model or a client wrote never does.
+        """
         # Such tokenizers prepend a space themselves.
         text = text.removeprefix(" ") if self.tokenizer.prefix_space else text
-        return tuple(int(i) for i in self.tokenizer.encode(text))
+        return tuple(int(i) for i in self.tokenizer.encode(text, specials=specials))
+
+    def fill(self, template: str, step: str) -> tuple[int, ...]:
+        """Token ids of a policy's text with "{step}" replaced; only the policy's own words may name special tokens."""
+        before, found, after = template.partition("{step}")
+        ids = self.encode(before, specials=True)
+        return ids + self.encode(step) + self.encode(after, specials=True) if found else ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a completion's tokens, without special tokens."""
         return self.tokenizer.decode(list(tokens))
 
+    def said(self, candidate: Candidate) -> tuple[int, ...]:
+        """Tokens of a candidate without the token that ended it, for a text that goes on after it."""
+        ended = candidate.finish == "stop" and candidate.tokens[-1:] and candidate.tokens[-1] in self.tokenizer.stop_ids
+        return candidate.tokens[:-1] if ended else candidate.tokens
+
     def sample(self, requests: Sequence[SampleRequest]) -> Rounds[list[list[Candidate]]]:
         """Asks for one round of samples, as many as the budget has room for at their full length, and charges them.
+
+        The full length is charged when it is granted, so that generators side by side can share a budget.
 
         Returns:
             the candidates of each request; fewer than requested, or none, where the budget ends.
         """
-        granted, asked, room = list[int](), list[SampleRequest](), replace(self.budget)
+        granted, asked, held = list[int](), list[SampleRequest](), 0
         for request in requests:
             cost = request.params.max_tokens + request.reserve
-            count = room.fits(cost, request.params.n)
-            room.spent += count * cost
+            count = self.budget.fits(cost, request.params.n)
+            self.budget.spent += count * cost
+            held += count * cost
             granted.append(count)
             if count:
                 seed = request.params.seed
@@ -161,7 +181,7 @@ class EffortTools:
                 asked.append(replace(request, params=replace(request.params, n=count, seed=later)))
         answers: Iterator[list[Candidate]] = iter((yield asked) if asked else ())
         found = [next(answers) if count else [] for count in granted]
-        self.budget.spent += sum(len(one.tokens) for some in found for one in some)
+        self.budget.spent += sum(len(one.tokens) for some in found for one in some) - held
         return found
 
 

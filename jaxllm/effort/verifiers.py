@@ -159,20 +159,9 @@ class JudgeVerifier(EngineVerifier):
         self, problem: EffortProblem, candidates: Sequence[Candidate], tools: EffortTools
     ) -> Rounds[list[float]]:
         """Probability of yes among the two answers."""
-        answers = [tools.encode(answer)[:1] for answer in (self.yes, self.no)]
-        if answers[0] == answers[1] or not all(answers):
-            raise ValueError(
-                f"judge: {self.yes!r} and {self.no!r} begin with the same token; give answers that differ in the first."
-            )
-        requests = []
-        for one in candidates:
-            prompt = problem.prompt + tools.encode(one.text + self.question)
-            for answer in answers:
-                forced = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, allowed_tokens=answer)
-                requests.append(SampleRequest(prompt, forced, self.model))
-        found = yield from tools.sample(requests)
-        values = [some[0].logprobs[0] for some in found]
-        return [1 / (1 + math.exp(min(no - yes, 700))) for yes, no in zip(values[::2], values[1::2], strict=True)]
+        question = tools.encode(self.question, specials=True)
+        prompts = [problem.prompt + tools.said(one) + question for one in candidates]
+        return (yield from yes_probabilities(prompts, self.yes, self.no, self.model, tools))
 
 
 @dataclass(frozen=True)
@@ -197,6 +186,25 @@ class ProbeVerifier(EngineVerifier):
 VERIFIERS: list[type] = [ArithmeticVerifier, RegexVerifier, LogprobVerifier, JudgeVerifier, ProbeVerifier]
 """Table of verifiers that a policy file may name by the default of their ``verifier``."""
 AnyVerifier = Annotated[Verifier | EngineVerifier, OneOf(VERIFIERS, "verifier")]
+
+
+def yes_probabilities(
+    prompts: Sequence[tuple[int, ...]], yes: str, no: str, model: str, tools: EffortTools
+) -> Rounds[list[float]]:
+    """Probability of the answer ``yes`` among two answers, after each prompt; two tokens each.
+
+    Raises:
+        ValueError: the answers begin with the same token, or the budget has no room.
+    """
+    answers = [tools.encode(answer)[:1] for answer in (yes, no)]
+    if answers[0] == answers[1] or not all(answers):
+        raise ValueError(f"{yes!r} and {no!r} begin with the same token; give answers that differ in the first.")
+    forced = [SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, allowed_tokens=one) for one in answers]
+    found = yield from tools.sample([SampleRequest(prompt, one, model) for prompt in prompts for one in forced])
+    if not all(found):
+        raise ValueError(f"the budget of {tools.budget.total} tokens has no room for two tokens for each question.")
+    values = [some[0].logprobs[0] for some in found]
+    return [1 / (1 + math.exp(min(no - yes, 700))) for yes, no in zip(values[::2], values[1::2], strict=True)]
 
 
 def arithmetic_value(prompt: str) -> Fraction | None:

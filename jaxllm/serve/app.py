@@ -77,6 +77,7 @@ class ApiService:
     Attributes:
         config: settings of the server.
         name: name of the model.
+        efforts: effort policies by model name.
         metrics: Prometheus metrics.
         dispatcher: passes requests to the engine; None until the engine is ready.
         draining: the server is stopping and takes no new requests.
@@ -85,6 +86,7 @@ class ApiService:
 
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
+        self.efforts = dict(config.efforts)
         self.metrics = ServerMetrics(self.name)
         self.dispatcher: RequestDispatcher | None = None
         self.draining = False
@@ -108,18 +110,19 @@ class ApiService:
         return self.dispatcher
 
     def check_model(self, name: str | None) -> AdapterRevision | None:
-        """Adapter that a request's model name means, in its newest revision; None for the base.
+        """Adapter that a request's model name means, in its newest revision; None for the base and effort policies.
 
         Raises:
             ApiError: 404; it is another model's.
         """
-        if name is None or name == self.name:
+        if name is None or name == self.name or name in self.efforts:
             return None
         host = None if self.dispatcher is None else self.dispatcher.backend.adapter_host
         with contextlib.suppress(AdapterNotFoundError):
             if host is not None:
                 return host.adapters.find(name)
         also = "" if host is None else f" and {len(host.adapters)} adapters, which /v1/models lists"
+        also += f" and effort policies: {', '.join(self.efforts)}" if self.efforts else ""
         raise ApiError(
             404, f"there is no model {name[:100]!r}; this server serves {self.name!r}{also}.", param="model",
             code="model_not_found",
@@ -131,12 +134,13 @@ class ApiService:
         Raises:
             ApiError: 404; it is another model's, or an adapter's.
         """
-        if self.check_model(name) is not None:
-            raise ApiError(404, f"{name!r} is an adapter; embeddings are of {self.name!r} alone.", param="model")
+        kind = "an effort policy" if name in self.efforts else "an adapter"
+        if self.check_model(name) is not None or name in self.efforts:
+            raise ApiError(404, f"{name!r} is {kind}; embeddings are of {self.name!r} alone.", param="model")
 
-    def card(self, adapter: str | None = None) -> dict[str, Any]:
-        """Entry of the model, or of an adapter, for ``/v1/models``."""
-        own = {"id": self.name} if adapter is None else {"id": adapter, "parent": self.name}
+    def card(self, other: str | None = None) -> dict[str, Any]:
+        """Entry of the model, or of an adapter or effort policy, for ``/v1/models``."""
+        own = {"id": self.name} if other is None else {"id": other, "parent": self.name}
         return own | {
             "object": "model",
             "created": self._began,
@@ -153,9 +157,10 @@ class ApiService:
     ) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
         dispatcher = self.ready()
-        adapter = self.check_model(body.model)
+        adapter, effort = self.check_model(body.model), self.efforts.get(body.model or "")
         record = request.scope["jaxllm.record"]
         record.update({} if adapter is None else {"adapter": adapter.name, "revision": adapter.number})
+        record.update({} if effort is None else {"effort": body.model})
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
         head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -164,7 +169,9 @@ class ApiService:
         }
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
-        handler.jobs = [dataclasses.replace(job, adapter=adapter) for job in handler.jobs]
+        handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
+        if effort is not None:
+            dispatcher.check_effort(handler.jobs)
         if self.config.log_prompts:
             record["prompts"] = [dispatcher.backend.tokenizer.decode(job.prompt, specials=True) for job in handler.jobs]
         release = dispatcher.admit(sum(job.sequences for job in handler.jobs))
@@ -258,16 +265,16 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
 def _add_status_routes(app: FastAPI, service: ApiService) -> None:
     @app.get("/v1/models", response_model=shapes.ModelList, responses=_errors(503))
     async def models() -> Response:
-        """List of models: the one that this server serves, and its adapters, whose parent it is."""
+        """List of models: the one that this server serves, and its adapters and effort policies, whose parent it is."""
         host = service.ready().backend.adapter_host
         names = [] if host is None else host.adapters.names
-        return _json({"object": "list", "data": [service.card(), *map(service.card, names)]})
+        return _json({"object": "list", "data": [service.card(), *map(service.card, [*names, *service.efforts])]})
 
     @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=_errors(404, 503))
     async def model(name: str) -> Response:
         """Model by name."""
         adapter = service.check_model(name)
-        return _json(service.card(None if adapter is None else adapter.name))
+        return _json(service.card(name if adapter is not None or name in service.efforts else None))
 
     @app.get("/health", response_model=shapes.Status, responses=_errors(503))
     async def health() -> Response:
@@ -354,7 +361,7 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
         for foreign in ("HTTPValidationError", "ValidationError"):
             shapes.pop(foreign, None)
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
-        names = [service.name, *([] if host is None else host.adapters.names)]
+        names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
         shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
         for request in ("ChatRequest", "CompletionRequest"):
             shapes[request]["properties"]["model"] = {"enum": names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jaxllm.effort.effort_policy import EffortPolicy
 from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS
 
 
@@ -29,6 +30,7 @@ class ServeConfig:
         log_prompts: write prompts to the log too.
         adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
         admin_keys: API keys that may load and unload adapters; empty: nobody may.
+        efforts: effort policies, as (model name in requests, policy).
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +49,7 @@ class ServeConfig:
     log_prompts: bool = False
     adapter_dirs: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    efforts: tuple[tuple[str, EffortPolicy], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -62,6 +65,9 @@ class ServeConfig:
             raise ValueError(
                 f"serve: tool_parser = {self.tool_parser!r}; give one of {', '.join(TOOL_CALL_FORMATS)}, or None."
             )
+        names = [self.name, *(name for name, _ in self.efforts)]
+        if len(set(names)) < len(names) or not all(name for name, _ in self.efforts):
+            raise ValueError(f"serve: the model names {names} are not unique, or one is empty; give each its own.")
         keys = (*self.api_keys, *self.admin_keys)
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
             raise ValueError("serve: an API key is empty or has characters that are illegal in a header; give ASCII.")

@@ -10,11 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.effort.effort_policy import EffortPolicy
+from jaxllm.effort.sample_rounds import EffortProblem
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import EngineStopped
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.serve import effort_generation
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.config import ServeConfig
@@ -33,6 +36,7 @@ class GenerationJob:
         service: scheduling hints.
         grammar_field: request field that the grammar comes from, for errors.
         adapter: adapter that serves it; None: the base.
+        effort: effort policy that spends tokens on it; None: it is completed once.
     """
 
     prompt: list[int]
@@ -41,11 +45,12 @@ class GenerationJob:
     service: Service = field(default_factory=Service)
     grammar_field: str = "structured_outputs"
     adapter: AdapterRevision | None = None
+    effort: EffortPolicy | None = None
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that the engine runs for it."""
-        return max(self.params.candidates, self.params.beams)
+        """Number of sequences that the engine runs for it, at a time."""
+        return self.effort.width if self.effort is not None else max(self.params.candidates, self.params.beams)
 
 
 @dataclass
@@ -122,6 +127,23 @@ class RequestDispatcher:
                 param = job.grammar_field if str(error).startswith("grammar") else None
                 raise ApiError(400, str(error), param=param) from None
 
+    def check_effort(self, jobs: Sequence[GenerationJob]) -> None:
+        """Checks jobs of an effort policy before admission.
+
+        Raises:
+            ApiError: a parameter does not go with the policy, or the queue is shorter than the policy is wide.
+        """
+        room = self.backend.max_sequences + self.config.queue
+        if (requested := sum(job.sequences for job in jobs)) > room:
+            message = f"the policy runs {requested} completions at a time; this server runs and queues at most {room}."
+            raise ApiError(400, message, param="model")
+        for job in jobs:
+            try:
+                assert job.effort is not None
+                job.effort.prepared(EffortProblem(tuple(job.prompt), "", job.params))
+            except ValueError as error:
+                raise ApiError(400, str(error)) from None
+
     def admit(self, sequences: int) -> Callable[[], None]:
         """Admits a number of sequences; returns the function that the caller must call when they have ended.
 
@@ -162,7 +184,9 @@ class RequestDispatcher:
         seconds = self.config.request_seconds
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         try:
-            async with contextlib.aclosing(self._one(jobs[0]) if len(jobs) == 1 else self._merged(jobs)) as stream:
+            async with contextlib.aclosing(
+                self._one(jobs[0], usage) if len(jobs) == 1 else self._merged(jobs, usage)
+            ) as stream:
                 while True:
                     async with asyncio.timeout_at(deadline):
                         found = await anext(stream, None)
@@ -192,20 +216,29 @@ class RequestDispatcher:
             timer.close()
             record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=timer.ended)
 
-    async def _one(self, job: GenerationJob) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def _one(self, job: GenerationJob, usage: Usage) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        if job.effort is not None:
+            output, spent = await effort_generation.solve(
+                self.backend, job.effort, job.prompt, job.params, salt=job.salt, service=job.service
+            )
+            usage.completion += spent - len(output.tokens)  # the others are counted as they are returned
+            yield 0, output
+            return
         async with contextlib.aclosing(
             self.backend.stream(job.prompt, job.params, salt=job.salt, service=job.service, adapter=job.adapter)
         ) as outputs:
             async for output in outputs:
                 yield 0, output
 
-    async def _merged(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def _merged(
+        self, jobs: Sequence[GenerationJob], usage: Usage
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """Outputs of all jobs, which run concurrently, in the order in which they come."""
         out: asyncio.Queue[Any] = asyncio.Queue()
 
         async def read(number: int, job: GenerationJob) -> None:
             try:
-                async with contextlib.aclosing(self._one(job)) as outputs:
+                async with contextlib.aclosing(self._one(job, usage)) as outputs:
                     async for _, output in outputs:
                         out.put_nowait((number, output))
                 out.put_nowait(None)

@@ -28,8 +28,13 @@ class ScriptedModel:
         generated: tokens that it generated.
     """
 
-    def __init__(self, write: Callable[[str, int], str], hidden: Callable[[Sequence[int]], Any] = lambda ids: [1.0]):
-        self.write, self.hidden = write, hidden
+    def __init__(
+        self,
+        write: Callable[[str, int], str],
+        hidden: Callable[[Sequence[int]], Any] = lambda ids: [1.0],
+        max_len: int = 10_000,
+    ):
+        self.write, self.hidden, self.max_len = write, hidden, max_len
         self.requests: list[list[SampleRequest]] = []
         self.counts: dict[str, int] = {}
         self.generated = 0
@@ -53,7 +58,7 @@ class ScriptedModel:
             EffortProblem(tuple(TOKENIZER.encode(text).tolist()), text, params or SamplingParams(max_tokens=16))
             for text in prompts
         ]
-        tools = EffortTools(TOKENIZER, lambda ids: np.asarray(self.hidden(ids), np.float32))
+        tools = EffortTools(TOKENIZER, lambda ids: np.asarray(self.hidden(ids), np.float32), self.max_len)
         return self.run(policy.solve_all(problems, tools))
 
     def _answer(self, request: SampleRequest) -> list[Candidate]:

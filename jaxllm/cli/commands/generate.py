@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
+
+if TYPE_CHECKING:
+    from jaxllm.convert.load import LoadedModel
+    from jaxllm.effort import EffortPolicy
+    from jaxllm.infer import SamplingParams
+
+MOST_SEQUENCES = 16
+"""Candidates of an effort policy that ``jaxllm generate`` runs at a time; more wait."""
 
 
 def generate(argv: list[str]) -> int:
@@ -25,6 +37,7 @@ def generate(argv: list[str]) -> int:
         mesh: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        effort: Path | None = None,
     ) -> int:
         """Generates a completion of a prompt and streams it to the terminal.
 
@@ -45,13 +58,19 @@ def generate(argv: list[str]) -> int:
                 stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
         """
         check_speculation(speculate, speculate_tokens)
+        if effort is not None and speculate is not None:
+            raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
         from jaxllm.infer import LLM, SamplingParams, single_user_config
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        policy = None if effort is None else read_policy(effort)
         loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
+        if policy is not None:
+            return spend(loaded, policy, prompt, params)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
         llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens, speculate, speculate_tokens))
         stream = llm.stream(prompt, params)
@@ -62,3 +81,41 @@ def generate(argv: list[str]) -> int:
         return 0
 
     return tyro.cli(run, args=argv, prog="jaxllm generate")
+
+
+def read_policy(file: Path) -> EffortPolicy:
+    """Effort policy of a file.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    from jaxllm.config import ConfigError
+    from jaxllm.effort import load_policy
+
+    try:
+        return load_policy(file)
+    except ConfigError as error:
+        raise UsageError(f"--effort: {error}") from None
+
+
+def spend(loaded: LoadedModel, policy: EffortPolicy, prompt: str, params: SamplingParams) -> int:
+    """Completes a prompt by an effort policy; prints what it spent to the standard error.
+
+    Raises:
+        UsageError: the policy does not go with the options.
+    """
+    from jaxllm.effort import EffortSolver
+    from jaxllm.infer import LLM, single_user_config
+
+    # Questions, revisions and steps make the prompt longer than it is given.
+    sizes = single_user_config(loaded, 4 * (len(loaded.tokenizer.encode(prompt)) + 1 + params.max_tokens))
+    sizes = dataclasses.replace(sizes, max_sequences=min(policy.width, MOST_SEQUENCES), samplers=("full",))
+    try:
+        (found,) = EffortSolver(LLM(loaded, sizes)).solve(policy, [prompt], params)
+    except ValueError as error:
+        raise UsageError(f"--effort: {error}") from None
+    print(prompt + found.best.text)
+    print(
+        f"{len(found.candidates)} candidates, {found.tokens} tokens generated; score {found.score:.4g}", file=sys.stderr
+    )
+    return 0

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -14,6 +14,9 @@ from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
+
+if TYPE_CHECKING:
+    from jaxllm.effort import EffortPolicy
 
 DEPRECATED_OPTIONS = {"--sequences": "--max-sequences", "--budget": "--max-batched-tokens"}
 """Deprecated options of ``jaxllm serve`` and the options that replace them."""
@@ -51,6 +54,7 @@ def serve(argv: list[str]) -> int:
         admin_key_file: Path | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        effort: tuple[str, ...] = (),
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -93,6 +97,8 @@ def serve(argv: list[str]) -> int:
                 stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
+                (docs/serve/effort.md).
         """
         try:
             from jaxllm.serve import ServeConfig, backend_factory
@@ -110,6 +116,7 @@ def serve(argv: list[str]) -> int:
             log_prompts=log_prompts, tool_parser=tool_parser,
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
+            efforts=read_policies(effort),
         )  # fmt: skip
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
@@ -144,6 +151,27 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     """
     own = (os.environ["JAXLLM_API_KEY"],) if os.environ.get("JAXLLM_API_KEY") else ()
     return own if file is None else (*own, *keys_of(file))
+
+
+def read_policies(named: tuple[str, ...]) -> tuple[tuple[str, EffortPolicy], ...]:
+    """Effort policies of ``--effort NAME=FILE``.
+
+    Raises:
+        UsageError: it has no "=", or the file is not a policy.
+    """
+    from jaxllm.config import ConfigError
+    from jaxllm.effort import load_policy
+
+    out = []
+    for one in named:
+        name, found, file = one.partition("=")
+        if not found:
+            raise UsageError(f"--effort {one}: give NAME=FILE, the model name of requests and a policy file.")
+        try:
+            out.append((name, load_policy(file)))
+        except ConfigError as error:
+            raise UsageError(f"--effort {one}: {error}") from None
+    return tuple(out)
 
 
 def keys_of(file: Path) -> tuple[str, ...]:
