@@ -58,8 +58,8 @@ def buckets(trace: RequestTrace, factor: float = 4.0) -> list[RequestBucket]:
     span = max(trace.requests[-1].at - trace.requests[0].at, 1e-9)
     found: dict[tuple[int, int], list[int]] = {}
     for index, one in enumerate(trace.requests):
-        key = tuple(int(np.ceil(np.log(max(size, 1)) / np.log(factor))) for size in (one.prompt, one.tokens))
-        found.setdefault(key, []).append(index)
+        prompt, tokens = (int(np.ceil(np.log(size) / np.log(factor))) for size in (one.prompt, one.tokens))
+        found.setdefault((prompt, tokens), []).append(index)
     return [
         RequestBucket(
             max(trace.requests[n].prompt for n in members), max(trace.requests[n].tokens for n in members),
@@ -125,7 +125,7 @@ def cheapest_mix(
             LinearConstraint(all_assigned, slices, slices),
             LinearConstraint(not_overloaded, -np.inf, 0.0),
         ],
-        bounds=Bounds(0.0, most),
+        bounds=Bounds(np.zeros(size + kinds), most),  # type: ignore[arg-type]
         integrality=np.ones(size + kinds),
         options={"mip_rel_gap": 0.0},
     )

@@ -56,7 +56,7 @@ class PlannedDeployment:
 
 
 @dataclass
-class SearchResult:
+class DeploymentSearchResult:
     """Result of a search.
 
     Attributes:
@@ -177,7 +177,7 @@ def search(
     most: int | None = None,
     prune: bool = True,
     progress: Callable[[PlannedDeployment], None] = lambda one: None,
-) -> SearchResult:
+) -> DeploymentSearchResult:
     """Best deployment for a trace and an objective.
 
     Args:
@@ -192,7 +192,7 @@ def search(
     Raises:
         DeploymentError: the goal is energy and the devices' watts are not known.
     """
-    found, ordered = SearchResult(), []
+    found, ordered = DeploymentSearchResult(), []
     for deployment in deployments:
         if reason := fit(deployment):
             found.refused.append((deployment.name, reason))
@@ -233,8 +233,8 @@ def platform_order(cluster: Cluster) -> tuple[float, float]:
 
 
 def smallest(
-    clusters: Sequence[Cluster], find: Callable[[Cluster], SearchResult]
-) -> tuple[Cluster | None, list[tuple[Cluster, SearchResult]]]:
+    clusters: Sequence[Cluster], find: Callable[[Cluster], DeploymentSearchResult]
+) -> tuple[Cluster | None, list[tuple[Cluster, DeploymentSearchResult]]]:
     """First platform, in the order of price, of which some deployment meets the objective; and all that were tried.
 
     Args:

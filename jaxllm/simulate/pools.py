@@ -200,8 +200,8 @@ def _swapped_out(sequence: Sequence, engine: SimulatedEngine) -> None:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Placement of pools, or of colocated engines, with its goodput.
+class RatedPlacement:
+    """RatedPlacement of pools, or of colocated engines, with its goodput.
 
     Attributes:
         name: description.
@@ -255,7 +255,7 @@ def place(
     slo: ServiceObjective,
     *,
     tolerance: float = 0.1,
-) -> list[Placement]:
+) -> list[RatedPlacement]:
     """Placements by goodput per device, best first; those that cannot serve the model are left out.
 
     Args:
@@ -276,5 +276,5 @@ def place(
             return served.within(slo)
 
         rate = best_rate(share, slo.share, trace.rate / 16, trace.rate, tolerance)
-        found.append(Placement(one.name, one.devices, rate))
+        found.append(RatedPlacement(one.name, one.devices, rate))
     return sorted(found, key=lambda one: -one.goodput_per_device)

@@ -13,7 +13,7 @@ from jaxllm import cli
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
 from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replay
-from jaxllm.simulate.deployment_search import SearchResult, alone, candidates, meshes, search, smallest
+from jaxllm.simulate.deployment_search import DeploymentSearchResult, alone, candidates, meshes, search, smallest
 from jaxllm.simulate.long_context import long_context
 from jaxllm.simulate.steady_state import largest_rate, most_sequences, steady_state
 from recipes.mixtral import mixtral_8x22b
@@ -69,7 +69,7 @@ def test_the_smallest_platform_is_the_cheapest_that_suffices():
     clusters = [Cluster.parse(name, table) for name in ("h200:1x4", "h100:1x8", "h100:1x1")]
     best = search(made(trace := make_trace("poisson:9", lengths="20/4", count=2)), trace, SLO)
     enough = {"h200:1x4", "h100:1x8"}
-    chosen, tried = smallest(clusters, lambda c: best if c.name in enough else SearchResult())
+    chosen, tried = smallest(clusters, lambda c: best if c.name in enough else DeploymentSearchResult())
     assert chosen is not None
     assert (chosen.name, [c.name for c, _ in tried]) == ("h200:1x4", ["h100:1x1", "h200:1x4"])
 

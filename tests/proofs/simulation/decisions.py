@@ -194,7 +194,7 @@ COMPILED = (
     ("h100:1x1", 1, 1.004),
 )
 """Bytes that the compiled decode step of llama3_8b moves, layers unstacked, by those of its weights and of a KV cache
-of 1,024 tokens a sequence: docs/serve/serving.md, from the text of the programs (``python -m benchmarks.engine_bytes``).
+of 1,024 tokens a sequence: docs/serve/serving.md, from the programs' text (``python -m benchmarks.engine_bytes``).
 """
 
 

@@ -114,7 +114,7 @@ def pools_send_the_kv_formula(seed: int) -> None:
         )
     )
     sides = [deployment(f"h100:1x{n}", max_batched_tokens=int(rng.integers(32, 200))) for n in rng.integers(1, 3, 2)]
-    found = simulate_pools(DisaggregatedPools(*sides, link), RequestTrace("drawn", requests))
+    found = simulate_pools(DisaggregatedPools(sides[0], sides[1], link), RequestTrace("drawn", requests))
     assert [one.result.tokens for one in found.requests] == [one.tokens for one in requests]
     prefilled = sum(n for own in found.prefill for s in own for c in s.chunks for _, n in c)
     decoded = sum(n for own in found.decode for s in own for c in s.chunks for _, n in c)

@@ -13,7 +13,7 @@ from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_mode
 if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
     from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective
-    from jaxllm.simulate.deployment_search import SearchResult
+    from jaxllm.simulate.deployment_search import DeploymentSearchResult
 
 
 def plan_serving(argv: list[str]) -> int:
@@ -98,7 +98,7 @@ def plan_serving(argv: list[str]) -> int:
         if pools:
             return _print_pools(deployments(clusters[0])[-1], trace, objective, top)
 
-        def find(cluster: Cluster) -> SearchResult:
+        def find(cluster: Cluster) -> DeploymentSearchResult:
             made = deployments(cluster)
             print(f"{model} on {cluster.name}: {len(made)} deployments, {trace.name}, {slo}", flush=True)
             found = search(made, trace, objective, goal, most=most)
@@ -123,7 +123,7 @@ def plan_serving(argv: list[str]) -> int:
     return tyro.cli(run, args=argv, prog="jaxllm plan --serve")
 
 
-def _print_search(found: SearchResult, top: int, goal: str) -> None:
+def _print_search(found: DeploymentSearchResult, top: int, goal: str) -> None:
     unit = "s a request" if goal == "latency" else "J a token"
     head = f"{'':44}{'budget':>7}{unit:>13}{'TTFT p90':>10}{'TPOT p90':>10}{'within':>8}{'tokens/s':>10}"
     print(f"{head}{'$/M':>8}{'J/token':>9}")
