@@ -39,6 +39,7 @@ class Deployment:
         longest: sequence length that the model was trained on: the default of ``engine.max_len``.
         calibration: attained shares of the data sheet's rates.
         launch: seconds that an operation takes beside its work; None: the platform's.
+        copies: clusters of this kind, all behind one router.
     """
 
     model: DecoderConfig
@@ -49,6 +50,7 @@ class Deployment:
     longest: int | None = None
     calibration: Calibration = DEFAULT
     launch: float | None = None
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if any(size < 1 for _, size in self.mesh.axes):
@@ -67,7 +69,12 @@ class Deployment:
     @property
     def engines(self) -> int:
         """Number of engines."""
-        return self.cluster.devices // self.engine_devices
+        return self.devices // self.engine_devices
+
+    @property
+    def devices(self) -> int:
+        """Devices of all engines."""
+        return self.cluster.devices * self.copies
 
     @property
     def name(self) -> str:
@@ -83,7 +90,7 @@ class Deployment:
         Raises:
             DeploymentError: there is no such part of the cluster.
         """
-        if self.engines == 1:
+        if self.engine_devices == self.cluster.devices:
             return self.cluster
         found = Cluster.sized(self.cluster.hardware, self.engine_devices)
         if found is None:
@@ -150,7 +157,7 @@ class Deployment:
     def dollars_per_hour(self) -> float | None:
         """Price of all devices; None where the hardware table has none."""
         each = self.cluster.hardware.dollars_per_hour
-        return None if each is None else each * self.cluster.devices
+        return None if each is None else each * self.devices
 
     def sized(self, **changes: object) -> Deployment:
         """Deployment with other sizes of the engine."""

@@ -126,11 +126,15 @@ class PaperRunner:
             chunks.append(list(zip((lengths - counts).tolist(), counts.tolist(), strict=True)))
             if shape.decode:
                 passes = max(passes, int(x["steps"]))
-        cost = self.clock(batches, shape, passes)
-        start = max(self._free, self.now)
+        cost, start = self.clock(batches, shape, passes), self.next_start
         self._free = start + cost.seconds
         self.steps.append(SimulatedStep(start, cost, chunks, shape.decode, passes, shape.tokens))
         return PendingStep(self, self._free, self._zeros(shape, len(packed)))
+
+    @property
+    def next_start(self) -> float:
+        """Seconds at which the device can begin a step that the host gives it now."""
+        return max(self._free, self.now)
 
     def _zeros(self, shape: StepShape, replicas: int) -> np.ndarray:
         if shape.name not in self._outputs:

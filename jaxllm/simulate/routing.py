@@ -12,6 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from jaxllm.infer.engine.policies import LengthPredictor
 
+LOW_PRIORITY = "low"
+"""Key of requests of low priority, see ``ByPriority``."""
+
 
 @dataclass(frozen=True)
 class RoutedRequest:
@@ -23,6 +26,7 @@ class RoutedRequest:
         prefix: name of the prefix that it shares; empty: none.
         prefix_tokens: length of that prefix.
         generated: tokens that its stream has delivered; 0 while it waits or its prompt is computed.
+        key: client that sends it.
     """
 
     prompt: int
@@ -30,6 +34,7 @@ class RoutedRequest:
     prefix: str = ""
     prefix_tokens: int = 0
     generated: int = 0
+    key: str = ""
 
     @property
     def remaining(self) -> float:
@@ -133,6 +138,22 @@ class MixingPenalty:
         beside = sum(min(request.predicted, one.remaining) for one in engine.active)
         # Its prefill delays every sequence that decodes.
         return self.prefill * (engine.queued_prompt + own * (1 + decoding)) + 2 * self.sequence * beside
+
+
+@dataclass(frozen=True)
+class ByPriority:
+    """Engines of two classes: requests of the key ``low`` go to the first of them, all others to the rest.
+
+    Attributes:
+        low: number of engines for requests of low priority.
+    """
+
+    low: int
+
+    def choose(self, request: RoutedRequest, engines: Sequence[EngineView]) -> int:
+        """Index of the engine of the request's class with the fewest requests."""
+        own = range(self.low) if request.key == LOW_PRIORITY else range(self.low, len(engines))
+        return min(own, key=lambda n: (len(engines[n].active), n))
 
 
 ROUTERS = {

@@ -46,6 +46,17 @@ def text_report(simulation: Simulation, figures: Figures, knee: float | None = N
     return "\n".join(lines)
 
 
+def router_table(simulations: Mapping[str, Simulation]) -> str:
+    """Table of a trace served with several routers: latencies, and prompt tokens from the prefix cache."""
+    lines = [f"{'router':18}{'mean s':>10}{'p99 s':>10}{'TTFT mean':>11}{'from cache':>12}"]
+    for name, one in simulations.items():
+        times = [r.end - r.due for r in one.results]
+        first = float(np.mean([r.ttft for r in one.results]))
+        hits = one.hit_tokens / sum(r.request.prompt for r in one.requests)
+        lines.append(f"{name:18}{np.mean(times):>10.4f}{np.percentile(times, 99):>10.4f}{first:>11.4f}{hits:>12.0%}")
+    return "\n".join(lines)
+
+
 def html_report(simulation: Simulation, figures: Figures, curve: RateCurve = (), knee: float = 0.0) -> str:
     """Report of a simulation, as HTML."""
     title = f"{simulation.deployment.name} on {simulation.deployment.cluster.name}"

@@ -25,6 +25,7 @@ from jaxllm.serve.load_benchmark import RequestResult, summary
 from jaxllm.simulate.deployment import LARGEST_TOKEN, Deployment, DeploymentError
 from jaxllm.simulate.paper_runner import PaperRunner, SimulatedStep, StepClock, StepTimer
 from jaxllm.simulate.power import PowerModel
+from jaxllm.simulate.power_cap import PowerGovernor
 from jaxllm.simulate.request_trace import RequestTrace, TraceRequest, token_ids
 from jaxllm.simulate.routing import EngineView, RoutedRequest, Router, RouterState, ShortestQueue
 
@@ -163,7 +164,12 @@ class SimulatedEngine:
         self.held = [one for one in self.held if not one.result.end or one.result.end > now]
         seen = [
             RoutedRequest(
-                one.request.prompt, one.predicted, one.request.prefix, one.request.prefix_tokens, one.generated(now)
+                one.request.prompt,
+                one.predicted,
+                one.request.prefix,
+                one.request.prefix_tokens,
+                one.generated(now),
+                one.request.key,
             )
             for one in self.held
         ]
@@ -209,7 +215,7 @@ class Simulation:
         """
         found = summary(self.results, slo.ttft, slo.tpot)
         steps = [step for own in self.engines for step in own]
-        seconds, devices = found["seconds"], self.deployment.cluster.devices
+        seconds, devices = found["seconds"], self.deployment.devices
         tokens = sum(one.tokens for one in self.results)
         prompts = sum(one.request.prompt for one in self.requests)
         busy = sum(step.cost.seconds for step in steps)
@@ -254,6 +260,7 @@ def simulate(
     policy: Callable[[], Policy] | None = None,
     clock: StepClock | None = None,
     predict: Callable[[TraceRequest], float] | None = None,
+    governor: PowerGovernor | None = None,
 ) -> Simulation:
     """Simulates the service of a trace.
 
@@ -264,6 +271,7 @@ def simulate(
         policy: makes the scheduling policy of an engine; None: first come, first served.
         clock: gives the cost of a step; None: the deployment's step-time model.
         predict: predicts the number of tokens of a request for the router; None: the mean of those that ended.
+        governor: caps the power of all engines together; None: no cap.
 
     Raises:
         DeploymentError: the model does not fit, or a request is longer than the engines' sequences.
@@ -274,6 +282,9 @@ def simulate(
             f"{deployment.spec.max_len:,}: give max_len = {trace.longest} or more."
         )
     engines = [SimulatedEngine(deployment, clock, policy() if policy else None) for _ in range(deployment.engines)]
+    if governor is not None:
+        for number, one in enumerate(engines):
+            one.runner.clock = governor.clock(number, one.runner)
     state, names = RouterState(router or ShortestQueue()), dict[str, int]()
     requests = [SimulatedRequest(one, RequestResult(one.at, one.at), n) for n, one in enumerate(trace.requests)]
     coming = _arrivals(trace)
@@ -294,7 +305,8 @@ def simulate(
         one = requests[index]
         one.result.due = one.result.sent = now
         one.predicted = predict(one.request) if predict else state.predict(one.request.prompt, deployment.spec.max_len)
-        seen = RoutedRequest(one.request.prompt, one.predicted, one.request.prefix, one.request.prefix_tokens)
+        asked = one.request
+        seen = RoutedRequest(asked.prompt, one.predicted, asked.prefix, asked.prefix_tokens, 0, asked.key)
         one.engine = 0
         if len(engines) > 1:
             one.engine = state.policy.choose(seen, [each.view(now) for each in engines])

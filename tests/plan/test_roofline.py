@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
 from jaxllm import cli
 from jaxllm.plan.formulas.device_work import leaves_of
 from jaxllm.plan.formulas.op_roofline import PHASES, roofline
+from jaxllm.plan.formulas.serving_step import weight_bytes
 from jaxllm.plan.hardware import TABLE
 from jaxllm.train.model_flops import causal_mean, forward_flops_per_token, hardware_flops_per_token
 from recipes.deepseek import deepseek_v3
@@ -126,3 +128,30 @@ def test_the_command(tmp_path, capsys):
     assert {op["count"] for op in found["decode"] if op["name"] == "mlp/up"} == {2}
     assert cli.main(["roofline", "llama3_8b", "--on", "v9:1x1"]) == 2
     assert "unknown topology" in capsys.readouterr().err
+
+
+def test_formats_change_what_is_read_and_held():
+    """int4 weights and an int8 KV cache: bytes of matrices and cache fall by their sizes, FLOPs stay."""
+    config, hardware = model("llama3_8b"), TABLE["v6e"]
+    fields = {"batch": 4, "seq_len": 512, "hardware": hardware}
+    plain = {op.name: op for op in roofline(config, "decode", **fields)}
+    packed = {op.name: op for op in roofline(config, "decode", **fields, weights="int4", kv_dtype="int8")}
+    up, cache = "mlp/up", "attention/scores, values"
+    assert packed[up].held / plain[up].held == weight_bytes("int4") / 2
+    assert packed[up].bytes < 0.4 * plain[up].bytes
+    assert packed[cache].held / plain[cache].held == (256 + 8) / 512
+    assert [op.flops for op in packed.values()] == [op.flops for op in plain.values()]
+    whole = 2 * sum(math.prod(leaf.shape) for leaf in leaves_of(config) if leaf.matrix)
+    assert sum(op.held for name, op in plain.items() if name != cache) == whole
+    with pytest.raises(ValueError, match="not of training"):
+        roofline(config, "training", **fields, weights="int4")
+
+
+def test_the_page_draws_the_roof(tmp_path, capsys):
+    page = tmp_path / "roof.html"
+    argv = ["roofline", "quickstart", "--on", "v6e:1x1", "--html", str(page)]
+    assert cli.main([*argv, "--phase", "decode"]) == 0
+    assert "mlp/up" in page.read_text()
+    assert "<svg" in page.read_text()
+    assert "GB held" in capsys.readouterr().out
+    assert cli.main(argv) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_steps_are_those_of_an_engine_that_computes(rng, monkeypatch):
     """Every step of an overloaded engine whose runner computes real tokens, and the times of all requests."""
     arrivals = traces.overload(rng, 40)
     monkeypatch.setattr(traces, "Timed", recorded(traces.Timed))
-    _, runner = traces.play(arrivals, config=traces.SIZES)
+    runner: Any = traces.play(arrivals, config=traces.SIZES)[1]
     sizes = {name: getattr(traces.SIZES, name) for name in traces.SIZES.__dataclass_fields__}
     trace = RequestTrace("overload", tuple(TraceRequest(a.at, len(a.prompt), a.tokens) for a in arrivals))
     found = simulate(deployment(**sizes), trace, clock=seconds(traces.BASE, traces.SLOPE))

@@ -17,16 +17,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.plan.formulas.device_work import ParameterLeaf, check_remat, leaves_of
+from jaxllm.plan.formulas.serving_step import PLAIN, weight_bytes
 from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
 from jaxllm.plan.hardware import Hardware
+from jaxllm.svg import Line, chart, page, stacked_bar
+from jaxllm.svg import table as table_of
 from jaxllm.train.model_flops import causal_mean
+from pallas_kernels.paged_attention import PageFormat
+from pallas_kernels.paged_attention.kv_formats import quantised_formats
 
 Phase = Literal["training", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("training", "prefill", "decode")
@@ -43,6 +50,7 @@ class OpCost:
         bytes: bytes through the device's memory.
         seconds: time by the roofline.
         bound: what bounds it, "products" (FLOPs) or "memory".
+        held: bytes of weights or KV cache that it keeps in the device's memory.
     """
 
     name: str
@@ -51,6 +59,7 @@ class OpCost:
     bytes: float
     seconds: float
     bound: str
+    held: float = 0.0
 
     @property
     def intensity(self) -> float:
@@ -59,76 +68,130 @@ class OpCost:
 
 
 def roofline(
-    config: DecoderConfig, phase: Phase, *, batch: int, seq_len: int, hardware: Hardware, devices: int = 1
+    config: DecoderConfig,
+    phase: Phase,
+    *,
+    batch: int,
+    seq_len: int,
+    hardware: Hardware,
+    devices: int = 1,
+    weights: str = PLAIN,
+    kv_dtype: str = "auto",
 ) -> list[OpCost]:
     """Roofline of one pass over ``batch`` rows of ``seq_len`` tokens, or one more token of each (decode); operations
     in order.
 
+    Args:
+        weights: format of the blocks' matrices in prefill and decode, see ``serving_step.weight_bytes``; with
+            ``bfloat16`` they have the compute dtype, as in training.
+        kv_dtype: format of the KV cache in decode, as in ``EngineConfig``.
+
     Raises:
-        ValueError: a size is below one, or the phase is unknown.
+        ValueError: a size is below one, or the phase or a format is unknown or not one of training.
     """
     if phase not in PHASES:
         raise ValueError(f"phase = {phase!r}; legal: {', '.join(PHASES)}.")
     for name, value in (("batch", batch), ("seq_len", seq_len), ("devices", devices)):
         if value < 1:
             raise ValueError(f"{name} = {value}; give a positive number.")
-    counted = _OpCounter(config, phase, batch, seq_len)
-    rows = {name: (count, flops / devices, moved / devices) for name, (count, flops, moved) in counted.ops().items()}
+    if phase == "training" and (weights, kv_dtype) != (PLAIN, "auto"):
+        raise ValueError(f"weights = {weights!r} and kv_dtype = {kv_dtype!r} are formats of serving, not of training.")
+    counted = _OpCounter(config, phase, batch, seq_len, weights, kv_dtype)
     out = []
-    for name, (count, flops, moved) in rows.items():
+    for name, row in counted.ops().items():
+        flops, moved, held = (value / devices for value in row[1:])
         products, memory = flops / hardware.flops, moved / hardware.bandwidth
         bound = "products" if products >= memory else "memory"
-        out.append(OpCost(name, count, flops, moved, max(products, memory), bound))
+        out.append(OpCost(name, row[0], flops, moved, max(products, memory), bound, held))
     return out
 
 
 def table(ops: Sequence[OpCost], title: str) -> str:
     """Text table of the operations, with a line of totals."""
     total = sum(op.seconds for op in ops) or 1.0
-    head = f"{'':<26}{'layers':>7}{'GFLOP':>13}{'GB':>11}{'FLOP/byte':>11}{'ms':>11}{'share':>8}  bound by"
+    head = (
+        f"{'':<26}{'layers':>7}{'GFLOP':>13}{'GB':>11}{'FLOP/byte':>11}{'ms':>11}{'share':>8}{'GB held':>9}  bound by"
+    )
     lines = [title, head]
     for op in ops:
-        lines.append(_line(op.name, str(op.count), op.flops, op.bytes, op.intensity, op.seconds, total) + op.bound)
+        lines.append(
+            _line(op.name, str(op.count), op.flops, op.bytes, op.intensity, op.seconds, total, op.held) + op.bound
+        )
     flops, moved = sum(op.flops for op in ops), sum(op.bytes for op in ops)
-    lines.append(_line("in all", "", flops, moved, flops / max(moved, 1), total, total).rstrip())
+    held = sum(op.held for op in ops)
+    lines.append(_line("in all", "", flops, moved, flops / max(moved, 1), total, total, held).rstrip())
     return "\n".join(lines)
 
 
-def _line(name: str, count: str, flops: float, moved: float, each: float, seconds: float, total: float) -> str:
+def _line(
+    name: str, count: str, flops: float, moved: float, each: float, seconds: float, total: float, held: float
+) -> str:
     numbers = f"{flops / 1e9:>13,.2f}{moved / 1e9:>11,.3f}{each:>11,.1f}{1e3 * seconds:>11,.3f}"
-    return f"{name:<26}{count:>7}{numbers}{100 * seconds / total:>7.1f}%  "
+    return f"{name:<26}{count:>7}{numbers}{100 * seconds / total:>7.1f}%{held / 1e9:>9,.2f}  "
+
+
+def html_report(ops: Sequence[OpCost], title: str, hardware: Hardware) -> str:
+    """Roofline as an HTML page: attained FLOP/s of each operation over its arithmetic intensity, and the table."""
+    ridge = hardware.flops / hardware.bandwidth
+    shown = [op for op in ops if op.flops > 0 and op.bytes > 0]
+    low = min([0.1, *(op.intensity for op in shown)])
+    high = max([100 * ridge, *(op.intensity for op in shown)])
+    # The x axis is linear in the logarithm.
+    roof = [low, ridge, high]
+    lines = [Line("roof", [math.log10(x) for x in roof], [min(hardware.flops, x * hardware.bandwidth) for x in roof])]
+    for number, op in enumerate(shown, 1):
+        point = min(hardware.flops, op.intensity * hardware.bandwidth)
+        lines.append(Line(op.name, [math.log10(op.intensity)], [point], number, "points"))
+    picture = chart(lines, title="roofline", unit="FLOP/s over log10 of FLOP/byte", log=True,
+                    marks=[(math.log10(ridge), f"ridge: {ridge:.0f} FLOP/byte")])  # fmt: skip
+    total = sum(op.seconds for op in ops) or 1.0
+    time = stacked_bar([(op.name, op.seconds, n) for n, op in enumerate(ops)], title="time by operation")
+    rows = [
+        (op.name, op.count, op.flops / 1e9, op.bytes / 1e9, op.intensity, 1e3 * op.seconds,
+         f"{op.seconds / total:.1%}", op.held / 1e9, op.bound)
+        for op in ops
+    ]  # fmt: skip
+    head = ("operation", "layers", "GFLOP", "GB", "FLOP/byte", "ms", "share", "GB held", "bound by")
+    body = f'<h1>{escape(title)}</h1><div class="panel">{picture}</div>{time}<div class="panel wide gap">'
+    return page(title, body + table_of(rows, head) + "</div>")
 
 
 class _OpCounter:
-    """Counts (layers, FLOPs, bytes) of each kind of operation, over all devices."""
+    """Counts (layers, FLOPs, bytes, bytes held) of each kind of operation, over all devices."""
 
-    def __init__(self, config: DecoderConfig, phase: Phase, batch: int, seq_len: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, phase: Phase, batch: int, seq_len: int, weights: str, kv_dtype: str
+    ) -> None:
         self.config, self.phase, self.batch, self.seq_len = config, phase, batch, seq_len
         self.tokens = batch if phase == "decode" else batch * seq_len
         self.width = jnp.dtype(config.dtype).itemsize
+        self.weight_width = self.width if weights == PLAIN else weight_bytes(weights)
+        self.groups = layer_groups(config, kv_dtype)
         self.train = phase == "training"
         if self.train:
             check_remat(config)
         self.again = self.train and config.remat == "full"
 
-    def ops(self) -> dict[str, tuple[int, float, float]]:
-        """(layers, FLOPs, bytes) by operation, in the order of the model."""
-        out: dict[str, tuple[int, float, float]] = {}
+    def ops(self) -> dict[str, tuple[int, float, float, float]]:
+        """(layers, FLOPs, bytes, bytes held) by operation, in the order of the model."""
+        out: dict[str, tuple[int, float, float, float]] = {}
 
-        def add(name: str, count: int, flops: float, moved: float) -> None:
-            before = out.get(name, (0, 0.0, 0.0))
-            out[name] = (before[0] + count, before[1] + flops, before[2] + moved)
+        def add(name: str, count: int, flops: float, moved: float, held: float = 0.0) -> None:
+            before = out.get(name, (0, 0.0, 0.0, 0.0))
+            out[name] = (before[0] + count, before[1] + flops, before[2] + moved, before[3] + held)
 
         d, leaves = self.config.embed_dim, leaves_of(self.config)
         rows = 2 * self.tokens * d * self.width  # read and written
-        add("embedding", 1, 0.0, rows * (3 if self.train else 1))
+        table = self.config.vocab_size * d * self.width
+        add("embedding", 1, 0.0, rows * (3 if self.train else 1), table)
         for leaf in leaves:
             if leaf.matrix and leaf.name.startswith("segments"):
-                add(_named(leaf.name), leaf.shape[0], *self._product(leaf))
+                add(_named(leaf.name), leaf.shape[0], *self._product(leaf), math.prod(leaf.shape) * self.weight_width)
         for block in self.config.blocks:
-            add("attention/scores, values", 1, *self._attention(block))
+            held = 0.0 if self.train else self.batch * min(self.seq_len, block.attention.window or self.seq_len)
+            add("attention/scores, values", 1, *self._attention(block), held * self._cached_bytes(block))
             add("norms, residuals, gates", 1, 0.0, self._elementwise(block))
-        add("head", 1, *self._head())
+        add("head", 1, *self._head(), 0.0 if self.config.tied else table)
         if self.train:
             add("optimizer", 1, 0.0, UPDATE_BYTES * sum(math.prod(leaf.shape) for leaf in leaves))
         return out
@@ -146,7 +209,7 @@ class _OpCounter:
         matrix = math.prod(sides)
         passes = self._passes(last=leaf.name.endswith("mlp/down"))
         flops = 2.0 * tokens * matrix * passes
-        weights = matrix * self.width * read * passes
+        weights = matrix * self.weight_width * read * passes
         moved = tokens * (into + matrix // into) * self.width * passes
         return layers * experts * flops, layers * experts * (weights + moved)
 
@@ -165,7 +228,7 @@ class _OpCounter:
             if cached.latent:  # MLA with absorbed projections: queries and outputs are latents
                 dims = attention.heads * (cached.key_dim + cached.value_dim)
             flops = 2.0 * self.tokens * dims * seen
-            return flops, self.batch * (seen * cached.elements + dims) * self.width
+            return flops, self.batch * (seen * self._cached_bytes(block) + dims * self.width)
         flops = 2.0 * self.tokens * attention.attention_macs * causal_mean(self.seq_len, attention.window)
         numbers = attention.attention_macs + (0 if cached.latent else cached.elements)
         if cached.latent:
@@ -173,6 +236,15 @@ class _OpCounter:
         times = 1 + self.again + (ATTENTION_BACKWARD if self.train else 0)
         product_times = 1 + self.again + (2 if self.train else 0)
         return flops * product_times, self.tokens * numbers * self.width * times
+
+    def _cached_bytes(self, block: BlockConfig) -> float:
+        """Bytes of a token's KV cache in one such layer."""
+        key = block.attention.kv_spec, block.attention.window
+        group = next(one for one in self.groups if (one.kv_spec, one.window) == key)
+        return PageFormat(
+            key[0].kv_heads, key[0].key_dim, key[0].value_dim, key[0].latent,
+            group.dtype if group.dtype in quantised_formats() else "plain",
+        ).slot_bytes(group.plain) * key[0].kv_heads  # fmt: skip
 
     def _elementwise(self, block: BlockConfig) -> float:
         widths = block.mlp.inner_widths(self.config.embed_dim)

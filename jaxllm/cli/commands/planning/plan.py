@@ -27,6 +27,10 @@ PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h
 
 def plan(argv: list[str]) -> int:
     """Rank parallel layouts by predicted step time: `jaxllm plan RECIPE --on v6e:8x8`."""
+    if "--serve" in argv:
+        from jaxllm.cli.commands.planning.plan_serving import plan_serving
+
+        return plan_serving([word for word in argv if word != "--serve"])
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -45,7 +49,8 @@ def plan(argv: list[str]) -> int:
         """Searches meshes, remat, micro-batches and pipeline schedules; compiles the layouts predicted to be fastest.
 
         Any setting of the run can follow, as for `jaxllm train`: --model.layers, --data.seq-len, --data.batch-size,
-        ... The exit status is 1 if no layout fits into device memory.
+        ... The exit status is 1 if no layout fits into device memory. `jaxllm plan MODEL --serve` plans the serving of
+        a model instead, and has options of its own: `jaxllm plan --serve --help`.
 
         Args:
             recipe: name of the recipe, or FILE.py:FUNCTION.

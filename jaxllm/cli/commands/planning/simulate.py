@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
+
+if TYPE_CHECKING:
+    from jaxllm.simulate import RequestTrace, Simulation
+    from jaxllm.simulate.routing import Router
 
 
 def simulate(argv: list[str]) -> int:
@@ -32,7 +36,8 @@ def simulate(argv: list[str]) -> int:
         prefix_cache: bool = True,
         preemption: Literal["recompute", "swap"] = "recompute",
         policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
-        router: Literal["round-robin", "shortest-queue", "prefix-aware", "mixing-penalty"] = "shortest-queue",
+        router: Literal["round-robin", "shortest-queue", "prefix-aware", "mixing-penalty", "all"] = "shortest-queue",
+        extra_servers: float = 0.0,
         prefixes: int = 0,
         prefix_tokens: int = 0,
         curve: bool = True,
@@ -68,7 +73,9 @@ def simulate(argv: list[str]) -> int:
             prefix_cache: share the KV cache of common prefixes.
             preemption: recompute, or swap to the host.
             policy: scheduling policy.
-            router: policy of the router over several engines.
+            router: policy of the router over several engines; all: compare them.
+            extra_servers: share of engines more, such as 0.3, that serve as much more within the rated power of those
+                in --on, under a power cap; half of the requests and engines have low priority.
             prefixes: number of prefixes of which each request has one.
             prefix_tokens: length of these prefixes, in addition to the prompts.
             curve: also serve the trace at other rates, up to the largest that meets the objective (open loop).
@@ -86,9 +93,11 @@ def simulate(argv: list[str]) -> int:
         from jaxllm.observe.html_report import write
         from jaxllm.simulate import Deployment, ServiceObjective, make_trace
         from jaxllm.simulate import simulate as run_simulation
+        from jaxllm.simulate.oversubscription import oversubscribe, oversubscription_text
         from jaxllm.simulate.routing import ROUTERS
-        from jaxllm.simulate.simulation_report import html_report, text_report
+        from jaxllm.simulate.simulation_report import html_report, router_table, text_report
         from jaxllm.simulate.simulator import rate_curve
+        from jaxllm.simulate.steady_state import mixing_penalty
         from sharding import MeshSpec
 
         config, longest = served_model(model)
@@ -107,14 +116,21 @@ def simulate(argv: list[str]) -> int:
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
-        def served(what):
-            return run_simulation(deployment, what, router=ROUTERS[router](), policy=make_policy)
+        def make_router(name: str) -> Router:
+            return mixing_penalty(deployment) if name == "mixing-penalty" else ROUTERS[name]()
+
+        def served(what: RequestTrace, name: str = "shortest-queue" if router == "all" else router) -> Simulation:
+            return run_simulation(deployment, what, router=make_router(name), policy=make_policy)
 
         simulation = served(requested)
         figures, knee, tried = simulation.figures(objective), None, []
         if curve and math.isfinite(requested.rate):
             knee, tried = rate_curve(served, requested, objective)
         print(text_report(simulation, figures, knee))
+        if router == "all":
+            print(router_table({name: served(requested, name) for name in ROUTERS}))
+        if extra_servers:
+            print(oversubscription_text(oversubscribe(deployment, requested, extra_servers)))
         if html is not None:
             write(html_report(simulation, figures, tried, knee or 0.0), html)
             print(f"saved: {html}")

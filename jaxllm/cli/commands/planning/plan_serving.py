@@ -1,0 +1,202 @@
+"""``jaxllm plan --serve``: finds the deployment that serves a model best, the smallest platform, the cheapest mix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
+
+if TYPE_CHECKING:
+    from jaxllm.plan.hardware import Cluster
+    from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective
+    from jaxllm.simulate.deployment_search import DeploymentSearchResult
+
+
+def plan_serving(argv: list[str]) -> int:
+    """Find the best deployment of a served model: `jaxllm plan MODEL --serve --on h200:8 --rate 4`."""
+
+    def run(
+        model: Annotated[str, tyro.conf.Positional],
+        /,
+        on: str,
+        rate: float = 1.0,
+        lengths: str = "sharegpt",
+        requests: int = 100,
+        slo: str = "ttft=1,tpot=0.05",
+        goal: Literal["latency", "energy"] = "latency",
+        weights: tuple[str, ...] = ("bfloat16",),
+        kv_dtype: tuple[Literal["auto", "bfloat16", "int8", "fp8"], ...] = ("auto",),
+        budgets: tuple[int, ...] = (512, 2048, 8192),
+        max_sequences: int = 256,
+        top: int = 5,
+        most: int | None = 12,
+        users_at: int | None = None,
+        mix: bool = False,
+        pools: bool = False,
+        price: str = "",
+        hardware: Path | None = None,
+        seed: int = 0,
+        json: Path | None = None,
+    ) -> int:
+        """Searches meshes, formats and token budgets by simulation; several platforms: the smallest that suffices.
+
+        With several platforms in --on they are tried in the order of their price, up to the first that meets the
+        objective. The exit status is 1 if none does.
+
+        Args:
+            model: recipe, FILE.py:FUNCTION, config.json, or a model's directory.
+            on: devices, as for `jaxllm simulate`; several, separated by commas.
+            rate: requests per second to serve.
+            lengths: prompt and completion lengths, as for `jaxllm simulate`.
+            requests: number of simulated requests.
+            slo: objective, as for `jaxllm simulate`.
+            goal: least mean latency, or least energy per token.
+            weights: formats of the matrices to choose from.
+            kv_dtype: formats of the KV cache to choose from.
+            budgets: token budgets of a step to choose from.
+            max_sequences: sequences in a batch at a time.
+            top: number of deployments to show.
+            most: deployments to simulate on a platform at most, by their lower bounds; None for all that those leave.
+            users_at: context length to say for how many users fit, and what prefill, decode and switching cost.
+            mix: cheapest mix of the platforms in --on for these lengths, instead of one platform.
+            pools: compare colocated engines with prefill and decode pools on all devices of one platform, by the
+                largest rate that meets the objective per device.
+            price: dollars an hour of one device, such as h200=2.5,h100=2.
+            hardware: TOML or JSON file that changes or adds kinds of hardware.
+            seed: seed of arrivals and lengths.
+            json: file to write the results to.
+        """
+        import math
+
+        from jaxllm.files import write_json
+        from jaxllm.simulate import ServiceObjective, make_trace
+        from jaxllm.simulate.deployment_search import candidates, search, smallest
+
+        if not 0 < rate < math.inf:
+            raise UsageError(f"--rate {rate}: give requests per second above 0.")
+        config, _ = served_model(model)
+        table = hardware_table(hardware, price)
+        clusters = [cluster_of(name, table) for name in on.split(",")]
+        objective = ServiceObjective.parse(slo)
+        trace = make_trace(f"poisson:{rate}", lengths=lengths, count=requests, seed=seed)
+
+        def deployments(cluster: Cluster) -> list[Deployment]:
+            return list(
+                candidates(
+                    config, cluster, trace, weights=weights, kv_dtypes=kv_dtype, budgets=budgets,
+                    max_sequences=max_sequences,
+                )
+            )  # fmt: skip
+
+        if mix:
+            return _print_mix([one for cluster in clusters for one in deployments(cluster)], trace, objective)
+
+        if pools:
+            return _print_pools(deployments(clusters[0])[-1], trace, objective, top)
+
+        def find(cluster: Cluster) -> DeploymentSearchResult:
+            made = deployments(cluster)
+            print(f"{model} on {cluster.name}: {len(made)} deployments, {trace.name}, {slo}", flush=True)
+            found = search(made, trace, objective, goal, most=most)
+            _print_search(found, top, goal)
+            return found
+
+        chosen, tried = smallest(clusters, find)
+        if len(clusters) > 1:
+            print(f"\nsmallest platform: {'none of these' if chosen is None else chosen.name}")
+        best = tried[-1][1].best
+        if users_at is not None and tried[-1][1].simulated:
+            _print_users((best or tried[-1][1].simulated[0]).deployment, users_at)
+        if json is not None:
+            write_json(
+                json,
+                {cluster.name: [{"deployment": one.deployment.name, "meets": one.meets, goal: one.value, **one.figures}
+                                for one in found.simulated] for cluster, found in tried},
+            )  # fmt: skip
+            print(f"saved: {json}")
+        return 0 if best is not None else 1
+
+    return tyro.cli(run, args=argv, prog="jaxllm plan --serve")
+
+
+def _print_search(found: DeploymentSearchResult, top: int, goal: str) -> None:
+    unit = "s a request" if goal == "latency" else "J a token"
+    head = f"{'':44}{'budget':>7}{unit:>13}{'TTFT p90':>10}{'TPOT p90':>10}{'within':>8}{'tokens/s':>10}"
+    print(f"{head}{'$/M':>8}{'J/token':>9}")
+    for one in found.simulated[:top]:
+        f, name = one.figures, one.deployment.name
+        dollars, joules = f["dollars_per_million_tokens"], f["joules_per_token"]
+        print(
+            f"{name:44}{one.deployment.engine.max_batched_tokens:>7}{one.value:>13.3f}{f['ttft']['p90']:>10.3f}"
+            f"{f['tpot']['p90']:>10.4f}{f['within_slo']:>8.0%}{f['tokens_per_second']:>10,.0f}"
+            f"{'-' if dollars is None else f'{dollars:.2f}':>8}{'-' if joules is None else f'{joules:.2f}':>9}"
+        )
+    print(
+        f"{len(found.simulated)} simulated, {found.pruned} cannot be better or were left out, "
+        f"{len(found.refused)} refused"
+    )
+    for name, reason in found.refused[: 0 if found.best else 3]:
+        print(f"  {name}: {reason}")
+
+
+def _print_users(deployment: Deployment, context: int) -> None:
+    from jaxllm.simulate.long_context import long_context
+
+    found = long_context(deployment, context)
+    print(
+        f"\n{context:,} tokens on {deployment.name}: {found.users:,} users of {found.cache_bytes / 2**30:.2f} GiB of "
+        f"KV cache; prefill {found.prefill:.2f} s, decode {1e3 * found.decode:.1f} ms a token with all of them, "
+        f"{found.switch:.2f} s to switch from one user to another"
+    )
+
+
+def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: ServiceObjective) -> int:
+    """Prints the cheapest mix of accelerators, and what its simulation says."""
+    from jaxllm.simulate import accelerator_mix
+    from jaxllm.simulate.deployment_search import fit
+
+    # One engine of each kind; the mix says how many.
+    usable = [one for one in accelerators if one.engines == 1 and not fit(one)]
+    unpriced = sorted({one.cluster.hardware.name for one in usable if one.dollars_per_hour is None})
+    if unpriced:
+        raise UsageError(f"a mix needs prices: --price {','.join(f'{name}=DOLLARS' for name in unpriced)}.")
+    if not usable:
+        raise UsageError("the model fits none of these platforms.")
+    histogram = accelerator_mix.buckets(trace)
+    capacity = accelerator_mix.capacities(histogram, usable, slo)
+    prices = [one.dollars_per_hour or 0.0 for one in usable]
+    rates = [bucket.rate for bucket in histogram]
+    best = accelerator_mix.cheapest_mix(rates, capacity, prices)
+    print(f"cheapest mix for {trace.name}: ${best.dollars_per_hour:,.2f} an hour")
+    served = accelerator_mix.replay(best, histogram, usable, trace)
+    within = 0.0
+    for one, count, simulation in zip(usable, best.counts, served, strict=True):
+        if count and simulation is not None:
+            share = simulation.within(slo)
+            within += share * len(simulation.requests) / len(trace.requests)
+            print(
+                f"  {count} x {one.cluster.name} ({one.name}, budget {one.engine.max_batched_tokens}): "
+                f"{len(simulation.requests)} requests, {share:.0%} within the objective"
+            )
+    for number, one in enumerate(usable):
+        if (capacity[:, number] > 0).all():
+            alone = accelerator_mix.cheapest_mix(rates, capacity[:, [number]], [prices[number]])
+            print(f"  only {one.cluster.name} ({one.name}): ${alone.dollars_per_hour:,.2f}")
+    print(f"simulated: {within:.0%} of the requests within the objective")
+    return 0 if within >= slo.share else 1
+
+
+def _print_pools(base: Deployment, trace: RequestTrace, slo: ServiceObjective, top: int) -> int:
+    """Prints placements of prefill and decode pools beside colocated engines."""
+    from jaxllm.simulate.pools import colocated, place, pool_splits
+
+    apart, together = place(pool_splits(base), trace, slo), place(colocated(base), trace, slo)
+    print(f"{'requests/s':>10}{'a device':>10}  {base.devices} devices, {trace.name}")
+    for what, found in (("disaggregated", apart), ("colocated", together)):
+        for one in found[:top]:
+            print(f"{one.rate:>10.3g}{one.goodput_per_device:>10.3g}  {what}: {one.name}")
+    return 0 if any(one.rate > 0 for one in (*apart, *together)) else 1

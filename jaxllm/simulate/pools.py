@@ -1,0 +1,280 @@
+"""Disaggregated pools: prefill and decode on engines of their own, with the KV cache sent from one to the other.
+
+    found = simulate_pools(DisaggregatedPools(prefill, decode), trace)
+
+A request's prompt is computed by an engine of the prefill pool, which also gives the first token; its KV cache travels
+over the prefill engine's network, one request at a time; then an engine of the decode pool admits it, as it would admit
+a sequence that was swapped out to the host, and decodes the rest (DistServe, arXiv:2401.09670; Splitwise,
+arXiv:2311.18677). So neither phase delays the other. ``place`` chooses the pools for the most goodput per device.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxllm.infer import SamplingParams
+from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.plan.hardware import Cluster
+from jaxllm.serve.load_benchmark import RequestResult, summary
+from jaxllm.simulate.deployment import Deployment, DeploymentError
+from jaxllm.simulate.deployment_search import fit
+from jaxllm.simulate.paper_runner import SimulatedStep
+from jaxllm.simulate.request_trace import RequestTrace, token_ids
+from jaxllm.simulate.simulator import ServiceObjective, SimulatedEngine, SimulatedRequest, best_rate, simulate
+from sharding import MeshSpec
+from sharding.mesh import divisors
+
+
+@dataclass(frozen=True)
+class DisaggregatedPools:
+    """Pools of a disaggregated service.
+
+    Attributes:
+        prefill, decode: engines of each pool; they serve the same model with the same KV cache format.
+        link: bytes per second from a prefill engine to a decode engine; None: the network of the smaller engine's
+            devices.
+
+    Raises:
+        DeploymentError: the pools' models or KV caches differ.
+    """
+
+    prefill: Deployment
+    decode: Deployment
+    link: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefill.model != self.decode.model or self.prefill.engine.kv_dtype != self.decode.engine.kv_dtype:
+            raise DeploymentError("pools: prefill and decode must serve one model with one format of the KV cache.")
+
+    @property
+    def devices(self) -> int:
+        """Devices of both pools."""
+        return self.prefill.devices + self.decode.devices
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a transfer."""
+        if self.link is not None:
+            return self.link
+        return min(one.engine_devices * one.cluster.hardware.network for one in (self.prefill, self.decode))
+
+    @property
+    def name(self) -> str:
+        """Short description."""
+        return f"prefill {self.prefill.name}; decode {self.decode.name}"
+
+    def transfer_bytes(self, prompt: int) -> float:
+        """Bytes of KV cache of a prompt, as the prefill engine's devices hold it, whole pages of it."""
+        model, spec = self.prefill.step_model, self.prefill.spec
+        devices = self.prefill.engine_devices // model.replicas
+        return devices * sum(
+            model.group_token_bytes(n) * spec.page_size * len(_columns(prompt, spec.page_size, group.window))
+            for n, group in enumerate(spec.groups)
+        )
+
+
+def _columns(prompt: int, page_size: int, window: int | None) -> range:
+    """Columns of a page table that a sequence with a computed prompt needs in order to decode."""
+    first = 0 if window is None else max(0, prompt - window + 1) // page_size
+    return range(first, -(-prompt // page_size))
+
+
+@dataclass
+class PoolSimulation:
+    """Simulated service of disaggregated pools.
+
+    Attributes:
+        pools, trace: what was simulated.
+        requests: requests in the order of the trace.
+        prefill, decode: steps of each engine of each pool.
+        transfers: (start, end, bytes) of each transfer of a KV cache.
+    """
+
+    pools: DisaggregatedPools
+    trace: RequestTrace
+    requests: list[SimulatedRequest]
+    prefill: list[list[SimulatedStep]]
+    decode: list[list[SimulatedStep]]
+    transfers: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def within(self, slo: ServiceObjective) -> float:
+        """Share of the requests that met the objective."""
+        return sum(slo.met(one.result) for one in self.requests) / len(self.requests)
+
+    def figures(self, slo: ServiceObjective) -> dict[str, Any]:
+        """Figures of the service: those of ``jaxllm bench serve``, goodput per device, and transfers."""
+        found = summary([one.result for one in self.requests], slo.ttft, slo.tpot)
+        return found | {
+            "devices": self.pools.devices,
+            "goodput_per_device": found["goodput"] / self.pools.devices,
+            "transferred_bytes": sum(size for *_, size in self.transfers),
+            "transfer_seconds": sum(end - start for start, end, _ in self.transfers) / max(1, len(self.transfers)),
+        }
+
+
+def simulate_pools(pools: DisaggregatedPools, trace: RequestTrace) -> PoolSimulation:
+    """Simulates the service of an open-loop trace by disaggregated pools; each pool's least loaded engine is next.
+
+    Raises:
+        DeploymentError: a pool cannot serve the model or the longest request, or the trace is a closed loop.
+    """
+    for one in (pools.prefill, pools.decode):
+        if trace.longest > one.spec.max_len or trace.clients is not None:
+            raise DeploymentError(
+                f"pools: {trace.name} has requests of {trace.longest:,} tokens and the engines' sequences "
+                f"{one.spec.max_len:,}; give max_len = {trace.longest}, and an open-loop trace."
+            )
+    first = [SimulatedEngine(pools.prefill) for _ in range(pools.prefill.engines)]
+    second = [SimulatedEngine(pools.decode) for _ in range(pools.decode.engines)]
+    requests = [SimulatedRequest(one, RequestResult(one.at, one.at), n) for n, one in enumerate(trace.requests)]
+    # The prefill engines serve a copy of each request that ends with its first token.
+    prompts = [
+        SimulatedRequest(replace(one, tokens=1), RequestResult(one.at, one.at), n)
+        for n, one in enumerate(trace.requests)
+    ]
+    found = PoolSimulation(pools, trace, requests, [e.runner.steps for e in first], [e.runner.steps for e in second])
+    coming = [(one.at, n, False) for n, one in enumerate(trace.requests)]  # (time, request, its KV cache is there)
+    heapq.heapify(coming)
+    links, names, engines = [0.0] * len(first), dict[str, int](), [*first, *second]
+    while coming or any(one.engine.busy for one in engines):
+        busy = [n for n, one in enumerate(engines) if one.engine.busy]
+        number = min(busy, key=lambda n: engines[n].runner.now, default=None)
+        if number is not None and (not coming or engines[number].runner.now < coming[0][0]):
+            ended = engines[number].advance()
+            for one in ended if number < len(first) else ():
+                there = _hand_over(found, one, requests[one.index], number, links)
+                if there is not None:
+                    heapq.heappush(coming, (there, one.index, True))
+            continue
+        now, index, decodes = heapq.heappop(coming)
+        pool = second if decodes else first
+        chosen = min(range(len(pool)), key=lambda n: (len(pool[n].view(now).active), n))
+        prompt = token_ids(trace.requests, index, names)
+        if decodes:
+            _admit(pool[chosen], requests[index], prompt, now)
+        else:
+            prompts[index].engine = chosen
+            pool[chosen].submit(prompts[index], prompt, now)
+    return found
+
+
+def _hand_over(
+    found: PoolSimulation, prefilled: SimulatedRequest, one: SimulatedRequest, engine: int, links: list[float]
+) -> float | None:
+    """Records the first token of a request and sends its KV cache; returns when that is there, None if it has ended."""
+    first = prefilled.result.end
+    one.result.chunks.append(first)
+    one.delivered.append(1)
+    if one.request.tokens == 1:
+        one.result.tokens, one.result.end = 1, first
+        return None
+    size = found.pools.transfer_bytes(one.request.prompt)
+    start = max(first, links[engine])
+    links[engine] = start + size / found.pools.bandwidth
+    found.transfers.append((start, links[engine], size))
+    return links[engine]
+
+
+def _admit(engine: SimulatedEngine, one: SimulatedRequest, prompt: list[int], now: float) -> None:
+    """Hands a request to a decode engine whose KV cache has arrived, as a sequence that was swapped out."""
+    if not engine.engine.busy:
+        engine.runner.now = max(engine.runner.now, now)
+    params = SamplingParams(max_tokens=one.request.tokens, temperature=0.0, seed=0)
+    request = engine.engine.submit(prompt, params)
+    (sequence,) = request.sequences
+    _swapped_out(sequence, engine)
+    engine.active[request.id] = one
+    engine.held.append(one)
+
+
+def _swapped_out(sequence: Sequence, engine: SimulatedEngine) -> None:
+    """Makes a new sequence one whose prompt is computed, whose first token is known, and whose pages are elsewhere."""
+    spec, prompt = engine.runner.spec, len(sequence.tokens)
+    sequence.tokens.append(0)
+    sequence.computed = prompt
+    sequence.swapped = [(list(_columns(prompt, spec.page_size, group.window)), None) for group in spec.groups]
+
+
+@dataclass(frozen=True)
+class RatedPlacement:
+    """RatedPlacement of pools, or of colocated engines, with its goodput.
+
+    Attributes:
+        name: description.
+        devices: devices of all engines.
+        rate: largest rate at which the objective's share of the requests is met.
+    """
+
+    name: str
+    devices: int
+    rate: float
+
+    @property
+    def goodput_per_device(self) -> float:
+        """Requests per second and device."""
+        return self.rate / self.devices
+
+
+def pool_splits(base: Deployment) -> Iterator[DisaggregatedPools]:
+    """Pools that use all devices of a deployment: all tensor degrees of both pools, and all numbers of their engines.
+
+    Args:
+        base: its devices, model, formats and sizes are taken; its mesh is not.
+    """
+    for prefill, decode in itertools.product(divisors(base.devices), repeat=2):
+        for many in range(1, base.devices // prefill + 1):
+            more, rest = divmod(base.devices - many * prefill, decode)
+            if more < 1 or rest:
+                continue
+            if (one := engines_of(base, prefill, many)) and (other := engines_of(base, decode, more)):
+                yield DisaggregatedPools(one, other)
+
+
+def engines_of(base: Deployment, tensor: int, count: int) -> Deployment | None:
+    """So many engines of a tensor degree; None if there is no slice of so many devices."""
+    cluster = Cluster.sized(base.cluster.hardware, tensor)
+    if cluster is None:
+        return None
+    return replace(base, cluster=cluster, mesh=MeshSpec.parse(f"tensor={tensor}"), copies=count)
+
+
+def colocated(base: Deployment) -> Iterator[Deployment]:
+    """Engines that do both phases, on all devices of a deployment: all tensor degrees."""
+    for tensor in divisors(base.devices):
+        if (one := engines_of(base, tensor, base.devices // tensor)) is not None:
+            yield one
+
+
+def place(
+    ways: Iterable[DisaggregatedPools | Deployment],
+    trace: RequestTrace,
+    slo: ServiceObjective,
+    *,
+    tolerance: float = 0.1,
+) -> list[RatedPlacement]:
+    """Placements by goodput per device, best first; those that cannot serve the model are left out.
+
+    Args:
+        ways: placements to choose from, see ``pool_splits`` and ``colocated``.
+        trace: requests, whose arrival times are stretched.
+        slo: objective.
+        tolerance: relative width of the interval in which a placement's rate is found.
+    """
+    found = []
+    for one in ways:
+        parts = (one,) if isinstance(one, Deployment) else (one.prefill, one.decode)
+        if any(map(fit, parts)):
+            continue
+
+        def share(rate: float, one: DisaggregatedPools | Deployment = one) -> float:
+            asked = trace.at_rate(rate)
+            served = simulate(one, asked) if isinstance(one, Deployment) else simulate_pools(one, asked)
+            return served.within(slo)
+
+        rate = best_rate(share, slo.share, trace.rate / 16, trace.rate, tolerance)
+        found.append(RatedPlacement(one.name, one.devices, rate))
+    return sorted(found, key=lambda one: -one.goodput_per_device)

@@ -1,0 +1,124 @@
+"""Simulated steps are the engine's: a real engine of a tiny model, whose clock is the simulator's, on equal traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxllm.infer import Engine, SamplingParams
+from jaxllm.infer.engine.policies import Fair, FirstCome, Priority, Shortest
+from jaxllm.plan.formulas.serving_step import BatchWork, StepCost
+from jaxllm.plan.hardware import Cluster
+from jaxllm.simulate import Deployment, RequestTrace, TraceRequest, simulate
+from jaxllm.simulate.request_trace import token_ids
+from sharding import MeshSpec
+from tests.infer import engines
+from tests.proofs.harness import proof
+
+WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous")
+POLICIES = (None, FirstCome, Shortest, Priority, Fair)
+REQUESTS = 18
+"""As many as have different first tokens in the tiny vocabulary."""
+
+
+@functools.lru_cache(len(WAYS))
+def real_runner(way: str) -> Any:
+    return engines.build(engines.ENGINES[way]).runner
+
+
+@dataclass
+class Clocked:
+    """Real runner whose steps take the time of a step clock; everything else is its own."""
+
+    runner: Any
+    clock: Any
+    now: float = 0.0
+    free: float = 0.0
+    chunks: list = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def run(self, shape: Any, packed: np.ndarray, *masks: Any) -> Any:
+        x = shape.inputs.views(packed[0])
+        counts = np.diff(x["starts"])
+        used = (x["slots"] < shape.slots) & (counts > 0)
+        counts, lengths = counts[used].astype(int), x["kv_lens"][used].astype(int)
+        self.chunks.append(list(zip((lengths - counts).tolist(), counts.tolist(), strict=True)))
+        passes = max(1, int(x["steps"])) if shape.decode else 1
+        cost = self.clock([BatchWork(lengths - counts, counts)], shape, passes)
+        self.free = max(self.free, self.now) + cost.seconds
+        return Ready(self, self.free, self.runner.run(shape, packed, *masks))
+
+
+@dataclass
+class Ready:
+    """Result of a step, there at a time of the clock."""
+
+    runner: Clocked
+    at: float
+    made: Any
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.runner.now = max(self.runner.now, self.at)
+        return np.asarray(self.made)
+
+
+@proof("simulation", count=30, sample=1)
+def steps_are_the_engines(seed: int) -> None:
+    """Sequences, positions and tokens of every step, pages held after it, and the times of every token.
+
+    Ways to serve, policies, prefixes, lengths and arrivals are drawn; steps take a time that depends on their rows and
+    on the context.
+    """
+    rng = np.random.default_rng(seed)
+    way, policy = WAYS[seed % len(WAYS)], POLICIES[int(rng.integers(len(POLICIES)))]
+    config = engines.ENGINES[way]
+    prefix = int(rng.integers(0, 2)) * 8
+    requests = [
+        TraceRequest(float(at), prefix + int(p), int(n), "p" if prefix else "", prefix)
+        for at, p, n in zip(np.sort(rng.uniform(0, 0.4, REQUESTS)), rng.integers(1, 25, REQUESTS),
+                            rng.integers(1, 20, REQUESTS), strict=True)
+    ]  # fmt: skip
+    if policy is not Shortest and rng.random() < 0.5:
+        requests = [dataclasses.replace(one, at=0.0) for one in requests]
+
+    def clock(batches: list[BatchWork], shape: Any, passes: int) -> StepCost:
+        context = sum(int((one.starts + one.counts).sum()) for one in batches)
+        return StepCost(compute=passes * (2e-3 + 1e-4 * shape.tokens + 1e-6 * context))
+
+    runner = Clocked(real_runner(way), clock)
+    engine = Engine(runner, config, engines.VOCAB, policy=policy() if policy else None, clock=lambda: runner.now)  # type: ignore[arg-type]
+    times, pages, names, going = [[] for _ in requests], [], dict[str, int](), {}
+    coming = list(range(REQUESTS))
+    while coming or engine.busy:
+        if not engine.busy:
+            runner.now = max(runner.now, requests[coming[0]].at)
+        while coming and requests[coming[0]].at <= runner.now:
+            index = coming.pop(0)
+            params = SamplingParams(max_tokens=requests[index].tokens, temperature=0.0, seed=0)
+            going[engine.submit(token_ids(requests, index, names), params).id] = index
+        before = len(runner.chunks)
+        deltas = engine.step()
+        if len(runner.chunks) > before:
+            pages.append(
+                1 - sum(p.available for p in engine.scheduler.pages) / sum(p.count for p in engine.scheduler.pages)
+            )
+        for delta in deltas:
+            times[going[delta.request.id]].append(runner.now)
+
+    hardware = dataclasses.replace(Cluster.parse("h100:1x1").hardware, host=1e30)
+    cluster = dataclasses.replace(Cluster.parse("h100:1x1"), hardware=hardware)
+    model = engines.model_of("llama", "float32")
+    deployment = Deployment(model, cluster, MeshSpec.parse("tensor=1"), config)
+    found = simulate(deployment, RequestTrace(way, tuple(requests)), policy=policy, clock=clock)
+    (steps,) = found.engines
+    assert [step.chunks[0] for step in steps] == runner.chunks
+    assert [step.cache_use for step in steps] == pages
+    assert [one.chunks for one in found.results] == times
+    assert found.preemptions == engine.scheduler.preemptions
+    assert found.hit_tokens == engine.scheduler.hit_tokens

@@ -1,0 +1,86 @@
+"""Disaggregated pools: tokens, bytes and times of transfers, and the placement of pools."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jaxllm.models import AttentionConfig, BlockConfig, MlpConfig
+from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace
+from jaxllm.simulate.pools import DisaggregatedPools, colocated, place, pool_splits, simulate_pools
+from tests.simulate.served import MODEL, deployment
+
+
+def pools(**sizes) -> DisaggregatedPools:
+    one = deployment(**sizes)
+    return DisaggregatedPools(one, one)
+
+
+def test_phases_are_apart_and_tokens_are_conserved():
+    trace = make_trace("poisson:400", lengths="100/20", count=30)
+    found = simulate_pools(pools(), trace)
+    assert [one.result.tokens for one in found.requests] == [20] * 30
+    assert sum(n for own in found.prefill for s in own for one in s.chunks for _, n in one) == 30 * 100
+    assert sum(n for own in found.decode for s in own for one in s.chunks for _, n in one) == 30 * 19
+    assert all(count == 1 for own in found.decode for s in own for one in s.chunks for _, count in one)
+    assert all(start >= 100 for own in found.decode for s in own for one in s.chunks for start, _ in one)
+
+
+def test_transfers_are_the_kv_cache_over_the_link():
+    """Seven pages of 16 tokens for a prompt of 100, one after the other over a link of 10 MB/s."""
+    trace = make_trace("closed:3", lengths="100/20", count=3)
+    trace = RequestTrace("at once", trace.requests)
+    found = simulate_pools(dataclasses.replace(pools(), link=1e7), trace)
+    size = 7 * 16 * 4 * 2 * 4 * 32 * 2  # tokens x layers x (keys, values) x heads x head dim x bytes
+    assert [round(b) for *_, b in found.transfers] == [size] * 3
+    ordered = sorted(found.transfers)
+    assert all(end - start == pytest.approx(size / 1e7) for start, end, _ in ordered)
+    assert all(after[0] >= before[1] - 1e-12 for before, after in itertools.pairwise(ordered))
+    for one in found.requests:
+        assert one.result.chunks[1] - one.result.chunks[0] > size / 1e7
+
+
+def test_windows_send_only_what_decode_reads():
+    blocks = (BlockConfig(AttentionConfig(8, 4, 32, window=32), MlpConfig(64)),)
+    near = pools(model=dataclasses.replace(MODEL, pattern=blocks))
+    assert near.transfer_bytes(400) == near.transfer_bytes(208) < pools().transfer_bytes(208)
+
+
+def test_decode_is_not_delayed_by_prompts():
+    """Long prompts beside decoding sequences: no decode step is longer than in a pool that only decodes."""
+    requests = (TraceRequest(0.0, 32, 60), *(TraceRequest(1e-3 * n, 480, 2) for n in range(1, 8)))
+    trace = RequestTrace("interference", requests)
+    apart = simulate_pools(pools(), trace)
+    assert apart.requests[0].result.tpot < 1.5 * min(s.cost.seconds for s in apart.decode[0])
+
+
+def test_a_request_of_one_token_needs_no_decode():
+    found = simulate_pools(pools(), make_trace("poisson:100", lengths="64/1", count=4))
+    assert not found.transfers
+    assert not found.decode[0]
+    assert all(one.result.tokens == 1 for one in found.requests)
+
+
+def test_pools_that_do_not_fit_each_other_are_refused():
+    with pytest.raises(DeploymentError, match="one format"):
+        DisaggregatedPools(deployment(), deployment(kv_dtype="int8"))
+    with pytest.raises(DeploymentError, match="max_len = 700"):
+        simulate_pools(pools(), make_trace("poisson:1", lengths="600/100", count=2))
+
+
+def test_splits_use_all_devices():
+    found = list(pool_splits(deployment("h100:1x4")))
+    assert {(p.prefill.devices, p.prefill.engines, p.decode.devices, p.decode.engines) for p in found} == {
+        (1, 1, 3, 3), (2, 2, 2, 2), (3, 3, 1, 1), (2, 1, 2, 1), (2, 1, 2, 2), (2, 2, 2, 1),
+    }  # fmt: skip
+    assert [one.engines for one in colocated(deployment("h100:1x4"))] == [4, 2, 1]
+
+
+def test_placements_are_by_goodput_per_device():
+    trace = make_trace("uniform:200", lengths="100/4", count=6)
+    ways = [pools(), next(colocated(deployment()))]
+    found = place(ways, trace, ServiceObjective(0.05, 0.01), tolerance=0.5)
+    assert [one.devices for one in found] in ([1, 2], [2, 1])
+    assert found[0].goodput_per_device >= found[1].goodput_per_device > 0
