@@ -125,6 +125,7 @@ def trainer(**fields: Any) -> Any:
     from collections import defaultdict
 
     accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x, num_processes=1)
+    accelerator.reduce = lambda x, reduction: x
     shared = {
         "model": SimpleNamespace(training=False), "accelerator": accelerator, "aux_loss_enabled": False,
         "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0, "_tp_size": 1,
