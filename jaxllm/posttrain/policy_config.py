@@ -22,6 +22,8 @@ class RolloutConfig:
         group: completions of each prompt that an update uses.
         max_tokens: largest length of a completion in tokens.
         max_sequences: completions that the engine decodes at a time.
+        max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
+            on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
         attempts: most times that prompts are drawn for one step where the algorithm replaces groups of equal rewards.
         reward_timeout: seconds that a reward function may take for one completion; 0: any.
         episodes: episodes of each step that are written to episodes.jsonl; 0: all.
@@ -31,12 +33,14 @@ class RolloutConfig:
     group: int = 8
     max_tokens: int = 128
     max_sequences: int = runtime_only(32)
+    max_staleness: int = 0
     attempts: int = 3
     reward_timeout: float = 60.0
     episodes: int = runtime_only(0)
 
     def __post_init__(self) -> None:
         least = {"prompts": 1, "group": 1, "max_tokens": 1, "max_sequences": 1, "attempts": 1, "episodes": 0}
+        least["max_staleness"] = 0
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"rollout.{name} = {getattr(self, name)}; give {value} or more.")

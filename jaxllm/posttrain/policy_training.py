@@ -10,16 +10,16 @@ same curve.
 from __future__ import annotations
 
 import contextlib
-import time
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxllm.config import ConfigError
-from jaxllm.data import Dataset
+from jaxllm.data import Batch, Dataset
 from jaxllm.data.loader import resolve_tokenizer
 from jaxllm.peft.adapted_model import merge_adapters
 from jaxllm.posttrain.algorithms import find_algorithm
@@ -35,6 +35,7 @@ from jaxllm.posttrain.rollout_batch import (
     rows_needed,
     with_advantages,
 )
+from jaxllm.posttrain.rollout_queue import RolloutQueue
 from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, derived_seed, one_device
 from jaxllm.text import Tokenizer
 from jaxllm.train.init_from import open_initial_model
@@ -111,6 +112,14 @@ def open_policy_data(config: PolicyRunConfig) -> tuple[PromptSource, Tokenizer, 
     return source, tokenizer, line
 
 
+class StepRollouts(NamedTuple):
+    """Rollouts of a step: packed rows, their episodes by prompt, and means for the log."""
+
+    batch: Batch
+    groups: list[list[Episode]]
+    metrics: dict[str, float]
+
+
 class RolloutFeed:
     """Batches of rollouts for the training loop, each sampled with the weights of the step before (``BatchFeed``).
 
@@ -124,7 +133,8 @@ class RolloutFeed:
     def __init__(self, config: PolicyRunConfig, source: PromptSource, tokenizer: Tokenizer, summary: str):
         self.config, self.source, self.tokenizer = config, source, tokenizer
         self.algorithm, self.rewards = find_algorithm(config.algorithm), find_rewards(config.rewards)
-        self.dataset = Dataset(config.data, source, None, tokenizer, summary)
+        # A cached property serves a protocol's property; the type checker does not see it.
+        self.dataset = Dataset(config.data, source, None, tokenizer, summary)  # pyright: ignore[reportArgumentType]
         self._metrics: dict[int, dict[str, float]] = {}
         self.engine: RolloutEngine | None = None
 
@@ -137,33 +147,38 @@ class RolloutFeed:
         mesh = None if one_device(run.mesh) else run.mesh
         with jax.set_mesh(run.mesh):
             weights = merge(params())
-        self.engine = RolloutEngine(model, weights, self.tokenizer, mesh, longest, self.config.rollout.max_sequences)
-        self.engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
+        self.engine = engine = RolloutEngine(
+            model, weights, self.tokenizer, mesh, longest, self.config.rollout.max_sequences
+        )
+        engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
         file = run.directory.path / EPISODES if run.directory.writes else None
         log = EpisodeLog(file, first, self.config.rollout.episodes)
 
-        def each() -> Iterator[tuple[int, Any]]:
-            step = first
-            while True:
-                began = time.monotonic()
-                with jax.set_mesh(run.mesh):
-                    self.engine.swap(merge(params()))
-                swapped = time.monotonic()
-                batch = self.rollout_step(step, log)
-                self._metrics[step + 1] |= {
-                    "swap_seconds": swapped - began,
-                    "rollout_seconds": time.monotonic() - swapped,
-                }
-                yield step, run.put_batch(batch)
-                step += 1
+        def swap() -> None:
+            with jax.set_mesh(run.mesh):
+                engine.swap(merge(params()))
 
-        yield each()
+        ahead = self.config.rollout.max_staleness
+        with RolloutQueue(swap, self.rollout_step, ahead, self.config.steps) as queue:
+            yield self._each(run, first, queue, log)
+
+    def _each(self, run: Run, first: int, queue: RolloutQueue, log: EpisodeLog) -> Iterator[tuple[int, Any]]:
+        for step in itertools.count(first):
+            found = queue.next(step)
+            rollouts: StepRollouts = found.batch
+            log.write(step + 1, rollouts.groups)
+            self._metrics[step + 1] = rollouts.metrics | {
+                "swap_seconds": found.swap_seconds,
+                "rollout_seconds": found.rollout_seconds,
+                "rollout_wait": found.waited,
+            }
+            yield step, run.put_batch(rollouts.batch)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the rollouts of step ``step``, counted from 1; given out once."""
         return self._metrics.pop(step, {})
 
-    def rollout_step(self, step: int, log: EpisodeLog) -> Any:
+    def rollout_step(self, step: int) -> StepRollouts:
         """Samples and judges the rollouts of a step, and packs them.
 
         Raises:
@@ -187,10 +202,15 @@ class RolloutFeed:
         self._check_failures(step, seen)
         if groups:
             groups = with_advantages(groups, self.algorithm)
-        log.write(step + 1, groups)
         episodes = [one for group in groups for one in group]
-        self._metrics[step + 1] = rollout_metrics(seen, groups) | {"dropped_groups": float(dropped)}
-        return rollout_batch(episodes, self.algorithm, config.data.batch_size, config.data.seq_len, rollout.max_tokens)
+        stale = [step + 1 - version for one in seen for version in one.rollout.versions]
+        metrics = rollout_metrics(seen, groups) | {
+            "dropped_groups": float(dropped),
+            "staleness": float(np.mean(stale)) if stale else 0.0,
+        }
+        data, largest = config.data, rollout.max_tokens
+        batch = rollout_batch(episodes, self.algorithm, data.batch_size, data.seq_len, largest)
+        return StepRollouts(batch, groups, metrics)
 
     def _groups(self, step: int, attempt: int) -> list[list[Episode]]:
         """Episodes of the prompts of one attempt at a step."""

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jaxllm.config import ConfigError, closest
 
@@ -106,7 +106,7 @@ def _term(text: str) -> RewardTerm:
         raise ConfigError(f"rewards: {name!r} cannot be imported: {error}.") from error
     if not callable(found):
         raise ConfigError(f"rewards: {name!r} is a {type(found).__name__}, not a function.")
-    return RewardTerm(name, found, factor)
+    return RewardTerm(name, cast(RewardFunction, found), factor)
 
 
 def judge(

@@ -20,6 +20,7 @@ from jaxllm.posttrain.policy_training import open_policy_data, with_algorithm
 from jaxllm.posttrain.prompts import Prompt, load_prompts
 from jaxllm.posttrain.rewards import RewardTerm, find_rewards, judge
 from jaxllm.posttrain.rollout_batch import Episode, Judgement, is_informative, judged_group, rollout_batch
+from jaxllm.posttrain.rollout_queue import RolloutQueue
 from jaxllm.posttrain.rollouts import Rollout
 from jaxllm.text import ChatTemplate
 from tests.posttrain import tiny_policy
@@ -204,3 +205,29 @@ def test_settings(tmp_path):
     steps = [prompt.text for step in range(2) for prompt in source.prompts_at(step)]
     assert sorted(steps[:4]) == sorted(steps[4:]) == sorted(["ab", "cde", "f", "ghij"])
     assert source.check_cursor(json.loads(json.dumps(source.cursor(7)))) == 7
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_rollouts_are_never_staler_than_the_bound(ahead):
+    """Each batch is sampled once, in order, with weights that are at most so many steps behind; a failure is raised."""
+    version, sampled = 0, []
+
+    def swap() -> None:
+        nonlocal version
+        version += 1
+
+    def sample(step: int) -> tuple[int, int]:
+        sampled.append(step)
+        if step == 9:
+            raise RuntimeError("no reward")
+        return step, version
+
+    with RolloutQueue(swap, sample, ahead, 12) as queue:
+        for step in range(4, 9 - ahead):
+            batch = queue.next(step).batch
+            assert batch[0] == step
+            assert batch[1] == max(version - ahead, 1)
+        assert sampled[: 5 - ahead] == list(range(4, 9 - ahead))
+        with pytest.raises(RuntimeError, match="no reward"):
+            list(map(queue.next, range(9 - ahead, 11)))
+    assert len(sampled) == len(set(sampled))

@@ -249,6 +249,24 @@ def policies_resume(algorithm: str) -> None:
         assert len(rows_of(one)) == 6
 
 
+@proof("posttraining", cases=[1, 2], sample=1)
+def staleness_is_bounded(bound: int) -> None:
+    """Versions of the weights that sampled every completion of an asynchronous run, which resumes in between."""
+    with tempfile.TemporaryDirectory() as name:
+        config = policy_run(Path(name), steps=6, max_staleness=bound)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            runs.signal_at(monkeypatch, 3)
+            assert not train_policy(config).complete
+        directory = train_policy(config).directory
+        rows = [json.loads(line) for line in (directory / "episodes.jsonl").read_text().splitlines()]
+        behind = {row["step"] - version for row in rows for version in row["versions"]}
+        assert behind <= set(range(bound + 1))
+        assert max(behind) == bound
+        assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 7), 16), (
+            "no completion is lost or doubled"
+        )
+
+
 def rows_of(directory: Path) -> list[dict[str, Any]]:
     """Training rows of a run's metrics."""
     return [row for row in RunDirectory(directory).read_metrics() if "reward" in row]
